@@ -8,6 +8,7 @@ import JAX.
 """
 
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -37,7 +38,9 @@ if _TYPE_CHECKING:
     from .engine.plan.report import plan as plan
     from .engine.quantize.calibration import calibrate as calibrate
     from .engine.quantize.model import quantize as quantize
+    from .engine.release import free as free
     from .engine.sampling.settings import Sampling as Sampling
+    from .engine.usage import memory as memory
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
@@ -83,6 +86,8 @@ _HOMES: dict[str, str | None] = {
     "plan": "engine.plan.report",
     "calibrate": "engine.quantize.calibration",
     "quantize": "engine.quantize.model",
+    "free": "engine.release",
+    "memory": "engine.usage",
     "Sampling": "engine.sampling.settings",
     "load_tokenizer": "text.tokenizer.tokenizer",
     "CheckpointError": "errors",
@@ -108,6 +113,9 @@ _HOMES: dict[str, str | None] = {
 }
 
 __all__ = ["__version__", *_HOMES]
+
+if "IPython" in _sys.modules:
+    _importlib.import_module(".completion", __name__).register()
 
 
 def __getattr__(name: str) -> _Any:

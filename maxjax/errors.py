@@ -7,7 +7,9 @@ the expected and found values, and what to do about it.
 from __future__ import annotations
 
 import difflib
+import gc
 import os
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -181,6 +183,52 @@ class UnsupportedModelError(NotImplementedError):
 
 class UserInputError(ValueError):
     """An argument of the caller (text, a path, an option) cannot be used."""
+
+
+class UnknownArgumentError(UserInputError, TypeError):
+    """A function was called with an argument that it does not have; the message says what is meant."""
+
+
+class releasing:
+    """A context that holds nothing any more once memory has run out in it.
+
+    An error keeps the frames of all functions that it came through, with their variables; a notebook
+    keeps the last error. So arrays that were already there would take the memory that the next
+    cell needs. Here the variables of these functions are deleted, up to the one that has this context.
+
+    Example:
+        >>> import weakref
+        >>> class Large: ...
+        >>> def load():
+        ...     large = Large()
+        ...     made.append(weakref.ref(large))
+        ...     raise OutOfMemoryError("there is no more")
+        >>> made, kept = [], None
+        >>> try:
+        ...     with releasing():
+        ...         load()
+        ... except OutOfMemoryError as error:
+        ...     kept = error
+        >>> made[0]() is None
+        True
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if error is None or not _is_out_of_memory(error):
+            return
+        seen: set[int] = set()
+        one: BaseException | None = error
+        while one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
+        gc.collect()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def integer_text(value: int) -> str:

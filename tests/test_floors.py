@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors lazy absent columns heartbeat agreement distributed lockstep dtype driver native_library
+.: errors elsewhere completion lazy absent columns
+.: heartbeat agreement progress distributed lockstep dtype driver native_library
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
@@ -100,7 +101,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed perplexity session
+engine: hub load packing embed perplexity session holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
@@ -108,7 +109,7 @@ engine/plan: compiled report
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
-checkpoint/conversion: progress source to_gguf run
+checkpoint/conversion: written source to_gguf run
 interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 

@@ -18,6 +18,7 @@ from ..models.pooling import pooling_files
 from ..models.quantized import KEY as QUANTIZATION
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
+from ..progress import short, task
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
@@ -100,7 +101,9 @@ def save_pretrained(
                 max_shard_size=limit, **others, **model_facts(model),
             )  # fmt: skip
         if together.is_leader:
-            write_set(directory, files, pieces, METADATA, progress=progress)
+            total = sum(one.nbytes for one in outgoing)
+            with task(f"saving {short(directory)}", total) as shown:
+                write_set(directory, files, pieces, METADATA, progress=shown.telling(progress))
             gathering.end()
         else:
             gathering.follow()

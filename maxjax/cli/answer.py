@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..columns import columns, visible
-
-# Seconds after which a status line appears.
-_MOMENT = 0.3
-
-
-@contextmanager
-def status(what: str) -> Iterator[Callable[[], None]]:
-    """Shows a line on stderr while a block runs, if that is a terminal and the block takes a while.
-
-    Args:
-        what: what is being done, as text.
-
-    Yields:
-        A function that removes the line before the end of the block.
-    """
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    lock, over, shown = threading.Lock(), threading.Event(), []
-
-    def show() -> None:
-        text = f"{visible(what)} …"[: shutil.get_terminal_size().columns - 1]
-        with lock:
-            if not over.is_set():
-                sys.stderr.write(f"\r{text}")
-                sys.stderr.flush()
-                shown.append(len(text))
-
-    def end() -> None:
-        timer.cancel()
-        with lock:
-            over.set()
-            if shown:
-                sys.stderr.write(f"\r{' ' * shown.pop()}\r")
-                sys.stderr.flush()
-
-    timer = threading.Timer(_MOMENT, show)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield end
-    finally:
-        end()
+from ..progress import task
 
 
 class Answer(NamedTuple):
@@ -76,7 +33,7 @@ class Answer(NamedTuple):
 
 
 def show(stream: Any, *, quiet: bool = False) -> Answer:
-    """Writes an answer to stdout piece by piece, then a newline; a terminal shows a status line.
+    """Writes an answer to stdout piece by piece, then a newline; a terminal shows what is waited for.
 
     Ctrl-C ends the answer between two tokens. Before the first text, and when pressed a second
     time, it raises KeyboardInterrupt at once.
@@ -88,11 +45,10 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
     clean = visible_text if sys.stdout.isatty() else str
     began, first, early, wrote = time.perf_counter(), None, 0, False
     try:
-        reading = "reading the prompt; the first run compiles programs"
-        with _interrupts() as stop, status(reading) as over:
+        with _interrupts() as stop, task("reading the prompt") as waiting:
             for piece in stream:
                 if first is None:
-                    over()
+                    waiting.close()
                     first, early = time.perf_counter() - began, len(stream.completion.tokens)
                     stop.gently = True
                 if not quiet:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable
-from typing import Any
 
 from .options import float_type, quantization, shard_size
 from .terminal import stoppable
@@ -48,7 +46,7 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
         options.error("--importance is for --quantize: say what to quantise to")
     from ..checkpoint.conversion.run import convert as convert_checkpoint
 
-    with stoppable(), _Bar() as bar:
+    with stoppable():
         found = convert_checkpoint(
             options.source,
             options.destination,
@@ -57,7 +55,6 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
             quantize=options.quantize,
             importance=options.importance,
             max_shard_size=options.max_shard_size,
-            watch=bar.watch,
             overwrite=options.overwrite,
         )
     if options.json:
@@ -71,24 +68,3 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
     return [
         f"wrote {found.path}: {found.format}, {found.tensors:,} tensors, {found.nbytes:,} bytes{packed}"
     ]
-
-
-class _Bar:
-    """A progress bar on a terminal; without one nothing is shown."""
-
-    def __enter__(self) -> _Bar:
-        self._bar: Any = None
-        return self
-
-    def watch(self, total: int) -> Any:
-        """Starts the bar, and returns the function that adds written bytes to it."""
-        if not sys.stderr.isatty():
-            return lambda nbytes: None
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False)
-        return self._bar.update
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
-from .answer import status
+from ..progress import short, task
 from .options import positive
 
 
@@ -51,17 +51,16 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
         raise UserInputError(f"{options.output} exists: --overwrite replaces it")
 
-    with status(f"loading {options.model}"):
+    with task(f"loading {short(options.model)}", reads=True):
         from ..engine.embed import embed as embed_texts
         from ..engine.load import load
 
         model, tokenizer = load(options.model, dtype=options.dtype)
     try:
-        with status(f"embedding {len(texts):,} texts; the first run compiles programs"):
-            embeddings = embed_texts(
-                model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
-                pooling=options.pooling, prompt_name=options.prompt_name,
-            )  # [n, d] float32  # fmt: skip
+        embeddings = embed_texts(
+            model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
+            pooling=options.pooling, prompt_name=options.prompt_name,
+        )  # [n, d] float32  # fmt: skip
     except UserInputError as error:
         text = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
         raise UserInputError(text) from error

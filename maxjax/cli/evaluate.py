@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterable
 
-from .answer import status
 from .model import model_arguments, open_model
 from .options import integer, positive
 from .terminal import decoded, stoppable
@@ -51,11 +50,10 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
         opened = open_model(options)
         from ..engine.perplexity import perplexity
 
-        with status("computing the perplexity; the first run compiles a program"):
-            found = perplexity(
-                opened.model, opened.tokenizer, text,
-                context=options.context, stride=options.stride, batch_size=options.batch,
-            )  # fmt: skip
+        found = perplexity(
+            opened.model, opened.tokenizer, text,
+            context=options.context, stride=options.stride, batch_size=options.batch,
+        )  # fmt: skip
     if not options.json:
         return [str(found)]
     values = {

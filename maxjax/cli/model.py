@@ -11,7 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError, closest
-from .answer import status
+from ..progress import short, task
 from .options import (
     auto_or_float,
     import_jax,
@@ -96,7 +96,7 @@ class LoadedModel(NamedTuple):
 
 
 def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> LoadedModel:
-    """Loads the language model that the options choose, with a status line on a terminal.
+    """Loads the language model that the options choose, and shows that on a terminal.
 
     Args:
         options: the parsed options of :func:`model_arguments`.
@@ -119,7 +119,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
         raise UserInputError(f"JAX has no device: {error}") from error
     grid = None if options.mesh is None else _mesh(options.mesh)
     began = time.perf_counter()
-    with status(f"loading {options.model}"):
+    with task(f"loading {short(options.model)}", reads=True):
         model, found = load(
             options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
             tokenizer=tokenizer, activations=options.activations,

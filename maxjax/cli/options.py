@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def like(self, given: str) -> str:
         """A hint for an unknown option; "" if no option is similar."""
-        from ..engine.sampling.settings import meant
+        from ..elsewhere import meant
 
         options = {name[2:].replace("-", "_") for name in self._option_string_actions}
         name = given.partition("=")[0].lstrip("-").replace("-", "_")

@@ -17,18 +17,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError, UserInputError
+from ..elsewhere import unknown_argument
+from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import BertModel, Decoder
 from ..models.pooling import POOLINGS, Pooling, pool
 from ..models.weights import check_loaded, model_facts, shardings_of
+from ..progress import compiling, task
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
+_ARGUMENTS = ("batch_size", "truncate", "normalize", "pooling", "prompt", "prompt_name")
 
 
 def embed(
@@ -42,6 +45,7 @@ def embed(
     pooling: Pooling | str | None = None,
     prompt: str | None = None,
     prompt_name: str | None = None,
+    **unknown: Any,
 ) -> np.ndarray:
     """Computes one vector for each text, pooled as the checkpoint's sentence-transformers files say.
 
@@ -67,7 +71,8 @@ def embed(
         The vectors, float32 ``[len(texts), d]``, in the order of the texts.
 
     Raises:
-        TypeError: a text is not a str.
+        TypeError: a text is not a str; or an argument is unknown, and the message suggests the right
+            name if it can.
         UserInputError: there is no tokenizer; a text is too long; the model's weights are not
             loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
             known; the files do not have the named prompt.
@@ -76,7 +81,9 @@ def embed(
         ProgramMismatchError: the model, a text or an option is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
-    with Lockstep("embed", shardings_of(model)) as together:
+    for name in unknown:
+        raise unknown_argument("maxjax.embed", name, _ARGUMENTS)
+    with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
             batch_size=batch_size, truncate=truncate, normalize=normalize, pooling=pooling,
@@ -125,27 +132,47 @@ def _embed(
         "modes": pooling.modes, "normalize": normalize, "skipped": skipped,
         "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
     }  # fmt: skip
-    pending = []
-    for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit):
-        if mesh is not None:  # shard the batch over the data axes
-            split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
-            tokens = jax.tree.map(partial(put, sharding=split), tokens)
-        if together.is_shared:
-            together.decide()  # so that all are there
-        vectors = together.run(_encode, model, tokens, **settings)
-        # Of several processes none may dispatch what would wait for another in JAX.
-        vectors = together.fetch(vectors) if together.is_shared else vectors
-        pending.append((members, slots, vectors))
-    if not rows:
-        width = jax.eval_shape(
-            partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
-        ).shape[1]
-        return np.zeros((0, width), np.float32)
-    # Waiting begins only here: the devices compute while the host prepares batches.
-    result = np.empty((len(rows), pending[0][2].shape[1]), np.float32)
-    for members, slots, vectors in pending:
-        result[members] = np.asarray(vectors)[slots]
+    pending: list[_Pending] = []
+    ready = 0  # number of batches that are counted
+    with task(f"embedding {len(rows):,} texts", len(rows), unit=" texts") as shown:
+        for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit):
+            if mesh is not None:  # shard the batch over the data axes
+                split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
+                tokens = jax.tree.map(partial(put, sharding=split), tokens)
+            if together.is_shared:
+                together.decide()  # so that all are there
+            with compiling("embed"):
+                vectors = together.run(_encode, model, tokens, **settings)
+            # Of several processes none may dispatch what would wait for another in JAX.
+            vectors = together.fetch(vectors) if together.is_shared else vectors
+            pending.append(_Pending(members, slots, vectors))
+            while ready < len(pending) and pending[ready].is_ready():
+                shown.add(len(pending[ready].members))
+                ready += 1
+        if not rows:
+            width = jax.eval_shape(
+                partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
+            ).shape[1]
+            return np.zeros((0, width), np.float32)
+        # Waiting begins only here: the devices compute while the host prepares batches.
+        result = np.empty((len(rows), pending[0].vectors.shape[1]), np.float32)
+        for number, (members, slots, vectors) in enumerate(pending):
+            result[members] = np.asarray(vectors)[slots]
+            shown.add(len(members) if number >= ready else 0)
     return result
+
+
+class _Pending(NamedTuple):
+    """The texts of a batch, the places of their vectors in it, and the vectors of all its places."""
+
+    members: list[int]
+    slots: list[int]
+    vectors: Any
+
+    def is_ready(self) -> bool:
+        """Whether the vectors are computed."""
+        is_ready = getattr(self.vectors, "is_ready", None)  # NumPy's arrays have none
+        return is_ready is None or is_ready()
 
 
 def _batches_of(

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from glob import escape
 from importlib.resources import files
@@ -26,6 +27,7 @@ from ..errors import (
     UserInputError,
     some,
 )
+from ..progress import is_on
 from ..storage.directory import choose, no_weights
 from ..storage.formats import SUFFIXES
 from ..storage.save.durable import save_error
@@ -214,7 +216,38 @@ def hub_name(text: str) -> HubName | None:
     return HubName(repo, file, revision)
 
 
-def find_model(name: str | os.PathLike[str] | None, revision: str | None = None) -> Path:
+class Access(NamedTuple):
+    """How the hub is reached, with huggingface_hub's meanings.
+
+    Attributes:
+        token: token, True for the saved one, False for none; None for the saved one or HF_TOKEN.
+        cache_dir: directory of downloaded files; None for huggingface_hub's own.
+        local_files_only: whether only the cache is used.
+    """
+
+    token: str | bool | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+
+    @property
+    def cache(self) -> str:
+        """The directory of downloaded files."""
+        from huggingface_hub import constants
+
+        return os.fspath(self.cache_dir or constants.HF_HUB_CACHE)
+
+
+PLAIN = Access()
+"""The access that huggingface_hub's settings and environment variables say."""
+
+
+def find_model(
+    name: str | os.PathLike[str] | None,
+    revision: str | None = None,
+    *,
+    filename: str | None = None,
+    access: Access = PLAIN,
+) -> Path:
     """Finds the files of a model, and downloads those of a hub name unless they are in the cache.
 
     Args:
@@ -222,6 +255,8 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
             ``org/name/file.gguf``; or ``"tiny"`` or None for the small model that comes with
             maxjax. A Path is never taken for a name.
         revision: a branch, tag or commit on the hub, as in ``org/name@revision``.
+        filename: the file with the weights, of a repository or directory.
+        access: how the hub is reached.
 
     Returns:
         The path of a directory or of a GGUF file.
@@ -234,7 +269,7 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
         CheckpointIncompleteError: the download was interrupted.
         CheckpointSaveError: the cache is full or read-only.
         UserInputError: ``revision`` is given with a path or is malformed; the name is not a valid
-            path.
+            path; ``filename`` contradicts it.
         TypeError: ``name`` is neither a str nor a Path.
 
     Example:
@@ -255,14 +290,21 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
             raise UserInputError(
                 f"revision={revision!r} needs a name on the hub, but {path} is a path"
             )
-        return path
+        if filename is not None and not path.is_dir():
+            raise UserInputError(f"filename={filename!r} is given, and {path} is a file already")
+        return path if filename is None else path / filename
     if found is None:
         single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
         raise CheckpointMissingError(
             "no such file or directory", path=path,
             hint="A name on the Hugging Face hub has two parts: org/name." if single else None,
         )  # fmt: skip
-    return fetch(found._replace(revision=_one_revision(found.revision, revision)))
+    if filename is not None and found.file not in (None, filename):
+        raise UserInputError(
+            f"the name says file {found.file!r}, but filename={filename!r} is passed: drop one of them"
+        )
+    revision = _one_revision(found.revision, revision)
+    return fetch(found._replace(file=filename or found.file, revision=revision), access)
 
 
 def _exists(path: Path) -> bool:
@@ -285,7 +327,7 @@ def _one_revision(in_name: str | None, given: str | None) -> str | None:
 # --- the hub ------------------------------------------------------------------------------
 
 
-def fetch(name: HubName) -> Path:
+def fetch(name: HubName, access: Access = PLAIN) -> Path:
     """The path of a repository in the hub's cache, after downloading what is missing.
 
     Without a connection, or with HF_HUB_OFFLINE=1, the cached copy is used as it is. The errors are
@@ -294,34 +336,57 @@ def fetch(name: HubName) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RevisionNotFoundError
 
+    if access.local_files_only:
+        return _cached(name, access, LookupError("local_files_only=True"))
     seconds = constants.HF_HUB_ETAG_TIMEOUT
     try:
-        hub = HfApi(library_name="maxjax")
+        hub = HfApi(library_name="maxjax", token=access.token)
         info = hub.model_info(name.repo, revision=name.revision, timeout=seconds)
     except RevisionNotFoundError:
         raise _missing(name, f"the repository has no revision {name.revision!r}") from None
     except Exception as error:  # its class may be huggingface_hub's, httpx's or the system's
-        return _cached(name, error)
+        return _cached(name, access, error)
     names = [file.rfilename for file in info.siblings or []]
     wanted = needed(name.repo, names, name.file)
     try:
-        folder = _snapshot(name, allow_patterns=[escape(file) for file in wanted])
+        with _bars():
+            folder = _snapshot(name, access, allow_patterns=[escape(file) for file in wanted])
     except Exception as error:
-        raise _download_error(name, error) from error
+        raise _download_error(name, access, error) from error
     return _opened(name, folder, wanted)
 
 
-def _cached(name: HubName, cause: Exception) -> Path:
+@contextmanager
+def _bars() -> Iterator[None]:
+    """A context in which huggingface_hub shows its bars only if maxjax shows its own."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if is_on() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _cached(name: HubName, access: Access, cause: Exception) -> Path:
     """The path of the cached copy, after the hub failed to answer or refused with ``cause``."""
     try:
-        folder = _snapshot(name, local_files_only=True, allow_patterns=list(BESIDE))
+        local = access._replace(local_files_only=True)
+        folder = _snapshot(name, local, allow_patterns=list(BESIDE))
     except Exception as error:
         partly = getattr(error, "snapshot_path", None) is not None
-        raise _unavailable(name, cause, partly) from cause
+        raise _unavailable(name, access, cause, partly) from cause
     try:
         wanted = needed(name.repo, _files(folder), name.file)
     except CheckpointError:
-        raise _unavailable(name, cause, partly=True) from cause
+        raise _unavailable(name, access, cause, partly=True) from cause
     return _opened(name, folder, wanted)
 
 
@@ -333,18 +398,20 @@ def _files(folder: Path) -> list[str]:
     return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
-def _snapshot(name: HubName, **options: Any) -> Path:
+def _snapshot(name: HubName, access: Access, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
-        snapshot_download(name.repo, revision=name.revision, library_name="maxjax", **options)
+        snapshot_download(
+            name.repo, revision=name.revision, library_name="maxjax", **access._asdict(), **options
+        )
     )
 
 
 # --- errors of the hub as one-line CheckpointErrors ---------------------------------------
 
 
-def _unavailable(name: HubName, cause: Exception, partly: bool) -> CheckpointError:
+def _unavailable(name: HubName, access: Access, cause: Exception, partly: bool) -> CheckpointError:
     """The error for a repository that neither the hub nor the cache can provide."""
     from huggingface_hub import constants
 
@@ -352,6 +419,11 @@ def _unavailable(name: HubName, cause: Exception, partly: bool) -> CheckpointErr
     if refused is not None:
         return refused
     there = "only a part of it is in the cache" if partly else "not in the cache"
+    if access.local_files_only:
+        return _missing(
+            name, f"{there} of the hub, {access.cache}, and local_files_only=True forbids downloads",
+            hint="Leave local_files_only out to download it.",
+        )  # fmt: skip
     if constants.HF_HUB_OFFLINE:
         return _missing(
             name, f"{there} of the hub, and HF_HUB_OFFLINE forbids downloads",
@@ -391,14 +463,12 @@ def _refused(name: HubName, error: Exception) -> CheckpointError | None:
     return None
 
 
-def _download_error(name: HubName, error: Exception) -> CheckpointError:
+def _download_error(name: HubName, access: Access, error: Exception) -> CheckpointError:
     """The error for a download that failed after it began."""
-    from huggingface_hub import constants
-
     refused = _refused(name, error)
     if refused is not None:
         return refused
-    cache, doing = str(constants.HF_HUB_CACHE), f"{name.repo} cannot be stored in the cache"
+    cache, doing = access.cache, f"{name.repo} cannot be stored in the cache"
     local = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
     for one in _chain(error):
         if isinstance(one, OSError) and one.errno in local:

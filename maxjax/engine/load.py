@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..dtype import DType
-from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
+from ..elsewhere import unknown_argument
+from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError, releasing
 from ..graph import Model, compile_cache
 from ..graph.placement.arrays import platform_of
 from ..graph.weights import GGUFWeights, Weights, load_weights
@@ -25,14 +26,20 @@ from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
 from ..models.pooling import gguf_pooling, read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
+from ..progress import short, task
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import settled, waiting
 from ..storage.table import Verify
 from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 from .generate.defaults import read_defaults
-from .hub import find_model
-from .sampling.settings import meant
+from .hub import Access, find_model
+
+# What an unknown argument may have meant.
+_ARGUMENTS = (
+    "dtype", "reduce_dtype", "mesh", "config", "verify", "revision", "filename", "token", "cache_dir",
+    "local_files_only", "limits", "tokenizer", "tie", "activations", "compile",
+)  # fmt: skip
 
 
 @overload
@@ -45,6 +52,10 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    filename: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
@@ -61,6 +72,10 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    filename: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
@@ -76,6 +91,10 @@ def load(
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
+    filename: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
@@ -106,6 +125,13 @@ def load(
         verify: when checksums are compared with the data: ``"auto"`` when a tensor is read as a
             whole, which costs next to nothing; True always; False never.
         revision: a branch, tag or commit on the hub.
+        filename: the file with the weights, of a repository or directory that has several.
+        token: the token for the hub; True for the one that ``hf auth login`` saved, False for none.
+            By default that one, or ``HF_TOKEN``.
+        cache_dir: the directory of downloaded files; by default that of huggingface_hub
+            (``HF_HUB_CACHE``).
+        local_files_only: whether nothing is downloaded, and the hub not even asked: what is in the
+            cache is used as it is. These three have no effect on a path.
         limits: the limits on weights, config and tokenizer, to raise where an error message says
             that a file exceeds one.
         tokenizer: False loads the model alone, without its tokenizer.
@@ -134,11 +160,7 @@ def load(
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
     """
     for name in unknown:
-        hint = meant(
-            name,
-            ("dtype", "reduce_dtype", "mesh", "config", "revision", "tokenizer", "activations"),
-        )
-        raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
+        raise unknown_argument("maxjax.load", name, _ARGUMENTS)
     compile_cache.enable()
     spread = [NamedSharding(mesh, PartitionSpec())] if isinstance(mesh, Mesh) else []
     with Lockstep("load", spread) as together:
@@ -148,7 +170,9 @@ def load(
             raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")
         if path is None:  # find_model would take it for "tiny"
             raise TypeError("path must be a str or a Path, not NoneType")
-        path = find_model(path, revision)
+        name = str(path)
+        access = Access(token, cache_dir, local_files_only)
+        path = find_model(path, revision, filename=filename, access=access)
         compared = not together.is_shared
 
         def once() -> Any:
@@ -172,10 +196,14 @@ def load(
                 weights._beside.finish()
             return model, text, program.result()
 
-        with allowing(limits):
+        with releasing(), allowing(limits), task(f"loading {short(name)}", reads=True):
             found = settled(once)
         together.finish()
     return found
+
+
+# What a notebook completes after the call: of the overloads only type checkers know.
+load.__annotations__["return"] = tuple[PretrainedModel, Tokenizer]
 
 
 def _prepared(

@@ -25,6 +25,7 @@ from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import Decoder
 from ..models.weights import check_loaded, model_facts, shardings_of
+from ..progress import compiling, task
 from ..text.tokenizer.tokenizer import Tokenizer, check_unicode
 
 # The default context: that of llama.cpp's llama-perplexity.
@@ -159,17 +160,21 @@ def _perplexity(
     start = _start_id(tokenizer, ids)
     losses: list[np.ndarray] = []
     pending: list[tuple[list[Window], Any]] = []
-    for i in range(0, len(found), count):
-        part = found[i : i + count]
-        batch = _batch(ids, part, count, width, start)
-        if split:
-            batch = jax.tree.map(partial(put, sharding=split), batch)
-        if together.is_shared:
-            together.decide()  # so that all are there
-        # The devices compute this batch while the host takes the one before.
-        pending.append((part, together.run(_losses, model, *batch, **settings)))
-        if together.is_shared or len(pending) > 1:
-            losses += _scored(*pending.pop(0), together)
+    with task("scoring the text", len(found), unit=" windows") as shown:
+        for i in range(0, len(found), count):
+            part = found[i : i + count]
+            batch = _batch(ids, part, count, width, start)
+            if split:
+                batch = jax.tree.map(partial(put, sharding=split), batch)
+            if together.is_shared:
+                together.decide()  # so that all are there
+            # The devices compute this batch while the host takes the one before.
+            with compiling("perplexity"):
+                pending.append((part, together.run(_losses, model, *batch, **settings)))
+            if together.is_shared or len(pending) > 1:
+                part, values = pending.pop(0)
+                losses += _scored(part, values, together)
+                shown.add(len(part))
     for part, values in pending:
         losses += _scored(part, values, together)
     plain = len(ids) - len(tokenizer.encode(""))

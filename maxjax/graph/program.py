@@ -14,6 +14,7 @@ from ..driver import Buffer
 from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
+from ..progress import compiling
 from .graph import Graph, GraphWeight
 from .kind import returning_values
 from .placement.arrays import default_device
@@ -24,7 +25,7 @@ from .subgraph import is_input, type_of_input
 from .symbolic import naming
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
-from .weight.epoch import EPOCH
+from .weight.epoch import EPOCH, LEAF_CACHES
 from .weight.weight import Weight
 from .weights import WeightData
 
@@ -47,7 +48,7 @@ class Binding:
             for entry, fixed in zip(self._entries, self._fixed, strict=True)
         ]
         self._epoch = -1
-        self._values: Any = None
+        self.leaves: Any = None
 
     def require(self, registry: Mapping[str, Any] | None, only: Sequence[Weight] | None) -> None:
         """Checks that all weights, or those in ``only``, have values.
@@ -69,13 +70,15 @@ class Binding:
             ValueError: a weight has no value, or one of another type or placement than when the
                 program was compiled.
         """
+        values = self.leaves
         if self._epoch != EPOCH.values:
             epoch = EPOCH.values
-            self._values = [
+            values = [
                 self._value(*of) for of in zip(self._entries, self._fixed, self.types, strict=True)
             ]
-            self._epoch = epoch
-        return self._values
+            self.leaves, self._epoch = values, epoch
+            LEAF_CACHES.add(self)  # values that have changed are not kept until the next call
+        return values
 
     def _value(self, entry: GraphWeight, fixed: Any, kind: jax.ShapeDtypeStruct) -> Any:
         if fixed is not None:
@@ -210,8 +213,9 @@ class Model:
         positions = tuple(i + 1 for i in donate)  # after the weights
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
-            lowered = jitted.lower(self._weights.types, *inputs)
-            self._run: Any = lowered.compile()
+            with compiling(self.name):
+                lowered = jitted.lower(self._weights.types, *inputs)
+                self._run: Any = lowered.compile()
             wanted = self._run.input_shardings
             shardings, used = wanted[0][1:], jax.tree.leaves(wanted)
             shapes: Any = [kind.shape for kind in inputs]

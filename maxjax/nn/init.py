@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..errors import releasing
 from ..graph.placement.arrays import out_of_memory
 from ..graph.weight.weight import Weight
+from ..progress import compiling
 from .layer.module import Module
 
 Initializer = Callable[..., jax.Array]
@@ -72,7 +74,8 @@ def init(
 
     run = jax.jit(draw, out_shardings=[group.sharding for group in groups])
     try:
-        drawn = run(key)
+        with releasing(), compiling("init"):
+            drawn = run(key)
     except jax.errors.JaxRuntimeError as error:
         largest = max(groups, key=lambda group: group.leaf.size)
         raise out_of_memory(

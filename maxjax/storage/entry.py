@@ -6,6 +6,7 @@ strides, float4 pairs) decodes them box by box through a small scratch buffer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointTruncatedError
-from .boxes import Box, Wanted, extents, runs, split, within
+from .boxes import Box, Wanted, count, extents, runs, split, within
 from .files import OpenFile, aligned_empty
 
 # Maximum number of dimensions of an array: NumPy's own bound.
@@ -117,6 +118,12 @@ class CodedJob:
     file: OpenFile
     entry: TensorEntry
     parts: list[Wanted]
+
+    @property
+    def nbytes(self) -> int:
+        """The share of the tensor's bytes in the file that belongs to the parts."""
+        values = sum(count(box) for box, _ in self.parts)
+        return self.entry.nbytes * values // max(math.prod(self.entry.shape), 1)
 
     def run(self) -> int:
         """Reads the parts; returns the number of bytes read from the file."""

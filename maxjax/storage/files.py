@@ -24,6 +24,7 @@ from ..errors import (
     CheckpointMissingError,
     CheckpointTruncatedError,
 )
+from ..progress import reading
 
 # For fewer bytes a thread pool costs more than it saves.
 PARALLEL_BYTES = 8 << 20
@@ -54,6 +55,20 @@ def run_jobs(
 def run(job: Any) -> Any:
     """The result of ``job.run()``."""
     return job.run()
+
+
+def run_reads(jobs: Sequence[Any], nbytes: int, threads: int | None = None) -> list[Any]:
+    """As :func:`run_jobs` with :func:`run`; the ``nbytes`` of each job are counted if they are shown."""
+    add = reading()
+    if add is None:
+        return run_jobs(run, jobs, nbytes, threads)
+
+    def counted(job: Any) -> Any:
+        found = job.run()
+        add(job.nbytes)
+        return found
+
+    return run_jobs(counted, jobs, nbytes, threads)
 
 
 def _available_cores() -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from .boxes import Box, Span, count, extents, overlap, split, within
 from .checksums import Sum, check_values, sum_of_parts, tapped
 from .entry import CodedJob, TensorEntry, coded_jobs, fill
-from .files import OpenFile, aligned_empty, run, run_jobs
+from .files import OpenFile, aligned_empty, run_reads
 from .table import BLOCK_BYTES, TensorTable
 
 # Scratch memory of one thread, in bytes. It fits the cache of one core, so that the second copy
@@ -95,7 +95,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
             jobs.extend(coded_jobs(file, entry, regions))
     jobs.sort(key=_place)
     with table.reading():
-        read = sum(run_jobs(run, jobs, nbytes, threads))
+        read = sum(run_reads(jobs, nbytes, threads))
         table.checks.compare(sums, threads=threads)
         for number in {table.entries[name].file for name in targets}:
             table.files[number].check_unchanged()
@@ -158,6 +158,11 @@ class _BoxJob:
     target: _Target | None
     others: list[_Target]
     sum: Sum | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the box."""
+        return count(self.box)
 
     def run(self) -> int:
         """Reads the box; returns the number of bytes read from the file."""

@@ -22,7 +22,7 @@ from .boxes import whole
 from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
 from .entry import CodedJob, TensorEntry, coded_jobs, fill
-from .files import ALIGNMENT, OpenFile, aligned_empty, open_regular, run, run_jobs
+from .files import ALIGNMENT, OpenFile, aligned_empty, open_regular, run_reads
 from .limits import Limits, in_force
 from .save.beside import Beside, replaced
 
@@ -142,7 +142,7 @@ class TensorTable:
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
         with self.reading():
-            run_jobs(run, jobs, nbytes, threads)
+            run_reads(jobs, nbytes, threads)
             self.checks.compare(sums, threads=threads)
             # This must come last, after every read.
             for number in {entry.file for entry in entries}:
@@ -226,6 +226,11 @@ class _BlockJob:
     views: list[np.ndarray]
     sums: list[Sum | None]
     start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the block."""
+        return sum(map(len, self.views))
 
     def run(self) -> None:
         """Reads the block."""

@@ -1,7 +1,6 @@
 """`maxjax chat`: with stdin as a pipe in this process, and once in a terminal of its own."""
 
 import functools
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import time
 import pytest
 
 import maxjax
-from maxjax.cli import answer as cli_answer
 from maxjax.engine.generate.batch import Batch
 
 from .models import in_process, write_model
@@ -131,29 +129,6 @@ def test_variables_of_the_template(chat, said, tmp_path):
     assert code == 0 and "x has no effect" in err
     loaded = maxjax.load(model)
     assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
-
-
-class Screen(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_shows_what_is_waited_for(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    with cli_answer.status("soon over"):
-        pass
-    assert screen.getvalue() == ""
-    monkeypatch.setattr(cli_answer, "_MOMENT", 0.01)
-    with cli_answer.status("a\x1b[1m") as over:
-        while not screen.getvalue():
-            time.sleep(0.01)
-        over()
-    shown = "a\\x1b[1m …"
-    assert screen.getvalue() == f"\r{shown}\r{' ' * len(shown)}\r"
-    monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
-    with cli_answer.status("not shown"):
-        time.sleep(0.05)
-    assert plain.getvalue() == ""
 
 
 def test_bytes_that_are_no_text(chat, said):

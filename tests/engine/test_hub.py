@@ -68,6 +68,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def answer(self, head):
         server, path = self.server, self.path.partition("?")[0]
         server.asked.append(path)
+        server.tokens.add(self.headers.get("Authorization"))
         info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         tree = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
@@ -132,7 +133,7 @@ def cache(tmp_path, monkeypatch):
 def hub(cache, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked, server.repos, server.refused = [], {}, {}
-    server.second, server.gated, server.cut = {}, False, False
+    server.second, server.gated, server.cut, server.tokens = {}, False, False, set()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     listen(monkeypatch, server.server_port)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -325,6 +326,67 @@ def test_without_a_connection_what_was_fetched_is_there(hub, cache, monkeypatch)
     hub.refused["org/name"] = (401, "RepoNotFound")
     listen(monkeypatch, hub.server_port)
     assert find_model("org/name") == found
+
+
+def test_the_settings_of_huggingface_hub(hub, cache, tmp_path, monkeypatch):
+    """``token``, ``cache_dir``, ``local_files_only`` and ``filename`` of maxjax.load."""
+    monkeypatch.setenv("HF_TOKEN", "of-the-environment")
+    hub.repos["org/name"] = repository() | {"other.safetensors": weights(1)}
+    mine = {"cache_dir": tmp_path / "mine", "filename": "other.safetensors"}
+    model, _ = maxjax.load("org/name", token="secret", **mine)
+    assert hub.tokens == {"Bearer secret"} and not cache.exists()
+    folder = tmp_path / "mine" / "models--org--name" / "snapshots" / SHA
+    assert {file.name for file in folder.iterdir()} == {"config.json", "other.safetensors"}
+    # The file counts where others lie beside it, in a directory as well.
+    for name, value in values(maxjax.load(folder, filename="other.safetensors")[0]).items():
+        np.testing.assert_array_equal(values(model)[name], value)
+    hub.asked.clear()
+    hub.tokens.clear()
+    model, _ = maxjax.load("org/name", local_files_only=True, **mine)
+    assert not hub.asked
+    with pytest.raises(CheckpointMissingError) as caught:
+        maxjax.load("org/name", local_files_only=True, token="secret")
+    assert str(caught.value) == (
+        f"org/name: not in the cache of the hub, {cache}, and local_files_only=True forbids "
+        "downloads. Leave local_files_only out to download it."
+    )
+    maxjax.load(
+        "org/name", token=False, cache_dir=str(tmp_path / "again"), filename="other.safetensors"
+    )
+    assert hub.tokens == {None}
+    # A path needs none of them.
+    maxjax.load(folder / "other.safetensors", token="x", cache_dir="x", local_files_only=True)
+
+
+def test_a_file_that_is_not_the_one_of_the_name(tmp_path):
+    with pytest.raises(UserInputError, match="the name says file 'a.gguf', but filename='b.gguf'"):
+        maxjax.load("org/name/a.gguf", filename="b.gguf")
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(UserInputError, match="filename='b.gguf' is given, and .* is a file"):
+        maxjax.load(tmp_path / "a.gguf", filename="b.gguf")
+    with pytest.raises(CheckpointMissingError, match="b.gguf"):
+        maxjax.load(tmp_path, filename="b.gguf")
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_its_bars_are_shown_where_ours_are(hub, monkeypatch, shown):
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    from maxjax.engine import hub as engine_hub
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(engine_hub, "is_on", lambda: shown)
+    hub.repos["org/name"] = repository()
+    seen = []
+    real = huggingface_hub.snapshot_download
+
+    def download(*args, **options):
+        seen.append(are_progress_bars_disabled())
+        return real(*args, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    find_model("org/name")
+    assert seen == [not shown] and not are_progress_bars_disabled()
 
 
 def test_revisions(hub):

@@ -22,6 +22,7 @@ from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
+from ...progress import short, task
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
@@ -29,9 +30,9 @@ from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
 from ..pretrained import cast, flat_name, float_type, refuse_quantised, with_dtype
-from .progress import Converted, Watch, result_of, watched
 from .source import Opened, as_hugging_face, content, opened
 from .to_gguf import to_gguf
+from .written import Converted, Watch, counting, result_of, watched
 
 _LOG = logging.getLogger("maxjax")
 FORMATS = ("safetensors", "gguf", "orbax")
@@ -110,7 +111,8 @@ def convert(
         )
     if importance is not None and not isinstance(importance, Importance):
         importance = load_importance(importance)
-    with allowing(limits), opened(source) as found:
+    with allowing(limits), task(f"converting {short(source)}") as shown, opened(source) as found:
+        watch = counting(shown, watch)
         if kind != "gguf" and isinstance(found.weights, GGUFWeights):
             as_hugging_face(found)
         _check_destination(
@@ -254,7 +256,7 @@ def _holds(dtype: DType, data: WeightData) -> bool:
 
 
 def _to_safetensors(
-    found: Opened, data: Mapping[str, WeightData], target: Path, limit: int, watch: Watch | None
+    found: Opened, data: Mapping[str, WeightData], target: Path, limit: int, watch: Watch
 ) -> Converted:
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     result = result_of(target, "safetensors", outgoing)
@@ -283,7 +285,7 @@ def _others(found: Opened, data: Mapping[str, WeightData]) -> dict[str, Iterable
 
 
 def _to_orbax(
-    found: Opened, data: Mapping[str, WeightData], target: Path, watch: Watch | None
+    found: Opened, data: Mapping[str, WeightData], target: Path, watch: Watch
 ) -> Converted:
     """Write the tensors as the next step of a directory of orbax checkpoints."""
     if (target / COMMITTED).exists():
@@ -297,7 +299,7 @@ def _to_orbax(
         )
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     result = result_of(target, "orbax", outgoing)
-    progress = watch(result.nbytes) if watch is not None else None
+    progress = watch(result.nbytes)
     files = _others(found, data)
     beside = {flat_name(name): b"".join(pieces) for name, pieces in files.items()}
     for name in [name for name in beside if "/" in name]:

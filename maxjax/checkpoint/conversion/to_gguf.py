@@ -36,8 +36,8 @@ from ...storage.save.outgoing import Outgoing, file_range
 from ...storage.table import TensorTable
 from ...text.tokenizer.files import optional, read_tokenizer_files
 from ..file_set import write_file
-from .progress import Converted, Watch, result_of, watched
 from .source import Opened
+from .written import Converted, Watch, result_of, watched
 
 _LOG = logging.getLogger("maxjax")
 
@@ -47,7 +47,7 @@ def to_gguf(
     target: Path,
     dtype: DType | None,
     choice: str | None,
-    watch: Watch | None,
+    watch: Watch,
     importance: Mapping[str, np.ndarray] | None = None,
 ) -> Converted:
     """Write a GGUF file; ``choice`` is what to quantise to, a key of ``MIXTURES``."""

@@ -9,14 +9,16 @@ Any program that reads orbax checkpoints can open them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, CheckpointMissingError, UserInputError, some
+from ...errors import CheckpointError, CheckpointMissingError, UserInputError, releasing, some
 from ...models.weights import main_dtype
 from ...nn.layer import Module
+from ...progress import short, task
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import resolve
 from ...text.tokenizer.tokenizer import Tokenizer
@@ -139,10 +141,12 @@ def _begin(
         dtype = main_dtype(model.raw_state_dict())
         files = model_files(model, dtype=dtype)
         beside |= {flat_name(name): found for name, found in files.items()}
-    response = start(os.path.abspath(os.fsdecode(path)), step, trees, keep, beside)
-    del trees
-    if wait:
-        response._wait_over()
+    root = os.path.abspath(os.fsdecode(path))
+    with task(f"saving {short(root)}") if wait else contextlib.nullcontext():
+        response = start(root, step, trees, keep, beside)
+        del trees
+        if wait:
+            response._wait_over()
     return response
 
 
@@ -212,7 +216,7 @@ def restore(
     for attempt in range(_RETRIES + 1):
         directory = _directory(root, step)
         try:
-            with allowing(limits):
+            with releasing(), allowing(limits), task(f"restoring {short(directory)}", reads=True):
                 return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
             # A writer may delete old steps at any time; then there is a newer step to restore.

@@ -16,8 +16,10 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, closest, some
+from ...graph.weights import WeightData
 from ...graph.weights.device_reads import read_destinations
 from ...nn.layer import Module
+from ...progress import reading
 from .leaves import Target, of_holder, of_leaf, sharding_of
 from .open import Saved
 from .tree import ONLY, PLAIN, is_key, is_module, key_text
@@ -199,6 +201,12 @@ class Fitting:
             return True
         return self.cast and _same_kind(DType.of(found), DType.of(target.dtype))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes to read."""
+        found = (data for target in self.targets.values() for data in target.sources)
+        return sum(data.unread_bytes for data in found if isinstance(data, WeightData))
+
     def read(self) -> Any:
         """Read the tree.
 
@@ -206,6 +214,7 @@ class Fitting:
             CheckpointError: a file cannot be read.
             OutOfMemoryError: the host or a device cannot hold the tree.
         """
+        reading(self.nbytes)
         leaves = read_destinations(self.targets.values())
         self.values.update(zip(self.targets, leaves, strict=True))
         for top, (treedef, numbers) in self.modules.items():

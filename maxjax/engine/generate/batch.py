@@ -17,6 +17,7 @@ from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
 from ...models.weights import check_loaded
 from ...nn.kv_cache.cache import KVCache
+from ...progress import compiling
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
@@ -78,6 +79,7 @@ class Batch:
         self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
+        self.shows = True  # whether it is shown that a program is compiled
         self._read = 0  # number of tokens of each row that are in the cache already
         batch = len(self._prompts)
         # Temperature etc. are arguments of the program: another value compiles nothing.
@@ -144,7 +146,8 @@ class Batch:
 
     def _run(self, program: Any, *args: Any) -> Any:
         static = {"settings": self._kind, "shardings": self._shardings}
-        return self.together.run(program, self.model, *args, **static)
+        with compiling(program.__name__, self.shows):
+            return self.together.run(program, self.model, *args, **static)
 
     def fetch(self, written: Tokens) -> Tokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointFormatError, UserInputError
+from ...elsewhere import meant
+from ...errors import CheckpointFormatError, UnknownArgumentError, UserInputError
 from ...models.config import read_object
-from ..sampling.settings import Sampling, eos_token_ids, meant
+from ..sampling.settings import Sampling, eos_token_ids
 
 FILE = "generation_config.json"
 # Limit on all stop strings together: each character is a state, of 300 bytes, of the automaton.
@@ -100,7 +101,8 @@ def chosen_sampling(
     """The caller's Sampling, or the default one with the caller's changes.
 
     Raises:
-        UserInputError: both are given, a name is unknown, or a value is out of range.
+        UserInputError: both are given, or a value is out of range.
+        UnknownArgumentError: a name is unknown; it is a TypeError as well.
 
     Example:
         >>> chosen_sampling(GenerationDefaults(), None, {"temperature": 0.5}).temperature
@@ -109,9 +111,9 @@ def chosen_sampling(
     names = [field.name for field in dataclasses.fields(Sampling)]
     unknown = [name for name in changes if name not in names]
     if unknown:
-        hint = meant(unknown[0], [*names, *_ARGUMENTS])
+        hint = meant(unknown[0], [*names, *_ARGUMENTS], "maxjax.generate")
         hint = hint or f"; settings of Sampling are {', '.join(names)}"
-        raise UserInputError(f"there is no argument {unknown[0]!r}{hint}")
+        raise UnknownArgumentError(f"there is no argument {unknown[0]!r}{hint}")
     if sampling is None:
         return dataclasses.replace(defaults.sampling, **changes)
     if not isinstance(sampling, Sampling):

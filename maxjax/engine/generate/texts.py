@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 
+from ...errors import releasing
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
+from ...progress import Task, task
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import Completion, PartialCompletion
@@ -82,7 +85,7 @@ def generate(
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
         ([5, 5], 'length')
     """
-    with Lockstep("generate", shardings_of(model)) as together:
+    with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         single, several = listed(prompts)
         rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
@@ -93,44 +96,61 @@ def generate(
         found: list[Completion | None] = [None] * len(rows)
         # Prompts of similar length share a batch: less of it is padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), batch_size):
-            members = order[start : start + batch_size]
-            # The last batch is padded to the size of the others, whose programs are compiled already.
-            blanks = batch_size - len(members) if start else 0
-            prompts = [rows[i] for i in members]
-            batch = Batch(
-                model, [*prompts, *[[]] * blanks],
-                [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
-                sampling=request.sampling, eos_ids=request.eos_ids, key=key,
-                rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
-                together=together,
-            )  # fmt: skip
-            texts = [request.partial_completion(prompt) for prompt in prompts]
-            try:
-                _fill(texts, batch, members)
-            finally:
-                batch.close()
-            for i, text in zip(members, texts, strict=True):
-                found[i] = text.completion()
+        with _shown(len(rows)) as shown:
+            for start in range(0, len(order), batch_size):
+                members = order[start : start + batch_size]
+                # The last batch is padded to the size of the others, whose programs are compiled already.
+                blanks = batch_size - len(members) if start else 0
+                prompts = [rows[i] for i in members]
+                batch = Batch(
+                    model, [*prompts, *[[]] * blanks],
+                    [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
+                    sampling=request.sampling, eos_ids=request.eos_ids, key=key,
+                    rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
+                    together=together,
+                )  # fmt: skip
+                texts = [request.partial_completion(prompt) for prompt in prompts]
+                try:
+                    _fill(texts, batch, members, shown.add)
+                finally:
+                    batch.close()
+                for i, text in zip(members, texts, strict=True):
+                    found[i] = text.completion()
         together.finish()
     return found[0] if single else found
 
 
-def _fill(texts: Sequence[PartialCompletion], batch: Batch, numbers: Sequence[int]) -> None:
+def _shown(count: int) -> AbstractContextManager[Task]:
+    """A task of so many texts; of a single one only what is compiled is shown."""
+    if count == 1:
+        return nullcontext(Task("generating"))
+    return task(f"generating {count:,} texts", count, unit=" texts")
+
+
+def _fill(
+    texts: Sequence[PartialCompletion],
+    batch: Batch,
+    numbers: Sequence[int],
+    count_ended: Callable[[int], None],
+) -> None:
     """Generates until all texts have ended, each dispatch as long as ``_DISPATCH_S`` allows.
 
     Args:
         texts: the texts; the batch may have more rows, which are padding.
         batch: the batch of their prompts.
         numbers: the index of each text's prompt among the prompts of the call.
+        count_ended: function that is told how many texts have ended, as they do.
     """
-    count, written = 4, batch.prefill()
+    count, written, told = 4, batch.prefill(), 0
     while True:
         for row, text in enumerate(texts):
             text.take(written, row)
         check_written(written, texts, numbers)
         done = written.done.tolist()
         ended = [text.done for text in texts] + [True] * (len(done) - len(texts))
+        now = sum(a or b for a, b in zip(done, ended, strict=True)) - (len(done) - len(texts))
+        count_ended(now - told)
+        told = now
         over = all(a or b for a, b in zip(done, ended, strict=True))
         stopped = any(b and not a for a, b in zip(done, ended, strict=True))
         # A process that computes by itself what it does next may differ from the others.
@@ -231,6 +251,7 @@ class _Answer:
     def pieces(self) -> Iterator[str]:
         partial = self._partial
         written = self._kept(self._batch.prefill())
+        self._batch.shows = False  # what the caller prints would be overwritten
         piece = partial.take(written, 0)
         check_written(written, [partial], [0])
         if piece:

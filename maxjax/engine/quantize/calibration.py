@@ -18,6 +18,7 @@ from ...models.weights import check_loaded
 from ...nn.activation import activation
 from ...nn.layer import Module, layer_hook
 from ...nn.linear import ColumnParallelLinear, Linear
+from ...progress import compiling, task
 from .importance import Importance
 
 
@@ -60,10 +61,14 @@ def calibrate(
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     run = jax.jit(_sums)
-    for ids in chunks:
-        for name, (total, count) in run(model, jnp.asarray(ids, jnp.int32)[None]).items():
-            sums[name] = sums.get(name, 0) + np.asarray(total, np.float64)
-            counts[name] = counts.get(name, 0) + np.asarray(count, np.float64)
+    with task(f"calibrating {type(model).__name__}", len(chunks), unit=" chunks") as shown:
+        for ids in chunks:
+            with compiling("calibrate"):
+                found = run(model, jnp.asarray(ids, jnp.int32)[None])
+            for name, (total, count) in found.items():
+                sums[name] = sums.get(name, 0) + np.asarray(total, np.float64)
+                counts[name] = counts.get(name, 0) + np.asarray(count, np.float64)
+            shown.add(1)
     if bad := [name for name, total in sums.items() if not np.isfinite(total).all()]:
         raise UserInputError(f"the inputs of '{bad[0]}' are not finite: see maxjax.first_nan")
     config, names = model.hf_config, {}

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
-from ...errors import UserInputError
+from ...errors import UserInputError, releasing
 from ...graph.placement.arrays import platform_of
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
@@ -20,6 +20,7 @@ from ...models.gguf.config.families import ARCHITECTURE_OF
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
+from ...progress import task
 from .choice import Patterns, chosen_types
 from .importance import Importance
 from .report import QuantizationReport, WeightReport
@@ -96,12 +97,18 @@ def quantize(
     new = _unstack_unequal(new, types)
     rows: dict[str, WeightReport] = {}
     done = set[int]()
+    holders: list[tuple[str, Any]] = []
     for name, weight in new.raw_state_dict().items():
         home = weight.stored.home
         holder: Any = weight if home is None else home[0]
         if name in types and id(holder) not in done:
             done.add(id(holder))
+            holders.append((name, holder))
+    sizes = [holder.stored.leaf.nbytes for _, holder in holders]
+    with releasing(), task(f"quantizing {type(model).__name__}", sum(sizes)) as shown:
+        for (name, holder), nbytes in zip(holders, sizes, strict=True):
             rows |= _quantise(new, name, holder, types[name], checked)
+            shown.add(nbytes)
     sharding = next((where for where in shardings_of(new) if where is not None), None)
     set_activations(new, activations or ("int8" if platform_of(sharding) == "cpu" else "float"))
     ordered = tuple(rows[name] for name in types)

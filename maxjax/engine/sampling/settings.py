@@ -13,59 +13,13 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from ...errors import UserInputError, closest
+from ...elsewhere import meant
+from ...errors import UnknownArgumentError, UserInputError
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
 # The largest logit bias: twice as much is still finite in float32.
 _LARGEST = 1e38
-
-
-# Arguments of other libraries, and what to use here instead.
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("max_tokens", "max_length", "max_completion_tokens", "n_predict", "max_gen_len"),
-        "max_new_tokens=",
-    ),
-    "do_sample": "temperature=: 0 is greedy, above it tokens are drawn",
-    **dict.fromkeys(("device_map", "device", "devices"), "mesh=maxjax.make_mesh(…) of maxjax.load"),
-    **dict.fromkeys(("torch_dtype", "param_dtype"), "dtype= of maxjax.load"),
-    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop="),
-    **dict.fromkeys(("eos_token_id", "eos_token_ids", "stop_token_ids"), "eos_ids="),
-    **dict.fromkeys(("seed", "generator", "rng"), "key=jax.random.key(seed)"),
-    **dict.fromkeys(("n", "num_return_sequences"), "a list with the prompt so many times"),
-    **dict.fromkeys(("top_logprobs", "num_logprobs"), "logprobs="),
-    **dict.fromkeys(("suppress_tokens", "bad_words_ids"), "banned="),
-    **dict.fromkeys(("temp", "tau"), "temperature="),
-    "sampling_params": "sampling=maxjax.Sampling(…)",
-    "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
-    "stream": "maxjax.stream(…)",
-    "messages": "maxjax.Conversation(model, tokenizer, messages)",
-    "quantization_config": "a checkpoint that is quantised (maxjax convert --quantize)",
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "a checkpoint that is quantised"),
-    **dict.fromkeys(("trust_remote_code", "use_safetensors", "low_cpu_mem_usage"), "nothing: leave it out"),
-    **dict.fromkeys(("cache_dir", "token", "local_files_only"), "the environment: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE"),
-}  # fmt: skip
-
-
-def meant(name: str, names: Iterable[str]) -> str:
-    """A hint for an unknown argument: what to write instead; "" if nothing is similar.
-
-    Args:
-        name: the unknown name.
-        names: the names of the arguments that exist.
-
-    Example:
-        >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
-        (': did you mean max_new_tokens=?', ': did you mean temperature=?')
-    """
-    hint = _ELSEWHERE.get(name)
-    if hint is None:
-        like = closest(name, names)
-        hint = like and f"{like}="
-    if not hint:
-        return ""
-    return f": did you mean {hint}?" if hint.endswith("=") else f": use {hint}"
 
 
 class Amounts(NamedTuple):
@@ -137,7 +91,8 @@ class Sampling:
     def __new__(cls, *_: Any, **values: Any) -> Sampling:
         names = [field.name for field in fields(cls)]
         for name in values.keys() - set(names):
-            raise TypeError(f"Sampling has no {name}={meant(name, names)}")
+            hint = meant(name, names, "maxjax.Sampling") or f": it has {', '.join(names)}"
+            raise UnknownArgumentError(f"Sampling has no {name}={hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -87,6 +87,9 @@ class CheckpointSource:
         entry = self.open_table().entries[name]
         return entry.dtype.np, entry.shape
 
+    def nbytes(self, name: str) -> int:
+        return self.open_table().entries[name].nbytes
+
     def is_divisible(self, name: str) -> bool:
         """Whether parts of a tensor can be read alone."""
         coding = self.open_table().entries[name].coding
@@ -327,6 +330,14 @@ class Weights:
         skip = len(self._prefix) + 1 if self._prefix else 0
         parts = {name[skip:].split(".", 1)[0] for name in self._below()}
         return sorted({*RESERVED_NAMES, *(p for p in parts if p.isidentifier())})
+
+    def _ipython_key_completions_(self) -> list[str | int]:
+        """What may stand in brackets here: the next components, and whole names below this place."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        names = [name[skip:] for name in self._below() if len(name) > skip]
+        parts = dict.fromkeys(name.split(".", 1)[0] for name in names)
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        return [*sorted(numbers), *(part for part in parts if not part.isdecimal()), *names]
 
     def __repr__(self) -> str:
         if self._family.table is None:

@@ -45,6 +45,10 @@ class DataSource(Protocol):
         """The dtype and shape of a tensor on the disk."""
         ...
 
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor on the disk."""
+        ...
+
 
 class PartSource:
     """A DataSource that is defined by :meth:`stored` and :meth:`read_parts` alone."""
@@ -56,6 +60,11 @@ class PartSource:
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads rectangular parts of tensors, each into its memory."""
         raise NotImplementedError
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor as it is read."""
+        dtype, shape = self.stored(name)
+        return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor into new memory."""
@@ -159,6 +168,11 @@ class WeightData:
     def is_loaded(self) -> bool:
         """Whether the array is in memory."""
         return self._data is not None or self.source is None
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes on the disk that are still to be read; 0 once the array is in memory."""
+        return 0 if self.is_loaded or self.source is None else self.source.nbytes(self.name)
 
     def cast(self, array: np.ndarray) -> np.ndarray:
         if self.decodes is not None:

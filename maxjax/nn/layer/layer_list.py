@@ -8,7 +8,7 @@ a tuple becomes a LayerTuple; both support the usual list and tuple operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
@@ -16,8 +16,25 @@ from .hooks import Layer
 from .module import Module
 from .static import MIXED, holds_items
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-class LayerList(Module, stands_for=list):
+    L = TypeVar("L", default=Any)
+
+    class _Of(Generic[L]):
+        """A container of layers of one type."""
+
+else:
+    L = Any
+
+    class _Of:
+        """``LayerList[Block]`` is for type checkers; at run time it is LayerList itself."""
+
+        def __class_getitem__(cls, kind: Any) -> type:
+            return cls
+
+
+class LayerList(Module, _Of[L], stands_for=list):
     """A list of layers whose weights are named by their position.
 
     Args:
@@ -51,12 +68,12 @@ class LayerList(Module, stands_for=list):
         if is_stack:
             LayerList._stack_type = cls
 
-    def __init__(self, layers: Iterable[Any] = ()):
+    def __init__(self, layers: Iterable[L] = ()):
         super().__init__()
         self._renew(list(layers))
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[L]:
         """The layers as a plain list (a new one each time)."""
         return [vars(self)[str(i)] for i in range(len(self))]
 
@@ -126,7 +143,7 @@ class LayerList(Module, stands_for=list):
 
     def insert(self, i: int, layer: Layer) -> None:
         """Inserts a layer before position ``i``; the layers after it are renumbered."""
-        layers = self.layers
+        layers: list[Any] = self.layers
         layers.insert(i, layer)
         self._renew(layers)
 
@@ -208,6 +225,13 @@ class LayerList(Module, stands_for=list):
         del layers[i]
         self._renew(layers)
 
+    def _ipython_key_completions_(self) -> list[int]:
+        return list(range(len(self)))
+
+    @overload
+    def __getitem__(self, i: int) -> L: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[L]: ...
     def __getitem__(self, i: int | slice) -> Any:
         found = self.layers[i]
         return self._plain_type(found) if isinstance(i, slice) else found
@@ -215,7 +239,7 @@ class LayerList(Module, stands_for=list):
     def __len__(self) -> int:
         return sum(name.isdigit() for name in vars(self))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[L]:
         return iter(self.layers)
 
     def __contains__(self, layer: object) -> bool:
@@ -230,7 +254,8 @@ class LayerList(Module, stands_for=list):
         Raises:
             IndexError: the list is empty.
         """
-        return in_turn(self.layers, args, kwargs)
+        layers: list[Any] = self.layers
+        return in_turn(layers, args, kwargs)
 
 
 Sequence.register(LayerList)  # type: ignore[attr-defined]

@@ -224,6 +224,11 @@ class Module(Layer, StateDict, ABC):
         self._watch(name, ())
         structure_changed()
 
+    def __dir__(self) -> list[str]:
+        """Attributes for completion: without those that only code of Modules needs."""
+        names = map(str, super().__dir__())
+        return [name for name in names if name.isidentifier() and not name.startswith("_mx_")]
+
     @property
     def sublayers(self) -> Mapping[str, Module]:
         """The direct child Modules by attribute name; a live, read-only view."""

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...errors import CheckpointMismatchError, closest
+from ...errors import CheckpointMismatchError, closest, releasing
 from ...graph.shape import Shape
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
 from ...graph.weights.same import same_content
-from .load.fit import Fit, fit
+from ...progress import reading, task
+from .load.fit import Fit, bytes_to_read, fit
 from .load.memory import check_room
 from .load.stacks import plan, read
 
@@ -138,7 +139,9 @@ class StateDict:
         if problems or unequal:
             raise _error([*problems, *unequal], state_dict)
         check_room(self, fits)
-        _load(fits, single, stacks)
+        with releasing(), task("loading weights", reads=True):
+            reading(bytes_to_read(fits))
+            _load(fits, single, stacks)
         return LoadResult(match.missing, match.unexpected)
 
 

@@ -285,17 +285,53 @@ def test_half_a_character_does_not_cost_a_saved_chat(loaded, tmp_path):
 )
 def test_an_argument_that_is_called_otherwise(loaded, name, says):
     for function in (maxjax.generate, maxjax.stream):
-        with pytest.raises(UserInputError, match=f"no argument '{name}'.*{says}"):
+        with pytest.raises(UserInputError, match=f"no argument '{name}'.*{says}") as caught:
             function(*loaded, "x", **{name: 1})
+        assert isinstance(caught.value, TypeError)
     if name != "batchsize" and not says.startswith("settings"):
+        # Of what is no setting of Sampling it says where it belongs.
+        says = says.removeprefix("did you mean ")
         with pytest.raises(TypeError, match=f"Sampling has no {name}=: .*{says}"):
             maxjax.Sampling(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("num_beams", "there is no beam search"),
+        ("repeat_penalty", "did you mean repetition_penalty="),
+        ("dtype", "it is an argument of maxjax.load"),
+        ("streamer", r"use maxjax.stream\(…\)"),
+        ("use_tqdm", "MAXJAX_PROGRESS"),
+    ],
+)
+def test_more_of_what_others_have(loaded, name, says):
+    with pytest.raises(TypeError, match=f"no argument '{name}'.*{says}"):
+        maxjax.generate(*loaded, "x", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("normalize_embeddings", "did you mean normalize="),
+        ("show_progress_bar", "MAXJAX_PROGRESS"),
+        ("convert_to_numpy", "leave it out"),
+        ("batchsize", "did you mean batch_size="),
+        ("wholly_unknown", "it takes batch_size, truncate"),
+    ],
+)
+def test_an_argument_of_embed_that_is_called_otherwise(loaded, name, says):
+    with pytest.raises(TypeError, match=f"embed.. got an unexpected.*'{name}'.*{says}"):
+        maxjax.embed(*loaded, ["x"], **{name: 1})
+
+
 def test_an_argument_of_load_that_is_called_otherwise(tmp_path):
     for name, says in {
-        "torch_dtype": "use dtype=", "device_map": "make_mesh", "dtyp": "did you mean dtype=",
-        "load_in_8bit": "quantised", "cache_dir": "HF_HOME",
+        "torch_dtype": "did you mean dtype=", "device_map": "use mesh=maxjax.make_mesh",
+        "dtyp": "did you mean dtype=", "load_in_8bit": "quantised",
+        "download_dir": "did you mean cache_dir=", "use_auth_token": "did you mean token=",
+        "gguf_file": "did you mean filename=", "trust_remote_code": "use nothing: leave it out",
+        "temperature": "it is an argument of maxjax.generate", "wholly_unknown": "it takes dtype, ",
     }.items():  # fmt: skip
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{says}"):
             maxjax.load(tmp_path, **{name: 1})

@@ -21,9 +21,16 @@ from ....graph.quantization import QuantizationEncoding
 from ....graph.shape import Dim, Shape, StaticDim
 from ....graph.weight.weight import Weight
 from ....graph.weights import WeightData, read_all
-from ....graph.weights.device_reads import Destination, Source, is_spread, read_destinations
+from ....graph.weights.device_reads import (
+    Destination,
+    Source,
+    boxes,
+    is_spread,
+    read_destinations,
+)
 from ....graph.weights.given import dtype_of, host_or_jax, shape_of
 from ....graph.weights.weight_data import cast_array
+from ....storage.boxes import count, whole
 
 
 @dataclasses.dataclass
@@ -211,6 +218,24 @@ def source(one: Fit) -> Source:
     if is_lazy(one) and not reshaped and one.value.is_as_stored:
         return one.value
     return lambda: one.weight.stored.arranged(np.asarray(convert(one, host_or_jax(one.value))))
+
+
+def bytes_to_read(fits: Sequence[Fit]) -> int:
+    """The bytes of files that this process reads for these values."""
+    total = 0
+    for one in fits:
+        if isinstance(one.value, WeightData) and (nbytes := one.value.unread_bytes):
+            total += int(nbytes * _share(one))
+    return total
+
+
+def _share(one: Fit) -> float:
+    """The part of a value that the devices of this process hold."""
+    sharding = one.weight.sharding
+    if sharding is None or sharding.is_fully_addressable:
+        return 1.0
+    shape = final_shape(one)
+    return sum(map(count, boxes(sharding, shape))) / max(count(whole(shape)), 1)
 
 
 def destination(one: Fit, otherwise: Any = None) -> Destination:

@@ -1,4 +1,4 @@
-"""Progress and result of a conversion."""
+"""What a conversion writes, counted piece by piece, and its result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...progress import Task
 from ...storage.save.outgoing import Outgoing
 
 # Called with the number of bytes to write; returns a function that is called with the size of
@@ -38,10 +39,18 @@ def result_of(target: Path, kind: str, outgoing: list[Outgoing]) -> Converted:
     return Converted(target, kind, len(outgoing), sum(one.nbytes for one in outgoing), packed)
 
 
-def watched(outgoing: list[Outgoing], watch: Watch | None) -> list[Outgoing]:
+def counting(shown: Task, watch: Watch | None) -> Watch:
+    """The Watch that counts in a task, and tells the caller's own."""
+
+    def begin(total: int) -> Callable[[int], Any]:
+        shown.expect(total)
+        return shown.telling(watch and watch(total))
+
+    return begin
+
+
+def watched(outgoing: list[Outgoing], watch: Watch) -> list[Outgoing]:
     """The tensors; each piece is reported when the writer asks for the next one."""
-    if watch is None:
-        return outgoing
     report = watch(sum(one.nbytes for one in outgoing))
 
     def reported(one: Outgoing) -> Iterator[memoryview]:

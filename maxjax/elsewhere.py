@@ -1,0 +1,132 @@
+"""What the settings of other libraries are called here, for the error about an unknown argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from .errors import UnknownArgumentError, closest
+
+
+def _named(**groups: str) -> Mapping[str, str]:
+    """Name elsewhere → what it is here, from what it is here → names elsewhere."""
+    return {name: own for own, names in groups.items() for name in names.split()}
+
+
+# Arguments that have another name here: of generate and its like, and of load.
+_GENERATE = _named(
+    max_new_tokens="max_tokens max_length max_completion_tokens max_output_tokens n_predict max_gen_len",
+    stop="stop_strings stop_sequences stop_words",
+    eos_ids="eos_token_id eos_token_ids stop_token_ids",
+    logprobs="top_logprobs num_logprobs prompt_logprobs",
+    banned="suppress_tokens bad_words_ids",
+    logit_bias="sequence_bias",
+    temperature="temp tau",
+    repetition_penalty="repeat_penalty repetition_context_penalty",
+)
+_LOAD = _named(
+    dtype="torch_dtype param_dtype compute_dtype",
+    token="use_auth_token hf_token auth_token api_key",
+    cache_dir="download_dir cache_folder",
+    local_files_only="offline",
+    filename="gguf_file model_file file weights_file subfolder",
+    tie="tie_word_embeddings tie_weights",
+    limits="max_header_size",
+)
+_EMBED = _named(
+    normalize="normalize_embeddings",
+    truncate="truncation max_seq_length",
+    pooling="pooling_mode pooling_strategy",
+    prompt="instruction",
+)
+# What to do instead of passing an argument.
+_INSTEAD = {
+    "do_sample": "temperature=: 0 is greedy, above it tokens are drawn",
+    **dict.fromkeys(("seed", "generator", "rng", "random_seed"), "key=jax.random.key(seed)"),
+    **dict.fromkeys(("n", "num_return_sequences"), "a list with the prompt so many times"),
+    **dict.fromkeys(
+        ("num_beams", "beam_size", "best_of", "early_stopping", "length_penalty"),
+        "a temperature: there is no beam search, one text is written for each prompt",
+    ),
+    **dict.fromkeys(
+        ("num_beam_groups", "no_repeat_ngram_size", "typical_p", "penalty_alpha", "min_new_tokens"),
+        "nothing: maxjax does not have it",
+    ),
+    **dict.fromkeys(
+        ("device_map", "device", "devices", "tensor_parallel_size", "n_gpu_layers", "max_memory"),
+        "mesh=maxjax.make_mesh(…) of maxjax.load",
+    ),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization", "bnb_config"),
+        "maxjax.quantize(model), or a checkpoint that is quantised",
+    ),
+    "quantization_config": "a checkpoint that is quantised (maxjax convert --quantize)",
+    **dict.fromkeys(
+        (
+            "trust_remote_code", "use_safetensors", "low_cpu_mem_usage", "attn_implementation",
+            "use_flash_attention_2", "use_cache", "pad_token_id", "attention_mask", "use_fast",
+            "force_download", "resume_download", "gpu_memory_utilization", "verbose",
+            "convert_to_numpy", "convert_to_tensor", "return_tensors",
+        ),
+        "nothing: leave it out",
+    ),
+    **dict.fromkeys(
+        ("show_progress_bar", "progress_bar", "use_tqdm", "progress"),
+        "the environment: MAXJAX_PROGRESS=0 or 1",
+    ),
+    **dict.fromkeys(
+        ("n_ctx", "max_model_len", "max_seq_len"),
+        "nothing: the cache grows with the text, up to the model's context",
+    ),
+    **dict.fromkeys(("proxies", "endpoint"), "the environment: HTTPS_PROXY, HF_ENDPOINT"),
+    "variant": "filename= of maxjax.load, with the whole name of the file",
+    "truncate_dim": "embeddings[:, :n]",
+    "sampling_params": "sampling=maxjax.Sampling(…)",
+    "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
+    **dict.fromkeys(("stream", "streamer"), "maxjax.stream(…)"),
+    "messages": "maxjax.Conversation(model, tokenizer, messages)",
+}  # fmt: skip
+_HOMES = (("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED))
+
+
+def meant(name: str, names: Iterable[str], call: str = "") -> str:
+    """A hint for an unknown argument: what to write instead; "" if nothing is similar.
+
+    Args:
+        name: the unknown name.
+        names: the names of the arguments that exist.
+        call: the function that was called, as "maxjax.load".
+
+    Example:
+        >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
+        (': did you mean max_new_tokens=?', ': did you mean temperature=?')
+        >>> meant("torch_dtype", ["temperature"])
+        ': use dtype= of maxjax.load'
+    """
+    names = list(names)
+    known = [(home, table[name]) for home, table in _HOMES if name in table]
+    for _, own in known:
+        if own in names:
+            return f": did you mean {own}=?"
+    if known:
+        home, own = known[0]
+        return f": use {own}= of {home}"
+    if name in _INSTEAD:
+        return f": use {_INSTEAD[name].removesuffix(f' of {call}')}"
+    # An argument of ours, of another function.
+    own = {home: {*table.values()} for home, table in _HOMES}
+    if home := next((home for home in own if name in own[home]), None):
+        return f": it is an argument of {home}"
+    like = closest(name, names)
+    return f": did you mean {like}=?" if like else ""
+
+
+def unknown_argument(call: str, name: str, names: Iterable[str]) -> UnknownArgumentError:
+    """The error for an argument that a function does not have.
+
+    Example:
+        >>> print(unknown_argument("maxjax.load", "device_map", ["mesh", "dtype"]))
+        maxjax.load() got an unexpected keyword argument 'device_map': use mesh=maxjax.make_mesh(…)
+    """
+    names = list(names)
+    hint = meant(name, names, call) or f"; it takes {', '.join(names)}"
+    return UnknownArgumentError(f"{call}() got an unexpected keyword argument {name!r}{hint}")

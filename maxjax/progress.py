@@ -1,0 +1,389 @@
+"""Progress: work that lasts is shown on stderr, as a bar or as a line with the seconds.
+
+Whoever works counts, and nothing else: a thread of its own draws what was counted, after half a second
+and then ten times a second, so that small work stays silent and large work is not slowed down. There is one
+bar at a time: work inside of other work counts there, or says in that bar what it is doing.
+
+``MAXJAX_PROGRESS=0`` turns it off and ``1`` on. By default it is shown if stderr is a terminal or
+the process is the kernel of a notebook; under pytest never, and of several processes by the first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from .columns import visible
+
+VARIABLE = "MAXJAX_PROGRESS"
+# Seconds until work is shown, and between two drawings of it.
+DELAY, EVERY = 0.5, 0.1
+
+
+def is_on() -> bool:
+    """Whether this process shows progress."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted == "0":
+        return False
+    tested = "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
+    if wanted != "1" and (tested or not (_is_terminal() or in_notebook())):
+        return False
+    return _is_first()
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is no stderr, or it is closed
+        return False
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+def _is_first() -> bool:
+    """Whether this process is the first of several, or alone."""
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return True
+    from .agreement import coordinator
+
+    service = coordinator()
+    return service is None or service.process == 0
+
+
+class Task:
+    """Work that is shown while it lasts; made by :func:`task`.
+
+    Attributes:
+        what: what is being done.
+        note: what it is doing at this moment, besides; "" if there is nothing to say.
+        total: how much there is to do, None if that is not known.
+        unit: what is counted: "B" for bytes.
+        done: how much of it is done.
+        began: when it began, on the clock ``time.monotonic``.
+        reads: whether bytes that are read from checkpoints are counted.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "B", reads: bool = False):
+        self.what, self.total, self.unit, self.reads = visible(what), total, unit, reads
+        self.note, self.done, self.began = "", 0, time.monotonic()
+        self._counting = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, count: int) -> None:
+        """Counts what is done; from any thread."""
+        with self._counting:
+            self.done += count
+
+    def telling(self, also: Callable[[int], Any] | None) -> Callable[[int], Any]:
+        """The function that counts and then calls another one, if there is one."""
+        if also is None:
+            return self.add
+
+        def add(count: int) -> None:
+            self.add(count)
+            also(count)
+
+        return add
+
+    def expect(self, count: int) -> None:
+        """Adds to what there is to do; what was done before anything was expected does not count."""
+        with self._counting:
+            if self.total is None:
+                self.total = self.done = 0
+            self.total += count
+
+    def finish(self) -> None:
+        """All is done, also what was not counted one by one."""
+        if self.total is not None:
+            self.done = self.total
+
+    def show(self) -> None:
+        """Shows it from now on, once it has lasted for a while."""
+        stream = sys.stderr
+        self._thread = threading.Thread(target=self._draw, args=(stream,), name="maxjax-progress")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes the drawing away."""
+        global _shown
+        self._over.set()
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            with _LOCK:
+                _shown = None if _shown is self else _shown
+
+    def _draw(self, stream: Any) -> None:
+        """What the thread does: it draws until the task is over, and leaves nothing behind."""
+        if self._over.wait(self.began + DELAY - time.monotonic()):
+            return
+        drawing = None
+        try:
+            drawing, is_over = _drawer(stream), False
+            while not is_over:
+                drawing.draw(self)
+                is_over = self._over.wait(EVERY)
+            drawing.draw(self)
+        except Exception:  # stderr is closed, …: no reason for the work itself to fail
+            pass
+        finally:
+            if drawing is not None:
+                try:
+                    drawing.close()
+                except Exception:
+                    pass
+
+
+# The task that is shown.
+_shown: Task | None = None
+_LOCK = threading.Lock()
+
+
+def _begin(one: Task) -> bool:
+    """Shows a task unless another is shown already; returns whether it did."""
+    global _shown
+    with _LOCK:
+        if _shown is not None:
+            return False
+        _shown = one
+    try:
+        one.show()
+    except RuntimeError:  # there can be no more threads: Python is ending
+        one.close()
+    return True
+
+
+@contextmanager
+def task(
+    what: str, total: int | None = None, *, unit: str = "B", reads: bool = False
+) -> Iterator[Task]:
+    """Shows the work in this context, if it lasts and nothing is shown already.
+
+    Args:
+        what: what is being done, as "loading model.safetensors".
+        total: how much there is to do; None shows the seconds only.
+        unit: what is counted; "B" for bytes.
+        reads: whether bytes that are read from checkpoints are counted by themselves.
+
+    Example:
+        >>> with task("counting", 3, unit=" sheep") as one:
+        ...     for _ in range(3):
+        ...         one.add(1)
+        >>> one.done
+        3
+    """
+    one = Task(what, total, unit, reads)
+    if is_on():
+        _begin(one)
+    try:
+        yield one
+        one.finish()
+    finally:
+        one.close()
+
+
+def short(path: str | os.PathLike[str]) -> str:
+    """The last part of a path, which leaves room for a bar.
+
+    Example:
+        >>> short("/models/org/name/"), short("model-" + 40 * "0" + ".gguf")
+        ('name', 'model-000000000000000000000000000000000…')
+    """
+    path = os.fspath(path)
+    name = os.path.basename(path.rstrip("/")) or path
+    return name if len(name) <= 40 else name[:39] + "…"
+
+
+def reading(total: int = 0) -> Callable[[int], None] | None:
+    """The function that counts bytes read from checkpoints; None if nobody wants to know.
+
+    Args:
+        total: bytes that will be read, besides those announced before.
+    """
+    one = _shown
+    if one is None or not one.reads:
+        return None
+    if total:
+        one.expect(total)
+    return one.add
+
+
+# --- compilation ----------------------------------------------------------------------------
+
+
+class compiling:
+    """A context that says what is compiled, and how far that is, if something is.
+
+    It costs a few microseconds where a program is compiled already: JAX reports each stage, and only
+    a report begins a task.
+
+    Args:
+        what: name of the program.
+        when: whether to show it at all.
+    """
+
+    __slots__ = ("_began", "_is_on", "_note", "_task", "what")
+
+    def __init__(self, what: str, when: bool = True):
+        self.what, self._is_on = what, when
+        self._task: Task | None = None
+        self._note: Task | None = None
+
+    def __enter__(self) -> None:
+        self._is_on = self._is_on and is_on()
+        if self._is_on:
+            _listen()
+            self._began = time.monotonic()
+            _scopes().append(self)
+
+    def __exit__(self, *error: object) -> None:
+        if not self._is_on:
+            return
+        _scopes().remove(self)
+        if self._task is not None:
+            self._task.close()
+        if self._note is not None:
+            self._note.note = ""
+
+    def report(self, stage: str) -> None:
+        """The compiler has begun a stage."""
+        if self._task is None:
+            if self._note is None or self._note is not _shown:
+                self._task = Task(f"compiling {self.what}")
+                self._task.began, self._task.note = self._began, stage
+                if not _begin(self._task):
+                    self._task, self._note = None, _shown
+        if self._task is not None:
+            self._task.note = stage
+        elif self._note is not None:
+            self._note.note = f"compiling {self.what}, {stage}"
+
+
+_LOCAL = threading.local()
+_is_listening = False
+# JAX's event at the end of a stage, and what comes next.
+_STAGES = {
+    "/jax/core/compile/jaxpr_trace_duration": "tracing",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "XLA",
+    "/jax/core/compile/backend_compile_duration": "tracing",
+}
+
+
+def _scopes() -> list[compiling]:
+    found = getattr(_LOCAL, "scopes", None)
+    if found is None:
+        found = _LOCAL.scopes = []
+    return found
+
+
+def _listen() -> None:
+    """Asks JAX for the stages of its compilations, once."""
+    global _is_listening
+    if not _is_listening:
+        import jax.monitoring
+
+        _is_listening = True
+        jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def _heard(event: str, duration_secs: float, **about: Any) -> None:
+    del duration_secs, about
+    scopes = _scopes()
+    if scopes and event in _STAGES:
+        scopes[-1].report(_STAGES[event])
+
+
+# --- drawings -------------------------------------------------------------------------------
+
+
+class Drawing(Protocol):
+    """Something that shows a task on stderr."""
+
+    def draw(self, one: Task) -> None:
+        """Shows the task as it is now."""
+        ...
+
+    def close(self) -> None:
+        """Takes it away."""
+        ...
+
+
+class Tqdm:
+    """A bar or a line of tqdm: a widget in a notebook, text elsewhere."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._bar, self._total = stream, None, -1
+
+    def draw(self, one: Task) -> None:
+        """Shows the task as it is now."""
+        if self._bar is None or one.total != self._total:
+            self.close()
+            self._bar, self._total = self._new(one), one.total
+        if one.total is None:
+            self._bar.set_description_str(line(one), refresh=False)
+        else:
+            note = f" ({one.note})" if one.note else ""
+            self._bar.set_description(one.what + note, refresh=False)
+            self._bar.n = min(one.done, one.total)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Takes it away."""
+        if self._bar is not None:
+            self._bar.total = None  # a widget that is not full would stay, in red
+            self._bar.close()
+            self._bar = None
+
+    def _new(self, one: Task) -> Any:
+        bar = _tqdm()(
+            desc=line(one) if one.total is None else one.what, total=one.total, unit=one.unit,
+            unit_scale=one.unit == "B", leave=False,
+            file=self._stream, mininterval=0, dynamic_ncols=True,
+            bar_format="{desc}" if one.total is None else None,
+        )  # fmt: skip
+        bar.start_t -= time.monotonic() - one.began  # its rate is that of the whole task
+        return bar
+
+
+def line(one: Task) -> str:
+    """A task whose size is not known, with its seconds."""
+    note = f" ({one.note})" if one.note else ""
+    return f"{one.what}{note} … {time.monotonic() - one.began:.1f} s"
+
+
+def _tqdm() -> Any:
+    """The class of ``tqdm.auto``, which without widgets would warn in a notebook."""
+    from importlib.util import find_spec
+
+    if in_notebook() and find_spec("ipywidgets") is None:
+        from tqdm import tqdm
+    else:
+        from tqdm.auto import tqdm
+    return tqdm
+
+
+_drawer: Callable[[Any], Drawing] = Tqdm
+
+
+def draw_with(drawer: Callable[[Any], Drawing]) -> None:
+    """Has tasks drawn by something else than tqdm.
+
+    Args:
+        drawer: function from the stream to a new Drawing.
+    """
+    global _drawer
+    _drawer = drawer
