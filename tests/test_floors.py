@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 # 0 words: what the rest is written in
 .: errors lazy absent columns heartbeat agreement distributed lockstep dtype driver native_library
-rendering: division row text tree rendered
+rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
@@ -55,7 +55,7 @@ kernels: __init__
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
 graph: symbolic tensor_type operands rebinding operators value
 graph/weight: epoch running span rows stored transpose weight stacked __init__
-graph/weights: weight_data given cursor load __init__ device_reads gathering writing same
+graph/weights: weight_data given rows cursor load __init__ device_reads gathering writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
 graph/ops: normalization ordering packed pooling reduction shape __init__
@@ -106,6 +106,7 @@ engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
+engine: statistics drawings looks
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager

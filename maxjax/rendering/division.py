@@ -204,12 +204,17 @@ class Division:
         wide, high = self._scaled(320, 240, 24)
         cells = self.drawn()
         pieces = []
-        for i, ((rows, columns), held) in enumerate(cells.items()):
+        colors = {held: i for i, held in enumerate(dict.fromkeys(map(tuple, cells.values())))}
+        for (rows, columns), held in cells.items():
             x, y, w, h = self._rectangle(rows, columns, wide, high)
-            color = "hsl(30 85% 62%)" if self.is_replicated else _color(i, len(cells))
+            color = (
+                "hsl(30 85% 62%)"
+                if self.is_replicated
+                else _color(colors[tuple(held)], len(colors))
+            )
             label = html.escape(numbers(sorted(held)))
             pieces.append(
-                f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{color}" fill-opacity="0.75" '
+                f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{color}" '
                 f'stroke="currentColor" stroke-opacity="0.6"><title>{label}: {_range(rows)} × '
                 f"{_range(columns)}</title></rect>"
             )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .row import Row, bytes_text, short
 
+_BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
 # Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
 _MOST_ROWS = 90
-_OPEN_LEVELS = 1
+# Rows that are to be seen at first: levels are opened until there are as many.
+_OPEN_ROWS = 12
 # Colours come from the notebook's own text colour, so that both themes work.
 _STYLE = (
     ".mxj{font:12px/1.55 ui-monospace,Menlo,Consolas,monospace;overflow-x:auto}"
@@ -23,13 +25,12 @@ _STYLE = (
 )
 
 
-def tree(title: str, row: Row, opened: int = _OPEN_LEVELS) -> str:
+def tree(title: str, row: Row) -> str:
     """The HTML of a row and all rows below it.
 
     Args:
         title: text of the first line.
         row: row whose children are shown.
-        opened: number of levels that are open at first.
 
     Example:
         >>> page = tree("Model", Row(kind="Model", children=(Row("<a>", "Linear"),)))
@@ -37,7 +38,7 @@ def tree(title: str, row: Row, opened: int = _OPEN_LEVELS) -> str:
         (True, True, False)
     """
     shown = _nearest(row)
-    return boxed(_node(row, f"<b>{html.escape(title)}</b>", shown, opened))
+    return boxed(_node(row, f"<b>{html.escape(title)}</b>", shown, _opened(row)))
 
 
 def card(title: str, facts: Mapping[str, str], drawing: str = "") -> str:
@@ -56,6 +57,50 @@ def card(title: str, facts: Mapping[str, str], drawing: str = "") -> str:
     return boxed(f"<b>{_text(title, 200)}</b>{lines}{below}")
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
+    """A table of texts as HTML; the first two columns are aligned to the left.
+
+    Args:
+        head: titles of the columns.
+        rows: texts of the cells, which are escaped.
+        pictures: HTML of a last cell for each row, which is not escaped.
+    """
+    line = "border:none;background:none;padding:0 8px;white-space:nowrap;text-align:"
+    cell = lambda tag, i, text: (
+        f'<{tag} style="{line}{"left" if i < 1 else "right"}">{text}</{tag}>'
+    )
+    lines = ["".join(cell("th", i, _text(name, 40)) for i, name in enumerate(head))]
+    for i, row in enumerate(rows):
+        cells = "".join(cell("td", k, _text(text, 60)) for k, text in enumerate(row))
+        lines.append(cells + (cell("td", 0, pictures[i]) if pictures else ""))
+    body = "".join(f'<tr style="background:none">{one}</tr>' for one in lines)
+    return f'<table style="border-collapse:collapse;font:inherit;color:inherit">{body}</table>'
+
+
+def memory_bar(parts: Mapping[str, int], size: int) -> str:
+    """A bar of what takes how much of a memory; red where it is too small.
+
+    Example:
+        >>> "weights: 3 KiB" in memory_bar({"weights": 3072}, 4096)
+        True
+    """
+    total = sum(parts.values())
+    scale = 100 / max(total, size, 1)
+    pieces = "".join(
+        f'<div title="{_text(name, 40)}" style="width:{taken * scale:.2f}%;background:{color}"></div>'
+        for (name, taken), color in zip(parts.items(), _BARS, strict=False)
+        if taken
+    )
+    edge = "#c44" if total > size else "currentColor"
+    names = ", ".join(
+        f"{_text(name, 40)}: {bytes_text(taken)}" for name, taken in parts.items() if taken
+    )
+    return boxed(
+        f'<div style="display:flex;height:12px;max-width:480px;border:1px solid {edge}">{pieces}</div>'
+        f"<s>{names}, of {bytes_text(size)}</s>"
+    )
+
+
 def boxed(content: str) -> str:
     """HTML content in the font and the colours of renderings."""
     return f'<div class="mxj"><style>{_STYLE}</style>{content}</div>'
@@ -71,15 +116,30 @@ def _nearest(row: Row) -> set[int]:
     return found
 
 
-def _node(row: Row, line: str, shown: set[int], opened: int) -> str:
+def _opened(row: Row) -> set[int]:
+    """ids of the rows that are open at first: from the top, while there are few rows to be seen."""
+    found, count, queue = {id(row)}, len(row.children), deque(row.children)
+    while queue:
+        one = queue.popleft()
+        if (
+            one.children
+            and not one.children[0].is_array
+            and count + len(one.children) <= _OPEN_ROWS
+        ):
+            found.add(id(one))
+            count += len(one.children)
+            queue.extend(one.children)
+    return found
+
+
+def _node(row: Row, line: str, shown: set[int], opened: set[int]) -> str:
     below = [child for child in row.children if id(child) in shown]
     if not row.children:
         return f'<div class="r">{line}</div>'
-    inside = "".join(_node(child, _line(child), shown, opened - 1) for child in below)
+    inside = "".join(_node(child, _line(child), shown, opened) for child in below)
     rest = len(row.children) - len(below)
     more = f'<div class="r">… and {rest:,} more</div>' if rest else ""
-    # A list of equal layers has one row below it, which is opened with it.
-    mark = " open" if opened > 0 else ""
+    mark = " open" if id(row) in opened else ""
     return f"<details{mark}><summary>{line}</summary>{inside}{more}</details>"
 
 

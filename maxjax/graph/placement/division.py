@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from ...kernels import explicit
 from ...rendering.division import Box, Division
@@ -104,10 +104,10 @@ def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box] | 
         return None
     sizes, names = tuple(mesh.shape.values()), tuple(mesh.shape)
     entries = explicit.padded(sharding.spec, len(shape))
-    ids = getattr(mesh, "device_ids", None)
-    numbers = range(mesh.size) if ids is None else ids.flat
     found: dict[int, Box] = {}
-    for number, place in zip(numbers, itertools.product(*(range(n) for n in sizes)), strict=True):
+    for number, place in zip(
+        _numbers(mesh), itertools.product(*(range(n) for n in sizes)), strict=True
+    ):
         at = dict(zip(names, place, strict=True))
         box = []
         for size, entry in zip(shape, entries, strict=True):
@@ -120,12 +120,17 @@ def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box] | 
     return found
 
 
+def _numbers(mesh: Any) -> list[int]:
+    """The numbers of a mesh's devices, in its order."""
+    if isinstance(mesh, Mesh):
+        return [device.id for device in mesh.devices.flat]
+    return list(range(mesh.size))
+
+
 def labels_of(mesh: Any) -> dict[int, str]:
     """For the number of each device of a mesh, its place on the axes, a line each."""
     sizes = tuple(mesh.shape.values())
-    ids = getattr(mesh, "device_ids", None)
-    numbers = range(mesh.size) if ids is None else ids.flat
     return {
         int(number): "\n".join(f"{name} {i}" for name, i in zip(mesh.shape, place, strict=True))
-        for number, place in zip(numbers, itertools.product(*map(range, sizes)), strict=True)
+        for number, place in zip(_numbers(mesh), itertools.product(*map(range, sizes)), strict=True)
     }
