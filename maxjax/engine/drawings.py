@@ -9,6 +9,7 @@ from typing import Any
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..columns import columns
 from ..errors import UserInputError
 from ..graph.placement.division import division_of, labels_of, mesh_text
 from ..graph.placement.strategy import ShardingStrategy, strategy_division
@@ -34,14 +35,16 @@ class ShardingDrawing:
     labels: Mapping[int, str]
 
     def __repr__(self) -> str:
-        found = []
-        for name, one in self.divisions.items():
-            sizes = f"[{', '.join(map(str, one.shape))}]"
-            found += [
-                f"{f'{name} ' if name else ''}{sizes} {one.title}: {one.sentence}",
-                one.text(),
+        if len(self.divisions) > 1:
+            head = ["", "shape", "placement", "devices of each part"]
+            rows = [
+                [name, str(list(one.shape)), one.title, one.line()]
+                for name, one in self.divisions.items()
             ]
-        return "\n".join(found)
+            return "\n".join(columns([head, *rows], right=()))
+        ((name, one),) = self.divisions.items()
+        sizes = f"[{', '.join(map(str, one.shape))}]"
+        return f"{f'{name} ' if name else ''}{sizes} {one.title}: {one.sentence}\n{one.text()}"
 
     def _repr_html_(self) -> str:
         if len(self.divisions) > 1:
@@ -111,13 +114,15 @@ def _division(given: Any, shape: Sequence[int] | None, labels: dict[int, str]) -
         return drawn
     if isinstance(given, (Mesh, AbstractMesh)):
         given = NamedSharding(given, PartitionSpec(*given.axis_names))
+    layout = None
     if isinstance(given, Sharding):
         sharding, sizes = given, tuple(shape) if shape is not None else _smallest(given)
     else:
         sharding, sizes = _held(given)
+        layout = given.stored.layout if isinstance(given, Weight) else None
     if isinstance(sharding, NamedSharding):
         labels.update(labels_of(sharding.mesh))
-    found = division_of(sharding, sizes)
+    found = division_of(sharding, sizes, layout)
     if found is None:
         where = mesh_text(sharding.mesh) if isinstance(sharding, NamedSharding) else str(sharding)
         raise UserInputError(f"the parts of {list(sizes)} on {where} cannot be drawn")

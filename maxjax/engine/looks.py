@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from ..columns import columns
 from ..errors import UserInputError
+from ..graph import compile_cache
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.value import TensorValue, unwrap
 from ..graph.weight.rows import DELETED, TRACED, array_row, state_of
@@ -55,8 +56,7 @@ class ArrayLook:
     layers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        title = f"{short(self.name)} {self.type}".strip()
-        found = self.statistics
+        title, found = short(self._title(), 160), self.statistics
         if found is None:
             return f"{title}: {self.note}"
         if self.layers:
@@ -67,7 +67,7 @@ class ArrayLook:
         return "\n".join([title, f"  {facts}", marks])
 
     def _repr_html_(self) -> str:
-        title, found = f"{self.name} {self.type}".strip(), self.statistics
+        title, found = self._title(), self.statistics
         if found is None:
             return card(title, {"value": self.note})
         if self.layers:
@@ -80,7 +80,13 @@ class ArrayLook:
                 f"{table([_HEAD[0], *_HEAD[2:]], rows[:_MOST_ROWS], pictures)}"
             )
         drawing = histogram(found.counts.tolist(), number(found.min), number(found.max))
-        return card(title, self._facts(), drawing + self._picture())
+        flow = "display:flex;flex-wrap:wrap;gap:4px 24px;align-items:flex-end"
+        both = f'<div style="{flow}">{drawing}{self._picture()}</div>'
+        return card(title, self._facts(), both, in_line=True)
+
+    def _title(self) -> str:
+        count = f"{counted(len(self.layers), 'layer')} × " if self.layers else ""
+        return f"{self.name} {count}{self.type}".strip()
 
     def _facts(self) -> dict[str, str]:
         found = self.statistics
@@ -219,6 +225,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
     """
     if isinstance(what, (Sharding, Mesh, AbstractMesh, ShardingStrategy)):
         return draw_sharding(what)
+    compile_cache.enable()
     found = _Found()
     if isinstance(what, Module):
         definition, holders = what._mx_definition()
@@ -310,9 +317,8 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
     stored: Any = what.stored
     sizes = [*map(str, stored.logical_shape)]
     encoding = stored.packing
-    kind = f"{stored.dtype.name if encoding is None else encoding.name}[{', '.join(sizes)}]"
+    kind = f"{stored.dtype.name if encoding is None else encoding.value}[{', '.join(sizes)}]"
     if isinstance(what, StackedWeight):
-        kind = f"{counted(what.count, 'layer')} × {kind}"
         leaf = what.leaf
         if state_of(leaf).foreign:
             return None, kind, f"{type(leaf).__name__} in its place", ()
@@ -333,7 +339,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
 
 def _type_of(data: WeightData) -> str:
     encoding = data.quantization_encoding
-    kind = encoding.name if encoding is not None and data.is_packed else data.dtype.name
+    kind = encoding.value if encoding is not None and data.is_packed else data.dtype.name
     return f"{kind}[{', '.join(map(str, data.logical_shape))}]"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from .tree import boxed
 
 _MOST_HEADS, _MOST_LABELS, _MOST_ROWS = 32, 64, 24
 # Larger maps are shrunk, and with few labels each token has room for its text.
-_MOST_PIXELS = 256
+_MOST_PIXELS, _ALL_PIXELS = 256, 200_000
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class AttentionMap:
 
     def _figure(self, head: int) -> str:
         values = self.weights[head]
-        step = max(1, -(-max(values.shape) // _MOST_PIXELS))
+        side = min(_MOST_PIXELS, math.isqrt(_ALL_PIXELS // min(len(self.weights), _MOST_HEADS)))
+        step = max(1, -(-max(values.shape) // side))
         values = _shrunk(values, step, step)
         rows, columns = values.shape
         scale = max(1.0, min(14.0, 180 / max(rows, columns, 1)))

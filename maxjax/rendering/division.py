@@ -103,11 +103,23 @@ class Division:
         others = [axis for axis in range(len(self.shape)) if axis not in axes]
         for box, held in self.parts:
             if all(box[axis][0] == 0 for axis in others):
-                spans = [box[axis] for axis in axes]
-                while len(spans) < 2:
-                    spans.insert(0, (0, 1))
-                found.setdefault((spans[0], spans[1]), []).extend(held)
+                found.setdefault(self._spans(box), []).extend(held)
         return found
+
+    def _spans(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The rows and columns of a part in the drawing."""
+        spans = [box[axis] for axis in self.axes]
+        while len(spans) < 2:
+            spans.insert(0, (0, 1))
+        return spans[0], spans[1]
+
+    def size_on(self, device: int) -> int:
+        """The number of elements that a device has."""
+        return sum(
+            math.prod(stop - start for start, stop in box)
+            for box, held in self.parts
+            if device in held
+        )
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -163,6 +175,24 @@ class Division:
         middle = f"\n{rule('├', '┼', '┤')}\n".join(lines)
         return f"{rule('┌', '┬', '┐')}\n{middle}\n{rule('└', '┴', '┘')}"
 
+    def line(self) -> str:
+        """The devices of each part on one line: columns between bars, rows between slashes.
+
+        Example:
+            >>> rows = {0: ((0, 2), (0, 2)), 1: ((2, 4), (0, 2)), 2: ((0, 2), (0, 2)), 3: ((2, 4), (0, 2))}
+            >>> Division.of((4, 2), "rows", rows).line()
+            '0,2 / 1,3'
+        """
+        cells = self.drawn()
+        tops = dict.fromkeys(rows for rows, _ in cells)
+        if len(cells) > _MOST_CELLS:
+            return f"{len(cells)} parts"
+        lines = (
+            " | ".join(numbers(sorted(held)) for (at, _), held in cells.items() if at == rows)
+            for rows in tops
+        )
+        return " / ".join(lines)
+
     def _scaled(self, wide: float, high: float, least: float) -> tuple[float, float]:
         """The size of the drawing of the array within a box, in its own proportions."""
         rows, columns = self.extent
@@ -184,8 +214,9 @@ class Division:
         cells = self.drawn()
         if not cells:
             return ""
-        mine = next(iter(cells))
-        x, y, w, h = self._rectangle(*mine, wide, high)
+        first = next(iter(cells.values()))[0]
+        mine = [self._rectangle(*at, wide, high) for at, held in cells.items() if first in held]
+        filled = "".join(f"M{x} {y}h{w}v{h}h-{w}z" for x, y, w, h in mine)
         tops = sorted({rows[0] for rows, _ in cells})[1:]
         lefts = sorted({columns[0] for _, columns in cells})[1:]
         all_rows, all_columns = self.extent
@@ -195,7 +226,7 @@ class Division:
             lines += "".join(f"M{_n(wide * c / all_columns)} 0v{_n(high)}" for c in lefts)
         kind = "w" if self.is_replicated else "p"
         return (
-            f'<svg width="{_n(wide)}" height="{_n(high)}"><path class="{kind}" d="M{x} {y}h{w}v{h}h-{w}z"/>'
+            f'<svg width="{_n(wide)}" height="{_n(high)}"><path class="{kind}" d="{filled}"/>'
             f'<path class="l" d="M0 0h{_n(wide)}v{_n(high)}H0z{lines}"/></svg>'
         )
 
@@ -229,16 +260,12 @@ class Division:
     def on_device(self, device: int, side: float = 56) -> str:
         """The array in outline, and the part of it that one device has, filled."""
         wide, high = self._scaled(side, side, 3)
-        box = next((box for box, held in self.parts if device in held), None)
-        piece = ""
-        if box is not None:
-            spans = [box[axis] for axis in self.axes]
-            while len(spans) < 2:
-                spans.insert(0, (0, 1))
-            x, y, w, h = self._rectangle(spans[0], spans[1], wide, high)
-            is_all = all(span == (0, size) for span, size in zip(spans, self.extent, strict=True))
-            color = "#f0a24b" if is_all else "#4c86b8"
-            piece = f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{color}"/>'
+        mine = [self._spans(box) for box, held in self.parts if device in held]
+        color = "#f0a24b" if self.is_replicated else "#4c86b8"
+        piece = "".join(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{color}"/>'
+            for x, y, w, h in (self._rectangle(*at, wide, high) for at in mine)
+        )
         outline = f'<rect width="{_n(wide)}" height="{_n(high)}" fill="none" stroke="#888" stroke-width="0.8"/>'
         return _svg(wide + 2, high + 2, f'<g transform="translate(1 1)">{piece}{outline}</g>')
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from .row import Row, bytes_text, short
 
+_LEFT = ("", "name", "type")
 _BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
 # Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
 _MOST_ROWS = 90
@@ -41,24 +42,26 @@ def tree(title: str, row: Row) -> str:
     return boxed(_node(row, f"<b>{html.escape(title)}</b>", shown, _opened(row)))
 
 
-def card(title: str, facts: Mapping[str, str], drawing: str = "") -> str:
+def card(title: str, facts: Mapping[str, str], drawing: str = "", in_line: bool = False) -> str:
     """The HTML of a single thing: what is known of it, line by line, and a drawing.
 
     Args:
         title: text of the first line.
         facts: texts by their names.
         drawing: HTML, which is not escaped.
+        in_line: whether the facts stand beside each other.
     """
-    lines = "".join(
-        f'<div class="r"><s>{_text(name, 40)}</s><span>{_text(text, 300)}</span></div>'
-        for name, text in facts.items()
-    )
+    found = [
+        f"<s>{_text(name, 40)}</s><span>{_text(text, 300)}</span>" for name, text in facts.items()
+    ]
+    joined = ["".join(found)] if in_line else found
+    lines = "".join(f'<div class="r">{one}</div>' for one in joined)
     below = f'<div class="r">{drawing}</div>' if drawing else ""
     return boxed(f"<b>{_text(title, 200)}</b>{lines}{below}")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
-    """A table of texts as HTML; the first two columns are aligned to the left.
+    """A table of texts as HTML; columns of names and types are aligned to the left.
 
     Args:
         head: titles of the columns.
@@ -67,12 +70,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence
     """
     line = "border:none;background:none;padding:0 8px;white-space:nowrap;text-align:"
     cell = lambda tag, i, text: (
-        f'<{tag} style="{line}{"left" if i < 1 else "right"}">{text}</{tag}>'
+        f'<{tag} style="{line}{"left" if head[i] in _LEFT else "right"}">{text}</{tag}>'
     )
     lines = ["".join(cell("th", i, _text(name, 40)) for i, name in enumerate(head))]
     for i, row in enumerate(rows):
         cells = "".join(cell("td", k, _text(text, 60)) for k, text in enumerate(row))
-        lines.append(cells + (cell("td", 0, pictures[i]) if pictures else ""))
+        lines.append(cells + (cell("td", len(head) - 1, pictures[i]) if pictures else ""))
     body = "".join(f'<tr style="background:none">{one}</tr>' for one in lines)
     return f'<table style="border-collapse:collapse;font:inherit;color:inherit">{body}</table>'
 

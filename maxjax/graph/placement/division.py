@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from ...kernels import explicit
 from ...rendering.division import Box, Division
+from .device_major import DeviceMajor
 
 # With more devices a drawing says nothing, and making it takes its time.
 _MOST_DEVICES = 4096
@@ -68,10 +69,13 @@ def spec_text(sharding: Any) -> str:
 
 
 @functools.lru_cache(1024)
-def division_of(sharding: Any, shape: tuple[int, ...]) -> Division | None:
+def division_of(
+    sharding: Any, shape: tuple[int, ...], layout: DeviceMajor | None = None
+) -> Division | None:
     """Which device holds which part of an array of that shape; None if it cannot be said.
 
-    Devices have their own numbers; those of an abstract mesh are numbered from 0.
+    With a layout the rows of a device are several ranges. Devices have their own numbers; those of
+    an abstract mesh are numbered from 0.
 
     Example:
         >>> import jax
@@ -90,7 +94,18 @@ def division_of(sharding: Any, shape: tuple[int, ...]) -> Division | None:
         boxes = {device.id: _box(index, shape) for device, index in where.items()}
     else:
         boxes = None
-    return None if boxes is None else Division.of(shape, spec_text(sharding), boxes)
+    if boxes is None:
+        return None
+    found = Division.of(shape, spec_text(sharding), boxes)
+    if layout is None:
+        return found
+    own = shape[0] // layout.n
+    parts = (
+        ((span, *rest), held)
+        for ((start, _), *rest), held in found.parts
+        for span in layout.rows(start // own)
+    )
+    return Division(shape, found.title, tuple(sorted(parts)))
 
 
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:

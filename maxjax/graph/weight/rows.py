@@ -112,16 +112,15 @@ def _width(dtype: Any) -> int:
     return 0 if dtype == jax.dtypes.float0 else int(getattr(dtype, "itemsize", 0))
 
 
-def placed(row: Row, state: State, sharding: Any) -> Placed:
+def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
     """The row with its state, and its division if it is on several devices."""
     if not isinstance(sharding, Sharding) or state.note == TRACED:
         sharding = None
     division, per_device = None, row.nbytes
     if sharding is not None and row.shape is not None and device_count(sharding) > 1:
-        division = division_of(sharding, tuple(map(int, row.shape)))
+        division = division_of(sharding, tuple(map(int, row.shape)), layout)
         if division is not None and division.parts:
-            box = division.parts[0][0]
-            share = math.prod(stop - start for start, stop in box)
+            share = division.size_on(division.parts[0][1][0])
             per_device = row.nbytes * share // max(math.prod(division.shape), 1)
     row.notes = (*row.notes, *filter(None, [state.note]))
     row.division = division
@@ -154,10 +153,10 @@ def weight_row(weight: Any, name: str) -> Placed:
         nbytes = math.prod(map(int, stored.dims)) if known else 0
         notes.append(f"{8 * nbytes / max(count, 1):.4g} bits each")
     elif encoding is not None:
-        notes.append(encoding.name)
+        notes.append(encoding.value)
     elif found is not None and found != jax.dtypes.canonicalize_dtype(stored.dtype.np):
         notes.append(f"declared {stored.dtype.name}")
-    text = dtype_text(held) if packing is None else packing.name
+    text = dtype_text(held) if packing is None else packing.value
     if state.foreign:
         text, nbytes, count, notes = "None", 0, 0, []
     row = Row(name, "", text, shape, count, nbytes, notes=tuple(notes), is_array=True)
@@ -169,7 +168,7 @@ def weight_row(weight: Any, name: str) -> Placed:
         sharding = where if len(getattr(where, "device_set", ())) == 1 else None
     if not known:
         sharding = None
-    return placed(row, state, sharding)
+    return placed(row, state, sharding, stored.layout)
 
 
 def _sizes(weight: Any, leaf: Any, home: Any) -> Any:
@@ -267,7 +266,7 @@ class OfWeight(Rendered):
 
     def _mx_html(self: Any) -> str:
         stored = self.stored
-        encoding = "" if stored.encoding is None else stored.encoding.name
+        encoding = "" if stored.encoding is None else stored.encoding.value
         more = {"declared on": str(self.device), "encoding": encoding, "reason": stored.why}
         if stored.home is not None:
             more["stack"] = f"number {stored.home[1]} of {stored.home[0].count}"

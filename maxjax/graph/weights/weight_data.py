@@ -303,7 +303,7 @@ class WeightData(Rendered):
     def _mx_html(self) -> str:
         sizes = ", ".join(map(str, self.logical_shape))
         encoding = self.quantization_encoding
-        kind = encoding.name if encoding is not None and self.is_packed else self.dtype.name
+        kind = encoding.value if encoding is not None and self.is_packed else self.dtype.name
         facts = {"type": f"{kind}[{sizes}]"}
         if all(str(size).isdigit() for size in self.shape):
             count = math.prod(map(int, self.shape))
