@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from . import nn as nn
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
+    from .engine.drawings import draw_sharding as draw_sharding
     from .engine.embed import embed as embed
     from .engine.export.program import load_exported as load_exported
     from .engine.export.write import export as export
@@ -34,6 +35,7 @@ if _TYPE_CHECKING:
     from .engine.generate.texts import generate as generate
     from .engine.generate.texts import stream as stream
     from .engine.load import load as load
+    from .engine.looks import look as look
     from .engine.perplexity import perplexity as perplexity
     from .engine.plan.report import plan as plan
     from .engine.quantize.calibration import calibrate as calibrate
@@ -60,6 +62,7 @@ if _TYPE_CHECKING:
     from .nn.layer import add_layer_hook as add_layer_hook
     from .nn.layer import clear_hooks as clear_hooks
     from .nn.layer import layer_hook as layer_hook
+    from .rendering.attention import draw_attention as draw_attention
     from .storage.limits import Limits as Limits
     from .text.chat import apply_chat_template as apply_chat_template
     from .text.tokenizer.tokenizer import load_tokenizer as load_tokenizer
@@ -81,6 +84,9 @@ _HOMES: dict[str, str | None] = {
     "generate": "engine.generate.texts",
     "stream": "engine.generate.texts",
     "load": "engine.load",
+    "look": "engine.looks",
+    "draw_sharding": "engine.drawings",
+    "draw_attention": "rendering.attention",
     "first_nan": "engine.generate.nans",
     "perplexity": "engine.perplexity",
     "plan": "engine.plan.report",

@@ -24,6 +24,7 @@ TABLE = """
 # 0 words: what the rest is written in
 .: errors elsewhere completion lazy absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
+rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
@@ -52,17 +53,17 @@ kernels: decode_attention attention grouped block_matmul
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
-graph/placement: strategy mesh device_major specs arrays fsdp stacking
+graph/placement: strategy mesh device_major specs arrays fsdp stacking division
 graph: symbolic tensor_type operands rebinding operators value
-graph/weight: epoch running span stored transpose weight stacked __init__
-graph/weights: weight_data given cursor load __init__ device_reads gathering writing same
+graph/weight: epoch running span rows stored transpose weight stacked __init__
+graph/weights: weight_data given rows cursor load __init__ device_reads gathering writing same
 graph: subgraph reroll graph
 graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
 graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: hooks assigned_list static walk definition call_stack place sharded
+nn/layer: rows hooks assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
@@ -106,6 +107,7 @@ engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
+engine: statistics drawings looks
 engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager

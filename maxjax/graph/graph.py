@@ -9,7 +9,7 @@ program, whether it has a value or not; ``program.py`` compiles and runs the res
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import greenlet
@@ -18,12 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from ..rendering.rendered import Rendered, summary
+from ..rendering.row import Row, counted, short
 from .kind import returning_values
 from .reroll import reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
+from .weight.rows import array_row, weight_row
 from .weight.running import RUNNING
 from .weight.stacked import StackedWeight
 from .weight.weight import Weight
@@ -82,11 +85,42 @@ class GraphWeight:
         return array
 
 
+def program_row(
+    name: str, inputs: Sequence[TensorType], outputs: Sequence[TensorType] | None, entries: Any
+) -> Row:
+    """The row of a Graph or of a program: its types, and the weights that it uses.
+
+    Args:
+        entries: the GraphWeights.
+    """
+    typed = lambda name, one: Row(
+        name, "", one.dtype.name, tuple(map(str, one.shape)), is_array=True
+    )
+    given = [typed(f"input {i}", one) for i, one in enumerate(inputs)]
+    found = [typed(f"output {i}", one) for i, one in enumerate(outputs or ())]
+    weights: list[Row] = []
+    for entry in entries:
+        title = entry.names[0]
+        if len(entry.names) > 1:
+            title = f"{title} and {len(entry.names) - 1} more"
+        is_one = isinstance(entry.weight, Weight)
+        placed = weight_row(entry.weight, title) if is_one else array_row(title, entry.weight.leaf)
+        weights.append(placed.row)
+    count = counted(sum(len(entry.names) for entry in entries), "weight")
+    held = Row("weights", count, children=tuple(weights))
+    held.nbytes = sum(row.nbytes for row in weights)
+    held.parameters = sum(row.parameters for row in weights)
+    of = ", ".join(row.type_text for row in given)
+    to = f" -> {', '.join(row.type_text for row in found)}" if outputs is not None else ""
+    rows = (*given, *found, *([held] if weights else []))
+    return Row(short(f"{name}({of}){to}", 300), notes=(count,), children=rows)
+
+
 def _name_of(weight: Weight) -> str:
     return RUNNING.name_of(weight) or weight.name
 
 
-class Graph(metaclass=_Meta):
+class Graph(Rendered, metaclass=_Meta):
     """A traced computation with typed inputs, outputs and named weights.
 
     Args:
@@ -298,8 +332,22 @@ class Graph(metaclass=_Meta):
 
     # -- looking at it
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"Graph {self.name}\n{self.jaxpr if self.jaxpr is not None else '(not finished)'}"
+
+    def _mx_row(self) -> Row:
+        return program_row(
+            self.name, self.input_types, vars(self).get("output_types"), self.entries
+        )
+
+    def _mx_title(self, row: Row) -> str:
+        if self.jaxpr is None:
+            return f"Graph {row.name} (not finished)"
+        count = len(self.jaxpr.jaxpr.eqns)
+        return f"Graph {row.name}, {counted(count, 'equation')}, {row.notes[0]}"
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     def __bool__(self) -> bool:
         return True

@@ -15,7 +15,9 @@ from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
 from ..progress import compiling
-from .graph import Graph, GraphWeight
+from ..rendering.rendered import Rendered, summary
+from ..rendering.row import Row
+from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .placement.arrays import default_device
 from .rebinding import check
@@ -35,17 +37,18 @@ class Binding:
 
     Attributes:
         types: type of each value at compile time, a ``jax.ShapeDtypeStruct``.
+        entries: the weights of the Graph.
     """
 
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None):
         self._graph = graph.name
-        self._entries = graph.entries
+        self.entries = graph.entries
         self._fixed = [_from_registry(entry, graph, registry) for entry in graph.entries]
         self.types = [
             jax.ShapeDtypeStruct(
                 entry.shape, entry.stand_in.dtype, sharding=_placement(entry, fixed)
             )
-            for entry, fixed in zip(self._entries, self._fixed, strict=True)
+            for entry, fixed in zip(self.entries, self._fixed, strict=True)
         ]
         self._epoch = -1
         self.leaves: Any = None
@@ -57,7 +60,7 @@ class Binding:
             ValueError: a weight has no value; the message has its name.
         """
         wanted = None if only is None else set(map(id, only))
-        for entry, fixed in zip(self._entries, self._fixed, strict=True):
+        for entry, fixed in zip(self.entries, self._fixed, strict=True):
             if fixed is not None or (wanted is not None and id(entry.weight) not in wanted):
                 continue
             if (name := _lazy_name(entry)) is not None:
@@ -74,7 +77,7 @@ class Binding:
         if self._epoch != EPOCH.values:
             epoch = EPOCH.values
             values = [
-                self._value(*of) for of in zip(self._entries, self._fixed, self.types, strict=True)
+                self._value(*of) for of in zip(self.entries, self._fixed, self.types, strict=True)
             ]
             self.leaves, self._epoch = values, epoch
             LEAF_CACHES.add(self)  # values that have changed are not kept until the next call
@@ -171,7 +174,7 @@ def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     return array
 
 
-class Model:
+class Model(Rendered):
     """A compiled Graph, which runs with the values that its weights have at each call.
 
     Made by ``InferenceSession.load`` or ``Module.compile``. A Graph of static shapes is
@@ -268,8 +271,14 @@ class Model:
         """The same as :meth:`execute`."""
         return self.execute(*args)
 
+    def _mx_row(self) -> Row:
+        return program_row(self.name, self.input_types, self.output_types, self._weights.entries)
+
+    def _mx_title(self, row: Row) -> str:
+        return f"{type(self).__name__} {row.name}, {row.notes[0]}"
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, inputs={list(self.input_types)})"
+        return summary(self)
 
 
 class Trees:

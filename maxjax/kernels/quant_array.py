@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..rendering.rendered import Rendered, guarded
+from ..rendering.row import bytes_text, counted
+from ..rendering.tree import card
 from .blocks import decode, decoder_of
 from .packed_product import ACTIVATIONS
 from .stack_slice import StackSlice
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class QuantArray:
+class QuantArray(Rendered):
     """Quantised weights: their blocks and their encoding.
 
     Args:
@@ -82,7 +86,22 @@ class QuantArray:
         return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        return f"QuantArray({self.encoding}, {list(self.shape)})"
+        return guarded(self, lambda: f"QuantArray({self.encoding}, {self._sizes()})")
+
+    def _sizes(self) -> Any:
+        # A transformation may have put any object in the place of the blocks.
+        held = hasattr(self.blocks, "shape")
+        return list(self.shape) if held else f"blocks of type {type(self.blocks).__name__}"
+
+    def _mx_html(self) -> str:
+        facts = {"type": f"{self.encoding}{self._sizes()}"}
+        if hasattr(self.blocks, "shape"):
+            count, nbytes = math.prod(self.shape), math.prod(self.blocks.shape)
+            each = f"{8 * nbytes / max(count, 1):.4g} bits each"
+            facts["size"] = f"{counted(count, 'weight')}, {each}, {bytes_text(nbytes)}"
+            facts["blocks"] = f"{self.blocks.dtype}{list(self.blocks.shape)}"
+        facts["activations"] = self.activations
+        return card("QuantArray", facts)
 
     def around(self, blocks: Any) -> QuantArray:
         """A QuantArray like this one with other blocks, which are not checked."""

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...nn.layer import Module
+from ...rendering.division import numbers
+from ...rendering.rendered import Rendered
+from ...rendering.row import Row, counted, short
 from ...text.tokenizer.tokenizer import Tokenizer
 from .checkpoint import PathLike, _begin, newest, restore
 from .save import Response
 from .steps import steps_in, whole_number
 
 
-class CheckpointManager:
+class CheckpointManager(Rendered):
     """Saves and restores the steps of a directory; a context manager that waits at its end.
 
     Args:
@@ -100,6 +103,15 @@ class CheckpointManager:
         response, self._response = self._response, None
         if response is not None:
             response.result()
+
+    def _mx_title(self, row: Row) -> str:
+        try:
+            steps = self.all_steps()
+            found = f"{counted(len(steps), 'step')}: {numbers(steps)}" if steps else "no steps"
+        except Exception as error:
+            found = f"steps that cannot be listed: {short(error)}"
+        saving = self._response is not None and not self._response.done()
+        return f"CheckpointManager({str(self.path)!r}, {found}{', saving' * saving})"
 
     def close(self) -> None:
         """Wait for the running save; there is nothing else to release."""

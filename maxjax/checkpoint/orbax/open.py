@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph.weights import Weights
+from ...rendering.rendered import Rendered
+from ...rendering.row import Row
 from ...storage.files import open_regular
 from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
 from ...storage.orbax.reader import open_orbax, orbax_items
@@ -15,8 +17,8 @@ from .save import MODEL
 from .steps import COMMITTED
 
 
-@dataclass(slots=True)
-class Saved:
+@dataclass(slots=True, repr=False)
+class Saved(Rendered):
     """An open tree of a checkpoint.
 
     Attributes:
@@ -37,6 +39,13 @@ class Saved:
     encodings: dict[str, str]
     keys: dict[str, str]
     is_ours: bool
+
+    def _mx_row(self) -> Row:
+        return self.weights._mx_row()
+
+    def _mx_title(self, row: Row) -> str:
+        facts = ", ".join(filter(None, [*row.notes, row.dtype]))
+        return f"Saved({self.title!r} of {self.path!r}, {facts})"
 
     @property
     def names(self) -> set[str]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from ... import distributed
 from ...errors import CheckpointError, PeerLostError
 from ...lockstep import wait_alive
+from ...rendering.rendered import Rendered
+from ...rendering.row import Row, short
 from ...storage.digests import DIRECTORY, NAME, Record, to_bytes
 from ...storage.orbax.maxjax_metadata import custom_metadata
 from ...storage.save.durable import flush_folder, save_failed
@@ -32,7 +34,7 @@ MODEL = "model"
 Keep = Callable[[list[int]], Sequence[int]]
 
 
-class Response:
+class Response(Rendered):
     """A save that runs in the background.
 
     Example:
@@ -47,6 +49,14 @@ class Response:
         self._begun = threading.Event()
         self._cancelled = False
         self._thread: threading.Thread | None = None
+
+    def _mx_title(self, row: Row) -> str:
+        if not self.done():
+            return f"Response({self.root!r}, saving)"
+        if self._future.cancelled() or (error := self._future.exception(0)) is not None:
+            reason = "cancelled" if self._future.cancelled() else short(error, 120)
+            return f"Response({self.root!r}, failed: {reason})"
+        return f"Response({str(self._future.result(0))!r}, saved)"
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""

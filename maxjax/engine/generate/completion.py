@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ...rendering.row import counted
+from ...rendering.transcript import paragraph
+from ...rendering.tree import boxed
 from ...text.stream import StopStrings, TextStream
 from .programs import Tokens
 
@@ -64,6 +68,18 @@ class Completion(str):
         made.finish_reason, made.stop = finish_reason, stop
         made.logprobs = None if logprobs is None else tuple(logprobs)
         return made
+
+    def _repr_html_(self) -> str:
+        facts = [
+            counted(len(self.tokens), "token"),
+            f"after a prompt of {len(self.prompt_tokens):,}",
+        ]
+        stop = "" if self.stop is None else f" ({self.stop!r})"
+        facts.append(f"finish reason: {self.finish_reason}{stop}")
+        if self.logprobs:
+            mean = sum(one.logprob for one in self.logprobs) / len(self.logprobs)
+            facts.append(f"mean log-probability {mean:.3f}")
+        return boxed(f"{paragraph(str(self))}<s>{html.escape(', '.join(facts))}</s>")
 
 
 class PartialCompletion:

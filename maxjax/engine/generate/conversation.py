@@ -15,6 +15,9 @@ import jax
 
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
+from ...rendering.rendered import Rendered
+from ...rendering.row import Row, counted, short
+from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
 from ...text.tokenizer.tokenizer import check_unicode
@@ -27,7 +30,7 @@ from .texts import Stream
 _OPENING = ("system", "developer")
 
 
-class Conversation:
+class Conversation(Rendered):
     """A chat with a model whose tokenizer has a chat template.
 
     Args:
@@ -184,6 +187,15 @@ class Conversation:
         require_writable(os.fsdecode(path))
         replace_file(os.fsdecode(path), [text.encode("utf-8", "backslashreplace")])
 
+    def _mx_title(self, row: Row) -> str:
+        model = type(self._request.model).__name__
+        last = f", last: {_beginning(self.messages[-1])}" if self.messages else ""
+        left = f", {counted(self._start, 'message')} left out" if self._start else ""
+        return f"Conversation({model}, {counted(len(self.messages), 'message')}{left}{last})"
+
+    def _mx_html(self) -> str:
+        return transcript(self._mx_title(Row()), self.messages)
+
     def _interrupt(self) -> None:
         """Ends the answer that is still being streamed."""
         stream = self._current_stream()
@@ -205,6 +217,10 @@ class Conversation:
         """The number of system messages at the beginning of the chat."""
         others = (i for i, one in enumerate(self.messages) if one.get("role") not in _OPENING)
         return next(others, len(self.messages))
+
+
+def _beginning(message: Any) -> str:
+    return f"{short(message.get('role'), 20)}: {short(message.get('content'), 60)!r}"
 
 
 def _message(message: Any) -> dict[str, Any]:

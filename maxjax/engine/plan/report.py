@@ -20,6 +20,10 @@ from ...graph.weights import load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
+from ...rendering.rendered import Rendered, guarded
+from ...rendering.row import Row
+from ...rendering.row import bytes_text as short_bytes
+from ...rendering.tree import memory_bar, tree
 from ...storage.limits import Limits, allowing
 from .capacity import largest
 from .compiled import ProgramMemory, Programs
@@ -67,8 +71,8 @@ class WeightKind:
     why: str
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Rendered):
     """The memory that a model takes on each device. ``print`` shows it as a table.
 
     All devices hold the same number of bytes: a dimension that the mesh axis does not divide
@@ -132,6 +136,54 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        return guarded(self, lambda: _summary(self))
+
+    def _mx_html(self) -> str:
+        return _page(self)
+
+
+# --- as a line, and as HTML ------------------------------------------------------------------
+
+
+def _summary(plan: Plan) -> str:
+    on = f" of {plan.device}" if plan.device else ""
+    cache = plan.cache_bytes_per_device
+    held = f"{gib(plan.bytes_per_device)} of weights{f' and {gib(cache)} of cache' * bool(cache)}"
+    parts = [f"{mesh_text(plan.mesh, plan.devices)}{on}", f"{held} on each device"]
+    if plan.temporaries_per_device:
+        parts.append(f"{gib(plan.temporaries_per_device)} of temporaries")
+    if plan.hbm is not None:
+        fits = {True: "fits", False: f"does not fit: {plan.why}", None: "not known whether it fits"}
+        parts.append(f"of {gib(plan.hbm)}: {fits[plan.fits]}")
+    if plan.suggestion is not None:
+        parts.append(f"what fits: {plan.suggestion}")
+    return f"Plan({'; '.join(parts)})"
+
+
+def _page(plan: Plan) -> str:
+    kinds = [
+        Row(
+            kind.name, "", kind.dtype, kind.shape, kind.count * math.prod(kind.shape), kind.bytes,
+            notes=(*([f"{kind.count:,} tensors"] if kind.count > 1 else []), kind.spec,
+                   f"{short_bytes(kind.bytes_per_device)} on each device", *filter(None, [kind.why])),
+            is_array=True,
+        )
+        for kind in plan.kinds
+    ]  # fmt: skip
+    rows = [Row("weights", "", children=tuple(kinds), nbytes=plan.total_bytes)]
+    rows[0].parameters = sum(row.parameters for row in kinds)
+    rows += [Row(note, "note") for note in plan.notes]
+    bar = ""
+    if plan.hbm:
+        parts = {
+            "weights": plan.bytes_per_device,
+            "cache": plan.cache_bytes_per_device,
+            "temporaries": plan.temporaries_per_device or 0,
+        }
+        bar = memory_bar(parts, plan.hbm)
+    return tree(_summary(plan), Row("", "Plan", children=tuple(rows))) + bar
 
 
 # --- as a table -------------------------------------------------------------------------------

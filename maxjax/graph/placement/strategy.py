@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from ...rendering.division import Box, Division
+from ...rendering.rendered import Rendered, guarded
+from ...rendering.row import short
+from ...rendering.tree import card
 from ..shape import StaticDim
 
 Range = tuple[int, int]
@@ -230,8 +234,8 @@ class Segmented(_Ranges):
         return found
 
 
-@dataclass(frozen=True)
-class ShardingStrategy:
+@dataclass(frozen=True, repr=False)
+class ShardingStrategy(Rendered):
     """How a weight is split: the number of devices and the rule.
 
     Args:
@@ -252,6 +256,16 @@ class ShardingStrategy:
 
     num_devices: int
     shard: Callable[[Any, int, int], Any]
+
+    def __repr__(self) -> str:
+        return guarded(self, lambda: strategy_text(self))
+
+    def _mx_html(self) -> str:
+        drawing = strategy_division(self)
+        facts = {"devices": str(self.num_devices)}
+        if self.sharded_axis is not None:
+            facts["axis"] = str(self.sharded_axis)
+        return card(repr(self), facts, "" if drawing is None else drawing.svg())
 
     def __call__(self, weight: Any, i: int) -> Any:
         """The part of device ``i``.
@@ -390,6 +404,60 @@ class ShardingStrategy:
     def sharded_axis(self) -> int | None:
         """The axis that is split; None if none is, or if the rule is a function."""
         return getattr(self.shard, "axis", None)
+
+
+def strategy_text(strategy: ShardingStrategy) -> str:
+    """A strategy as the call that makes it.
+
+    Example:
+        >>> ShardingStrategy.rowwise(4), ShardingStrategy.stacked_qkv(2, 8, 64)
+        (ShardingStrategy.rowwise(4), ShardingStrategy.stacked_qkv(2, num_heads=8, head_dim=64))
+    """
+    rule, given = strategy.shard, {}
+    if isinstance(rule, Evenly):
+        name = rule.name
+        if name == "axiswise":
+            return f"ShardingStrategy.axiswise({rule.axis}, {strategy.num_devices})"
+    elif isinstance(rule, ByModule):
+        name = rule.kind
+    elif isinstance(rule, Replicated):
+        name = "replicate"
+    elif isinstance(rule, (StackedQkv, HeadAware, GateUp, Segmented)):
+        name = _CONSTRUCTORS[type(rule)]
+        given = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    else:
+        return f"ShardingStrategy({strategy.num_devices}, {short(rule)})"
+    arguments = [str(strategy.num_devices), *(f"{k}={v!r}" for k, v in given.items())]
+    return f"ShardingStrategy.{name}({', '.join(arguments)})"
+
+
+_CONSTRUCTORS = {
+    StackedQkv: "stacked_qkv", HeadAware: "head_aware_columnwise", GateUp: "gate_up", Segmented: "segmented",
+}  # fmt: skip
+# More devices than that are not drawn one by one.
+_MOST_DRAWN = 256
+
+
+def strategy_division(strategy: ShardingStrategy) -> Division | None:
+    """Which device has which part of a weight of a size that suits; None if the rule does not say."""
+    rule, count = strategy.shard, strategy.num_devices
+    if isinstance(rule, Replicated):
+        return Division.of((1, 1), "replicated", dict.fromkeys(range(count), ((0, 1), (0, 1))))
+    axis = strategy.sharded_axis
+    if not isinstance(rule, _Ranges) or axis is None or count > _MOST_DRAWN:
+        return None
+    if isinstance(rule, (StackedQkv, HeadAware)):
+        extent = rule.num_heads * rule.head_dim * (3 if isinstance(rule, StackedQkv) else 1)
+    elif isinstance(rule, Segmented):
+        extent = sum(segment.size for segment in rule.segments)
+    else:
+        extent = 2 * count if isinstance(rule, GateUp) else count
+    parts: list[tuple[Box, tuple[int, ...]]] = []
+    for device in range(count):
+        for span in rule.ranges(extent, device, count):
+            box = (span, (0, extent)) if axis % 2 == 0 else ((0, extent), span)
+            parts.append((box, (device,)))
+    return Division((extent, extent), strategy_text(strategy), tuple(sorted(parts)))
 
 
 @runtime_checkable

@@ -28,12 +28,13 @@ from ..placement.device_major import DeviceMajor
 from ..placement.stacking import stack, unstack, with_leading
 from ..shape import Shape
 from .epoch import structure_changed, values_changed
+from .rows import OfStack
 from .span import Span
 from .stored import around, is_value, operand_of, standing_for
 from .weight import Weight
 
 
-class StackedWeight:
+class StackedWeight(OfStack):
     """One array ``[n, ...]`` for the Weights of n layers, or single values while some layers lack one.
 
     Weights are counted in the order of the array: with spans of 2 layers and 3 experts, number 4 is
@@ -489,9 +490,6 @@ class StackedWeight:
         if self._home is not None:
             vars(self._home[0]).setdefault("_inner", weakref.WeakValueDictionary())
             self._home[0]._inner.setdefault(self._home[1], self)
-
-    def __repr__(self) -> str:
-        return f"StackedWeight({self.count} x {self.template!r})"
 
 
 # One lock for all stacks: the guarded sections are short.

@@ -24,6 +24,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
+from .rows import OfWeight
 from .stored import StoredWeight, register, standing_for
 from .transpose import TransposedValue, WeightTranspose
 
@@ -31,7 +32,7 @@ from .transpose import TransposedValue, WeightTranspose
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
 
 
-class Weight(TensorValue):
+class Weight(OfWeight, TensorValue):
     """A named tensor of a model, lazy until a value is loaded.
 
     Args:
@@ -386,11 +387,6 @@ class Weight(TensorValue):
 
     def __bool__(self) -> bool:
         return True
-
-    def __repr__(self) -> str:
-        encoding = self._quantization_encoding
-        extra = f", {encoding}" if encoding is not None else ""
-        return f"{self._plain[0].__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the sharding, which belongs to the devices of this process."""

@@ -18,6 +18,8 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import closest
+from ...rendering.rendered import Rendered
+from ...rendering.row import Row
 from ...storage import TensorTable, open_checkpoint
 from ...storage.limits import in_force
 from ...storage.parts import Part, read_parts
@@ -26,6 +28,7 @@ from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..weight.weight import Weight
+from .rows import table_row
 from .weight_data import WeightData, as_leaf
 
 # Names of methods: a tensor of such a name is reached by index, weights["data"].
@@ -96,7 +99,7 @@ class CheckpointSource:
         return coding is None or coding.is_divisible
 
 
-class Weights:
+class Weights(Rendered):
     """A place in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
@@ -339,10 +342,17 @@ class Weights:
         numbers = [int(part) for part in parts if part.isdecimal()]
         return [*sorted(numbers), *(part for part in parts if not part.isdecimal()), *names]
 
-    def __repr__(self) -> str:
+    def _mx_row(self) -> Row:
+        if self._family.table is None:
+            return Row(notes=("closed",))
+        entries, prefix = self._family.table.entries, self._prefix
+        return table_row([entries[name] for name in self._below()], prefix)
+
+    def _mx_title(self, row: Row) -> str:
         if self._family.table is None:
             return f"{type(self).__name__}({self._path!r}, closed)"
-        return f"{type(self).__name__}({self._path!r}, name={self._prefix!r}, {len(self._below())} tensors)"
+        facts = ", ".join(filter(None, [*row.notes, row.type_text]))
+        return f"{type(self).__name__}({self._path!r}, name={self._prefix!r}, {facts})"
 
 
 as_leaf(Weights)

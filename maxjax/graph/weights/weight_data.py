@@ -17,6 +17,9 @@ import numpy as np
 
 from ...driver import Buffer
 from ...dtype import DType
+from ...rendering.rendered import Rendered, guarded
+from ...rendering.row import bytes_text
+from ...rendering.tree import card
 from ...storage.blocks import decode
 from ...storage.boxes import whole
 from ...storage.entry import UnknownType
@@ -78,7 +81,7 @@ class PartSource:
         return {name: self.read(name) for name in names}
 
 
-class WeightData:
+class WeightData(Rendered):
     """A tensor and what is known about it.
 
     Args:
@@ -309,7 +312,23 @@ class WeightData:
         return array
 
     def __repr__(self) -> str:
-        return f"WeightData({self.dtype}, {self.shape!r})"
+        return guarded(self, lambda: f"WeightData({self.dtype}, {self.shape!r})")
+
+    def _mx_html(self) -> str:
+        sizes = ", ".join(map(str, self.logical_shape))
+        encoding = self.quantization_encoding
+        kind = encoding.value if encoding is not None and self.is_packed else self.dtype.name
+        facts = {"type": f"{kind}[{sizes}]"}
+        if all(str(size).isdigit() for size in self.shape):
+            count = math.prod(map(int, self.shape))
+            facts["size"] = bytes_text(count * self.dtype.np.itemsize)
+        if isinstance(self._data, jax.ShapeDtypeStruct):
+            facts["value"] = "none, a placeholder"
+        else:
+            facts["value"] = "in memory" if self.is_loaded else "not read yet"
+        if not self.is_loaded and self.casts:
+            facts["is cast"] = f"from {self.stored_dtype} when it is read"
+        return card(f"WeightData {self.name}", facts)
 
 
 def as_leaf(cls: type) -> None:

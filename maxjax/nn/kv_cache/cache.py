@@ -20,12 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.placement.arrays import put
+from ...graph.weight.rows import foreign, total
+from ...rendering.rendered import Rendered, summary
+from ...rendering.row import Row, bytes_text, counted
 from .slots import Slots
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+@dataclasses.dataclass(frozen=True, repr=False)
+class KVCache(Rendered):
     """Keys and values of the tokens of B sequences of different lengths.
 
     Attributes:
@@ -119,6 +122,37 @@ class KVCache:
         lengths = zeros((batch,), jnp.int32, device=per_row)
         window = window if sliding_layers else None
         return cls(slots_of(num_layers, capacity), sliding, lengths, window, slot_parts)
+
+    def _mx_row(self) -> Row:
+        slots = {"full": self.full, "sliding": self.sliding}
+        arrays = {
+            f"{name}.{field.name}": getattr(one, field.name)
+            for name, one in slots.items()
+            for field in ([] if one is None else dataclasses.fields(one))
+        }
+        return total("KVCache", {**arrays, "lengths": self.lengths})
+
+    def _mx_title(self, row: Row) -> str:
+        if (other := foreign("KVCache", row, self.keys, 5)) is not None:
+            return other
+        sliding = 0 if self.sliding is None else self.sliding.layers
+        layers = counted(self.num_layers, "layer")
+        heads, width = self.keys.shape[2], self.keys.shape[4]
+        parts = [
+            layers
+            if not sliding
+            else f"{layers}, {sliding} of them with a window of {self.window}",
+            f"batch {self.batch}",
+            f"capacity {self.capacity}",
+            f"{counted(heads, 'KV head')} of {width}",
+            row.dtype,
+            bytes_text(row.nbytes),
+            *row.notes,
+        ]
+        return f"KVCache({', '.join(parts)})"
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def keys(self) -> jax.Array:

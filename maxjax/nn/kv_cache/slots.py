@@ -14,14 +14,17 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...graph.weight.rows import foreign, total
 from ...kernels import explicit
 from ...kernels.blocked_attention import bits, from_bits
 from ...kernels.int8_rows import quantised, restored
+from ...rendering.rendered import Rendered, summary
+from ...rendering.row import Row, bytes_text
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Slots:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Slots(Rendered):
     """Keys and values of L layers.
 
     Attributes:
@@ -56,6 +59,23 @@ class Slots:
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:4]))
         scales = (zeros(shape[:4], jnp.float32, device=sharding) for _ in range(2))
         return cls(keys, values, *scales)
+
+    def _mx_row(self) -> Row:
+        return total(
+            "Slots", {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        )
+
+    def _mx_title(self, row: Row) -> str:
+        if (other := foreign("Slots", row, self.keys, 5)) is not None:
+            return other
+        layers, batch, heads, slots, width = self.keys.shape
+        return (
+            f"Slots({layers} layers, batch {batch}, {heads} KV heads, {slots} slots of {width}, {row.dtype}, "
+            f"{bytes_text(row.nbytes)}{''.join(f', {note}' for note in row.notes)})"
+        )
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def layers(self) -> int:

@@ -29,12 +29,13 @@ from . import place as placing
 from .assigned_list import AssignedList
 from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, rebuild
 from .hooks import Layer
+from .rows import OfModule
 from .state import StateDict
 from .static import freeze, holds_items
 from .walk import Walk
 
 
-class Module(Layer, StateDict, ABC):
+class Module(OfModule, Layer, StateDict, ABC):
     """A part of a model: Weights, other Modules and plain data, with a computation in ``__call__``.
 
     Assigning a Weight or a Module to an attribute registers it. A list of Modules, and an
@@ -436,7 +437,7 @@ class Module(Layer, StateDict, ABC):
         treedef = jax.tree.structure(self)
         return Subgraph(name, treedef, given, slots, definition.weights)
 
-    # -- pytree, copies, text
+    # -- pytree, copies
 
     def _mx_definition(self) -> tuple[Definition, tuple[Any, ...]]:
         cache = cache_of(self)
@@ -459,9 +460,6 @@ class Module(Layer, StateDict, ABC):
         vars(self)["_mx_statics"] = statics = {}
         for name in state["_mx_statics"]:
             vars(self)[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._mx_children)} layers, {len(self._mx_weights)} weights)"
 
 
 def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:

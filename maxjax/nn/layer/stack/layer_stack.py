@@ -204,9 +204,6 @@ class LayerStack(LayerList, is_stack=True):
         """Raises an error: the layers must stay equal."""
         self._renew([])
 
-    def __repr__(self) -> str:
-        return f"LayerStack({self._layout})"
-
     def per_layer(self, values: Iterable[Any]) -> PerLayer:
         """One value for each layer (a tree of arrays), in the form that ``scan`` takes.
 

@@ -1,0 +1,367 @@
+"""``maxjax.look``: the values of weights and arrays, as statistics, a histogram and an image.
+
+It is the only way of showing something that reads a device, and what it reads are results of a program
+that runs where the array is (``statistics.py``).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, Sharding
+
+from ..columns import columns
+from ..errors import UserInputError
+from ..graph import compile_cache
+from ..graph.placement.strategy import ShardingStrategy
+from ..graph.value import TensorValue, unwrap
+from ..graph.weight.rows import DELETED, TRACED, array_row, state_of
+from ..graph.weight.stacked import StackedWeight
+from ..graph.weight.weight import Weight
+from ..graph.weights import WeightData, Weights
+from ..kernels import QuantArray, StackSlice
+from ..nn.layer import Module
+from ..rendering.picture import bars, histogram, image, number, small_histogram
+from ..rendering.row import counted, short
+from ..rendering.tree import boxed, card, table
+from .drawings import ShardingDrawing, draw_sharding
+from .statistics import Statistics, fetched, measured
+
+_HEAD = ("name", "type", "min", "mean", "max", "std", "zeros", "NaN", "Inf", "")
+_MOST_LINES, _MOST_ROWS = 60, 300
+_NO_VALUE = "no value yet: load_state_dict() or maxjax.init() gives one"
+
+
+@dataclass(frozen=True)
+class ArrayLook:
+    """What the values of one array are like.
+
+    Attributes:
+        name: name of the weight; "" if it has none.
+        type: dtype or encoding, and shape.
+        statistics: its statistics; None if there is no value.
+        note: the reason why there is none.
+        layers: names of the layers, if the statistics are of each layer of a stack.
+    """
+
+    name: str
+    type: str
+    statistics: Statistics | None
+    note: str = ""
+    layers: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        title, found = short(self._title(), 160), self.statistics
+        if found is None:
+            return f"{title}: {self.note}"
+        if self.layers:
+            table = [_HEAD[:1] + _HEAD[2:], *([cells[0], *cells[2:]] for cells in self._lines())]
+            return "\n".join([title, *(f"  {line}" for line in columns(table, right=range(1, 8)))])
+        marks = f"  {number(found.min)} │{bars(found.counts.tolist())}│ {number(found.max)}"
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return "\n".join([title, f"  {facts}", marks])
+
+    def _repr_html_(self) -> str:
+        title, found = self._title(), self.statistics
+        if found is None:
+            return card(title, {"value": self.note})
+        if self.layers:
+            rows = [[*cells[:1], *cells[2:9]] for cells in self._lines()]
+            pictures = [
+                small_histogram(one) for one in found.counts.reshape(len(rows), -1).tolist()
+            ]
+            return boxed(
+                f"<b>{html.escape(short(title, 200))}</b>"
+                f"{table([_HEAD[0], *_HEAD[2:]], rows[:_MOST_ROWS], pictures)}"
+            )
+        drawing = histogram(found.counts.tolist(), number(found.min), number(found.max))
+        flow = "display:flex;flex-wrap:wrap;gap:4px 24px;align-items:flex-end"
+        both = f'<div style="{flow}">{drawing}{self._picture()}</div>'
+        return card(title, self._facts(), both, in_line=True)
+
+    def _title(self) -> str:
+        count = f"{counted(len(self.layers), 'layer')} × " if self.layers else ""
+        return f"{self.name} {count}{self.type}".strip()
+
+    def _facts(self) -> dict[str, str]:
+        found = self.statistics
+        assert found is not None
+        names = ("min", "mean", "max", "std", "zeros", "nan", "inf")
+        shown = {"nan": "NaN", "inf": "Inf"}
+        facts = {shown.get(name, name): number(getattr(found, name)) for name in names}
+        return {"values": f"{found.size:,}", **facts}
+
+    def _picture(self) -> str:
+        found = self.statistics
+        if found is None or found.image is None or not found.image.size:
+            return ""
+        pixels = found.image
+        largest = float(np.nanmax(np.where(np.isfinite(pixels), np.abs(pixels), 0), initial=0.0))
+        signed = found.signed and bool(np.nanmin(pixels, initial=0.0) < 0)
+        rows, columns_ = pixels.shape
+        scale = max(192 / max(rows, columns_), 1.0)
+        wide, high = columns_ * scale, max(rows * scale, 12.0)
+        what = "the values" if found.signed else "mean magnitude of each block of values"
+        limits = f"{number(-largest if signed else 0.0)} to {number(largest)}"
+        picture = image(pixels, -largest if signed else 0.0, largest, signed, wide, high)
+        return f"<div>{picture}<div><s>{what}, {limits}</s></div></div>"
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """The cells of a table: a line, or one for each layer."""
+        found = self.statistics
+        if found is None:
+            return [(self.name, self.type, *[""] * 7, self.note)]
+        names = ("min", "mean", "max", "std", "zeros", "nan", "inf")
+        if not self.layers:
+            cells = [number(getattr(found, name)) for name in names]
+            return [(self.name, self.type, *cells, bars(_halved(found.counts)))]
+        flat = {name: np.asarray(getattr(found, name)).reshape(-1) for name in names}
+        counts = found.counts.reshape(len(self.layers), -1)
+        return [
+            (layer, self.type, *(number(flat[name][i]) for name in names), bars(_halved(counts[i])))
+            for i, layer in enumerate(self.layers)
+        ]
+
+
+@dataclass(frozen=True)
+class TreeLook(Mapping[str, ArrayLook]):
+    """What the values of all weights of a Module, or of all arrays of a tree, are like, by name.
+
+    Attributes:
+        title: what was looked at.
+        looks: the arrays by name; a stack of layers is one.
+    """
+
+    title: str
+    looks: Mapping[str, ArrayLook]
+
+    def __getitem__(self, name: str) -> ArrayLook:
+        return self.looks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.looks)
+
+    def __len__(self) -> int:
+        return len(self.looks)
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        return [line for one in self.looks.values() for line in one._lines()]
+
+    def _warnings(self) -> list[str]:
+        found = []
+        for what, name in (("NaN", "nan"), ("infinite values", "inf")):
+            held = [
+                key
+                for key, one in self.looks.items()
+                if one.statistics is not None and np.any(np.asarray(getattr(one.statistics, name)))
+            ]
+            if held:
+                more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+                found.append(f"{what} in {', '.join(map(short, held[:3]))}{more}")
+        return found
+
+    def __repr__(self) -> str:
+        rows = self._lines()
+        shown = [
+            (short(name, 60), short(kind, 40), *rest) for name, kind, *rest in rows[:_MOST_LINES]
+        ]
+        more = [f"  … and {len(rows) - len(shown):,} more"] if len(rows) > len(shown) else []
+        warnings = [f"  {text}" for text in self._warnings()]
+        lines = (f"  {line}" for line in columns([_HEAD, *shown], right=range(2, 9)))
+        return "\n".join([self.title, *lines, *more, *warnings])
+
+    def _repr_html_(self) -> str:
+        rows, pictures = [], []
+        for one in self.looks.values():
+            lines = one._lines()
+            found = one.statistics
+            rows += [line[:9] for line in lines]
+            if found is None:
+                pictures.append(f"<s>{html.escape(one.note)}</s>")
+            else:
+                pictures += map(small_histogram, _by_two(found.counts.reshape(len(lines), -1)))
+        left = len(rows) - _MOST_ROWS
+        more = f"<div><s>… and {left:,} more</s></div>" if left > 0 else ""
+        warnings = "".join(
+            f'<div style="color:#c44">{html.escape(w)}</div>' for w in self._warnings()
+        )
+        body = table(_HEAD, rows[:_MOST_ROWS], pictures[:_MOST_ROWS])
+        return boxed(f"<b>{html.escape(short(self.title, 200))}</b>{warnings}{body}{more}")
+
+
+def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
+    """Shows what values are like: statistics, a histogram, an image.
+
+    They are computed where the array is, on one device or a mesh, and only the results are copied.
+
+    Args:
+        what: a Weight, an array, a WeightData or a place of a checkpoint (which is then read), a
+            QuantArray; a Module or another pytree with arrays, for a table; or a Sharding, mesh or
+            ShardingStrategy, for :func:`maxjax.draw_sharding`.
+        name: name to be shown, where it has none.
+
+    Returns:
+        An object that shows itself as text or, in a notebook, with pictures, and has the numbers as
+        attributes. Of the weights of a stack each layer has its own.
+
+    Raises:
+        UserInputError: the value is traced, or was donated or deleted.
+        TypeError: there are no values in it.
+
+    Example:
+        >>> import jax.numpy as jnp, maxjax
+        >>> seen = maxjax.look(jnp.array([[0.0, 1.0], [2.0, jnp.nan]]))
+        >>> seen.statistics.mean, seen.statistics.nan
+        (1.0, 1)
+        >>> seen
+        float32[2, 2]
+          values 4, min 0, mean 1, max 2, std 0.8165, zeros 1, NaN 1, Inf 0
+          0 │█               █              █│ 2
+    """
+    if isinstance(what, (Sharding, Mesh, AbstractMesh, ShardingStrategy)):
+        return draw_sharding(what)
+    compile_cache.enable()
+    found = _Found()
+    if isinstance(what, Module):
+        definition, holders = what._mx_definition()
+        for title, holder in zip(definition.names, holders, strict=True):
+            found.add(title, holder)
+        kind = type(what).__name__
+        return found.tree(f"{kind}: {counted(len(found.shown), 'array')}")
+    if isinstance(what, Weights):
+        what = what.data() if what.exists() else {str(n): one for n, one in what.items()}
+    if _is_array(what):
+        found.add(name or str(getattr(what, "name", "") or ""), what)
+        return next(iter(found.looks().values()))
+    if isinstance(what, (str, bytes)) or jax.tree_util.all_leaves([what], is_leaf=_is_array):
+        raise TypeError(
+            "look() takes a Weight, an array, a Module or a tree of arrays, or a Sharding, not "
+            f"{type(what).__name__}"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(what, is_leaf=_is_array):
+        if _is_array(leaf):
+            found.add(jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+    if not found.shown:
+        raise TypeError(f"there are no arrays in the {type(what).__name__}")
+    return found.tree(f"{type(what).__name__}: {counted(len(found.shown), 'array')}")
+
+
+def _is_array(what: Any) -> bool:
+    kinds = (
+        TensorValue,
+        StackedWeight,
+        WeightData,
+        Weights,
+        QuantArray,
+        StackSlice,
+        jax.Array,
+        np.ndarray,
+    )
+    return isinstance(what, (*kinds, np.generic, jax.ShapeDtypeStruct))
+
+
+class _Found:
+    """Arrays that are looked at: all programs are started before the first result is waited for."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, tuple[str, Any, str, tuple[str, ...], int, tuple[int, ...]]] = {}
+
+    def add(self, name: str, what: Any) -> None:
+        """Starts to compute the statistics of an array."""
+        held, kind, note, layers = _value(what, name)
+        lead, shape = (len(what.stored.lead) if layers else 0), tuple(getattr(held, "shape", ()))
+        pending = None
+        if held is not None and not note:
+            if 0 in shape:
+                note = "there are no values in it"
+            else:
+                pending = measured(held, lead)
+        self.shown[name] = kind, pending, note, layers, lead, shape
+
+    def looks(self) -> dict[str, ArrayLook]:
+        """The results."""
+        return {
+            name: ArrayLook(
+                name, kind, None if pending is None else fetched(pending, shape, lead), note, layers
+            )
+            for name, (kind, pending, note, layers, lead, shape) in self.shown.items()
+        }
+
+    def tree(self, title: str) -> TreeLook:
+        """The results as a table."""
+        return TreeLook(title, self.looks())
+
+
+def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
+    """The array to measure, its type, or the reason why there is none, and the names of layers."""
+    if isinstance(what, WeightData):
+        if what.is_loaded and isinstance(what.data, jax.ShapeDtypeStruct):
+            return None, _type_of(what), _NO_VALUE, ()
+        data = what.astype("float32") if what.is_packed else what
+        return data.typed(), _type_of(what), "", ()
+    if isinstance(what, Weights):
+        return _value(what.data(), name)
+    if not isinstance(what, (Weight, StackedWeight)):
+        array = unwrap(what)
+        if isinstance(array, QuantArray):
+            _check(array.blocks, name)
+            return array, f"{array.encoding}{list(array.shape)}", "", ()
+        row = array_row("", array).row
+        is_lazy = isinstance(array, jax.ShapeDtypeStruct)
+        return array, row.type_text, _NO_VALUE if is_lazy else _check(array, name), ()
+    stored: Any = what.stored
+    sizes = [*map(str, stored.logical_shape)]
+    encoding = stored.packing
+    kind = f"{stored.dtype.name if encoding is None else encoding.value}[{', '.join(sizes)}]"
+    if isinstance(what, StackedWeight):
+        leaf = what.leaf
+        if state_of(leaf).foreign:
+            return None, kind, f"{type(leaf).__name__} in its place", ()
+        if not what.is_whole:
+            return None, kind, _NO_VALUE, ()
+        note = _check(leaf, name)
+        return what.operand(), kind, note, tuple(what.name(name, i) for i in range(what.count))
+    if stored.is_lazy:
+        if stored.source is not None:
+            data, _, note, _ = _value(stored.source, name)
+            return data, kind, note, ()
+        return None, kind, _NO_VALUE, ()
+    if state_of(stored.leaf).foreign:
+        return None, kind, f"{type(stored.leaf).__name__} in its place", ()
+    note = _check(stored.leaf, name)
+    return (stored.operand() if encoding is not None else stored.value), kind, note, ()
+
+
+def _type_of(data: WeightData) -> str:
+    encoding = data.quantization_encoding
+    kind = encoding.value if encoding is not None and data.is_packed else data.dtype.name
+    return f"{kind}[{', '.join(map(str, data.logical_shape))}]"
+
+
+def _check(leaf: Any, name: str) -> str:
+    """Refuses values that are not there to be read; "" if they are."""
+    note = state_of(leaf).note
+    called = f"'{name}'" if name else "the array"
+    if note == TRACED:
+        raise UserInputError(
+            f"{called} is traced and has no values: look() is for use outside of jax.jit and jax.grad"
+        )
+    if note == DELETED:
+        raise UserInputError(
+            f"the memory of {called} was freed: it was donated to a jitted function, or deleted"
+        )
+    return ""
+
+
+def _halved(counts: np.ndarray) -> list[int]:
+    """Half as many bars, for a table."""
+    return counts.reshape(-1, 2).sum(-1).tolist()
+
+
+def _by_two(counts: np.ndarray) -> list[list[int]]:
+    return [_halved(row) for row in counts]

@@ -1,0 +1,295 @@
+"""Rows of Weights and of other arrays: what a rendering says of them without reading a value."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec, Sharding
+
+from ...kernels.stack_slice import stack_of
+from ...rendering.rendered import Rendered, guarded
+from ...rendering.row import Row, bytes_text, counted, short
+from ...rendering.tree import card
+from ..placement.division import device_count, division_of, place_text, spec_text
+
+LAZY, UNREAD, TRACED, DELETED = "lazy", "not read yet", "traced", "deleted"
+# Leaves that are not arrays but say what the tree around them is.
+_PLAIN = (bool, int, float, complex, str, type(None), PartitionSpec, Sharding)
+
+
+class State(NamedTuple):
+    """What a leaf is.
+
+    Attributes:
+        note: "" for a value; otherwise why there is none: ``LAZY``, ``TRACED``, ``DELETED``.
+        foreign: class of a leaf that is no array, such as "bool" in a mask; otherwise "".
+        text: a foreign leaf in a few characters, if it is small.
+    """
+
+    note: str = ""
+    foreign: str = ""
+    text: str = ""
+
+
+def state_of(leaf: Any) -> State:
+    """What a leaf is, without reading it.
+
+    Example:
+        >>> state_of(jax.ShapeDtypeStruct((2,), "float32")).note, state_of(True).text
+        ('lazy', 'True')
+    """
+    leaf = stack_of(leaf)
+    if type(leaf) is jax.ShapeDtypeStruct:
+        return State(LAZY)
+    if isinstance(leaf, Tracer):
+        return State(TRACED)
+    if isinstance(leaf, jax.Array):
+        return State(DELETED if leaf.is_deleted() else "")
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return State()
+    text = ""
+    if isinstance(leaf, _PLAIN):
+        text = guarded(leaf, lambda: short(repr(leaf), 40))
+    return State("", type(leaf).__name__, text)
+
+
+class Placed(NamedTuple):
+    """A row of an array, and what sums over a model need of it.
+
+    Attributes:
+        row: its row.
+        state: what its leaf is.
+        sharding: where it is, or will be; None if that is not known.
+        per_device: bytes on each device.
+    """
+
+    row: Row
+    state: State
+    sharding: Any
+    per_device: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is on several devices."""
+        return self.sharding is not None and device_count(self.sharding) > 1
+
+    @property
+    def remarks(self) -> list[str]:
+        """What state it is in and where it is, for a line of text."""
+        found = [self.state.note] if self.state.note else []
+        if self.is_split:
+            return [*found, spec_text(self.sharding)]
+        return found if self.sharding is None else [*found, f"on {place_text(self.sharding)}"]
+
+
+def array_row(name: str, array: Any, sharding: Any = None) -> Placed:
+    """The row of an array, a placeholder or any other leaf."""
+    state = state_of(array)
+    if state.foreign:
+        notes = (state.text,) if state.text else ()
+        return Placed(Row(name, "", state.foreign, notes=notes, is_array=True), state, None, 0)
+    array = stack_of(array) if not hasattr(array, "shape") else array
+    shape = tuple(array.shape)
+    sharding = getattr(array, "sharding", None) if sharding is None else sharding
+    size = math.prod(shape)
+    row = Row(name, "", dtype_text(array.dtype), shape, size, size * _width(array.dtype))
+    row.is_array = True
+    return placed(row, state, sharding)
+
+
+def dtype_text(dtype: Any) -> str:
+    """The name of a dtype, also of random keys and of derivatives of integers."""
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
+
+
+def _width(dtype: Any) -> int:
+    return 0 if dtype == jax.dtypes.float0 else int(getattr(dtype, "itemsize", 0))
+
+
+def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
+    """The row with its state, and its division if it is on several devices."""
+    if not isinstance(sharding, Sharding) or state.note == TRACED:
+        sharding = None
+    division, per_device = None, row.nbytes
+    if sharding is not None and row.shape is not None and device_count(sharding) > 1:
+        division = division_of(sharding, tuple(map(int, row.shape)), layout)
+        if division is not None and division.parts:
+            share = division.size_on(division.parts[0][1][0])
+            per_device = row.nbytes * share // max(math.prod(division.shape), 1)
+    row.notes = (*row.notes, *filter(None, [state.note]))
+    row.division = division
+    return Placed(row, state, sharding, per_device)
+
+
+def weight_row(weight: Any, name: str) -> Placed:
+    """The row of a Weight: of one layer's alone if a stack holds it."""
+    stored = weight.stored
+    home = stored.home
+    leaf = stored.leaf if home is None else home[0].leaf
+    state = state_of(leaf)
+    if state.foreign and leaf is not None:
+        return array_row(name, leaf)
+    if leaf is None:  # sizes that are not known yet, or an empty place in a tree
+        unknown = stored.leaf_dims is None
+        state = State(LAZY) if unknown else State("", "NoneType", "None")
+    if state.note == LAZY and stored.source is not None:
+        state = State(UNREAD)
+    packing, encoding = stored.packing, stored.encoding
+    dims = weight.logical_shape if packing is not None else _sizes(weight, leaf, home)
+    shape: tuple[Any, ...] = tuple(int(d) if str(d).isdigit() else str(d) for d in dims)
+    known = all(isinstance(size, int) for size in shape)
+    found = getattr(stack_of(leaf), "dtype", None)
+    held = stored.dtype.np if found is None else found
+    count = int(math.prod(shape)) if known else 0
+    nbytes = count * _width(held)
+    notes: list[str] = []
+    if packing is not None:
+        nbytes = math.prod(map(int, stored.dims)) if known else 0
+        notes.append(f"{8 * nbytes / max(count, 1):.4g} bits each")
+    elif encoding is not None:
+        notes.append(encoding.value)
+    elif found is not None and found != jax.dtypes.canonicalize_dtype(stored.dtype.np):
+        notes.append(f"declared {stored.dtype.name}")
+    text = dtype_text(held) if packing is None else packing.value
+    if state.foreign:
+        text, nbytes, count, notes = "None", 0, 0, []
+    row = Row(name, "", text, shape, count, nbytes, notes=tuple(notes), is_array=True)
+    sharding = stored.sharding if home is None else weight.sharding
+    if sharding is None:
+        sharding = getattr(stack_of(leaf), "sharding", None) if home is None else None
+    if home is not None and sharding is None:
+        where = getattr(stack_of(leaf), "sharding", None)
+        sharding = where if len(getattr(where, "device_set", ())) == 1 else None
+    if not known:
+        sharding = None
+    return placed(row, state, sharding, stored.layout)
+
+
+def _sizes(weight: Any, leaf: Any, home: Any) -> Any:
+    """The sizes in logical order; of a leaf that has others, as of mapped gradients, its own."""
+    return weight.stored.dims if home is not None else weight.shape
+
+
+def total(kind: str, arrays: Mapping[str, Any]) -> Row:
+    """The row of something that holds arrays by name: None among them is left out.
+
+    Example:
+        >>> row = total("Pair", {"a": np.zeros((2, 3)), "b": None})
+        >>> row.kind, row.nbytes, [child.type_text for child in row.children]
+        ('Pair', 48, ['float64[2, 3]'])
+    """
+    found = [array_row(name, array) for name, array in arrays.items() if array is not None]
+    sizes: Counter[str] = Counter()
+    for one in found:
+        sizes[one.row.dtype] += one.row.nbytes
+    row = Row("", kind, next((name for name, _ in sizes.most_common(1)), ""))
+    row.children = tuple(one.row for one in found)
+    row.nbytes = sum(one.row.nbytes for one in found)
+    row.parameters = sum(one.row.parameters for one in found)
+    states = dict.fromkeys(one.state.note for one in found if one.state.note)
+    places = dict.fromkeys(place_text(one.sharding) for one in found if one.sharding is not None)
+    each = sum(one.per_device for one in found)
+    row.notes = (
+        *states,
+        *([f"on {' and '.join(places)}"] if places else []),
+        *([f"{bytes_text(each)} on each"] if each < row.nbytes else []),
+    )
+    return row
+
+
+def foreign(kind: str, row: Row, array: Any, rank: int) -> str | None:
+    """A first line for a tree whose leaves are not what it was made of; None if they are.
+
+    Args:
+        array: a leaf, which should be an array of that rank.
+    """
+    if len(getattr(array, "shape", ())) == rank:
+        return None
+    types = dict.fromkeys(child.type_text for child in row.children)
+    return f"{kind}(of {short(', '.join(types))})"
+
+
+# --- the classes ----------------------------------------------------------------------------
+
+
+def array_facts(one: Placed, **more: str) -> dict[str, str]:
+    """What is known of an array, for a card."""
+    row = one.row
+    facts = {"type": row.type_text}
+    if row.nbytes:
+        facts["size"] = f"{counted(row.parameters, 'element')}, {bytes_text(row.nbytes)}"
+    if notes := [note for note in row.notes if note != one.state.note]:
+        facts["notes"] = ", ".join(notes)
+    if one.state.note or not one.state.foreign:
+        facts["value"] = one.state.note or "loaded"
+    if one.sharding is not None:
+        facts["placement"] = spec_text(one.sharding)
+    if row.division is not None:
+        each = "" if one.per_device == row.nbytes else f", {bytes_text(one.per_device)} on a device"
+        facts["parts"] = f"{row.division.sentence}{each}"
+    return {**facts, **{name: text for name, text in more.items() if text}}
+
+
+def array_html(title: str, one: Placed, **more: str) -> str:
+    """The card of an array, with a drawing of its parts if there are several."""
+    drawing = "" if one.row.division is None else one.row.division.svg()
+    return card(title, array_facts(one, **more), drawing)
+
+
+class OfWeight(Rendered):
+    """The rendering of a Weight. Its repr begins as MAX's does."""
+
+    __slots__ = ()
+
+    def _mx_row(self: Any) -> Row:
+        return weight_row(self, "").row
+
+    def _mx_title(self: Any, row: Row) -> str:
+        stored = self.stored
+        extra = f", {stored.encoding}" if stored.encoding is not None else ""
+        if not stored.is_lazy:
+            state = state_of(stored.leaf)
+            extra += f", {state.text or state.foreign or state.note or 'loaded'}"
+        if device_count(self.sharding) > 1:
+            extra += f", {spec_text(self.sharding)}"
+        kind = self._plain[0].__name__
+        return f"{kind}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+
+    def __repr__(self) -> str:
+        return guarded(self, lambda: self._mx_title(Row()))
+
+    def _mx_html(self: Any) -> str:
+        stored = self.stored
+        encoding = "" if stored.encoding is None else stored.encoding.value
+        more = {"declared on": str(self.device), "encoding": encoding, "reason": stored.why}
+        if stored.home is not None:
+            more["stack"] = f"number {stored.home[1]} of {stored.home[0].count}"
+        if stored.source is not None:
+            more["source"] = "data of a checkpoint, read when it is used"
+        return array_html(self.name, weight_row(self, ""), **more)
+
+
+class OfStack(Rendered):
+    """The rendering of a StackedWeight."""
+
+    __slots__ = ()
+
+    def _mx_row(self: Any) -> Row:
+        return array_row("", self.leaf).row
+
+    def _mx_title(self: Any, row: Row) -> str:
+        return f"StackedWeight({self.count} x {self.template!r})"
+
+    def __repr__(self) -> str:
+        return guarded(self, lambda: self._mx_title(Row()))
+
+    def _mx_html(self: Any) -> str:
+        return array_html(
+            f"{self.count} stacked weights", array_row("", self.leaf), reason=self.why
+        )

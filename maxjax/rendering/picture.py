@@ -1,0 +1,137 @@
+"""Pictures of numbers: images as PNG, histograms as SVG and as characters. No library draws them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+# The last colour of a palette is for what is not a finite number.
+_BAD = (214, 39, 40)
+
+
+def number(value: Any) -> str:
+    """A number in at most four digits.
+
+    Example:
+        >>> number(0.000012345), number(65536), number(float("nan")), number(-3)
+        ('1.234e-05', '65536', 'nan', '-3')
+    """
+    if isinstance(value, (int, np.integer)):
+        return str(int(value))
+    return f"{float(value):.4g}"
+
+
+def bars(counts: Sequence[int]) -> str:
+    """A histogram in a line of characters.
+
+    Example:
+        >>> bars([0, 1, 4, 8, 4, 1])
+        ' ▁▄█▄▁'
+    """
+    most = max(counts, default=0)
+    if not most:
+        return " " * len(counts)
+    return "".join(_BLOCKS[math.ceil(8 * count / most)] for count in counts)
+
+
+def histogram(counts: Sequence[int], low: str, high: str, wide: int = 320, tall: int = 90) -> str:
+    """A histogram as SVG, with what stands below its ends."""
+    most, step = max(max(counts, default=0), 1), wide / max(len(counts), 1)
+    path = "".join(
+        f"M{i * step:.1f} {tall}v-{tall * count / most:.1f}h{step * 0.92:.1f}V{tall}z"
+        for i, count in enumerate(counts)
+        if count
+    )
+    style = 'font-size="11" fill="currentColor"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall + 16}" '
+        f'viewBox="0 0 {wide} {tall + 16}" style="max-width:100%"><path d="{path}" fill="#4c86b8"/>'
+        f'<path d="M0 {tall + 0.5}h{wide}" stroke="currentColor" stroke-opacity="0.5"/>'
+        f'<text x="0" y="{tall + 13}" {style}>{html.escape(low)}</text>'
+        f'<text x="{wide}" y="{tall + 13}" {style} text-anchor="end">{html.escape(high)}</text></svg>'
+    )
+
+
+def small_histogram(counts: Sequence[int]) -> str:
+    """A histogram of a line's height as SVG."""
+    most = max(max(counts, default=0), 1)
+    path = "".join(f"M{3 * i} 14v-{14 * c / most:.1f}h2.6V14z" for i, c in enumerate(counts) if c)
+    return f'<svg width="{3 * len(counts)}" height="14"><path d="{path}" fill="#4c86b8"/></svg>'
+
+
+# --- images ---------------------------------------------------------------------------------
+
+
+def palette(signed: bool) -> np.ndarray:
+    """256 colours ``[256, 3]``: from blue over white to orange, or from white to dark blue."""
+    stops = (
+        [(0.0, (33, 82, 140)), (0.5, (247, 247, 247)), (1.0, (200, 90, 20))]
+        if signed
+        else [(0.0, (247, 251, 255)), (0.5, (107, 174, 214)), (1.0, (8, 48, 107))]
+    )
+    at = np.linspace(0, 1, 255)
+    places, colors = [place for place, _ in stops], np.array([color for _, color in stops])
+    made = np.stack([np.interp(at, places, colors[:, c]) for c in range(3)], 1)
+    return np.concatenate([made, [_BAD]]).round().astype(np.uint8)
+
+
+def png(values: np.ndarray, low: float, high: float, signed: bool = False) -> bytes:
+    """An image ``[rows, columns]`` as a PNG file: colours from ``low`` to ``high``.
+
+    NaN and infinities are red. See the PNG specification (ISO/IEC 15948): an image of type 3, whose
+    bytes are places in a palette.
+
+    Example:
+        >>> made = png(np.array([[0.0, 1.0], [np.nan, 0.5]]), 0, 1)
+        >>> made[:8], made[16:24].hex()
+        (b'\\x89PNG\\r\\n\\x1a\\n', '0000000200000002')
+    """
+    scale = 254 / (high - low) if high > low else 0.0
+    finite = np.isfinite(values)
+    places = np.where(finite, (np.where(finite, values, low) - low) * scale, 255)
+    places = np.clip(places.round(), 0, 255).astype(np.uint8)
+    places = np.where(finite, np.minimum(places, 254), 255).astype(np.uint8)
+    rows, columns = places.shape
+    # Each row begins with the number of its filter: none.
+    raw = np.concatenate([np.zeros((rows, 1), np.uint8), places], 1).tobytes()
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"PLTE", palette(signed).tobytes()),
+              (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b"")]  # fmt: skip
+    made = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        made += struct.pack(">I", len(data)) + kind + data
+        made += struct.pack(">I", zlib.crc32(kind + data))
+    return made
+
+
+def image(
+    values: np.ndarray, low: float, high: float, signed: bool, wide: float, high_px: float
+) -> str:
+    """An image as an HTML element of that size in pixels."""
+    data = base64.b64encode(png(values, low, high, signed)).decode()
+    return (
+        f'<img alt="" src="data:image/png;base64,{data}" style="width:{wide:.0f}px;height:{high_px:.0f}px;'
+        'image-rendering:pixelated;border:1px solid #8888;max-width:100%">'
+    )
+
+
+def shades(values: np.ndarray, low: float, high: float) -> list[str]:
+    """An image as lines of characters, one for each row; "!" is not a finite number.
+
+    Example:
+        >>> shades(np.array([[0.0, 0.5, 1.0], [np.nan, 1.0, 0.0]]), 0, 1)
+        [' ▒█', '!█ ']
+    """
+    marks = np.array(list(" ░▒▓█!"))
+    finite = np.isfinite(values)
+    scale = 4 / (high - low) if high > low else 0.0
+    places = np.where(finite, np.clip((np.where(finite, values, low) - low) * scale, 0, 4), 5)
+    return ["".join(line) for line in marks[np.rint(places).astype(int)]]

@@ -1,0 +1,212 @@
+"""Row: one line of what is shown of an object, with rows below it; equal rows fold into one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..columns import visible
+from .division import Division, numbers
+
+_LONGEST_PERIOD = 16
+
+
+@dataclass(slots=True)
+class Row:
+    """A line of a rendering.
+
+    Attributes:
+        name: name below the row above; "" for the object itself.
+        kind: class of what it is.
+        dtype: dtype or encoding of its elements; of several, those of most bytes first.
+        shape: sizes of an array, as numbers or text; None if it is no array.
+        parameters: number of elements, of all ``count`` together.
+        nbytes: bytes of all ``count`` together.
+        count: number of equal things that the row stands for; the rows below are of one of them.
+        notes: further short remarks: lazy, tied to another, where it is.
+        settings: plain attributes by name, as text.
+        division: which device holds which part.
+        children: rows below it.
+        is_array: whether it is a single array, and not something that holds others.
+    """
+
+    name: str = ""
+    kind: str = ""
+    dtype: str = ""
+    shape: tuple[Any, ...] | None = None
+    parameters: int = 0
+    nbytes: int = 0
+    count: int = 1
+    notes: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    division: Division | None = None
+    children: tuple[Row, ...] = ()
+    is_array: bool = False
+
+    @property
+    def type_text(self) -> str:
+        """Dtype and shape in one: ``float32[2, 3]``.
+
+        Example:
+            >>> Row(dtype="float32", shape=(2, "n")).type_text
+            'float32[2, n]'
+        """
+        if self.shape is None:
+            return self.dtype
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    @property
+    def kind_text(self) -> str:
+        """The kind, with the number of equal things before it."""
+        return f"{self.count} × {self.kind}" if self.count > 1 else self.kind
+
+
+def short(text: object, most: int = 80) -> str:
+    """Text on one line with control characters escaped, cut in the middle if it is too long.
+
+    Example:
+        >>> short("a" * 9, 5), short("two\\nlines")
+        ('aa…aa', 'two\\\\nlines')
+    """
+    shown = visible(str(text)[: 4 * most])
+    if len(shown) <= most and len(str(text)) <= 4 * most:
+        return shown
+    end = visible(str(text)[-most:])
+    half = (most - 1) // 2
+    return f"{shown[: most - 1 - half]}…{end[len(end) - half :]}"
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes in the unit that suits it.
+
+    Example:
+        >>> bytes_text(96), bytes_text(3 << 20), bytes_text(16060522496)
+        ('96 bytes', '3 MiB', '14.96 GiB')
+    """
+    size, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "bytes" else 2 if size < 100 else 1 if size < 1000 else 0
+    text = f"{size:,.{digits}f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return f"{text} {unit}" if (text, unit) != ("1", "bytes") else "1 byte"
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "layer"), counted(8030261248, "parameter")
+        ('1 layer', '8,030,261,248 parameters')
+    """
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def flat(rows: Iterable[Row], prefix: str = "") -> Iterator[tuple[str, Row]]:
+    """Every row below, with its full name."""
+    for row in rows:
+        name = prefix + row.name
+        yield name, row
+        yield from flat(row.children, f"{name}.")
+
+
+# --- folding --------------------------------------------------------------------------------
+
+
+def braced(indices: Sequence[int]) -> str:
+    """Indices as a part of a name: one as it is, several in braces.
+
+    Example:
+        >>> braced([3]), braced(range(32)), braced(range(0, 32, 2)), braced([0, 1, 2, 4, 5, 6, 8, 9])
+        ('3', '{0..31}', '{0,2..30}', '{0..2,4..6,8..9}')
+    """
+    return str(indices[0]) if len(indices) == 1 else f"{{{numbers(indices)}}}"
+
+
+def fold(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the items of a list, with equal ones folded into one.
+
+    A repeated pattern becomes a row for each kind in it, other runs of equal items a row each.
+
+    Example:
+        >>> kinds = "aabaabaab"
+        >>> [(row.name, row.kind_text) for row in fold([Row(str(i), k) for i, k in enumerate(kinds)])]
+        [('{0..1,3..4,6..7}', '6 × a'), ('{2,5,8}', '3 × b')]
+        >>> kinds = "aabbba"
+        >>> [(row.name, row.kind_text) for row in fold([Row(str(i), k) for i, k in enumerate(kinds)])]
+        [('{0..1}', '2 × a'), ('{2..4}', '3 × b'), ('5', 'a')]
+    """
+    known: dict[Any, int] = {}
+    keys = [known.setdefault(_key(row), len(known)) for row in rows]
+    found: list[Row] = []
+    for start, stop in _regions(keys):
+        groups: dict[int, list[int]] = {}
+        for i in range(start, stop):
+            groups.setdefault(keys[i], []).append(i)
+        for members in groups.values():
+            folded = together([rows[i] for i in members])
+            folded.name = braced([int(rows[i].name) for i in members])
+            found.append(folded)
+    return found
+
+
+def _regions(keys: list[int]) -> Iterator[tuple[int, int]]:
+    """Where a pattern repeats, as (start, stop), and what lies between."""
+    i = 0
+    while i < len(keys):
+        best = 1
+        for period in range(1, min(_LONGEST_PERIOD, (len(keys) - i) // 2) + 1):
+            end = i + period
+            while end < len(keys) and keys[end] == keys[end - period]:
+                end += 1
+            repeats = (end - i) // period
+            if repeats > 1 and period * repeats > best:
+                best = period * repeats
+        yield i, i + best
+        i += best
+
+
+def _key(row: Row) -> Any:
+    """Equal for rows that show the same, names and settings apart."""
+    below = tuple([(child.name, _key(child)) for child in row.children])
+    where = None if row.division is None else row.division.title
+    return row.kind, row.dtype, row.shape, row.count, row.parameters, row.notes, where, below
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """One row for several equal ones: their sums, and the settings that all have."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    return replace(
+        first,
+        count=first.count * len(rows),
+        parameters=sum(row.parameters for row in rows),
+        nbytes=sum(row.nbytes for row in rows),
+        settings=_common(rows),
+        children=tuple(_alike(same) for same in zip(*(row.children for row in rows), strict=True)),
+    )
+
+
+def _alike(rows: Sequence[Row]) -> Row:
+    """The first row, with the settings that all have."""
+    children = tuple(_alike(same) for same in zip(*(row.children for row in rows), strict=True))
+    return replace(rows[0], settings=_common(rows), children=children)
+
+
+def _common(rows: Sequence[Row]) -> dict[str, str]:
+    first = rows[0].settings
+    if all(row.settings == first for row in rows):
+        return first
+    every = dict.fromkeys(itertools.chain.from_iterable(row.settings for row in rows))
+    return {
+        name: first[name]
+        if name in first and all(row.settings.get(name) == first[name] for row in rows)
+        else "differs"
+        for name in every
+    }
