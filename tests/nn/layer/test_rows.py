@@ -1,7 +1,5 @@
 """How Modules show themselves: what is said, how little of it, and what is never done for it."""
 
-from html.parser import HTMLParser
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import maxjax
 from maxjax import nn
 from maxjax.graph import DeviceRef, Weight
 from maxjax.models.llama import Llama, LlamaConfig
+from tests.pages import page_of
 
 CPU = DeviceRef.CPU()
 LLAMA_8B = {
@@ -21,37 +20,6 @@ LLAMA_405B = {
     "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
     "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
-
-
-class Page(HTMLParser):
-    """The tags and the text of a page; fails if tags do not match."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.open, self.words = [], [], ""
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.open += [tag] * (tag != "br")
-        assert not any(
-            name.startswith("on") or "://" in (value or "")
-            for name, value in attrs
-            if name != "xmlns"
-        )
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data if self.open and self.open[-1] != "style" else ""
-
-
-def page_of(shown):
-    page = Page(shown._repr_html_())
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    return page
 
 
 class Net(nn.Module):
