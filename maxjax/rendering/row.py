@@ -26,7 +26,7 @@ class Row:
         nbytes: bytes of all ``count`` together.
         count: number of equal things that the row stands for; the rows below are of one of them.
         notes: further short remarks: lazy, tied to another, where it is.
-        settings: plain attributes by name, as text.
+        settings: plain attributes by name: numbers and texts.
         division: which device holds which part.
         children: rows below it.
         is_array: whether it is a single array, and not something that holds others.
@@ -40,7 +40,7 @@ class Row:
     nbytes: int = 0
     count: int = 1
     notes: tuple[str, ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     division: Division | None = None
     children: tuple[Row, ...] = ()
     is_array: bool = False
@@ -70,10 +70,13 @@ def short(text: object, most: int = 80) -> str:
         >>> short("a" * 9, 5), short("two\\nlines")
         ('aa…aa', 'two\\\\nlines')
     """
-    shown = visible(str(text)[: 4 * most])
-    if len(shown) <= most and len(str(text)) <= 4 * most:
+    given = str(text)
+    if len(given) <= most and given.isprintable():
+        return given
+    shown = visible(given[: 4 * most])
+    if len(shown) <= most and len(given) <= 4 * most:
         return shown
-    end = visible(str(text)[-most:])
+    end = visible(given[-most:])
     half = (most - 1) // 2
     return f"{shown[: most - 1 - half]}…{end[len(end) - half :]}"
 
@@ -199,7 +202,7 @@ def _alike(rows: Sequence[Row]) -> Row:
     return replace(rows[0], settings=_common(rows), children=children)
 
 
-def _common(rows: Sequence[Row]) -> dict[str, str]:
+def _common(rows: Sequence[Row]) -> dict[str, Any]:
     first = rows[0].settings
     if all(row.settings == first for row in rows):
         return first

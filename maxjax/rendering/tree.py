@@ -163,7 +163,7 @@ def _line(row: Row) -> str:
     if row.notes:
         cells.append(f"<s>{_text(', '.join(row.notes), 100)}</s>")
     if row.settings:
-        settings = " ".join(f"{name}={value}" for name, value in row.settings.items())
+        settings = " ".join(f"{name}={short(value, 24)}" for name, value in row.settings.items())
         cells.append(f"<s>{_text(settings, 100)}</s>")
     return "".join(cells)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ...kernels.stack_slice import stack_of
 from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, bytes_text, counted, short
 from ...rendering.tree import card
 from ..placement.division import device_count, division_of, place_text, spec_text
+from ..shape import StaticDim
 
 LAZY, UNREAD, TRACED, DELETED = "lazy", "not read yet", "traced", "deleted"
 # Leaves that are not arrays but say what the tree around them is.
@@ -103,6 +105,7 @@ def array_row(name: str, array: Any, sharding: Any = None) -> Placed:
     return placed(row, state, sharding)
 
 
+@functools.lru_cache(256)
 def dtype_text(dtype: Any) -> str:
     """The name of a dtype, also of random keys and of derivatives of integers."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
@@ -142,8 +145,10 @@ def weight_row(weight: Any, name: str) -> Placed:
         state = State(UNREAD)
     packing, encoding = stored.packing, stored.encoding
     dims = weight.logical_shape if packing is not None else _sizes(weight, leaf, home)
-    shape: tuple[Any, ...] = tuple(int(d) if str(d).isdigit() else str(d) for d in dims)
-    known = all(isinstance(size, int) for size in shape)
+    shape = tuple(
+        [d if type(d) is int else int(d) if isinstance(d, StaticDim) else str(d) for d in dims]
+    )
+    known = all(type(size) is int for size in shape)
     found = getattr(stack_of(leaf), "dtype", None)
     held = stored.dtype.np if found is None else found
     count = int(math.prod(shape)) if known else 0
@@ -173,7 +178,11 @@ def weight_row(weight: Any, name: str) -> Placed:
 
 def _sizes(weight: Any, leaf: Any, home: Any) -> Any:
     """The sizes in logical order; of a leaf that has others, as of mapped gradients, its own."""
-    return weight.stored.dims if home is not None else weight.shape
+    stored = weight.stored
+    is_split = stored.layout is not None or isinstance(stored.sharding, NamedSharding)
+    if home is None and not is_split and hasattr(leaf, "shape"):
+        return tuple(leaf.shape)
+    return stored.dims
 
 
 def total(kind: str, arrays: Mapping[str, Any]) -> Row:

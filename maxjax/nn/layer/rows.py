@@ -17,8 +17,9 @@ from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, braced, bytes_text, counted, flat, fold, short
 from ...rendering.text import lines
 
-# Settings of a layer that are shown, and their longest text.
-_MOST_SETTINGS, _LONGEST = 8, 24
+# Settings of a layer that are shown, and their types.
+_MOST_SETTINGS = 8
+_PLAIN = frozenset({bool, int, float, str})
 _MOST_VALUES = 3
 # How deep a tree is followed: Modules may be nested without end by a mistake.
 _DEEPEST = 60
@@ -263,14 +264,13 @@ def _layer_count(root: Any) -> int | None:
     return sum(found) if found else None
 
 
-def _settings(module: Any) -> dict[str, str]:
-    """Plain attributes: numbers, short texts, dtypes."""
+def _settings(module: Any) -> dict[str, Any]:
+    """Plain attributes: numbers and texts."""
     state, found = vars(module), {}
     for name in state.get("_mx_statics", ()):
         value = state.get(name)
-        if name.startswith("_") or type(value) not in (bool, int, float, str):
-            continue
-        found[name] = short(value, _LONGEST)
-        if len(found) == _MOST_SETTINGS:
-            break
+        if type(value) in _PLAIN and name[0] != "_":
+            found[name] = value
+            if len(found) == _MOST_SETTINGS:
+                break
     return found
