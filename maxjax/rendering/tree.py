@@ -8,6 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from .row import Row, bytes_text, short
 
+# Only tables need it: notebooks have a style of their own for them.
+_TABLE_STYLE = (
+    ".mxj table{border-collapse:collapse;font:inherit;color:inherit}.mxj tr{background:none!important}"
+    ".mxj td,.mxj th{border:none;padding:0 8px;text-align:right;white-space:nowrap;background:none}"
+    ".mxj .t{text-align:left}"
+)
 _LEFT = ("", "name", "type")
 _BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
 # Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
@@ -68,16 +74,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence
         rows: texts of the cells, which are escaped.
         pictures: HTML of a last cell for each row, which is not escaped.
     """
-    line = "border:none;background:none;padding:0 8px;white-space:nowrap;text-align:"
-    cell = lambda tag, i, text: (
-        f'<{tag} style="{line}{"left" if head[i] in _LEFT else "right"}">{text}</{tag}>'
-    )
+    left = [' class="t"' if name in _LEFT else "" for name in head]
+    cell = lambda tag, i, text: f"<{tag}{left[i]}>{text}</{tag}>"
     lines = ["".join(cell("th", i, _text(name, 40)) for i, name in enumerate(head))]
     for i, row in enumerate(rows):
         cells = "".join(cell("td", k, _text(text, 60)) for k, text in enumerate(row))
         lines.append(cells + (cell("td", len(head) - 1, pictures[i]) if pictures else ""))
-    body = "".join(f'<tr style="background:none">{one}</tr>' for one in lines)
-    return f'<table style="border-collapse:collapse;font:inherit;color:inherit">{body}</table>'
+    style = f"<style>{_TABLE_STYLE}</style>"
+    return f"{style}<table>{''.join(f'<tr>{one}</tr>' for one in lines)}</table>"
 
 
 def memory_bar(parts: Mapping[str, int], size: int) -> str:
