@@ -130,11 +130,16 @@ def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
     return Placed(row, state, sharding, per_device)
 
 
-def weight_row(weight: Any, name: str) -> Placed:
-    """The row of a Weight: of one layer's alone if a stack holds it."""
+def weight_row(weight: Any, name: str, of_all: bool = False) -> Placed:
+    """The row of a Weight.
+
+    Args:
+        of_all: whether it stands for the Weights of all layers of the stack that holds it: its state
+            is then that of the stack.
+    """
     stored = weight.stored
     home = stored.home
-    leaf = stored.leaf if home is None else home[0].leaf
+    leaf = stored.leaf if home is None or not of_all else home[0].leaf
     state = state_of(leaf)
     if state.foreign and leaf is not None:
         return array_row(name, leaf)
@@ -143,6 +148,8 @@ def weight_row(weight: Any, name: str) -> Placed:
         state = State(LAZY) if unknown else State("", "NoneType", "None")
     if state.note == LAZY and stored.source is not None:
         state = State(UNREAD)
+    if state.note == LAZY and home is not None and of_all and (held := _loaded(home[0])):
+        state = State(f"{held} of {home[0].count} layers loaded")
     packing, encoding = stored.packing, stored.encoding
     dims = weight.logical_shape if packing is not None else _sizes(weight, leaf, home)
     shape = tuple(
@@ -174,6 +181,16 @@ def weight_row(weight: Any, name: str) -> Placed:
     if not known:
         sharding = None
     return placed(row, state, sharding, stored.layout)
+
+
+def _loaded(stack: Any) -> int:
+    """Of how many of its Weights a stack that is not whole has a value."""
+    if stack.home is None:
+        return len(stack._parts)
+    (outer, start), count = stack.home, stack.count
+    while outer.home is not None:
+        outer, start = outer.home[0], start + outer.home[1]
+    return sum(start <= number < start + count for number in outer._parts)
 
 
 def _sizes(weight: Any, leaf: Any, home: Any) -> Any:

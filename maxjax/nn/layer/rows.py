@@ -126,7 +126,7 @@ class Tree:
         if owner != path and id(weight) in self._owners:
             return Row(name, is_array=True, notes=(f"tied to {short(owner, 60)}",))
         try:
-            one = weight_row(weight, name)
+            one = weight_row(weight, name, times > 1)
         except Exception as error:
             return Row(name, is_array=True, notes=(f"cannot be shown: {short(error, 60)}",))
         self._add(one, weight, times if weight.stored.home is not None else 1)

@@ -230,3 +230,16 @@ def test_treescope_shows_modules_and_trees_with_them(tiny):
         and "{0..1}: 2 × DecoderLayer" in text
         and len(page) > 1000
     )
+
+
+def test_a_stack_that_is_partly_loaded_says_so():
+    stack = nn.LayerList(linear() for _ in range(4)).stack()
+    assert repr(stack).endswith("lazy)\n  {0..3}  4 × Linear  16  64 bytes")
+    stack[1].weight.value = jnp.ones((2, 2))
+    assert "1 of 4 layers loaded)" in repr(stack)
+    assert (
+        "lazy" in repr(stack[0])
+        and "on cpu:0" in repr(stack[1])
+        and "loaded)" in repr(stack[1].weight)
+    )
+    assert "on cpu:0" in repr(maxjax.init(stack, jax.random.key(0))).splitlines()[0]
