@@ -14,7 +14,7 @@ from typing import Any
 from ...graph.placement.division import place_text
 from ...graph.weight.rows import Placed, weight_row
 from ...rendering.rendered import Rendered, guarded
-from ...rendering.row import Row, braced, bytes_text, counted, flat, fold, short
+from ...rendering.row import Row, bytes_text, counted, flat, fold, merged, short
 from ...rendering.text import lines
 
 # Settings of a layer that are shown, and their types.
@@ -95,7 +95,8 @@ class Tree:
         rows += [_shard(attr, shard) for attr, shard in _shards(module)]
         below = list(_children(module))
         if getattr(module, "_mx_is_stack", False):
-            made = list(self._stack(module, below, path, times, depth))
+            rows += merged(list(self._stack(module, below, path, times, depth)))
+            made = []
         else:
             made = [self._module(c, a, f"{path}{a}.", times, depth + 1) for a, c in below]
         for numbered, group in itertools.groupby(made, lambda one: one.name.isdecimal()):
@@ -106,8 +107,10 @@ class Tree:
         row.children = tuple(rows)
         return row
 
-    def _stack(self, stack: Any, below: Any, path: str, times: int, depth: int) -> Iterator[Row]:
-        """A row for the layers at each place of the pattern of a LayerStack; equal ones together."""
+    def _stack(
+        self, stack: Any, below: Any, path: str, times: int, depth: int
+    ) -> Iterator[tuple[list[int], Row]]:
+        """The layers at each place of the pattern of a LayerStack: their numbers and their row."""
         pattern = vars(stack).get("_layout")
         for attr, child in below:
             members = _members(pattern, attr)
@@ -118,8 +121,7 @@ class Tree:
             row.count = len(members)
             row.parameters = row.parameters * len(members) - count * (len(members) - 1)
             row.nbytes = row.nbytes * len(members) - nbytes * (len(members) - 1)
-            row.name = braced(members) if members else attr
-            yield row
+            yield members, row
 
     def _weight(self, name: str, weight: Any, path: str, times: int) -> Row:
         owner = self._owners.get(id(weight), path)
@@ -199,7 +201,9 @@ def _trees(foreign: dict[str, Counter[str]], weights: int) -> list[str]:
     for kind, values in foreign.items():
         count = sum(values.values())
         of = counted(weights, "weight") if count == weights else f"{count:,} of {weights:,} weights"
-        what = {"bool": "mask", "str": "labels", "NoneType": "None"}.get(kind, f"{kind} leaves")
+        what = {"bool": "mask", "str": "labels", "NoneType": "None", "P": "PartitionSpecs"}.get(
+            kind, f"{kind} leaves"
+        )
         text = f"{what} in place of {of}"
         if kind in ("bool", "str", "int", "float"):
             named = [f"{n:,} {text}" for text, n in values.most_common(_MOST_VALUES)]

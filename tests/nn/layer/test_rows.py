@@ -243,3 +243,34 @@ def test_a_stack_that_is_partly_loaded_says_so():
         and "loaded)" in repr(stack[1].weight)
     )
     assert "on cpu:0" in repr(maxjax.init(stack, jax.random.key(0))).splitlines()[0]
+
+
+def test_kinds_of_layers_are_told_apart_by_settings_that_recur():
+    class Layer(nn.Module):
+        def __init__(self, i):
+            super().__init__()
+            self.layer_id, self.window, self.up = i, 4 if i % 3 else 0, linear()
+
+        def __call__(self, x):
+            return x
+
+    layers = nn.LayerList(Layer(i) for i in range(9))
+    names = [line.split()[0] for line in repr(layers).splitlines()[1:]]
+    assert names == ["{0,3,6}", "{1..2,4..5,7..8}"]
+    for layer in layers:
+        layer.layer_id = 0
+    stack = layers.stack()
+    assert [line.split()[0] for line in repr(stack).splitlines()[1:]] == names
+    assert "window=4" in page_of(stack).words
+
+
+def test_leaves_of_another_shape_are_shown_as_they_are(tiny):
+    each = jax.tree.map(lambda a: jnp.zeros((5, *a.shape)), tiny)
+    total = sum(leaf.size for leaf in jax.tree.leaves(each))
+    assert f"{total:,} parameters" in repr(each)
+    assert (
+        "float32[5, 704, 256]" in page_of(each).words
+        and "of 2 layers together" in page_of(each).words
+    )
+    placed = jax.tree.map(lambda _: np.zeros(3), tiny.to(maxjax.make_mesh(data=2, model=4)))
+    assert "33 parameters, 264 bytes, float64)" in repr(placed) or "float64" in repr(placed)
