@@ -202,7 +202,7 @@ def _as_it_is(name: str, leaf: Any, count: int) -> Placed:
     # The caller counts it once for each layer.
     row = replace(one.row, parameters=one.row.parameters // count, nbytes=one.row.nbytes // count)
     row.notes = (*row.notes, f"of {count} layers together")
-    return one._replace(row=row, per_device=one.per_device // count)
+    return Placed(row, one.state, one.sharding, one.per_device // count)
 
 
 def _loaded(stack: Any) -> int:
