@@ -128,14 +128,13 @@ def _opened(row: Row) -> set[int]:
     found, count, queue = {id(row)}, len(row.children), deque(row.children)
     while queue:
         one = queue.popleft()
-        if (
-            one.children
-            and not one.children[0].is_array
-            and count + len(one.children) <= _OPEN_ROWS
-        ):
+        below = one.children
+        # The weights of a layer are left closed beside other layers.
+        is_last = bool(below) and below[0].is_array and len(row.children) > 1
+        if below and not is_last and count + len(below) <= _OPEN_ROWS:
             found.add(id(one))
-            count += len(one.children)
-            queue.extend(one.children)
+            count += len(below)
+            queue.extend(below)
     return found
 
 
@@ -154,18 +153,20 @@ def _line(row: Row) -> str:
     cells = [f"<b>{_text(row.name, 60)}</b>"]
     if row.kind and not row.is_array:
         cells.append(f"<i>{_text(row.kind_text, 48)}</i>")
-    if row.type_text and (row.is_array or row.shape is not None):
-        cells.append(f"<u>{_text(row.type_text, 60)}</u>")
+    # A layer with a single weight shows that on its own line.
+    only = row.children[0] if len(row.children) == 1 and row.children[0].is_array else row
+    if only.type_text and (only.is_array or only.shape is not None):
+        cells.append(f"<u>{_text(only.type_text, 60)}</u>")
     if row.nbytes:
         size = bytes_text(row.nbytes)
         if not row.is_array:
             size = f"{row.parameters:,} · {size}"
         cells.append(f"<s>{size}</s>")
-    if row.division is not None:
-        drawing = row.division.small()
-        cells.append(f'<span title="{_text(row.division.title, 100)}">{drawing}</span>')
-    if row.notes:
-        cells.append(f"<s>{_text(', '.join(row.notes), 100)}</s>")
+    if only.division is not None:
+        drawing = only.division.small()
+        cells.append(f'<span title="{_text(only.division.title, 100)}">{drawing}</span>')
+    if notes := dict.fromkeys([*row.notes, *only.notes]):
+        cells.append(f"<s>{_text(', '.join(notes), 100)}</s>")
     if row.settings:
         settings = " ".join(f"{name}={short(value, 24)}" for name, value in row.settings.items())
         cells.append(f"<s>{_text(settings, 100)}</s>")
