@@ -116,7 +116,7 @@ interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: terminal tables bars options environment answer model inspect embed generate evaluate chat bench convert plan
 cli: application __init__
 .: __main__
 """

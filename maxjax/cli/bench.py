@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..columns import columns
+from ..columns import Table
 from ..errors import UserInputError
 from .model import LoadedModel, model_arguments, open_model
 from .options import positive
@@ -40,7 +40,7 @@ def _counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def bench(options: argparse.Namespace) -> Iterable[str]:
+def bench(options: argparse.Namespace) -> Iterable[str | Table]:
     """Measures a model with random token ids: load, compile, prefill, decode.
 
     compile is the additional time of a first call; JAX's cache of compiled programs is off unless
@@ -222,19 +222,19 @@ def _median(values: list[float]) -> float:
 # --- the table ------------------------------------------------------------------------------
 
 
-def _table(found: dict[str, Any]) -> Iterator[str]:
+def _table(found: dict[str, Any]) -> Iterator[str | Table]:
     devices = f"{found['devices']} x {found['platform']}"
     mesh = f", mesh {found['mesh']}" if found["mesh"] else ""
     kernels = f", kernels {found['kernels']}" if found["platform"] == "cpu" else ""
     weights, rate = found["weight_bytes"], found["bandwidth"] / 1e9
-    yield from columns(
+    yield Table(
         [
             ["model", f"{found['model']}: {found['class']}, {found['dtype']}, {weights:,} bytes"],
             ["devices", devices + mesh + kernels],
             ["load", f"{found['load_s']:.2f} s, {weights / found['load_s'] / 1e9:.2g} GB/s"],
             ["memory", f"{rate:.1f} GB/s, a large array read by all threads"],
         ],
-        right=set(),
+        titles=0,
     )
     yield ""
     titles = [["batch", "prompt", "new", "compile", "compile", "prefill", "decode", "decode",
@@ -242,7 +242,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
               ["", "tokens", "tokens", "prefill s", "decode s", "tok/s", "ms", "tok/s",
                "ms", "tok/s", "tok/s", "of limit"]]  # fmt: skip
     rows = [_cells(row) for row in found["rows"]]
-    yield from columns([*titles, *rows], right=set(range(len(titles[0]))))
+    yield Table([*titles, *rows], right=set(range(len(titles[0]))), titles=2)
     yield ""
     yield (f"Medians of {found['repeats']}. ms: one token of every row. tok/s: all rows together.")  # fmt: skip
 

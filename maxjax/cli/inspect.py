@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..columns import columns, visible
+from ..columns import Table, visible
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
@@ -25,7 +25,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-def inspect(options: argparse.Namespace) -> Iterable[str]:
+def inspect(options: argparse.Namespace) -> Iterable[str | Table]:
     """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
     from ..storage.open import open_checkpoint
 
@@ -128,12 +128,12 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*totals.values(), every]
 
 
-def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
+def _inspect_table(document: dict[str, Any]) -> Iterator[str | Table]:
     if document["metadata"]:
         rows = [[visible(key), _short(value)] for key, value in document["metadata"].items()]
-        yield from columns([["metadata", "value"], *rows], right=set())
+        yield Table([["metadata", "value"], *rows])
         yield ""
-    yield from columns(
+    yield Table(
         [["name", "dtype", "shape", "bytes", "file"]]
         + [
             [
@@ -148,7 +148,7 @@ def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
         right={3},
     )
     yield ""
-    yield from columns(
+    yield Table(
         [["dtype", "tensors", "values", "bytes"]]
         + [
             [row["dtype"], *(f"{row[key]:,}" for key in ("tensors", "values", "bytes"))]
