@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) 
         full.append(_run(options, model, batch))
         single.append(_run(options, model, batch, most=1))
         used = weight_bytes(model, batch) + full[-1].cache_bytes
-        limits.append(used / statistics.mean([bandwidth, probe()]))
+        limits.append(used / ((bandwidth + probe()) / 2))
     new = options.new - 1
     prefill = _median([run.prefill for run in (*full, *single)])
     decode = _median([sum(run.steps) / new for run in full])
@@ -170,7 +169,7 @@ class Bandwidth:
 
     def __call__(self) -> float:
         times = [_seconds(lambda: self._read(self._data).block_until_ready()) for _ in range(3)]
-        self.found.append(self._data.nbytes / statistics.median(times))
+        self.found.append(self._data.nbytes / _median(times))
         return self.found[-1]
 
 
@@ -216,7 +215,9 @@ def _devices(model: Any) -> list[Any]:
 
 
 def _median(values: list[float]) -> float:
-    return statistics.median(values)
+    from statistics import median
+
+    return median(values)
 
 
 # --- the table ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -93,6 +92,8 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     maxjax_digests.json beside files that maxjax wrote, and in the file names of Hugging Face's cache.
     The headers of safetensors files are also read by the safetensors library.
     """
+    from dataclasses import asdict
+
     from ..storage.open import open_checkpoint
     from ..storage.verify import second_reading
     from ..storage.verify import verify as verify_table
@@ -103,7 +104,7 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     for line in others or ():
         print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
     if options.json:
-        return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
+        return [json.dumps({"sound": True, "format": format} | asdict(found), indent=1)]
     sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
     if found.blobs:
         sums += f"; the SHA-256 of {found.blobs} files is their name in the cache"
