@@ -119,10 +119,13 @@ def _functions(value: Any) -> Iterator[Any]:
         return
     # What jax.jit and functools make of a function has it as __wrapped__.
     if not isinstance(value, type | types.FunctionType):
-        value = getattr(value, "__wrapped__", None)
+        try:
+            value = getattr(value, "__wrapped__", None)
+        except Exception:  # a __getattr__ of whatever the user has there
+            return
     if isinstance(value, types.FunctionType):
         # A wrapper is of the package that wrapped, and says the module of what is inside.
-        if not _is_installed(value.__module__ or ""):
+        if not _is_installed(value.__module__):
             yield value
     elif isinstance(value, type) and not _is_installed(value.__module__):
         yield value
@@ -137,8 +140,10 @@ def _names(one: types.CodeType) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4096)
-def _is_installed(name: str) -> bool:
+def _is_installed(name: Any) -> bool:
     """Whether a module is Python's, maxjax's or that of an installed package."""
+    if not isinstance(name, str):  # nobody knows
+        return True
     top = name.partition(".")[0]
     if top in (__name__.partition(".")[0], "builtins", *sys.stdlib_module_names):
         return True
