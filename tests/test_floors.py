@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion lazy absent columns
+.: errors elsewhere completion reloads lazy absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
@@ -63,7 +63,7 @@ graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: rows hooks assigned_list static walk definition call_stack place sharded
+nn/layer: rows hooks edited assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
@@ -116,7 +116,7 @@ interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: terminal tables bars options environment answer model inspect embed generate evaluate chat bench convert plan
 cli: application __init__
 .: __main__
 """

@@ -16,11 +16,13 @@ import jax
 from jax.core import Tracer
 
 from ...graph.kind import KIND
-from ...graph.weight.epoch import EPOCH, LEAF_CACHES
+from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
 from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
+from ...reloads import code, watch
 from .assigned_list import AssignedList
+from .edited import wrap_edited
 from .hooks import token
 from .walk import Walk, host_of, source_of
 
@@ -67,6 +69,8 @@ class Valued(NamedTuple):
     definition: Definition
 
 
+watch(wrap_edited)
+watch(structure_changed)
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
 
 
@@ -170,7 +174,14 @@ def define(root: Any) -> Cache:
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
     owned = tuple(flag for _, _, flag in leaves)
-    key = (token(), nodes, names, owned, tuple(w.stored.static() for w in weights))
+    key = (
+        token(),
+        code({node.kind for node in nodes}),
+        nodes,
+        names,
+        owned,
+        tuple(w.stored.static() for w in weights),
+    )
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
