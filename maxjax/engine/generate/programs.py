@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.placement.arrays import with_sharding
 from ...nn.kv_cache.cache import KVCache
+from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
 from ..sampling.draw import Sampled, sample
 from ..sampling.penalties import History
@@ -167,7 +168,7 @@ def decode(
     recorded: Any = {}
     if is_observed(model):
         _, shapes = jax.eval_shape(call, state)
-        recorded = jax.tree.map(lambda a: jnp.zeros((MAX_STEPS, *a.shape), a.dtype), shapes)
+        recorded = jax.tree.map(partial(zeros, MAX_STEPS), shapes)
     start = (_replicated(jnp.int32(0), shardings), state, samples, counts, recorded)
     _, state, samples, counts, recorded = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.

@@ -96,8 +96,12 @@ class Captures(Mapping[str, Any]):
 
     # -- the mapping
 
+    # By identity: arrays have no one answer to whether they are equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __iter__(self) -> Iterator[str]:
-        places = sorted(self._homes, key=lambda place: (natural(place[0]), place[1]))
+        places = sorted(self._homes, key=lambda place: (natural(place[0]), label_of(*place)))
         return (label_of(*place) for place in places)
 
     def __len__(self) -> int:
@@ -168,14 +172,21 @@ class Captures(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = []
         for (name, site), runs in self._values.items():
-            first = natural(label_of(concrete(name), site))
+            first = concrete(name)
             if _is_stacked(runs):
+                first = renumbered(name, _stack(name), runs[0].numbers[0])
                 name = renumbered(name, _stack(name), _ranges(runs[0].numbers))
                 one = len(runs[0].numbers) == 1
                 runs = tuple(run.tree for run in runs)
                 runs = jax.tree.map(_without_first, runs) if one else runs
             single = isinstance(runs, tuple) and len(runs) == 1
-            rows.append((first, label_of(name, site), types_of(runs[0] if single else runs)))
+            rows.append(
+                (
+                    natural(label_of(first, site)),
+                    label_of(name, site),
+                    types_of(runs[0] if single else runs),
+                )
+            )
         if not rows:
             return "Captures: nothing"
         rows = [row[1:] for row in sorted(rows, key=lambda row: row[0])]

@@ -231,7 +231,7 @@ def current_observers(module: Any) -> list[Any]:
     """Those who observe the Module in this thread or task, outermost first."""
     if not OBSERVERS:
         return []
-    return [one for one in _CURRENT.get() if one in OBSERVERS and one.observes(module)]
+    return [one for one in _CURRENT.get() if one.observes(module)]
 
 
 def trace() -> Any:
@@ -432,7 +432,7 @@ def _is_number(value: Any) -> bool:
     """Whether it is a Python number, or what a trace makes of one."""
     if isinstance(value, (bool, int, float, complex)):
         return True
-    return jnp.ndim(value) == 0 and getattr(value, "weak_type", False)
+    return isinstance(value, jax.Array) and value.ndim == 0 and value.weak_type
 
 
 def _equal_types(new: Any, old: Any) -> bool:

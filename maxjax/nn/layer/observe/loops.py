@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .frames import (
     OBSERVING,
@@ -54,6 +56,14 @@ def hand_on(taps: Taps) -> None:
     """Adds what a loop has recorded to the frame in which it ran."""
     if taps:
         OBSERVING.frames[-1].add(taps)
+
+
+def zeros(rows: int, like: Any) -> jax.Array:
+    """Zeros ``[rows, ...]`` for values of the type ``like``, on Explicit meshes sharded as they are."""
+    where = like.sharding
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
+    return jnp.zeros((rows, *like.shape), like.dtype, device=where)
 
 
 class LoopFrame:
@@ -118,8 +128,7 @@ class Kept:
         for key, values in taps.items():
             if self._is_few(key):
                 rows = len(self._wanted(key)) + 1
-                make = lambda a, rows=rows: jnp.zeros((rows, *a.shape), a.dtype)
-                found[key] = jax.tree.map(make, values)
+                found[key] = jax.tree.map(partial(zeros, rows), values)
         return found
 
     def taken(self, few: Any, taps: Taps, number: Any) -> tuple[Any, Taps]:
