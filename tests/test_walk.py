@@ -60,7 +60,7 @@ def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("page", ["compile-once", "export", "placement", "generate"])
+@pytest.mark.parametrize("page", ["compile-once", "export", "placement", "generate", "capture"])
 def test_the_docs_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(ROOT / "docs" / f"{page}.md")

@@ -151,6 +151,16 @@ def test_stack_and_list_and_jit_give_the_same(model, flat):
     close(found["layers.*.self_attn:weights"].sum(-1), np.ones((3, 2, 4, 5)))
 
 
+def test_projections_that_run_as_one_operation(model):
+    """Queries, keys and values are one kernel's results, unless one of them is asked for."""
+    names = ("layers.*.self_attn.k_proj", "layers.2.mlp.gate_proj", "layers.2.mlp:input")
+    y, found = maxjax.captured(CALL, *names)(model, IDS)
+    close(y, model(IDS))
+    weight = model.state_dict()["model.layers.2.mlp.gate_proj.weight"]
+    close(found["layers.2.mlp.gate_proj"], found["layers.2.mlp:input"] @ weight.T)
+    assert found["layers.*.self_attn.k_proj"].shape == (3, 2, 5, 8)
+
+
 def test_grad_vmap_and_scan(model):
     run = maxjax.captured(CALL, "layers.*", "layers.1.mlp")
     _, found = run(model, IDS)

@@ -287,6 +287,17 @@ def wants(module: Any, site: str) -> bool:
     return frame is not None and any(frame.wants(plan, name, site) for plan, name in marks)
 
 
+def is_wanted(module: Any) -> bool:
+    """Whether a plan captures or patches any place of a Module: then its ``__call__`` has to run."""
+    for plan, name in _live_marks(module):
+        layers = OBSERVING.frames[-1].numbered(plan, name)
+        names = {concrete(name)} if layers is None else {full for _, full in layers}
+        wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
+        if any(one in names for one, _ in wanted):
+            return True
+    return False
+
+
 def tap(name: str, value: Any) -> Any:
     """Names a value inside of a Module's computation, so that it can be captured and patched.
 
