@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -142,7 +142,12 @@ class Captures(Mapping[str, Any]):
             runs = jax.tree.unflatten(
                 tree,
                 [
-                    jax.lax.index_in_dim(a, row, jnp.ndim(a) - rank, keepdims=False)
+                    _applied(
+                        lambda a, rank=rank: jax.lax.index_in_dim(
+                            a, row, a.ndim - rank, keepdims=False
+                        ),
+                        a,
+                    )
                     for a, rank in zip(leaves, ranks, strict=True)
                 ],
             )
@@ -166,7 +171,7 @@ class Captures(Mapping[str, Any]):
         ranks = iter(self._ranks[home])
         own = 0 if row is None else 1  # a slice has lost the axis of the layers
         return jax.tree.map(
-            lambda *a: jnp.stack(a, axis=jnp.ndim(a[0]) - (next(ranks) - own)), *values
+            lambda *a: _applied(_stacked(a[0].ndim - (next(ranks) - own)), *a), *values
         )
 
     def __repr__(self) -> str:
@@ -183,7 +188,7 @@ class Captures(Mapping[str, Any]):
             rows.append(
                 (
                     natural(label_of(first, site)),
-                    label_of(name, site),
+                    label_of(name, site) or "(the model)",
                     types_of(runs[0] if single else runs),
                 )
             )
@@ -210,6 +215,17 @@ def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]
 def _is_stacked(runs: Any) -> bool:
     # In a transformation's own trees, such as out_axes, there may be anything.
     return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], Stacked)
+
+
+def _stacked(axis: int) -> Callable[..., Any]:
+    return lambda *arrays: jnp.stack(arrays, axis=axis)
+
+
+def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
+    """A function of arrays, or of placeholders, as ``jax.eval_shape`` returns them."""
+    if any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
+        return jax.eval_shape(function, *arrays)
+    return function(*arrays)
 
 
 def _stack(name: str) -> str:

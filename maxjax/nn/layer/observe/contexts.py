@@ -238,7 +238,7 @@ def capture(model: Any, *patterns: str) -> Capture:
 
     Args:
         model: a Module.
-        patterns: places, as for :func:`maxjax.captured`.
+        patterns: places, as for :func:`maxjax.captured`; without any, what the model itself returns.
 
     Returns:
         A context manager that gives a :class:`Capture`: ``c["layers.3.mlp"]``, during the block and after.

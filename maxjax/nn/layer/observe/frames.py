@@ -182,12 +182,17 @@ class Frame:
 
     def record(self, plan: Plan, name: str, site: str, value: Any) -> None:
         """Records a value if the plan wants it."""
-        layers = self.numbered(plan, name)
-        names = [concrete(name)] if layers is None else [full for _, full in layers]
-        self.seen.update((plan.level, full, site) for full in names)
+        names = self.see(plan, name, site)
         if any((full, site) in plan.captures for full in names):
             self._check_trace(name, site)
             self.found.setdefault((plan.level, name, site, "value"), []).append(_plain(value))
+
+    def see(self, plan: Plan, name: str, site: str) -> list[str]:
+        """Notes that a place is there; returns its name, in a loop those of all layers."""
+        layers = self.numbered(plan, name)
+        names = [concrete(name)] if layers is None else [full for _, full in layers]
+        self.seen.update((plan.level, full, site) for full in names)
+        return names
 
     def _check_trace(self, name: str, site: str) -> None:
         if self.trace != trace():
@@ -336,7 +341,12 @@ def is_tapped(name: str) -> bool:
 
     For values that are made only then, as the probabilities that a fast attention does not have.
     """
-    return bool(OBSERVING.frames and RUNNING.modules) and wants(RUNNING.modules[-1], name)
+    if not OBSERVING.frames or not RUNNING.modules:
+        return False
+    module, frame = RUNNING.modules[-1], OBSERVING.frames[-1]
+    for plan, own in _live_marks(module):
+        frame.see(plan, own, name)
+    return wants(module, name)
 
 
 # --- names --------------------------------------------------------------------------------------

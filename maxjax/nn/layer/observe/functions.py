@@ -142,7 +142,13 @@ def checked_patches(patches: Any, what: str) -> dict[str, Any]:
 
 def _value_or_function(pattern: Any, new: Any, what: str) -> Any:
     if callable(new) and not isinstance(new, jax.Array):
-        return Function(new, _required(new) >= 2)
+        count = _required(new)
+        if count > 2:
+            raise UserInputError(
+                f"{what}: the function for '{pattern}' has {count} required parameters: it is called with the "
+                "value, or with the value and the number of the layer"
+            )
+        return Function(new, count == 2)
     if isinstance(new, (bool, int, float, complex)):
         return jnp.asarray(new)  # its weak type says that it was a number
     if any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(new)) or not jax.tree.leaves(new):

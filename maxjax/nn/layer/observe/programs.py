@@ -103,6 +103,9 @@ class Watch:
             copy = marked(copy, plan, name)
         patches = tuple(wish.values for wish in wishes)
         result, taps = together.run(program, copy, *args, patches=patches, **static)
+        # Who has left is forgotten: the model of a conversation is watched for as long as that lasts.
+        now = set(map(id, observers))
+        self._recordings = {key: kept for key, kept in self._recordings.items() if key in now}
         for one, wish in zip(observers, wishes, strict=True):
             if id(one) not in self._recordings:
                 self._recordings[id(one)] = one, one.recording()
