@@ -161,8 +161,7 @@ def causal_attention(
         if not at_once:
             found = blocked_attention(query, cache, layer, positions, key_positions, attending)
             return _mean(*found, sinks)
-        rows = cached_rows(cache, layer, query.dtype)
-        keys, values = (jnp.repeat(a, repeats, axis=2) for a in rows)
+        keys, values = cached_rows(cache, layer, query.dtype, repeats)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         return _attention(
             query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
@@ -256,15 +255,19 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
     return run(weights, value)
 
 
-def cached_rows(cache: Sequence[jax.Array], layer: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Keys and values ``[B, S, K, D]`` of one layer of a cache as :func:`causal_attention` takes it."""
+def cached_rows(
+    cache: Sequence[jax.Array], layer: Any, dtype: Any, repeats: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values ``[B, S, repeats · K, D]`` of a layer of a cache, as :func:`causal_attention` takes them."""
     keys, values, *scales = (
         jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
         for a in cache
     )
     if scales:
         keys, values = (restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True))
-    keys, values = (a.astype(dtype).swapaxes(1, 2) for a in (keys, values))
+    keys, values = (
+        jnp.repeat(a.astype(dtype).swapaxes(1, 2), repeats, axis=2) for a in (keys, values)
+    )
     return keys, values
 
 

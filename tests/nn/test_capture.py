@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 import maxjax
 from maxjax import nn
@@ -416,7 +417,7 @@ def test_patches_that_do_not_fit_are_refused_before_anything_runs(flat, new, say
         with pytest.raises(UserInputError) as error:
             maxjax.patched(CALL, {"layers.1.mlp": new})(flat, IDS)
     assert says in str(error.value)
-    assert all(isinstance(out, jax.core.Tracer) for out in ran)
+    assert all(isinstance(out, Tracer) for out in ran)
 
 
 def test_transformations_inside_of_the_function_say_what_to_do(model):

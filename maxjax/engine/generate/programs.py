@@ -147,27 +147,28 @@ def decode(
         i, state, _, _, _ = carry
         return (i < steps) & ~jnp.all(state.done)
 
-    def call(state: State) -> Any:
-        active = (~state.done).astype(jnp.int32)
-        run = lambda: model(state.last[:, None], state.cache, lengths=active, last=True)
+    def call(state: State, active: jax.Array) -> Any:
+        run = lambda: model(
+            state.last[:, None], state.cache, lengths=active.astype(jnp.int32), last=True
+        )
         return tapped(model, patches, run)
 
     def step(carry: Any) -> Any:
         i, state, samples, counts, recorded = carry
         active = ~state.done
-        (logits, cache), taps = call(state)
+        (logits, cache), taps = call(state, active)
         state = state._replace(cache=cache)
         state, sampled = _choose(state, logits, active, sampler, settings, shardings)
         state = _resharded(state, shardings)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
-        recorded = jax.tree.map(keep, recorded, taps)
-        samples = jax.tree.map(put, samples, sampled)
-        return i + 1, state, samples, counts + active.astype(jnp.int32), recorded
+        following = i + 1, state, jax.tree.map(put, samples, sampled)
+        counts = counts + active.astype(jnp.int32)
+        return *following, counts, jax.tree.map(keep, recorded, taps)
 
     recorded: Any = {}
     if is_observed(model):
-        _, shapes = jax.eval_shape(call, state)
+        _, shapes = jax.eval_shape(call, state, state.done)
         recorded = jax.tree.map(partial(zeros, MAX_STEPS), shapes)
     start = (_replicated(jnp.int32(0), shardings), state, samples, counts, recorded)
     _, state, samples, counts, recorded = jax.lax.while_loop(more, step, start)

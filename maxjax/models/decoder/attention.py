@@ -377,10 +377,8 @@ class DecoderAttention(Module):
         S are the positions of the keys, from 0 on: without a cache the tokens, otherwise the slots.
         Where keys are in another order, they are put in order for ``width`` positions.
         """
-        keys, values = cached_rows(cache, layer, q.dtype)
-        if self._heads_are_whole():
-            repeats = self.num_heads // self.num_kv_heads
-            keys, values = (jnp.repeat(a, repeats, axis=2) for a in (keys, values))
+        repeats = self.num_heads // self.num_kv_heads if self._heads_are_whole() else 1
+        keys, values = cached_rows(cache, layer, q.dtype, repeats)
         attending = Attending(scale, sliding_window, soft_cap, softmax_dtype)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         weights = attention_weights(

@@ -98,7 +98,7 @@ class Captures(Mapping[str, Any]):
 
     # By identity: arrays have no one answer to whether they are equal.
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[str]:
         places = sorted(self._homes, key=lambda place: (natural(place[0]), label_of(*place)))
@@ -134,9 +134,10 @@ class Captures(Mapping[str, Any]):
         return [(one, site) for one in sorted(match(name, names), key=natural)]
 
     def _value(self, place: Place) -> Any:
-        home, row = self._homes[place]
+        home, found = self._homes[place]
         runs = self._values[home]
-        if row is not None:
+        if found is not None:
+            row: int = found
             leaves, tree = jax.tree.flatten(tuple(run.tree for run in runs))
             ranks = self._ranks[home]
             runs = jax.tree.unflatten(

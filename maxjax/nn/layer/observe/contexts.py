@@ -142,7 +142,7 @@ class Capture(Observer, Mapping[str, Any]):
 
     # By identity: arrays have no one answer to whether they are equal.
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(self, model: Any, patterns: Sequence[str]):
         super().__init__(model, patterns)

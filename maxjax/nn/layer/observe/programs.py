@@ -12,7 +12,7 @@ from typing import Any
 
 from ....errors import UnsupportedModelError
 from ..definition import marked
-from .frames import SITES, Frame, Plan, Taps, current_observers, next_level, opened
+from .frames import Frame, Plan, Taps, current_observers, next_level, opened
 from .places import Place, unseen
 
 
@@ -43,11 +43,11 @@ def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> t
 
 def _check_sites(plan: Plan, frame: Frame) -> None:
     seen: set[Place] = {(name, site) for level, name, site in frame.seen if level == plan.level}
-    known = {site for _, site in seen} | set(SITES)
     wanted = {*plan.captures, *(place for patch in plan.patches for place in patch.places)}
-    for site in sorted({site for _, site in wanted} - known):
+    for site in sorted({site for _, site in wanted}):
         group = [place for place in sorted(wanted) if place[1] == site]
-        if error := unseen(group, (), seen, "patch" if plan.patches else "capture", strict=False):
+        what = "patch" if plan.patches else "capture"
+        if error := unseen(group, seen, seen, what, strict=False):
             raise error
 
 

@@ -51,7 +51,7 @@ class Recording(Mapping[str, Any]):
 
     # By identity: arrays have no one answer to whether they are equal.
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
