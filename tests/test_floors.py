@@ -63,7 +63,9 @@ graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: rows hooks edited assigned_list static walk definition call_stack place sharded
+nn/layer/observe: frames loops
+nn/layer: rows hooks edited assigned_list static walk definition call_stack calls place sharded replacing
+nn/layer/observe: places captures functions recording contexts programs
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
@@ -74,7 +76,7 @@ nn/quantized: formats forms layout linear __init__
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
-nn/attention: mask_config attention_with_rope __init__
+nn/attention: mask_config tapped_attention attention_with_rope __init__
 nn/moe: algorithms experts moe __init__
 nn/transformer: transformer __init__
 nn: conv conv_transpose

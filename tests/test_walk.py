@@ -59,7 +59,7 @@ def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
     assert all((np.asarray(model[f"layers.{name}"]) == body[name]).all() for name in body)
 
 
-PAGES = "compile-once export placement generate rendering notebook".split()
+PAGES = "compile-once export placement generate rendering notebook capture".split()
 
 
 @pytest.mark.campaign
