@@ -60,8 +60,15 @@ if _TYPE_CHECKING:
     from .nn.init import merge as merge
     from .nn.init import partition as partition
     from .nn.layer import add_layer_hook as add_layer_hook
+    from .nn.layer import add_layer_prehook as add_layer_prehook
     from .nn.layer import clear_hooks as clear_hooks
     from .nn.layer import layer_hook as layer_hook
+    from .nn.layer import layer_prehook as layer_prehook
+    from .nn.layer.observe.contexts import capture as capture
+    from .nn.layer.observe.contexts import patch as patch
+    from .nn.layer.observe.functions import captured as captured
+    from .nn.layer.observe.functions import patched as patched
+    from .nn.layer.replacing import replace as replace
     from .rendering.attention import draw_attention as draw_attention
     from .storage.limits import Limits as Limits
     from .text.chat import apply_chat_template as apply_chat_template
@@ -113,8 +120,15 @@ _HOMES: dict[str, str | None] = {
     "merge": "nn.init",
     "partition": "nn.init",
     "add_layer_hook": "nn.layer",
+    "add_layer_prehook": "nn.layer",
     "clear_hooks": "nn.layer",
     "layer_hook": "nn.layer",
+    "layer_prehook": "nn.layer",
+    "capture": "nn.layer.observe.contexts",
+    "patch": "nn.layer.observe.contexts",
+    "captured": "nn.layer.observe.functions",
+    "patched": "nn.layer.observe.functions",
+    "replace": "nn.layer.replacing",
     "Limits": "storage.limits",
 }
 

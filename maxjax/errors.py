@@ -6,10 +6,7 @@ the expected and found values, and what to do about it.
 
 from __future__ import annotations
 
-import difflib
-import gc
 import os
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -218,6 +215,9 @@ class releasing:
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if error is None or not _is_out_of_memory(error):
             return
+        import gc
+        import traceback
+
         seen: set[int] = set()
         one: BaseException | None = error
         while one is not None and id(one) not in seen:
@@ -249,6 +249,8 @@ def closest(name: str, names: Iterable[str]) -> str | None:
         >>> closest("layers.0.wieght", ["layers.0.weight", "norm"])
         'layers.0.weight'
     """
+    import difflib
+
     found = difflib.get_close_matches(name, list(names), n=1)
     return found[0] if found else None
 

@@ -349,7 +349,9 @@ class Tqdm:
             self._bar = None
 
     def _new(self, one: Task) -> Any:
-        bar = _tqdm()(
+        from tqdm.auto import tqdm
+
+        bar = tqdm(
             desc=line(one) if one.total is None else one.what, total=one.total, unit=one.unit,
             unit_scale=one.unit == "B", leave=False,
             file=self._stream, mininterval=0, dynamic_ncols=True,
@@ -365,18 +367,51 @@ def line(one: Task) -> str:
     return f"{one.what}{note} … {time.monotonic() - one.began:.1f} s"
 
 
-def _tqdm() -> Any:
-    """The class of ``tqdm.auto``, which without widgets would warn in a notebook."""
+class Displayed:
+    """A bar of tqdm as the text of an output, for a notebook without widgets.
+
+    On stderr each drawing would be a part of the cell's output, which is kept in the file.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, one: Task) -> None:
+        """Shows the task as it is now."""
+        from tqdm import tqdm
+
+        text = line(one)
+        if one.total is not None:
+            note = f" ({one.note})" if one.note else ""
+            text = tqdm.format_meter(
+                min(one.done, one.total), one.total, time.monotonic() - one.began, ncols=100,
+                prefix=one.what + note, unit=one.unit, unit_scale=one.unit == "B",
+            )  # fmt: skip
+        self._put(text)
+
+    def close(self) -> None:
+        """Takes it away."""
+        if self._handle is not None:
+            self._put("")
+
+    def _put(self, text: str) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
+
+
+def _by_tqdm(stream: Any) -> Drawing:
+    """The drawing of ``tqdm.auto``, which without widgets would warn in a notebook."""
     from importlib.util import find_spec
 
-    if in_notebook() and find_spec("ipywidgets") is None:
-        from tqdm import tqdm
-    else:
-        from tqdm.auto import tqdm
-    return tqdm
+    without_widgets = in_notebook() and find_spec("ipywidgets") is None
+    return Displayed() if without_widgets else Tqdm(stream)
 
 
-_drawer: Callable[[Any], Drawing] = Tqdm
+_drawer: Callable[[Any], Drawing] = _by_tqdm
 
 
 def draw_with(drawer: Callable[[Any], Drawing]) -> None:

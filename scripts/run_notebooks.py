@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(path: Path, write: bool, timeout: int) -> str | None:
     """Executes one notebook; the error as text, or None."""
     notebook = nbformat.read(path, as_version=4)
+    os.environ.setdefault("MAXJAX_PROGRESS", "0")  # what lasts depends on the machine
     client = NotebookClient(
         notebook,
         timeout=timeout,

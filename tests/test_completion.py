@@ -61,8 +61,6 @@ def completed(shell, text):
         ('weights["model"].', {"layers"}),
         ("cache.", {"full", "lengths", "capacity"}),
         ("cache.full.", {"keys"}),
-        ("maxjax.load('x')[0].", {"load_state_dict", "hf_config"}),
-        ("maxjax.load('x')[1].", {"encode"}),
         ("maxjax.", {"memory", "free", "load"}),
     ],
 )
@@ -98,12 +96,6 @@ def test_nothing_is_read_and_nothing_runs(shell, monkeypatch):
     monkeypatch.setattr(maxjax, "load", refuse)
     for text in ("weights.model.layers[0].", 'weights.model["', "maxjax.load('x')."):
         completed(shell, text)
-
-
-def test_the_whole_of_a_cell_is_completed(shell):
-    """A model that does not exist yet: its type is that of the call."""
-    cell = "first, second = maxjax.load('x')\nfirst."
-    assert "load_state_dict" in completed(shell, cell)
 
 
 def test_a_list_of_layers_says_what_it_holds_to_type_checkers_only():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion lazy absent columns
+.: errors elsewhere completion reloads lazy absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
@@ -63,7 +63,9 @@ graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
-nn/layer: rows hooks assigned_list static walk definition call_stack place sharded
+nn/layer/observe: frames loops
+nn/layer: rows hooks edited assigned_list static walk definition call_stack calls place sharded replacing
+nn/layer/observe: places captures functions recording contexts programs
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
@@ -74,7 +76,7 @@ nn/quantized: formats forms layout linear __init__
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
-nn/attention: mask_config attention_with_rope __init__
+nn/attention: mask_config tapped_attention attention_with_rope __init__
 nn/moe: algorithms experts moe __init__
 nn/transformer: transformer __init__
 nn: conv conv_transpose
@@ -116,7 +118,7 @@ interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: terminal tables bars options environment answer model inspect embed generate evaluate chat bench convert plan
 cli: application __init__
 .: __main__
 """

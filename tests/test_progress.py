@@ -126,6 +126,30 @@ def test_an_error_leaves_no_broken_bar(screen):
     assert not [t for t in threading.enumerate() if t.name == "maxjax-progress"]
 
 
+def test_a_notebook_without_widgets_gets_an_output_that_ends_empty(screen, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    def show(data, raw, display_id):
+        shown.append(data["text/plain"])
+        return Handle()
+
+    monkeypatch.setattr(display, "display", show)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with progress.task("loading", 1000) as one:
+        one.add(250)
+        until(lambda: any(" 25%" in text for text in shown))
+    with progress.task("saving") as one:
+        until(lambda: "saving … 0.0 s" in shown)
+    assert "loading: 100%" in "".join(shown) and shown[-1] == ""
+    assert screen.getvalue() == ""
+
+
 def test_a_screen_that_breaks_stops_nothing(screen):
     with progress.task("loading", 10) as one:
         screen.close()

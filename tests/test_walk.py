@@ -59,8 +59,11 @@ def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
     assert all((np.asarray(model[f"layers.{name}"]) == body[name]).all() for name in body)
 
 
+PAGES = "compile-once export placement generate rendering notebook capture".split()
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("page", ["compile-once", "export", "placement", "generate"])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_docs_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(ROOT / "docs" / f"{page}.md")

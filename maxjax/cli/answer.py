@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..columns import columns, visible
 from ..progress import task
+from .tables import is_terminal
 
 
 class Answer(NamedTuple):
@@ -185,6 +186,7 @@ def tokens(ids: Sequence[int]) -> str:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Prints lines to stderr."""
+    """Prints lines to stderr; in a terminal dimmed, so that answers stand out."""
+    before, after = ("\x1b[2m", "\x1b[0m") if is_terminal(sys.stderr) else ("", "")
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        print(f"{before}{line}{after}" if line else line, file=sys.stderr, flush=True)

@@ -14,11 +14,12 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
 from ..errors import UserInputError
+from ..progress import draw_with
 from .bench import bench, bench_arguments
 from .chat import chat, chat_arguments
 from .convert import convert, convert_arguments
@@ -29,6 +30,7 @@ from .generate import generate, generate_arguments
 from .inspect import inspect, inspect_arguments, verify, verify_arguments
 from .options import Parser
 from .plan import plan, plan_arguments
+from .tables import is_terminal, show
 from .terminal import explain
 
 
@@ -43,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    if is_terminal(sys.stderr):
+        draw_with(_bar)
     try:
         with _limits(options):
-            _print(options.run(options))
+            show(options.run(options))
     except BrokenPipeError:
         # Python flushes stdout once more at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"maxjax: {explain(error)}", file=sys.stderr)
         return 1
     return getattr(options, "code", 0)
+
+
+def _bar(stream: Any) -> Any:
+    from .bars import RichBar
+
+    return RichBar(stream)
 
 
 def _limits(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
@@ -87,12 +97,6 @@ def _left(code: Any, argv: Sequence[str] | None) -> Any:
                 file.flush()
         os._exit(code)
     return code
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

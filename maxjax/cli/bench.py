@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..columns import columns
+from ..columns import Table
 from ..errors import UserInputError
 from .model import LoadedModel, model_arguments, open_model
 from .options import positive
@@ -40,7 +39,7 @@ def _counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def bench(options: argparse.Namespace) -> Iterable[str]:
+def bench(options: argparse.Namespace) -> Iterable[str | Table]:
     """Measures a model with random token ids: load, compile, prefill, decode.
 
     compile is the additional time of a first call; JAX's cache of compiled programs is off unless
@@ -98,7 +97,7 @@ def _row(options: argparse.Namespace, model: Any, batch: int, probe: Bandwidth) 
         full.append(_run(options, model, batch))
         single.append(_run(options, model, batch, most=1))
         used = weight_bytes(model, batch) + full[-1].cache_bytes
-        limits.append(used / statistics.mean([bandwidth, probe()]))
+        limits.append(used / ((bandwidth + probe()) / 2))
     new = options.new - 1
     prefill = _median([run.prefill for run in (*full, *single)])
     decode = _median([sum(run.steps) / new for run in full])
@@ -170,7 +169,7 @@ class Bandwidth:
 
     def __call__(self) -> float:
         times = [_seconds(lambda: self._read(self._data).block_until_ready()) for _ in range(3)]
-        self.found.append(self._data.nbytes / statistics.median(times))
+        self.found.append(self._data.nbytes / _median(times))
         return self.found[-1]
 
 
@@ -216,25 +215,27 @@ def _devices(model: Any) -> list[Any]:
 
 
 def _median(values: list[float]) -> float:
-    return statistics.median(values)
+    from statistics import median
+
+    return median(values)
 
 
 # --- the table ------------------------------------------------------------------------------
 
 
-def _table(found: dict[str, Any]) -> Iterator[str]:
+def _table(found: dict[str, Any]) -> Iterator[str | Table]:
     devices = f"{found['devices']} x {found['platform']}"
     mesh = f", mesh {found['mesh']}" if found["mesh"] else ""
     kernels = f", kernels {found['kernels']}" if found["platform"] == "cpu" else ""
     weights, rate = found["weight_bytes"], found["bandwidth"] / 1e9
-    yield from columns(
+    yield Table(
         [
             ["model", f"{found['model']}: {found['class']}, {found['dtype']}, {weights:,} bytes"],
             ["devices", devices + mesh + kernels],
             ["load", f"{found['load_s']:.2f} s, {weights / found['load_s'] / 1e9:.2g} GB/s"],
             ["memory", f"{rate:.1f} GB/s, a large array read by all threads"],
         ],
-        right=set(),
+        titles=0,
     )
     yield ""
     titles = [["batch", "prompt", "new", "compile", "compile", "prefill", "decode", "decode",
@@ -242,7 +243,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
               ["", "tokens", "tokens", "prefill s", "decode s", "tok/s", "ms", "tok/s",
                "ms", "tok/s", "tok/s", "of limit"]]  # fmt: skip
     rows = [_cells(row) for row in found["rows"]]
-    yield from columns([*titles, *rows], right=set(range(len(titles[0]))))
+    yield Table([*titles, *rows], right=set(range(len(titles[0]))), titles=2)
     yield ""
     yield (f"Medians of {found['repeats']}. ms: one token of every row. tok/s: all rows together.")  # fmt: skip
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,6 +81,8 @@ def _stdin_lines() -> list[str]:
 
 def _save_npy(path: Path, array: Any) -> None:
     """Writes a temporary file beside ``path`` and renames it, so that no partial file is seen."""
+    import tempfile
+
     import numpy as np
 
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".npy.part")

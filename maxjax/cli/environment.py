@@ -10,10 +10,8 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +61,8 @@ def versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -131,6 +131,8 @@ def _nvidia_smi() -> list[str]:
     """The GPUs that ``nvidia-smi -L`` lists, as "nvidia-smi (NVIDIA H100)"."""
     if shutil.which("nvidia-smi") is None:
         return []
+    import subprocess
+
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

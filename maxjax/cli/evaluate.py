@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -48,6 +47,8 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
             text = decoded(file.read(), options.text)
     with stoppable():
         opened = open_model(options)
+        from dataclasses import asdict
+
         from ..engine.perplexity import perplexity
 
         found = perplexity(
@@ -58,6 +59,6 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
         return [str(found)]
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(found).items()
+        for name, value in asdict(found).items()
     }
     return [json.dumps({"model": str(options.model), "text": options.text, **values})]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..columns import columns, visible
+from ..columns import Table, visible
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
@@ -25,7 +24,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-def inspect(options: argparse.Namespace) -> Iterable[str]:
+def inspect(options: argparse.Namespace) -> Iterable[str | Table]:
     """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
     from ..storage.open import open_checkpoint
 
@@ -93,6 +92,8 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     maxjax_digests.json beside files that maxjax wrote, and in the file names of Hugging Face's cache.
     The headers of safetensors files are also read by the safetensors library.
     """
+    from dataclasses import asdict
+
     from ..storage.open import open_checkpoint
     from ..storage.verify import second_reading
     from ..storage.verify import verify as verify_table
@@ -103,7 +104,7 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     for line in others or ():
         print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
     if options.json:
-        return [json.dumps({"sound": True, "format": format} | dataclasses.asdict(found), indent=1)]
+        return [json.dumps({"sound": True, "format": format} | asdict(found), indent=1)]
     sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
     if found.blobs:
         sums += f"; the SHA-256 of {found.blobs} files is their name in the cache"
@@ -128,12 +129,12 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*totals.values(), every]
 
 
-def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
+def _inspect_table(document: dict[str, Any]) -> Iterator[str | Table]:
     if document["metadata"]:
         rows = [[visible(key), _short(value)] for key, value in document["metadata"].items()]
-        yield from columns([["metadata", "value"], *rows], right=set())
+        yield Table([["metadata", "value"], *rows])
         yield ""
-    yield from columns(
+    yield Table(
         [["name", "dtype", "shape", "bytes", "file"]]
         + [
             [
@@ -148,7 +149,7 @@ def _inspect_table(document: dict[str, Any]) -> Iterator[str]:
         right={3},
     )
     yield ""
-    yield from columns(
+    yield Table(
         [["dtype", "tensors", "values", "bytes"]]
         + [
             [row["dtype"], *(f"{row[key]:,}" for key in ("tensors", "values", "bytes"))]

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable
 
+from ..columns import Table
 from .options import dtype, float_type, mesh, positive, size, topology
 
 
@@ -43,7 +44,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
-def plan(options: argparse.Namespace) -> Iterable[str]:
+def plan(options: argparse.Namespace) -> Iterable[str | Table]:
     """Shows the memory of weights and KV cache on each device, and whether they fit.
 
     Only headers are read. With ``--compile`` temporaries are counted as well. The exit code is 1,
@@ -53,6 +54,7 @@ def plan(options: argparse.Namespace) -> Iterable[str]:
         options.error("--batch and --length belong together: give both, or neither")
     import jax
 
+    from ..engine.plan.report import parts
     from ..engine.plan.report import plan as plan_of
 
     if not jax.config.jax_platforms:  # type: ignore[attr-defined]
@@ -64,4 +66,4 @@ def plan(options: argparse.Namespace) -> Iterable[str]:
         device=options.device, compile=options.compile,
     )  # fmt: skip
     options.code = int(found.fits is False)
-    return [json.dumps(found.as_dict(), indent=1)] if options.json else str(found).split("\n")
+    return [json.dumps(found.as_dict(), indent=1)] if options.json else parts(found)

@@ -25,6 +25,7 @@ from ..lockstep import Lockstep
 from ..models import BertModel, Decoder
 from ..models.pooling import POOLINGS, Pooling, pool
 from ..models.weights import check_loaded, model_facts, shardings_of
+from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..progress import compiling, task
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
@@ -132,17 +133,24 @@ def _embed(
         "modes": pooling.modes, "normalize": normalize, "skipped": skipped,
         "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
     }  # fmt: skip
+    watch = Watch(model)
+    packs = not watch.is_watched  # else each row is one text, as whoever observes the model expects
     pending: list[_Pending] = []
     ready = 0  # number of batches that are counted
     with task(f"embedding {len(rows):,} texts", len(rows), unit=" texts") as shown:
-        for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit):
+        for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit, packs):
+            numbers = [*members, *[-1] * (len(tokens[0]) - len(members))]
+            lengths = [len(rows[i].ids) if i >= 0 else 0 for i in numbers]
             if mesh is not None:  # shard the batch over the data axes
                 split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
                 tokens = jax.tree.map(partial(put, sharding=split), tokens)
             if together.is_shared:
                 together.decide()  # so that all are there
             with compiling("embed"):
-                vectors = together.run(_encode, model, tokens, **settings)
+                vectors = watch.run(
+                    together, _encode, tokens, rows=numbers, counts=lambda _, n=lengths: n,
+                    width=tokens[0].shape[1], **settings,
+                )  # fmt: skip
             # Of several processes none may dispatch what would wait for another in JAX.
             vectors = together.fetch(vectors) if together.is_shared else vectors
             pending.append(_Pending(members, slots, vectors))
@@ -176,12 +184,18 @@ class _Pending(NamedTuple):
 
 
 def _batches_of(
-    model: Any, tokenizer: Tokenizer, rows: list[Encoding], batch_size: int, limit: int
+    model: Any,
+    tokenizer: Tokenizer,
+    rows: list[Encoding],
+    batch_size: int,
+    limit: int,
+    packs: bool,
 ) -> Iterator[tuple[list[int], list[int], Any]]:
     """Batches: the indices of their texts, of the vectors of these texts, and their tokens."""
     lengths = [len(row.ids) for row in rows]
     # Packed rows need position ids, and a mask of the pairs of tokens that see each other.
-    short = [i for i, n in enumerate(lengths) if n <= LONGEST and isinstance(model, BertModel)]
+    packs = packs and isinstance(model, BertModel)
+    short = [i for i, n in enumerate(lengths) if n <= LONGEST and packs]
     for batch in packed_batches([lengths[i] for i in short], batch_size, limit):
         found = [(i, k) for i, row in enumerate(batch.rows) for k in range(len(row))]
         members = [short[batch.rows[i][k]] for i, k in found]
@@ -204,26 +218,31 @@ def _encode(
     normalize: bool,
     skipped: int = 0,
     gathered: NamedSharding | None = None,
-) -> jax.Array:
+    patches: Any = (),
+) -> Any:
+    """The vectors; of a model that is observed with what was recorded."""
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     if isinstance(batch, PackedTokens):
         seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
-        output = model(batch.ids, seen, batch.type_ids, batch.positions)
+        run = lambda: model(batch.ids, seen, batch.type_ids, batch.positions)
+        output, taps = tapped(model, patches, run)
         states = output.last_hidden_state.astype(dtype)
         pooled = _pooled(states, batch, modes, normalize, skipped)
     else:
         if isinstance(model, Decoder):
             lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
-            states = model.states(batch.input_ids, lengths=lengths)
+            run = lambda: model.states(batch.input_ids, lengths=lengths)
         else:
-            states = model(*batch).last_hidden_state  # [B, T, E]
+            run = lambda: model(*batch).last_hidden_state  # [B, T, E]
+        states, taps = tapped(model, patches, run)
         mask = batch.attention_mask
         if skipped:  # the tokens of the prompt do not count
             at = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
             mask = jnp.where(at >= skipped, mask, 0)
         pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
     pooled = pooled.astype(jnp.float32)  # [B, d]
-    return pooled if gathered is None else with_sharding(pooled, gathered)
+    pooled = pooled if gathered is None else with_sharding(pooled, gathered)
+    return (pooled, taps) if is_observed(model) else pooled
 
 
 def _pooled(

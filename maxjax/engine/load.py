@@ -202,10 +202,6 @@ def load(
     return found
 
 
-# What a notebook completes after the call: of the overloads only type checkers know.
-load.__annotations__["return"] = tuple[PretrainedModel, Tokenizer]
-
-
 def _prepared(
     path: Path,
     config: Any,

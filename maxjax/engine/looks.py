@@ -198,6 +198,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
     """Shows what values are like: statistics, a histogram, an image.
 
     They are computed where the array is, on one device or a mesh, and only the results are copied.
+    Several processes call it together.
 
     Args:
         what: a Weight, an array, a WeightData or a place of a checkpoint (which is then read), a

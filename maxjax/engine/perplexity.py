@@ -25,6 +25,7 @@ from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import Decoder
 from ..models.weights import check_loaded, model_facts, shardings_of
+from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..progress import compiling, task
 from ..text.tokenizer.tokenizer import Tokenizer, check_unicode
 
@@ -159,6 +160,7 @@ def _perplexity(
     }
     start = _start_id(tokenizer, ids)
     losses: list[np.ndarray] = []
+    watch = Watch(model)
     pending: list[tuple[list[Window], Any]] = []
     with task("scoring the text", len(found), unit=" windows") as shown:
         for i in range(0, len(found), count):
@@ -170,7 +172,12 @@ def _perplexity(
                 together.decide()  # so that all are there
             # The devices compute this batch while the host takes the one before.
             with compiling("perplexity"):
-                pending.append((part, together.run(_losses, model, *batch, **settings)))
+                blanks = [-1] * (count - len(part))
+                values = watch.run(
+                    together, _losses, *batch, rows=[*range(i, i + len(part)), *blanks],
+                    counts=lambda _, n=batch.counts: n, width=width, **settings,
+                )  # fmt: skip
+                pending.append((part, values))
             if together.is_shared or len(pending) > 1:
                 part, values = pending.pop(0)
                 losses += _scored(part, values, together)
@@ -222,12 +229,15 @@ def _losses(
     *,
     chunk: int,
     gathered: NamedSharding | None,
-) -> jax.Array:
+    patches: Any = (),
+) -> Any:
     """The negative log-likelihood of each target, float32 ``[B, T]``.
 
-    Logits are computed for ``chunk`` tokens of every window at a time.
+    Logits are computed for ``chunk`` tokens of every window at a time. Of a model that is observed it
+    also returns what was recorded.
     """
-    states = model.states(ids, lengths=counts)  # [B, T, E]
+    run = lambda: model.states(ids, lengths=counts)
+    states, taps = tapped(model, patches, run)  # [B, T, E]
     length = ids.shape[1]
     rest = -length % chunk
     states = jnp.pad(states, ((0, 0), (0, rest), (0, 0)))
@@ -247,7 +257,8 @@ def _losses(
 
     found = jax.lax.map(losses, (chunks(states), chunks(targets)))  # [n, B, chunk]
     found = jnp.moveaxis(found, 0, 1).reshape(ids.shape[0], -1)[:, :length]
-    return found if gathered is None else with_sharding(found, gathered)
+    found = found if gathered is None else with_sharding(found, gathered)
+    return (found, taps) if is_observed(model) else found
 
 
 def _chunk(batch: int, length: int, vocab_size: int) -> int:

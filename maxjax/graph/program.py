@@ -15,6 +15,7 @@ from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
 from ..progress import compiling
+from ..reloads import Compiled
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row
 from .graph import Graph, GraphWeight, program_row
@@ -297,6 +298,13 @@ class Trees:
         self.outputs: Any = None
         self._module = module
 
+    @property
+    def classes(self) -> set[type]:
+        """The classes of its Modules."""
+        named = getattr(self._module, "named_modules", None)
+        parts = [self._module] if named is None else [part for _, part in named()]
+        return {type(part) for part in parts}
+
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
         args = jax.tree.unflatten(self.inputs, [unwrap(value) for value in values])
         with returning_values(False):  # as in a call of the Module itself
@@ -315,6 +323,7 @@ class Program(Model):
         self, graph: Graph, trees: Trees, registry: Any = None, donate: Sequence[int] = ()
     ):
         self.in_tree, self.out_tree = trees.inputs, trees.outputs
+        self._code = Compiled(graph.name, trees.classes)
         leaves = iter(range(trees.inputs.num_leaves))
         by_argument = [[next(leaves) for _ in range(n)] for n in trees.counts]
         super().__init__(graph, registry, [leaf for i in donate for leaf in by_argument[i]])
@@ -325,6 +334,7 @@ class Program(Model):
         Raises:
             ValueError: the structure or a type of the arguments is wrong, or as for ``execute``.
         """
+        self._code.check()
         leaves, tree = jax.tree.flatten(args)
         if tree != self.in_tree:
             leaves, tree = jax.tree.flatten(args, is_leaf=is_input)  # TensorValues as inputs

@@ -161,18 +161,7 @@ def causal_attention(
         if not at_once:
             found = blocked_attention(query, cache, layer, positions, key_positions, attending)
             return _mean(*found, sinks)
-        keys, values, *scales = (
-            jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
-            for a in cache
-        )
-        if scales:
-            keys, values = (
-                restored(a, s, query.dtype) for a, s in zip((keys, values), scales, strict=True)
-            )
-        keys, values = (
-            jnp.repeat(a.astype(query.dtype).swapaxes(1, 2), repeats, axis=2)
-            for a in (keys, values)
-        )
+        keys, values = cached_rows(cache, layer, query.dtype, repeats)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         return _attention(
             query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
@@ -182,6 +171,104 @@ def causal_attention(
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
     return run(query, sinks, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
+
+
+def attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    softmax_dtype: Any = DType.float32,
+    sinks: Any = None,
+) -> jax.Array:
+    """The probabilities ``softmax(scale · q kᵀ)`` that :func:`attention` weights the values with.
+
+    Args:
+        query, key, mask, scale, soft_cap, softmax_dtype, sinks: as for :func:`attention`.
+
+    Returns:
+        ``[B, H, T, S]`` in ``softmax_dtype``. Masked keys have 0, also where a query has no other.
+        With sinks the weights of a query sum to less than one.
+
+    Example:
+        >>> x = jnp.ones((1, 2, 1, 4))
+        >>> attention_weights(x, x, jnp.array([[[True, False], [True, True]]]))[0, 0].tolist()
+        [[1.0, 0.0], [0.5, 0.5]]
+    """
+    dtype = DType.of(softmax_dtype).np
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    (batch, length, heads, width), (_, keys, kv_heads, _) = query.shape, key.shape
+    if mask is not None:
+        mask = mask_4d(mask, (batch, heads, length, keys))
+
+    sinks = _checked_sinks(sinks, heads)
+
+    def run(query: Any, key: Any, sinks: Any, *masks: Any) -> jax.Array:
+        q, k = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key))  # [B, H|K, T|S, D]
+        grouped = (batch, kv_heads, heads // kv_heads * length, width)
+        scores = jnp.einsum("bhtd,bhsd->bhts", q.reshape(grouped), k, preferred_element_type=dtype)
+        scores = scores.reshape(batch, heads, length, keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if masks:
+            scores = jnp.where(masks[0], scores, jnp.finfo(dtype).min)
+        if sinks.size:
+            column = jnp.broadcast_to(
+                sinks.astype(dtype)[None, :, None, None], (*scores.shape[:3], 1)
+            )
+            found = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+        else:
+            found = jax.nn.softmax(scores, axis=-1)
+        return jnp.where(masks[0], found, 0) if masks else found
+
+    mesh = explicit.mesh_of(query, key)
+    if mesh is not None:
+        rows, tokens, over, _ = explicit.entries(query)
+        run = explicit.automatic(run, mesh, [rows, over, tokens, ()])
+    return run(query, key, sinks, *(() if mask is None else (mask,)))
+
+
+def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """The values ``[B, S, K, D]`` under the weights ``[B, H, T, S]``: ``[B, T, H, D]`` in their dtype.
+
+    Example:
+        >>> weighted_values(jnp.full((1, 2, 1, 2), 0.5), jnp.arange(4.0).reshape(1, 2, 1, 2)).tolist()
+        [[[[1.0, 2.0], [1.0, 2.0]]]]
+    """
+    (batch, heads, length, keys), (_, _, kv_heads, width) = weights.shape, value.shape
+
+    def run(weights: Any, value: Any) -> jax.Array:
+        v = jnp.transpose(value, (0, 2, 1, 3))
+        rows = weights.reshape(batch, kv_heads, heads // kv_heads * length, keys)
+        mixed = jnp.einsum(
+            "bhts,bhsd->bhtd", rows.astype(v.dtype), v, preferred_element_type=weights.dtype
+        )
+        mixed = mixed.reshape(batch, heads, length, width)
+        return jnp.transpose(mixed, (0, 2, 1, 3)).astype(value.dtype)
+
+    mesh = explicit.mesh_of(weights, value)
+    if mesh is not None:
+        rows, over, tokens, _ = explicit.entries(weights)
+        run = explicit.automatic(run, mesh, [rows, tokens, over, ()])
+    return run(weights, value)
+
+
+def cached_rows(
+    cache: Sequence[jax.Array], layer: Any, dtype: Any, repeats: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values ``[B, S, repeats · K, D]`` of a layer of a cache, as :func:`causal_attention` takes them."""
+    keys, values, *scales = (
+        jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
+        for a in cache
+    )
+    if scales:
+        keys, values = (restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True))
+    keys, values = (
+        jnp.repeat(a.astype(dtype).swapaxes(1, 2), repeats, axis=2) for a in (keys, values)
+    )
+    return keys, values
 
 
 def partial_attention(

@@ -17,7 +17,7 @@ from ..errors import UnsupportedModelError, UserInputError
 from ..graph.device import DeviceRef
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
-from ..nn.attention import attention
+from ..nn.attention.tapped_attention import tapped_attention
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linear_rules, linears
@@ -149,7 +149,7 @@ class BertSelfAttention(Module):
             y.astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
             for y in linears([self.query, self.key, self.value], x)
         )
-        mixed = attention(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        mixed = tapped_attention(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
         return mixed.reshape(x.shape)
 
 

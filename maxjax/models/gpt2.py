@@ -244,6 +244,8 @@ def _norm(config: GPT2Config, dtype: DType) -> LayerNorm:
 class GPT2Block(Module):
     """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
 
+    _mx_carries = True
+
     def __init__(self, config: GPT2Config, number: int, dtype: DType):
         super().__init__()
         self.ln_1 = _norm(config, dtype)

@@ -34,7 +34,9 @@ if _TYPE_CHECKING:
     from .layer import PerLayer as PerLayer
     from .layer import Sequential as Sequential
     from .layer import Shardable as Shardable
+    from .layer import is_tapped as is_tapped
     from .layer import recursive_named_layers as recursive_named_layers
+    from .layer import tap as tap
     from .linear import MLP as MLP
     from .linear import ColumnParallelLinear as ColumnParallelLinear
     from .linear import Linear as Linear
@@ -67,7 +69,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "identity": "Identity",
         "kv_cache": "KVCache",
         "layer": "Layer LayerList LayerStack LayerV2 MissingLayer Module PerLayer Sequential "
-        "Shardable recursive_named_layers",
+        "Shardable is_tapped recursive_named_layers tap",
         "linear": "MLP ColumnParallelLinear Linear",
         "moe": "MoE MoEGate",
         "norm": "ConstantLayerNorm GroupNorm LayerNorm RMSNorm",

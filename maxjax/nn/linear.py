@@ -20,6 +20,7 @@ from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from .activation import activation
 from .layer import Module, hooks
+from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded, tensor_parallel
 
 # A weight is [out, in]: its last axis is the fan-in.
@@ -156,8 +157,9 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
     Returns:
         One array ``[..., out_dim]`` for each layer.
     """
-    # A hook must see every call.
-    if hooks.token() or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
+    # A hook must see every call, and whoever observes a layer that layer's.
+    watched = hooks.token() or any(isinstance(a, Linear) and is_wanted(a) for a in layers)
+    if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [unwrap(layer(x)) for layer in layers]
     results = matmul(unwrap(x), [layer.weight for layer in layers])
     return [

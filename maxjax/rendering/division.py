@@ -288,6 +288,8 @@ def device_table(rows: Mapping[str, Division], labels: Mapping[int, str]) -> str
     lines = [f"<tr><th {name}></th>{head}</tr>"]
     for title, one in rows.items():
         sizes = " × ".join(str(one.shape[axis]) for axis in one.axes)
+        if len(one.shape) > 2:
+            sizes = f"axes {' and '.join(map(str, one.axes))}: {sizes}"
         cells = "".join(f"<td {cell}>{one.on_device(d)}</td>" for d in shown)
         label = f"{html.escape(title)}<br><small>{sizes}</small>"
         lines.append(f'<tr><th {name} title="{html.escape(one.title)}">{label}</th>{cells}</tr>')

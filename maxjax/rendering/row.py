@@ -26,7 +26,7 @@ class Row:
         nbytes: bytes of all ``count`` together.
         count: number of equal things that the row stands for; the rows below are of one of them.
         notes: further short remarks: lazy, tied to another, where it is.
-        settings: plain attributes by name, as text.
+        settings: plain attributes by name: numbers and texts.
         division: which device holds which part.
         children: rows below it.
         is_array: whether it is a single array, and not something that holds others.
@@ -40,7 +40,7 @@ class Row:
     nbytes: int = 0
     count: int = 1
     notes: tuple[str, ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     division: Division | None = None
     children: tuple[Row, ...] = ()
     is_array: bool = False
@@ -70,10 +70,13 @@ def short(text: object, most: int = 80) -> str:
         >>> short("a" * 9, 5), short("two\\nlines")
         ('aa…aa', 'two\\\\nlines')
     """
-    shown = visible(str(text)[: 4 * most])
-    if len(shown) <= most and len(str(text)) <= 4 * most:
+    given = str(text)
+    if len(given) <= most and given.isprintable():
+        return given
+    shown = visible(given[: 4 * most])
+    if len(shown) <= most and len(given) <= 4 * most:
         return shown
-    end = visible(str(text)[-most:])
+    end = visible(given[-most:])
     half = (most - 1) // 2
     return f"{shown[: most - 1 - half]}…{end[len(end) - half :]}"
 
@@ -131,7 +134,9 @@ def braced(indices: Sequence[int]) -> str:
 def fold(rows: Sequence[Row]) -> list[Row]:
     """The rows of the items of a list, with equal ones folded into one.
 
-    A repeated pattern becomes a row for each kind in it, other runs of equal items a row each.
+    A repeated pattern becomes a row for each kind in it, other runs of equal items a row each. Items are
+    equal if their rows are, settings apart; a setting counts if few values of it recur, as that of layers
+    with a sliding window and of those without, and not if each item has its own, as its number.
 
     Example:
         >>> kinds = "aabaabaab"
@@ -142,7 +147,8 @@ def fold(rows: Sequence[Row]) -> list[Row]:
         [('{0..1}', '2 × a'), ('{2..4}', '3 × b'), ('5', 'a')]
     """
     known: dict[Any, int] = {}
-    keys = [known.setdefault(_key(row), len(known)) for row in rows]
+    kinds = zip(map(_key, rows), _telling(rows), strict=True)
+    keys = [known.setdefault(kind, len(known)) for kind in kinds]
     found: list[Row] = []
     for start, stop in _regions(keys):
         groups: dict[int, list[int]] = {}
@@ -153,6 +159,54 @@ def fold(rows: Sequence[Row]) -> list[Row]:
             folded.name = braced([int(rows[i].name) for i in members])
             found.append(folded)
     return found
+
+
+def merged(rows: Sequence[tuple[list[int], Row]]) -> list[Row]:
+    """The rows of several sets of items of a list, those of one kind together.
+
+    Args:
+        rows: for each set its numbers, and its row, with the sums of all of them.
+    """
+    groups: dict[Any, list[tuple[list[int], Row]]] = {}
+    for members, row in rows:
+        one = replace(row, count=1, parameters=row.parameters // max(row.count, 1))
+        groups.setdefault((_key(one), tuple(_flat_settings(row))), []).append((members, row))
+    found = []
+    for group in groups.values():
+        row = together([row for _, row in group])
+        if numbers_ := sorted(i for members, _ in group for i in members):
+            row.name = braced(numbers_)
+        found.append(row)
+    return found
+
+
+def _flat_settings(row: Row, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a row and of all below it, by path."""
+    for name, value in row.settings.items():
+        yield f"{path}.{name}", value
+    for child in row.children:
+        if child.settings or child.children:
+            yield from _flat_settings(child, f"{path}.{child.name}")
+
+
+def _same_settings(a: Row, b: Row) -> bool:
+    """Whether two rows and all below them have the same settings."""
+    if a.settings != b.settings or len(a.children) != len(b.children):
+        return False
+    return all(map(_same_settings, a.children, b.children))
+
+
+def _telling(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    """For each row, the values of the settings that tell kinds of rows apart."""
+    if len(rows) < 3:
+        return [()] * len(rows)
+    if all(_same_settings(rows[0], row) for row in rows):
+        return [()] * len(rows)
+    settings = [dict(_flat_settings(row)) for row in rows]
+    names = dict.fromkeys(name for one in settings for name in one)
+    columns = ([str(one.get(name)) for one in settings] for name in names)
+    told = [column for column in columns if 1 < len(set(column)) <= len(rows) // 2]
+    return list(zip(*told, strict=True)) if told else [()] * len(rows)
 
 
 def _regions(keys: list[int]) -> Iterator[tuple[int, int]]:
@@ -185,7 +239,7 @@ def together(rows: Sequence[Row]) -> Row:
         return first
     return replace(
         first,
-        count=first.count * len(rows),
+        count=sum(row.count for row in rows),
         parameters=sum(row.parameters for row in rows),
         nbytes=sum(row.nbytes for row in rows),
         settings=_common(rows),
@@ -199,7 +253,7 @@ def _alike(rows: Sequence[Row]) -> Row:
     return replace(rows[0], settings=_common(rows), children=children)
 
 
-def _common(rows: Sequence[Row]) -> dict[str, str]:
+def _common(rows: Sequence[Row]) -> dict[str, Any]:
     first = rows[0].settings
     if all(row.settings == first for row in rows):
         return first

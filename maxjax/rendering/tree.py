@@ -8,6 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from .row import Row, bytes_text, short
 
+# Only tables need it: notebooks have a style of their own for them.
+_TABLE_STYLE = (
+    ".mxj table{border-collapse:collapse;font:inherit;color:inherit}.mxj tr{background:none!important}"
+    ".mxj td,.mxj th{border:none;padding:0 8px;text-align:right;white-space:nowrap;background:none}"
+    ".mxj .t{text-align:left}"
+)
 _LEFT = ("", "name", "type")
 _BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
 # Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
@@ -68,16 +74,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence
         rows: texts of the cells, which are escaped.
         pictures: HTML of a last cell for each row, which is not escaped.
     """
-    line = "border:none;background:none;padding:0 8px;white-space:nowrap;text-align:"
-    cell = lambda tag, i, text: (
-        f'<{tag} style="{line}{"left" if head[i] in _LEFT else "right"}">{text}</{tag}>'
-    )
+    left = [' class="t"' if name in _LEFT else "" for name in head]
+    cell = lambda tag, i, text: f"<{tag}{left[i]}>{text}</{tag}>"
     lines = ["".join(cell("th", i, _text(name, 40)) for i, name in enumerate(head))]
     for i, row in enumerate(rows):
         cells = "".join(cell("td", k, _text(text, 60)) for k, text in enumerate(row))
         lines.append(cells + (cell("td", len(head) - 1, pictures[i]) if pictures else ""))
-    body = "".join(f'<tr style="background:none">{one}</tr>' for one in lines)
-    return f'<table style="border-collapse:collapse;font:inherit;color:inherit">{body}</table>'
+    style = f"<style>{_TABLE_STYLE}</style>"
+    return f"{style}<table>{''.join(f'<tr>{one}</tr>' for one in lines)}</table>"
 
 
 def memory_bar(parts: Mapping[str, int], size: int) -> str:
@@ -124,14 +128,13 @@ def _opened(row: Row) -> set[int]:
     found, count, queue = {id(row)}, len(row.children), deque(row.children)
     while queue:
         one = queue.popleft()
-        if (
-            one.children
-            and not one.children[0].is_array
-            and count + len(one.children) <= _OPEN_ROWS
-        ):
+        below = one.children
+        # The weights of a layer are left closed beside other layers.
+        is_last = bool(below) and below[0].is_array and len(row.children) > 1
+        if below and not is_last and count + len(below) <= _OPEN_ROWS:
             found.add(id(one))
-            count += len(one.children)
-            queue.extend(one.children)
+            count += len(below)
+            queue.extend(below)
     return found
 
 
@@ -150,20 +153,22 @@ def _line(row: Row) -> str:
     cells = [f"<b>{_text(row.name, 60)}</b>"]
     if row.kind and not row.is_array:
         cells.append(f"<i>{_text(row.kind_text, 48)}</i>")
-    if row.type_text and (row.is_array or row.shape is not None):
-        cells.append(f"<u>{_text(row.type_text, 60)}</u>")
+    # A layer with a single weight shows that on its own line.
+    only = row.children[0] if len(row.children) == 1 and row.children[0].is_array else row
+    if only.type_text and (only.is_array or only.shape is not None):
+        cells.append(f"<u>{_text(only.type_text, 60)}</u>")
     if row.nbytes:
         size = bytes_text(row.nbytes)
         if not row.is_array:
             size = f"{row.parameters:,} · {size}"
         cells.append(f"<s>{size}</s>")
-    if row.division is not None:
-        drawing = row.division.small()
-        cells.append(f'<span title="{_text(row.division.title, 100)}">{drawing}</span>')
-    if row.notes:
-        cells.append(f"<s>{_text(', '.join(row.notes), 100)}</s>")
+    if only.division is not None:
+        drawing = only.division.small()
+        cells.append(f'<span title="{_text(only.division.title, 100)}">{drawing}</span>')
+    if notes := dict.fromkeys([*row.notes, *only.notes]):
+        cells.append(f"<s>{_text(', '.join(notes), 100)}</s>")
     if row.settings:
-        settings = " ".join(f"{name}={value}" for name, value in row.settings.items())
+        settings = " ".join(f"{name}={short(value, 24)}" for name, value in row.settings.items())
         cells.append(f"<s>{_text(settings, 100)}</s>")
     return "".join(cells)
 

@@ -17,6 +17,7 @@ from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
 from ...models.weights import check_loaded
 from ...nn.kv_cache.cache import KVCache
+from ...nn.layer.observe.programs import Watch
 from ...progress import compiling
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
@@ -43,6 +44,7 @@ class Batch:
         chunk: the largest number of prompt tokens in one prefill; a power of two.
         cache_dtype: dtype of the KV cache: None for the model's dtype, or ``"int8"``.
         together: the call of this batch, if several processes make it together.
+        watch: the run that this batch is a part of, for those who observe the model.
 
     Example:
         >>> import maxjax
@@ -69,6 +71,7 @@ class Batch:
         chunk: int = 512,
         cache_dtype: Any = None,
         together: Lockstep | None = None,
+        watch: Watch | None = None,
     ):
         check_model(model)
         if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
@@ -76,6 +79,7 @@ class Batch:
         chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self.together = together or Lockstep("generate", ())
+        self.watch = watch or Watch(model)
         self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
@@ -93,6 +97,7 @@ class Batch:
         longest = max(len(prompt) for prompt in self._prompts)
         capacity = self._capacity(min(max(self._limits), longest + _FIRST_NEW_TOKENS))
         numbers = np.arange(batch) if rows is None else np.asarray(rows)
+        self._rows = numbers.tolist()
         lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
         self._used = longest  # no row has more tokens
         self.state = State(
@@ -121,7 +126,8 @@ class Batch:
         while start < longest:
             width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
             part, counts = _slice(self._prompts, start, width)
-            self.state = self._run(prefill, self.state, part, counts, self._sampler)
+            args = (self.state, part, counts, self._sampler)
+            self.state = self._run(prefill, *args, counts=lambda _, n=counts: n, width=width)
             if self.together.is_shared:
                 self.together.fetch(self.state.done)
             start += width
@@ -141,13 +147,18 @@ class Batch:
         # Always a device array: a host number would compile another program.
         if count not in self._counts:
             self._counts[count] = self._put(np.int32(count))
-        self.state, written = self._run(decode, self.state, self._counts[count], self._sampler)
+        args = (self.state, self._counts[count], self._sampler)
+        self.state, written = self._run(
+            decode, *args, counts=lambda result: result[1].counts, width=None
+        )
         return written
 
-    def _run(self, program: Any, *args: Any) -> Any:
+    def _run(self, program: Any, *args: Any, **recorded: Any) -> Any:
         static = {"settings": self._kind, "shardings": self._shardings}
         with compiling(program.__name__, self.shows):
-            return self.together.run(program, self.model, *args, **static)
+            return self.watch.run(
+                self.together, program, *args, rows=self._rows, **recorded, **static
+            )
 
     def fetch(self, written: Tokens) -> Tokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.placement.arrays import with_sharding
 from ...nn.kv_cache.cache import KVCache
+from ...nn.layer.observe.loops import zeros
+from ...nn.layer.observe.programs import is_observed, tapped
 from ..sampling.draw import Sampled, sample
 from ..sampling.penalties import History
 from ..sampling.settings import Amounts, Sampling
@@ -96,9 +98,16 @@ def prefill(
     *,
     settings: Sampling,
     shardings: Shardings,
-) -> State:
-    """Runs the chunk ``ids`` ``[B, T]``, and samples the first token of rows whose prompt ends here."""
-    logits, cache = model(ids, state.cache, lengths=counts, last=True)
+    patches: Any = (),
+) -> Any:
+    """Runs the chunk ``ids`` ``[B, T]``, and samples the first token of rows whose prompt ends here.
+
+    Returns:
+        The state; of a model that is observed (``nn/layer/observe``) with what was recorded.
+    """
+    (logits, cache), taps = tapped(
+        model, patches, lambda: model(ids, state.cache, lengths=counts, last=True)
+    )
     ends = (counts > 0) & (_replicated(cache.lengths, shardings) == state.prompts)
     state = state._replace(cache=cache)
     state, sampled = _choose(state, logits, ends, sampler, settings, shardings)
@@ -106,7 +115,8 @@ def prefill(
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
 
-    return _resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
+    state = _resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
+    return (state, taps) if is_observed(model) else state
 
 
 @partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
@@ -118,8 +128,14 @@ def decode(
     *,
     settings: Sampling,
     shardings: Shardings,
-) -> tuple[State, Tokens]:
-    """Generates token by token until every row is done, but at most ``steps`` tokens."""
+    patches: Any = (),
+) -> Any:
+    """Generates token by token until every row is done, but at most ``steps`` tokens.
+
+    Returns:
+        The state and the Tokens; of a model that is observed these as one, and what was recorded,
+        with a first axis of ``MAX_STEPS`` steps.
+    """
     batch = state.last.shape[0]
     samples = jax.tree.map(
         lambda a: _replicated(jnp.zeros((batch, MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
@@ -128,27 +144,39 @@ def decode(
     counts = _replicated(jnp.zeros(batch, jnp.int32), shardings)
 
     def more(carry: Any) -> jax.Array:
-        i, state, _, _ = carry
+        i, state, _, _, _ = carry
         return (i < steps) & ~jnp.all(state.done)
 
-    def step(carry: Any) -> Any:
-        i, state, samples, counts = carry
-        active = ~state.done
-        logits, cache = model(
+    def call(state: State, active: jax.Array) -> Any:
+        run = lambda: model(
             state.last[:, None], state.cache, lengths=active.astype(jnp.int32), last=True
         )
+        return tapped(model, patches, run)
+
+    def step(carry: Any) -> Any:
+        i, state, samples, counts, recorded = carry
+        active = ~state.done
+        (logits, cache), taps = call(state, active)
         state = state._replace(cache=cache)
         state, sampled = _choose(state, logits, active, sampler, settings, shardings)
         state = _resharded(state, shardings)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
-        return i + 1, state, jax.tree.map(put, samples, sampled), counts + active.astype(jnp.int32)
+        keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
+        following = i + 1, state, jax.tree.map(put, samples, sampled)
+        counts = counts + active.astype(jnp.int32)
+        return *following, counts, jax.tree.map(keep, recorded, taps)
 
-    start = (_replicated(jnp.int32(0), shardings), state, samples, counts)
-    _, state, samples, counts = jax.lax.while_loop(more, step, start)
+    recorded: Any = {}
+    if is_observed(model):
+        _, shapes = jax.eval_shape(call, state, state.done)
+        recorded = jax.tree.map(partial(zeros, MAX_STEPS), shapes)
+    start = (_replicated(jnp.int32(0), shardings), state, samples, counts, recorded)
+    _, state, samples, counts, recorded = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
     state = _resharded(state, shardings)
     written = Tokens(samples.tokens, counts, state.done, state.bad, samples)
-    return state, jax.tree.map(lambda a: _replicated(a, shardings), written)
+    result = state, jax.tree.map(lambda a: _replicated(a, shardings), written)
+    return (result, recorded) if is_observed(model) else result
 
 
 def _choose(

@@ -12,6 +12,7 @@ import jax
 from ...errors import releasing
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
+from ...nn.layer.observe.programs import Watch
 from ...progress import Task, task
 from ..sampling.settings import Sampling
 from .batch import Batch
@@ -96,6 +97,7 @@ def generate(
         found: list[Completion | None] = [None] * len(rows)
         # Prompts of similar length share a batch: less of it is padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        watch = Watch(model)
         with _shown(len(rows)) as shown:
             for start in range(0, len(order), batch_size):
                 members = order[start : start + batch_size]
@@ -107,7 +109,7 @@ def generate(
                     [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
                     sampling=request.sampling, eos_ids=request.eos_ids, key=key,
                     rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
-                    together=together,
+                    together=together, watch=watch,
                 )  # fmt: skip
                 texts = [request.partial_completion(prompt) for prompt in prompts]
                 try:
@@ -116,6 +118,8 @@ def generate(
                     batch.close()
                 for i, text in zip(members, texts, strict=True):
                     found[i] = text.completion()
+                    # The model has not read the last token; what came after a stop string is dropped.
+                    watch.end(i, len(rows[i]) + len(text.tokens) - 1)
         together.finish()
     return found[0] if single else found
 
@@ -230,6 +234,8 @@ def _pieces(
         clean = True
     finally:
         if ended is None:
+            answer = partial.completion()
+            batch.watch.end(0, len(answer.prompt_tokens) + len(answer.tokens) - 1)
             batch.close()
         else:
             ended(partial, clean)

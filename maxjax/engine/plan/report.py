@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ...columns import columns, visible
+from ...columns import Table, visible
 from ...driver import memory_stats
 from ...errors import UserInputError, some
 from ...graph.weights import load_weights
@@ -189,7 +189,8 @@ def _page(plan: Plan) -> str:
 # --- as a table -------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def parts(plan: Plan) -> Iterator[str | Table]:
+    """The text of a plan: lines and tables."""
     on = f" of {plan.device}" if plan.device else ""
     yield f"{mesh_text(plan.mesh, plan.devices)}{on}; {plan.basis}"
     yield ""
@@ -212,7 +213,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         rows.append(["largest batch", f"{plan.max_batch:,}"])
     if plan.max_length:
         rows.append(["longest context", f"{plan.max_length:,} tokens"])
-    yield from columns(rows, right=())
+    yield Table(rows, titles=0)
     yield ""
     head = ["name", "count", "dtype", "shape", "spec", "bytes", "per device", "why"]
     table = [
@@ -220,23 +221,26 @@ def _lines(plan: Plan) -> Iterator[str]:
          k.spec, f"{k.bytes:,}", f"{k.bytes_per_device:,}", k.why]
         for k in plan.kinds
     ]  # fmt: skip
-    yield from columns([head, *table], right=(1, 5, 6))
+    yield Table([head, *table], right=(1, 5, 6))
     if plan.replicated:
         yield from ("", "replicated on every device")
         rows = [[f"  {visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
-        yield from columns(rows, right=(1,))
+        yield Table(rows, right=(1,), titles=0)
     if plan.largest:
         yield from ("", "largest")
         rows = [[f"  {visible(name)}", f"{nbytes:,}"] for name, nbytes in plan.largest]
-        yield from columns(rows, right=(1,))
+        yield Table(rows, right=(1,), titles=0)
     if plan.meshes:
         yield from ("", "meshes, the best first")
-        yield from columns(
-            [_MESH_HEAD, *map(_mesh_row, plan.meshes[:_SHOWN_MESHES])], right=(2, 3, 4, 5)
-        )
+        yield Table([_MESH_HEAD, *map(_mesh_row, plan.meshes[:_SHOWN_MESHES])], right=(2, 3, 4, 5))
         if len(plan.meshes) > _SHOWN_MESHES:
             yield f"  and {len(plan.meshes) - _SHOWN_MESHES} more"
     yield from (f"\nnote: {note}" for note in plan.notes)
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    for part in parts(plan):
+        yield from part.lines() if isinstance(part, Table) else [part]
 
 
 _MESH_HEAD = ["  mesh", "fits", "on a device", "read a token", "collectives", "sent a token", "but"]

@@ -85,8 +85,8 @@ def quantize(
         >>> layers = maxjax.init(layers, jax.random.key(0))
         >>> model, report = maxjax.quantize(layers, "q8_0")
         >>> model.raw_state_dict(), report.bytes_before, report.bytes_after  # doctest: +NORMALIZE_WHITESPACE
-        ({'0.weight': Weight(0.weight, DType.uint8, [Dim(32), Dim(68)], cpu:0, QuantizationEncoding.Q8_0)},
-         8192, 2176)
+        ({'0.weight': Weight(0.weight, DType.uint8, [Dim(32), Dim(68)], cpu:0, QuantizationEncoding.Q8_0,
+         loaded)}, 8192, 2176)
     """
     if activations not in (None, *ACTIVATIONS):
         raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")

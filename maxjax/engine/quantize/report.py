@@ -31,7 +31,7 @@ class WeightReport:
     worst_rows: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizationReport:
     """What :func:`maxjax.quantize` did. It prints as a table, and is one in a notebook.
 
@@ -83,6 +83,9 @@ class QuantizationReport:
             f"{self.bytes_kept:,} bytes of others"
         ]
         return lines + [f"not quantised: {visible(n)}: {why}" for n, why in self.kept.items()]
+
+    def __repr__(self) -> str:
+        return f"QuantizationReport({self._summary()[0]})"
 
     def __str__(self) -> str:
         table = columns([_HEAD, *self._cells()], right={2, 3, 4})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, bytes_text, counted, short
 from ...rendering.tree import card
 from ..placement.division import device_count, division_of, place_text, spec_text
+from ..shape import StaticDim
 
 LAZY, UNREAD, TRACED, DELETED = "lazy", "not read yet", "traced", "deleted"
 # Leaves that are not arrays but say what the tree around them is.
@@ -103,6 +106,7 @@ def array_row(name: str, array: Any, sharding: Any = None) -> Placed:
     return placed(row, state, sharding)
 
 
+@functools.lru_cache(256)
 def dtype_text(dtype: Any) -> str:
     """The name of a dtype, also of random keys and of derivatives of integers."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
@@ -127,53 +131,88 @@ def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
     return Placed(row, state, sharding, per_device)
 
 
-def weight_row(weight: Any, name: str) -> Placed:
-    """The row of a Weight: of one layer's alone if a stack holds it."""
+def weight_row(weight: Any, name: str, of_all: bool = False) -> Placed:
+    """The row of a Weight.
+
+    Args:
+        of_all: whether it stands for the Weights of all layers of the stack that holds it: its state
+            is then that of the stack.
+    """
     stored = weight.stored
-    home = stored.home
-    leaf = stored.leaf if home is None else home[0].leaf
+    home, packing, encoding = stored.home, stored.packing, stored.encoding
+    leaf = stored.leaf if home is None or not of_all else home[0].leaf
     state = state_of(leaf)
     if state.foreign and leaf is not None:
         return array_row(name, leaf)
+    dims = stored.dims if packing is None else weight.logical_shape
+    shape = tuple([int(d) if isinstance(d, StaticDim) else str(d) for d in dims])
+    known = str not in map(type, shape)
+    if known and _has_other_shape(stored, leaf, shape, of_all):
+        return _as_it_is(name, leaf, home[0].count if of_all and home is not None else 1)
     if leaf is None:  # sizes that are not known yet, or an empty place in a tree
-        unknown = stored.leaf_dims is None
-        state = State(LAZY) if unknown else State("", "NoneType", "None")
-    if state.note == LAZY and stored.source is not None:
-        state = State(UNREAD)
-    packing, encoding = stored.packing, stored.encoding
-    dims = weight.logical_shape if packing is not None else _sizes(weight, leaf, home)
-    shape: tuple[Any, ...] = tuple(int(d) if str(d).isdigit() else str(d) for d in dims)
-    known = all(isinstance(size, int) for size in shape)
-    found = getattr(stack_of(leaf), "dtype", None)
+        state = State("", "NoneType", "None") if known else State(LAZY)
+    if state.note == LAZY:
+        if stored.source is not None:
+            state = State(UNREAD)
+        elif home is not None and of_all and (held := _loaded(home[0])):
+            state = State(f"{held} of {home[0].count} layers loaded")
+    array = stack_of(leaf)
+    found = getattr(array, "dtype", None)
     held = stored.dtype.np if found is None else found
-    count = int(math.prod(shape)) if known else 0
-    nbytes = count * _width(held)
-    notes: list[str] = []
+    count = math.prod(shape) if known else 0  # type: ignore[type-var]
+    nbytes = int(count) * _width(held)
+    notes: tuple[str, ...] = ()
     if packing is not None:
         nbytes = math.prod(map(int, stored.dims)) if known else 0
-        notes.append(f"{8 * nbytes / max(count, 1):.4g} bits each")
+        notes = (f"{8 * nbytes / max(int(count), 1):.4g} bits each",)
     elif encoding is not None:
-        notes.append(encoding.value)
+        notes = (encoding.value,)
     elif found is not None and found != jax.dtypes.canonicalize_dtype(stored.dtype.np):
-        notes.append(f"declared {stored.dtype.name}")
+        notes = (f"declared {stored.dtype.name}",)
     text = dtype_text(held) if packing is None else packing.value
     if state.foreign:
-        text, nbytes, count, notes = "None", 0, 0, []
-    row = Row(name, "", text, shape, count, nbytes, notes=tuple(notes), is_array=True)
-    sharding = stored.sharding if home is None else weight.sharding
+        text, nbytes, count, notes = "None", 0, 0, ()
+    row = Row(name, "", text, shape, int(count), nbytes, notes=notes, is_array=True)
+    sharding = weight.sharding
     if sharding is None:
-        sharding = getattr(stack_of(leaf), "sharding", None) if home is None else None
-    if home is not None and sharding is None:
-        where = getattr(stack_of(leaf), "sharding", None)
-        sharding = where if len(getattr(where, "device_set", ())) == 1 else None
-    if not known:
-        sharding = None
-    return placed(row, state, sharding, stored.layout)
+        sharding = getattr(array, "sharding", None)
+        if home is not None and device_count(sharding) > 1:
+            sharding = None  # that of all layers, whose axes are others
+    return placed(row, state, sharding if known else None, stored.layout)
 
 
-def _sizes(weight: Any, leaf: Any, home: Any) -> Any:
-    """The sizes in logical order; of a leaf that has others, as of mapped gradients, its own."""
-    return weight.stored.dims if home is not None else weight.shape
+def _has_other_shape(stored: Any, leaf: Any, shape: tuple[Any, ...], of_all: bool) -> bool:
+    """Whether a leaf is an array of another shape than the Weight's, as gradients of each example are."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return False
+    if isinstance(leaf, Tracer):  # it may be one device's part
+        return False
+    if stored.layout is not None or stored.packing is not None:
+        shape = stored.leaf_dims
+    if stored.home is not None and of_all:
+        shape = (*stored.home[0].lead, *shape)
+    return tuple(leaf.shape) != shape
+
+
+def _as_it_is(name: str, leaf: Any, count: int) -> Placed:
+    """The row of a leaf that has not the shape of its Weight, or of the Weights of so many layers."""
+    one = array_row(name, leaf)
+    if count == 1:
+        return one
+    # The caller counts it once for each layer.
+    row = replace(one.row, parameters=one.row.parameters // count, nbytes=one.row.nbytes // count)
+    row.notes = (*row.notes, f"of {count} layers together")
+    return Placed(row, one.state, one.sharding, one.per_device // count)
+
+
+def _loaded(stack: Any) -> int:
+    """Of how many of its Weights a stack that is not whole has a value."""
+    if stack.home is None:
+        return len(stack._parts)
+    (outer, start), count = stack.home, stack.count
+    while outer.home is not None:
+        outer, start = outer.home[0], start + outer.home[1]
+    return sum(start <= number < start + count for number in outer._parts)
 
 
 def total(kind: str, arrays: Mapping[str, Any]) -> Row:

@@ -25,10 +25,18 @@ from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, parts, split_over
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...kernels import decode_attention, explicit
-from ...kernels.attention import NO_KEY, causal_attention, partial_attention
+from ...kernels.attention import (
+    NO_KEY,
+    attention_weights,
+    cached_rows,
+    causal_attention,
+    partial_attention,
+    weighted_values,
+)
+from ...kernels.blocked_attention import Attending
 from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
-from ...nn.layer import Module
+from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
@@ -51,6 +59,7 @@ class Step(NamedTuple):
         rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
         numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
+        capacity: number of positions of the cache, where weights of the attention to it are asked for.
     """
 
     starts: jax.Array
@@ -58,6 +67,7 @@ class Step(NamedTuple):
     rotations: dict[str, tuple[jax.Array, jax.Array]]
     tokens: jax.Array | None = None
     numbers: jax.Array | None = None
+    capacity: int | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
@@ -90,6 +100,8 @@ class DecoderAttention(Module):
         rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
             ``config.local_rope``, "none" for no RoPE.
     """
+
+    _mx_carries = True
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -189,7 +201,9 @@ class DecoderAttention(Module):
                 layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
             part = int(self._is_rotating(cached))
             slots = cached[part]
-            assert slots is not None
+            assert slots is not None and cached[0] is not None
+            if is_tapped("weights"):
+                step = step._replace(capacity=cached[0].size)
             y, slots = self._with_cache(q, k, v, step, slots, layer, bool(part))
             cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
         else:
@@ -197,7 +211,7 @@ class DecoderAttention(Module):
             key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
             cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
             y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
-        y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
+        y = tap("heads", y).reshape(*x.shape[:-1], self.num_heads * self.head_dim)
         return self.o_proj(y).astype(x.dtype), cached
 
     def _is_rotating(self, cached: Cached) -> bool:
@@ -220,10 +234,21 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
+            if q.ndim == 3 and is_tapped("weights"):
+                # As a prefill of one token, which computes by the definition.
+                q, k, v = (a[:, None] for a in (q, k, v))
+                q, k = self._rotated(step, q, k)
+                y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
+                return y[:, 0], slots
             if q.ndim == 3:
                 return self._decode(q, k, v, step, slots, layer, rotating)
             prefill = self._prefill_sliding if rotating else self._prefill_full
             return prefill(*self._rotated(step, q, k), v, step, slots, layer)
+        if is_tapped("weights"):
+            raise UserInputError(
+                "attention weights are not at hand where a cache is divided over the devices of a mesh: "
+                "take them from a call without a cache, model(ids), or on one device"
+            )
         queries, whole = layout.queries(q.ndim), PartitionSpec(layout.batch)
         by_row = lambda a: whole if a.shape[0] == batch else PartitionSpec()
         step = step._replace(numbers=None)
@@ -291,7 +316,9 @@ class DecoderAttention(Module):
             key_positions = _slot_positions(_ends(step, length), size, part)
         else:
             key_positions = _numbers(part, size)[None, :]
-        y = self._attend(q, jax.tree.leaves(slots), layer, positions, key_positions, part)
+        width = step.capacity if rotating else None
+        leaves = jax.tree.leaves(slots)
+        y = self._attend(q, leaves, layer, positions, key_positions, part, width)
         return y, slots
 
     def _prefill_sliding(
@@ -313,14 +340,14 @@ class DecoderAttention(Module):
         )
         key_positions = _slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
-        y = self._attend(q, list(keys), 0, positions, key_positions, part)
+        y = self._attend(q, list(keys), 0, positions, key_positions, part, step.capacity)
         ends = _slot_positions(_ends(step, length), size, part)
         source = jnp.where(ends == NO_KEY, -1, ends - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
         self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
-        key_positions: jax.Array, part: Part | None = None,
+        key_positions: jax.Array, part: Part | None = None, width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
         options: dict[str, Any] = {
@@ -328,6 +355,8 @@ class DecoderAttention(Module):
             "soft_cap": self.soft_cap, "softmax_dtype": self.softmax_dtype,
         }  # fmt: skip
         where = (q, cache, layer, positions, key_positions)
+        if part is None and is_tapped("weights"):
+            return self._attend_by_weights(*where, width, **options)
         if part is not None and part.slots > 1:
             return part.results(*partial_attention(*where, **options))
         # Too few KV heads to split are on every device, and repeated for each query head.
@@ -337,6 +366,35 @@ class DecoderAttention(Module):
             strided=_splits_tokens(self.o_proj.weight.sharding),
         )  # fmt: skip
         return y if part is None else part.results(y, None)
+
+    def _attend_by_weights(
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
+        key_positions: jax.Array, width: int | None, *, scale: Any, sliding_window: Any,
+        soft_cap: Any, softmax_dtype: Any,
+    ) -> jax.Array:  # fmt: skip
+        """:meth:`_attend` by its definition, whose weights ``[B, H, T, S]`` are tapped.
+
+        S are the positions of the keys, from 0 on: without a cache the tokens, otherwise the slots.
+        Where keys are in another order, they are put in order for ``width`` positions.
+        """
+        repeats = self.num_heads // self.num_kv_heads if self._heads_are_whole() else 1
+        keys, values = cached_rows(cache, layer, q.dtype, repeats)
+        attending = Attending(scale, sliding_window, soft_cap, softmax_dtype)
+        mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
+        weights = attention_weights(
+            q, keys, jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
+            scale=scale, soft_cap=soft_cap, softmax_dtype=softmax_dtype,
+        )  # fmt: skip
+        if width is None:
+            return weighted_values(tap("weights", weights), values)
+        at = jnp.broadcast_to(key_positions[:, None, None, :], weights.shape)
+        place = [jnp.arange(n, dtype=jnp.int32) for n in weights.shape[:3]]
+        b, h, t = jnp.meshgrid(*place, indexing="ij")
+        index = (b[..., None], h[..., None], t[..., None], at)
+        ordered = jnp.zeros((*weights.shape[:3], width), weights.dtype)
+        ordered = tap("weights", ordered.at[index].set(weights, mode="drop"))
+        weights = ordered.at[index].get(mode="fill", fill_value=0)
+        return weighted_values(weights, values)
 
     def _heads_are_whole(self) -> bool:
         """Whether a mesh splits the query heads and cannot split the KV heads alike."""

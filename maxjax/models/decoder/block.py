@@ -42,6 +42,7 @@ class DecoderLayer(Module):
     """
 
     attention_class: ClassVar[Any] = DecoderAttention
+    _mx_carries = True
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()

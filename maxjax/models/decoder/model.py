@@ -47,6 +47,8 @@ _GPUS = ("gpu", "cuda", "rocm")
 class DecoderModel(Module):
     """Embedding, layers and final norm: ``model`` in Hugging Face's checkpoints."""
 
+    _mx_carries = True
+
     def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any):
         super().__init__()
         self.dtype, self.embedding_scale = dtype, config.embedding_scale

@@ -2,8 +2,8 @@
 
 from ...absent import absent as _absent
 from .attention_with_rope import AttentionWithRope as AttentionWithRope
-from .attention_with_rope import attention as attention
 from .mask_config import MHAMaskVariant as MHAMaskVariant
+from .tapped_attention import attention as attention
 
 __getattr__ = _absent(
     __name__,

@@ -18,13 +18,14 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split, parts
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
-from ...kernels.attention import attention, mask_4d
+from ...kernels.attention import mask_4d
 from ..layer import Module
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear
 from .mask_config import MHAMaskVariant
+from .tapped_attention import tapped_attention
 
 
 def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -> dict[str, Any]:
@@ -177,7 +178,8 @@ class AttentionWithRope(Module):
         if self.num_key_value_heads % parts(self.o_proj.weight, 1):
             # There are too few KV heads to split: each device has all, and uses those of its queries.
             k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
-        y = attention(q, k, v, self._combined_mask(mask, q, k), scale=self.scale)  # [B, T, H, D]
+        mask = self._combined_mask(mask, q, k)
+        y = tapped_attention(q, k, v, mask, scale=self.scale)  # [B, T, H, D]
         y = y.reshape(*tokens.shape[:-1], self.n_heads * self.head_dim)
         y = y if array.ndim == 3 else y[0]
         return self.o_proj(TensorValue(y) if wraps(x) else y)

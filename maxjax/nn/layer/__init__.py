@@ -11,13 +11,17 @@ from ...graph.placement.strategy import Shardable as Shardable
 from .call_stack import layer_name as layer_name
 from .hooks import Layer as Layer
 from .hooks import add_layer_hook as add_layer_hook
+from .hooks import add_layer_prehook as add_layer_prehook
 from .hooks import clear_hooks as clear_hooks
 from .hooks import layer_hook as layer_hook
+from .hooks import layer_prehook as layer_prehook
 from .layer_list import LayerList as LayerList
 from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential
 from .module import Module as Module
 from .module import recursive_named_layers as recursive_named_layers
+from .observe.frames import is_tapped as is_tapped
+from .observe.frames import tap as tap
 from .stack.expert_stack import ExpertStack as ExpertStack
 from .stack.layer_stack import LayerStack as LayerStack
 from .stack.per_layer import PerLayer as PerLayer

@@ -16,11 +16,13 @@ import jax
 from jax.core import Tracer
 
 from ...graph.kind import KIND
-from ...graph.weight.epoch import EPOCH, LEAF_CACHES
+from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
 from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
+from ...reloads import code, watch
 from .assigned_list import AssignedList
+from .edited import wrap_edited
 from .hooks import token
 from .walk import Walk, host_of, source_of
 
@@ -37,12 +39,14 @@ class Definition:
         weights: for each leaf, a Weight or StackedWeight without a value, as a template.
         statics: static values of each node.
         stacked: whether there is a StackedWeight among ``weights``.
+        marks: for each node, who observes the Module and under which name (``observe/frames.py``);
+            () if nobody observes any of them.
         shards: for each node, a map from attributes to templates of their shards.
     """
 
     __slots__ = (
         "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "shards",
-        "__weakref__",
+        "marks", "__weakref__",
     )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -67,6 +71,8 @@ class Valued(NamedTuple):
     definition: Definition
 
 
+watch(wrap_edited)
+watch(structure_changed)
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
 
 
@@ -170,14 +176,24 @@ def define(root: Any) -> Cache:
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
     owned = tuple(flag for _, _, flag in leaves)
-    key = (token(), nodes, names, owned, tuple(w.stored.static() for w in weights))
+    key = (
+        token(),
+        code({node.kind for node in nodes}),
+        nodes,
+        names,
+        owned,
+        tuple(w.stored.static() for w in weights),
+    )
+    marks = tuple(m._mx_marks for m in walk.modules)
+    marks = marks if any(marks) else ()
+    key = (*key, marks) if marks else key
     definition = _INTERNED.get(key)
     if definition is None:
         definition = Definition()
         definition.key, definition.nodes, definition.names = key, nodes, names
         definition.owned, definition.aliases = owned, aliases
         definition.weights = tuple(around(w, None, None) for w in weights)
-        definition.stacked = walk.stacked
+        definition.stacked, definition.marks = walk.stacked, marks
         definition.shards = tuple(
             {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
             for m in walk.modules
@@ -257,6 +273,58 @@ def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
     return tuple(found)
 
 
+def marked(root: Any, plan: Hashable, name: str) -> Any:
+    """A copy of a Module, and of all below it, that is observed.
+
+    The copy has the same values and a treedef of its own, which ``jax.tree.map`` and JAX's
+    transformations keep.
+
+    Args:
+        plan: what is wanted.
+        name: full name of the Module for the plan; those below it have theirs under it.
+    """
+    leaves, found = flatten(root)
+    definition = found.definition if isinstance(found, Valued) else found
+    start = f"{name}." if name else ""
+    marks = tuple(
+        (*module._mx_marks, (plan, f"{start}{prefix}".rstrip(".")))
+        for module, prefix in zip(*_named(root), strict=True)
+    )
+    key = (*definition.key[:5], marks)
+    made = _INTERNED.get(key)
+    if made is None:
+        made = Definition()
+        for slot in Definition.__slots__:
+            if slot not in ("key", "marks", "__weakref__"):
+                setattr(made, slot, getattr(definition, slot))
+        made.key, made.marks = key, marks
+        made = _INTERNED.setdefault(key, made)
+    return rebuild(made, leaves)
+
+
+def _named(root: Any) -> tuple[list[Any], list[str]]:
+    walk = Walk(root, stacked=True)
+    return walk.modules, walk.prefixes
+
+
+def unmarked(tree: Any, plan: Hashable) -> Any:
+    """The tree with no Module in it that is observed for a plan."""
+
+    def plain(value: Any) -> Any:
+        if not getattr(value, "_mx_marks", ()):
+            return value
+        leaves, found = flatten(value)
+        definition = found.definition if isinstance(found, Valued) else found
+        modules = _named(value)[0]
+        copy = rebuild(definition, leaves)
+        for module, one in zip(modules, _named(copy)[0], strict=True):
+            vars(one)["_mx_marks"] = tuple(mark for mark in module._mx_marks if mark[0] != plan)
+        vars(copy)["_mx_cache"] = None
+        return copy
+
+    return jax.tree.map(plain, tree, is_leaf=lambda value: hasattr(value, "_mx_marks"))
+
+
 def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any:
     """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
     if isinstance(definition, Valued):
@@ -266,7 +334,9 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
     modules = [object.__new__(node.kind) for node in definition.nodes]
-    for module, node, statics in zip(modules, definition.nodes, definition.statics, strict=True):
+    for number, (module, node, statics) in enumerate(
+        zip(modules, definition.nodes, definition.statics, strict=True)
+    ):
         by_local = {
             local: holders[i] if place is None else holders[i].view(place)
             for _, local, i, _, place in node.weights
@@ -283,6 +353,8 @@ def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any
             **by_attr,
         )
         module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
+        if definition.marks:
+            module.__dict__["_mx_marks"] = definition.marks[number]
         if node.in_stack:
             module.__dict__["_mx_in_stack"] = True
         if node.source is not None:

@@ -1,4 +1,4 @@
-"""Layer, the base class of Module, and the process-wide hooks that run after each layer's call.
+"""Layer, the base class of Module, and the process-wide hooks around each layer's call.
 
 Hooks fire at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
 at every call. While any is installed, ``definition.py`` puts :func:`token` into every
@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...graph.weight.epoch import structure_changed
+from .observe.frames import OBSERVERS, OBSERVING
 
 Hook = Callable[["Layer", tuple[Any, ...], dict[str, Any], Any], Any]
 
+Prehook = Callable[["Layer", tuple[Any, ...], dict[str, Any]], Any]
+
 _HOOKS: list[Hook] = []
+_PREHOOKS: list[Prehook] = []
 
 
 def add_layer_hook(fn: Hook) -> None:
@@ -68,26 +72,105 @@ def layer_hook(fn: Hook) -> Iterator[None]:
         remove(mine)
 
 
-def remove(hook: Hook) -> None:
+def add_layer_prehook(fn: Prehook) -> None:
+    """Calls ``fn(layer, args, kwargs)`` before every layer's ``__call__``.
+
+    ``args`` and ``kwargs`` are bound as for :func:`add_layer_hook`. A hook may return other ones,
+    ``(args, kwargs)``, with which the layer is called and which later hooks get; None keeps them. Prehooks
+    run in the order they were added, outer layers first; :func:`clear_hooks` removes them too.
+
+    Raises:
+        TypeError: when a layer is called: a prehook returned neither None nor a tuple and a dict.
+
+    Example:
+        >>> from maxjax.nn import Module
+        >>> from maxjax.nn.layer import add_layer_prehook, clear_hooks
+        >>> class Double(Module):
+        ...     def __call__(self, x):
+        ...         return 2 * x
+        >>> add_layer_prehook(lambda layer, args, kwargs: ((args[0] + 1,), kwargs))
+        >>> Double()(x=3)
+        8
+        >>> clear_hooks()
+    """
+    _PREHOOKS.append(fn)
+    structure_changed()
+
+
+@contextlib.contextmanager
+def layer_prehook(fn: Prehook) -> Iterator[None]:
+    """As :func:`add_layer_prehook`, for the duration of a ``with`` block; removes only this hook.
+
+    Example:
+        >>> from maxjax.nn import Module
+        >>> from maxjax.nn.layer import layer_prehook
+        >>> class Double(Module):
+        ...     def __call__(self, x):
+        ...         return 2 * x
+        >>> with layer_prehook(lambda layer, args, kwargs: print(args)):
+        ...     Double()(3)
+        (3,)
+        6
+    """
+    mine = functools.partial(fn)  # distinct from the same function added elsewhere
+    add_layer_prehook(mine)
+    try:
+        yield
+    finally:
+        remove(mine)
+
+
+def remove(hook: Hook | Prehook) -> None:
     """Removes this hook only, wherever it was added."""
     _HOOKS[:] = [other for other in _HOOKS if other is not hook]
+    _PREHOOKS[:] = [other for other in _PREHOOKS if other is not hook]
     structure_changed()
 
 
 def clear_hooks() -> None:
-    """Removes all hooks."""
+    """Removes all hooks and prehooks."""
     _HOOKS.clear()
+    _PREHOOKS.clear()
     structure_changed()
 
 
-def token() -> tuple[Hook, ...] | None:
+def token() -> tuple[Any, ...] | None:
     """The part of a treedef that identifies the present hooks; None without hooks."""
+    if _PREHOOKS:
+        return tuple(_HOOKS), tuple(_PREHOOKS)
     return tuple(_HOOKS) or None
+
+
+def is_plain() -> bool:
+    """Whether a layer's call is nothing but its computation: no hooks, and nobody observes it."""
+    return not (_HOOKS or _PREHOOKS or OBSERVING.frames or OBSERVERS)
+
+
+def prepared(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Runs the prehooks on a coming call and returns its arguments."""
+    for hook in tuple(_PREHOOKS):
+        bound = bind(layer, call, args, kwargs)
+        replaced = hook(layer, bound.args[1:], bound.kwargs)
+        if replaced is None:
+            continue
+        good = isinstance(replaced, tuple) and len(replaced) == 2
+        if not (good and isinstance(replaced[0], (tuple, list)) and isinstance(replaced[1], dict)):
+            raise TypeError(
+                "a prehook returns None or (args, kwargs), a tuple and a dict, not "
+                f"{type(replaced).__name__}"
+            )
+        args, kwargs = tuple(replaced[0]), replaced[1]
+    return args, kwargs
+
+
+def bind(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """The arguments of a call, bound by its signature; the first one is the layer."""
+    return _signature(call).bind(layer, *args, **kwargs)
 
 
 def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, outputs: Any) -> Any:
     """Runs the hooks on one finished call and returns the final outputs."""
-    bound = _signature(call).bind(layer, *args, **kwargs)
+    bound = bind(layer, call, args, kwargs)
     for hook in _HOOKS:  # the live list: a hook may clear it or append to it
         replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
         if replaced is not None:
@@ -117,6 +200,8 @@ class Layer:
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _PREHOOKS:
+                args, kwargs = prepared(self, call, args, kwargs)
             outputs = call(self, *args, **kwargs)
             return dispatch(self, call, args, kwargs, outputs) if _HOOKS else outputs
 

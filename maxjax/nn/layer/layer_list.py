@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
+from ...rendering.rendered import summary
 from .hooks import Layer
 from .module import Module
 from .static import MIXED, holds_items
@@ -246,7 +247,7 @@ class LayerList(Module, _Of[L], stands_for=list):
         return any(layer is one for one in self.layers)
 
     def __str__(self) -> str:
-        return str(self.layers)
+        return f"[{', '.join(map(summary, self.layers))}]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers in order.

@@ -24,7 +24,7 @@ from ...graph.tensor_type import TensorType
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
-from . import call_stack, hooks
+from . import call_stack, calls, hooks
 from . import place as placing
 from .assigned_list import AssignedList
 from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, rebuild
@@ -94,6 +94,11 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_is_stack: bool = False
     _mx_nests: bool = False
     _mx_stacks: tuple[Any, ...] = ()
+    # Who observes this Module and under which name: pairs (plan, name), as in ``observe/frames.py``.
+    _mx_marks: tuple[Any, ...] = ()
+    # Whether calls return a tuple of the value and a state that is passed on, and take such a tuple
+    # as the first argument: then places are the value's alone.
+    _mx_carries: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -126,8 +131,9 @@ class Module(OfModule, Layer, StateDict, ABC):
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def wrapped(self: Module, *args: Any, **kwargs: Any) -> Any:
-            outputs = call_stack.run(self, call, args, kwargs)
-            return hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
+            if hooks.is_plain():
+                return call_stack.run(self, call, args, kwargs)
+            return calls.run(self, call, args, kwargs)
 
         return wrapped
 
@@ -450,7 +456,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         return call_stack.Names(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mx_cache": None, "_mx_assigned": {}}
+        return {**vars(self), "_mx_cache": None, "_mx_assigned": {}, "_mx_marks": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -14,11 +14,12 @@ from typing import Any
 from ...graph.placement.division import place_text
 from ...graph.weight.rows import Placed, weight_row
 from ...rendering.rendered import Rendered, guarded
-from ...rendering.row import Row, braced, bytes_text, counted, flat, fold, short
+from ...rendering.row import Row, bytes_text, counted, flat, fold, merged, short
 from ...rendering.text import lines
 
-# Settings of a layer that are shown, and their longest text.
-_MOST_SETTINGS, _LONGEST = 8, 24
+# Settings of a layer that are shown, and their types.
+_MOST_SETTINGS = 8
+_PLAIN = frozenset({bool, int, float, str})
 _MOST_VALUES = 3
 # How deep a tree is followed: Modules may be nested without end by a mistake.
 _DEEPEST = 60
@@ -94,7 +95,8 @@ class Tree:
         rows += [_shard(attr, shard) for attr, shard in _shards(module)]
         below = list(_children(module))
         if getattr(module, "_mx_is_stack", False):
-            made = list(self._stack(module, below, path, times, depth))
+            rows += merged(list(self._stack(module, below, path, times, depth)))
+            made = []
         else:
             made = [self._module(c, a, f"{path}{a}.", times, depth + 1) for a, c in below]
         for numbered, group in itertools.groupby(made, lambda one: one.name.isdecimal()):
@@ -105,8 +107,10 @@ class Tree:
         row.children = tuple(rows)
         return row
 
-    def _stack(self, stack: Any, below: Any, path: str, times: int, depth: int) -> Iterator[Row]:
-        """A row for the layers at each place of the pattern of a LayerStack; equal ones together."""
+    def _stack(
+        self, stack: Any, below: Any, path: str, times: int, depth: int
+    ) -> Iterator[tuple[list[int], Row]]:
+        """The layers at each place of the pattern of a LayerStack: their numbers and their row."""
         pattern = vars(stack).get("_layout")
         for attr, child in below:
             members = _members(pattern, attr)
@@ -117,15 +121,14 @@ class Tree:
             row.count = len(members)
             row.parameters = row.parameters * len(members) - count * (len(members) - 1)
             row.nbytes = row.nbytes * len(members) - nbytes * (len(members) - 1)
-            row.name = braced(members) if members else attr
-            yield row
+            yield members, row
 
     def _weight(self, name: str, weight: Any, path: str, times: int) -> Row:
         owner = self._owners.get(id(weight), path)
         if owner != path and id(weight) in self._owners:
             return Row(name, is_array=True, notes=(f"tied to {short(owner, 60)}",))
         try:
-            one = weight_row(weight, name)
+            one = weight_row(weight, name, times > 1)
         except Exception as error:
             return Row(name, is_array=True, notes=(f"cannot be shown: {short(error, 60)}",))
         self._add(one, weight, times if weight.stored.home is not None else 1)
@@ -198,7 +201,9 @@ def _trees(foreign: dict[str, Counter[str]], weights: int) -> list[str]:
     for kind, values in foreign.items():
         count = sum(values.values())
         of = counted(weights, "weight") if count == weights else f"{count:,} of {weights:,} weights"
-        what = {"bool": "mask", "str": "labels", "NoneType": "None"}.get(kind, f"{kind} leaves")
+        what = {"bool": "mask", "str": "labels", "NoneType": "None", "P": "PartitionSpecs"}.get(
+            kind, f"{kind} leaves"
+        )
         text = f"{what} in place of {of}"
         if kind in ("bool", "str", "int", "float"):
             named = [f"{n:,} {text}" for text, n in values.most_common(_MOST_VALUES)]
@@ -263,14 +268,13 @@ def _layer_count(root: Any) -> int | None:
     return sum(found) if found else None
 
 
-def _settings(module: Any) -> dict[str, str]:
-    """Plain attributes: numbers, short texts, dtypes."""
+def _settings(module: Any) -> dict[str, Any]:
+    """Plain attributes: numbers and texts."""
     state, found = vars(module), {}
     for name in state.get("_mx_statics", ()):
         value = state.get(name)
-        if name.startswith("_") or type(value) not in (bool, int, float, str):
-            continue
-        found[name] = short(value, _LONGEST)
-        if len(found) == _MOST_SETTINGS:
-            break
+        if type(value) in _PLAIN and name[0] != "_":
+            found[name] = value
+            if len(found) == _MOST_SETTINGS:
+                break
     return found

@@ -10,7 +10,7 @@ import pytest
 from maxjax.graph import DeviceRef, Weight
 from maxjax.nn import Layer, LayerList, Module
 from maxjax.nn.hooks import print_hook as hooks
-from maxjax.nn.layer import add_layer_hook, clear_hooks
+from maxjax.nn.layer import add_layer_hook, add_layer_prehook, clear_hooks, layer_prehook
 
 
 class Add(Module):
@@ -120,3 +120,44 @@ def test_print_hook(capsys):
     from maxjax.nn.layer.hooks import _HOOKS
 
     assert len(_HOOKS) == 1  # remove() takes away its own only
+
+
+def test_prehooks_replace_arguments_before_hooks_see_them():
+    seen = []
+    add_layer_hook(lambda layer, args, kwargs, outputs: seen.append((args, outputs)))
+    add_layer_prehook(lambda layer, args, kwargs: seen.append((args, kwargs)))
+    add_layer_prehook(lambda layer, args, kwargs: ((args[0] * 10,), {"z": 4}))
+    add_layer_prehook(lambda layer, args, kwargs: seen.append((args, kwargs)))
+    m = loaded()
+    assert m(x=2.0, z=5) == 21
+    assert seen == [((2.0,), {"z": 5}), ((20.0,), {"z": 4}), ((20.0,), 21)]
+    with layer_prehook(lambda layer, args, kwargs: ((1.0,), {})):
+        assert m(2.0) == 2  # the last one to be added runs last
+    clear_hooks()
+    assert m(2.0) == 3
+
+
+@pytest.mark.parametrize("bad", [3, (1,), ((1.0,), None), (1.0, {})])
+def test_a_prehook_returns_none_or_arguments(bad):
+    with layer_prehook(lambda layer, args, kwargs: bad):
+        with pytest.raises(TypeError, match=r"None or \(args, kwargs\)"):
+            loaded()(1.0)
+
+
+def test_prehooks_retrace_and_reach_layers_without_weights():
+    class Plain(Layer):
+        def __call__(self, x):
+            return x + 1
+
+    traced = []
+
+    @jax.jit
+    def run(m, x):
+        traced.append(1)
+        return m(x)
+
+    m = loaded()
+    run(m, 1.0)
+    with layer_prehook(lambda layer, args, kwargs: ((args[0] * 10,), kwargs)):
+        assert run(m, 1.0) == 11 and Plain()(1.0) == 11
+    assert run(m, 1.0) == 2 and Plain()(1.0) == 2 and len(traced) == 2

@@ -1,7 +1,5 @@
 """How Modules show themselves: what is said, how little of it, and what is never done for it."""
 
-from html.parser import HTMLParser
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import maxjax
 from maxjax import nn
 from maxjax.graph import DeviceRef, Weight
 from maxjax.models.llama import Llama, LlamaConfig
+from tests.pages import page_of
 
 CPU = DeviceRef.CPU()
 LLAMA_8B = {
@@ -21,37 +20,6 @@ LLAMA_405B = {
     "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
     "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
-
-
-class Page(HTMLParser):
-    """The tags and the text of a page; fails if tags do not match."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.open, self.words = [], [], ""
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.open += [tag] * (tag != "br")
-        assert not any(
-            name.startswith("on") or "://" in (value or "")
-            for name, value in attrs
-            if name != "xmlns"
-        )
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data if self.open and self.open[-1] != "style" else ""
-
-
-def page_of(shown):
-    page = Page(shown._repr_html_())
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    return page
 
 
 class Net(nn.Module):
@@ -262,3 +230,47 @@ def test_treescope_shows_modules_and_trees_with_them(tiny):
         and "{0..1}: 2 × DecoderLayer" in text
         and len(page) > 1000
     )
+
+
+def test_a_stack_that_is_partly_loaded_says_so():
+    stack = nn.LayerList(linear() for _ in range(4)).stack()
+    assert repr(stack).endswith("lazy)\n  {0..3}  4 × Linear  16  64 bytes")
+    stack[1].weight.value = jnp.ones((2, 2))
+    assert "1 of 4 layers loaded)" in repr(stack)
+    assert (
+        "lazy" in repr(stack[0])
+        and "on cpu:0" in repr(stack[1])
+        and "loaded)" in repr(stack[1].weight)
+    )
+    assert "on cpu:0" in repr(maxjax.init(stack, jax.random.key(0))).splitlines()[0]
+
+
+def test_kinds_of_layers_are_told_apart_by_settings_that_recur():
+    class Layer(nn.Module):
+        def __init__(self, i):
+            super().__init__()
+            self.layer_id, self.window, self.up = i, 4 if i % 3 else 0, linear()
+
+        def __call__(self, x):
+            return x
+
+    layers = nn.LayerList(Layer(i) for i in range(9))
+    names = [line.split()[0] for line in repr(layers).splitlines()[1:]]
+    assert names == ["{0,3,6}", "{1..2,4..5,7..8}"]
+    for layer in layers:
+        layer.layer_id = 0
+    stack = layers.stack()
+    assert [line.split()[0] for line in repr(stack).splitlines()[1:]] == names
+    assert "window=4" in page_of(stack).words
+
+
+def test_leaves_of_another_shape_are_shown_as_they_are(tiny):
+    each = jax.tree.map(lambda a: jnp.zeros((5, *a.shape)), tiny)
+    total = sum(leaf.size for leaf in jax.tree.leaves(each))
+    assert f"{total:,} parameters" in repr(each)
+    assert (
+        "float32[5, 704, 256]" in page_of(each).words
+        and "of 2 layers together" in page_of(each).words
+    )
+    placed = jax.tree.map(lambda _: np.zeros(3), tiny.to(maxjax.make_mesh(data=2, model=4)))
+    assert "33 parameters, 264 bytes, float64)" in repr(placed) or "float64" in repr(placed)

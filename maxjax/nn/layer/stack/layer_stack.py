@@ -21,6 +21,7 @@ from .. import hooks
 from ..call_stack import run
 from ..layer_list import LayerList, in_turn
 from ..module import Module
+from ..observe.frames import marks_of
 from ..walk import Walk, source_of
 from .equal_layers import definition_of, pattern_of
 from .per_layer import PerLayer, StackPattern
@@ -367,7 +368,7 @@ def _replica(
             {name: vars(module)[name] for name in module._mx_statics},
             _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
             _mx_shared=set(module._mx_shared), _mx_statics=dict(module._mx_statics), _mx_cache=None,
-            _mx_in_stack=True, **children, **shards,
+            _mx_in_stack=True, _mx_marks=marks_of(layer, module, number), **children, **shards,
             **{attr: weights[local] for attr, local in module._mx_locals.items()},
         )  # fmt: skip
         if shards:

@@ -21,6 +21,8 @@ from ....graph.value import TensorValue, unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice
 from ..definition import Definition, rebuild
+from ..observe.frames import Taps
+from ..observe.loops import Kept, LoopFrame, hand_on, holds_functions, values_of
 from .per_layer import PerLayer, StackPattern
 
 
@@ -43,6 +45,7 @@ class _Static(NamedTuple):
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
     values: bool  # whether Weights give TensorValues: graph/kind.py
+    live: tuple[bool, ...]  # for each mark of the stack, whether its plan observes this run
 
 
 def scan(
@@ -61,7 +64,8 @@ def scan(
         if not _is_array(v)
     )
     keep = any(isinstance(x, PerLayer) for x in xs)
-    static = _Static(definition, plan, tree, constants, keep, KIND.values)
+    given, live = values_of(stack)
+    static = _Static(definition, plan, tree, constants, keep, KIND.values, live)
     try:
         hash(static)
     except TypeError as error:
@@ -70,7 +74,14 @@ def scan(
             f"keyword arguments of scan ({names}) must be arrays or hashable: {error}"
         ) from None
     carry = jax.tree.map(jnp.asarray, carry)
-    carry, outputs = _run(static, arrays, carry, values, dynamic)
+    operands = (arrays, carry, values, dynamic, given)
+    if holds_functions(stack):
+        # A function may use arrays of a trace that is running, also those that are differentiated,
+        # and a ``custom_jvp`` would not see these.
+        carry, outputs, taps = _run_plain(static, False, *operands)
+    else:
+        carry, outputs, taps = _run(static, *operands)
+    hand_on(taps)
     return (carry, *outputs) if outputs else carry
 
 
@@ -148,6 +159,11 @@ def _run(static: _Static, *operands: Any) -> Any:
     return _either(static, *operands)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_plain(static: _Static, sliced: bool, *operands: Any) -> Any:
+    return _loop(static, sliced, *operands)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _either(static: _Static, *operands: Any) -> Any:
     return _loop(static, True, *operands)
@@ -159,39 +175,59 @@ def _(static: _Static, primals: Any, tangents: Any) -> Any:
 
 
 def _loop(
-    static: _Static, sliced: bool, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any
-) -> Any:
+    static: _Static, sliced: bool, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any,
+    given: Any,
+) -> Any:  # fmt: skip
+    """Runs the layers: (the last carry, the outputs, what observers of the layers have recorded)."""
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
-    run = _runner(static, sliced, dynamic)
+    observed = LoopFrame.of(stack, static.live, given, layout)
+    run = _runner(static, sliced, dynamic, observed)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
     collected: dict[int, Any] = {}
+    taps: list[Taps] = []
 
     def single(i: int, carry: Any) -> Any:
         body = _Body(stack._mx_children[str(i)])
         x = tuple(value[i] for value in xs)
-        carry, collected[i] = run(body.definition, body.leaves, jnp.int32(i), carry, x)
+        carry, collected[i], tapped = run(body.definition, body.leaves, jnp.int32(i), carry, x)
+        taps.append(tapped)
         return carry
 
     def repeat(state: Any, at: Any) -> Any:
         # The index is counted here: as a scanned input it makes XLA compile a tenth longer.
-        (k, carry), (scanned, given) = state, at
-        outputs = []
+        (k, carry, few), (scanned, inputs) = state, at
+        outputs, few, many = [], list(few), []
         for slot, body in enumerate(bodies):
             weights = body.at(k, None if sliced else scanned[slot])
             i = k * layout.period + (layout.first + slot)
-            carry, y = run(body.definition, weights, i, carry, given[slot])
+            carry, y, tapped = run(body.definition, weights, i, carry, inputs[slot])
             outputs.append(y)
-        return (k + 1, carry), outputs
+            few[slot], whole = kept[slot].taken(few[slot], tapped, i)
+            many.append(whole)
+        return (k + 1, carry, few), (outputs, many)
 
     for i in range(layout.first):
         carry = single(i, carry)
-    given = [tuple(value.slots[slot] for value in xs) for slot in range(layout.slots)]
+    slots = [tuple(value.slots[slot] for value in xs) for slot in range(layout.slots)]
     scanned = None if sliced else [body.stacks for body in bodies]
-    start = (jnp.int32(0), carry)
-    (_, carry), outputs = jax.lax.scan(
-        repeat, start, (scanned, given), length=layout.repeats, unroll=plan.unroll
+    kept = [Kept(observed, layout.members(slot)) for slot in range(layout.slots)]
+    if observed is not None:
+        # What a layer hands out is known only once it was traced.
+        first = jax.tree.map(lambda a: a[0], slots), jax.tree.map(lambda a: a[0], scanned)
+        few = []
+        for slot, body in enumerate(bodies):
+            weights = body.at(jnp.int32(0), None if sliced else first[1][slot])
+            of_body = partial(run, body.definition)
+            shapes = jax.eval_shape(of_body, weights, jnp.int32(0), carry, first[0][slot])
+            few.append(kept[slot].empty(shapes[2]))
+    else:
+        few = [()] * layout.slots
+    start = (jnp.int32(0), carry, few)
+    (_, carry, few), (outputs, many) = jax.lax.scan(
+        repeat, start, (scanned, slots), length=layout.repeats, unroll=plan.unroll
     )
+    taps += [kept[slot].taps(few[slot], many[slot]) for slot in range(layout.slots)]
     for i in range(layout.end, layout.count):
         carry = single(i, carry)
     _check_outputs([*outputs, *collected.values()])
@@ -200,16 +236,26 @@ def _loop(
         PerLayer([slot[m] for slot in outputs], [own[m] for own in rest], layout)
         for m in range(len(outputs[0]))
     ]
-    return carry, _gather(ys, static.keep)
+    return (
+        carry,
+        _gather(ys, static.keep),
+        {key: value for found in taps for key, value in found.items()},
+    )
 
 
-def _runner(static: _Static, sliced: bool, dynamic: Sequence[Any]) -> Callable[..., Any]:
-    """The function that runs one layer: (definition, leaves, number, carry, x) → (carry, outputs)."""
+def _runner(
+    static: _Static, sliced: bool, dynamic: Sequence[Any], observed: LoopFrame | None
+) -> Callable[..., Any]:
+    """The function that runs one layer.
+
+    It maps (definition, leaves, number, carry, x) to (carry, outputs, what was recorded in it).
+    """
     constants = {i: value for i, _, _, value in static.constants}
     arrays = iter(dynamic)
     count = len(constants) + len(dynamic)
     leaves = [constants[i] if i in constants else next(arrays) for i in range(count)]
-    step = partial(_step, jax.tree.unflatten(static.tree, leaves), static.plan.index)
+    shared = jax.tree.unflatten(static.tree, leaves)
+    step = partial(_step, shared, static.plan.index, observed)
     remat = static.plan.remat
     if remat is None or sliced:
         return step
@@ -236,9 +282,15 @@ class _Body:
 
 
 def _step(
-    shared: Mapping[str, Any], index: str | None, definition: Definition, leaves: Any, i: Any, carry: Any, x: Any
+    shared: Mapping[str, Any], index: str | None, observed: LoopFrame | None,
+    definition: Definition, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
-    return _call(rebuild(definition, leaves), shared, index, i, carry, x)
+    layer = rebuild(definition, leaves)
+    if observed is None:
+        return *_call(layer, shared, index, i, carry, x), {}
+    with observed.layer(layer, i) as frame:
+        carry, outputs = _call(layer, shared, index, i, carry, x)
+    return carry, outputs, frame.taps()
 
 
 def _call(

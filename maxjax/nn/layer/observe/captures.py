@@ -1,0 +1,252 @@
+"""Captures: what was captured in one run, a mapping by full names and a pytree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....errors import UserInputError, closest, some
+from .frames import Stacked, Taps, concrete, is_span, label_of, renumbered, types_of
+from .places import Place, has_wildcard, match, natural, split
+
+
+class CaptureKeyError(UserInputError, KeyError):
+    """Nothing was captured under this name."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message as a literal
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Captures(Mapping[str, Any]):
+    """What was captured, by the full name of each place: ``captures["layers.3.mlp"]``.
+
+    A key may leave out the beginning of a name (``"layers.3"`` for ``model.layers.3``) and have the
+    wildcards of a pattern: ``captures["layers.*.mlp"]`` is one array ``[L, ...]`` of all layers
+    that were captured, in their order. A place that was passed n times in a run, because a layer
+    is shared, gives a tuple of n values.
+
+    It is a pytree, so jitted functions return it, and ``jax.grad`` with ``has_aux``, ``vmap`` and
+    ``scan`` do; axes that these add come before that of the layers. Values of a stack are one array
+    of all its layers, of which ``captures["layers.3.mlp"]`` is a slice.
+
+    Raises:
+        KeyError: nothing was captured under a name (it is a UserInputError too); the message has the
+            nearest one.
+        UserInputError: the values of several layers differ in shape.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> run = maxjax.captured(lambda m, ids: m(ids), "layers.*", "layers.1.self_attn:weights")
+        >>> logits, found = jax.jit(run)(model, jnp.ones((2, 5), jnp.int32))
+        >>> found
+        Captures:
+          model.layers.{0..2}                float32[3,2,5,8]
+          model.layers.1.self_attn:weights   float32[2,2,5,5]
+        >>> found["layers.2"].shape, found["layers.*"].shape
+        ((2, 5, 8), (3, 2, 5, 8))
+    """
+
+    def __init__(self, values: Mapping[Place, tuple[Any, ...]], ranks: Any = None):
+        # By (name, site), where the name of a stack's layers has their pattern; one value for each run.
+        self._values = dict(values)
+        self._ranks = ranks or {
+            place: tuple(jnp.ndim(leaf) for leaf in jax.tree.leaves(runs))
+            for place, runs in self._values.items()
+        }
+        self._homes = _homes(self._values)
+
+    @classmethod
+    def of(cls, taps: Taps, level: int) -> Captures:
+        """What was recorded for the plan of that level."""
+        found = {
+            (name, site): tuple(values)
+            for (own, name, site, what), values in taps.items()
+            if own == level and what == "value"
+        }
+        return cls(found)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        keys = list(self._values)
+        children = [(jax.tree_util.DictKey(label_of(*key)), self._values[key]) for key in keys]
+        return children, (tuple(keys), tuple(self._ranks[key] for key in keys))
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> Captures:
+        made = object.__new__(cls)
+        made._values = dict(zip(aux[0], children, strict=True))
+        made._ranks = dict(zip(aux[0], aux[1], strict=True))
+        made._homes = _homes(made._values)
+        return made
+
+    @property
+    def entries(self) -> Mapping[Place, tuple[Any, ...]]:
+        """The values of each run by name and site: those of a stack's layers are one entry, a Stacked."""
+        return self._values
+
+    @property
+    def places(self) -> set[Place]:
+        """The name and site of each."""
+        return set(self._homes)
+
+    # -- the mapping
+
+    # By identity: arrays have no one answer to whether they are equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[str]:
+        places = sorted(self._homes, key=lambda place: (natural(place[0]), label_of(*place)))
+        return (label_of(*place) for place in places)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and bool(self._match(key))
+
+    def __getitem__(self, key: str) -> Any:
+        found = self._match(key)
+        if not found:
+            like = closest(key, self)
+            hint = f" (did you mean '{like}'?)" if like else ""
+            there = (
+                f"; there are {some(list(self), 6)}" if self._homes else "; nothing was captured"
+            )
+            raise CaptureKeyError(f"nothing was captured under '{key}'{hint}{there}")
+        if not has_wildcard(split(key)[0]):
+            if len(found) > 1:
+                labels = some([label_of(*place) for place in found], 4)
+                raise CaptureKeyError(
+                    f"'{key}' is the end of several names: {labels}. Write one of them, or a pattern"
+                )
+            return self._value(found[0])
+        return self._all(key, found)
+
+    def _match(self, key: str) -> list[Place]:
+        name, site = split(key)
+        names = [n for n, s in self._homes if s == site]
+        return [(one, site) for one in sorted(match(name, names), key=natural)]
+
+    def _value(self, place: Place) -> Any:
+        home, found = self._homes[place]
+        runs = self._values[home]
+        if found is not None:
+            row: int = found
+            leaves, tree = jax.tree.flatten(tuple(run.tree for run in runs))
+            ranks = self._ranks[home]
+            runs = jax.tree.unflatten(
+                tree,
+                [
+                    _applied(
+                        lambda a, rank=rank: jax.lax.index_in_dim(
+                            a, row, a.ndim - rank, keepdims=False
+                        ),
+                        a,
+                    )
+                    for a, rank in zip(leaves, ranks, strict=True)
+                ],
+            )
+        return runs[0] if len(runs) == 1 else runs
+
+    def _all(self, key: str, found: list[Place]) -> Any:
+        """The values of several places in one tree of arrays, along an axis of their own."""
+        homes = {self._homes[place][0] for place in found}
+        if len(homes) == 1:
+            (home,) = homes
+            runs = self._values[home]
+            if isinstance(runs[0], Stacked) and len(runs[0].numbers) == len(found):
+                trees = tuple(run.tree for run in runs)
+                return trees[0] if len(trees) == 1 else trees
+        values = [self._value(place) for place in found]
+        kinds = {types_of(value): place for value, place in zip(values, found, strict=True)}
+        if len(kinds) > 1:
+            each = some([f"{label_of(*place)} {kind}" for kind, place in kinds.items()], 3)
+            raise UserInputError(f"the values under '{key}' differ, and make no one array: {each}")
+        home, row = self._homes[found[0]]
+        ranks = iter(self._ranks[home])
+        own = 0 if row is None else 1  # a slice has lost the axis of the layers
+        return jax.tree.map(
+            lambda *a: _applied(_stacked(a[0].ndim - (next(ranks) - own)), *a), *values
+        )
+
+    def __repr__(self) -> str:
+        rows = []
+        for (name, site), runs in self._values.items():
+            first = concrete(name)
+            if _is_stacked(runs):
+                first = renumbered(name, _stack(name), runs[0].numbers[0])
+                name = renumbered(name, _stack(name), _ranges(runs[0].numbers))
+                one = len(runs[0].numbers) == 1
+                runs = tuple(run.tree for run in runs)
+                runs = jax.tree.map(_without_first, runs) if one else runs
+            single = isinstance(runs, tuple) and len(runs) == 1
+            rows.append(
+                (
+                    natural(label_of(first, site)),
+                    label_of(name, site) or "(the model)",
+                    types_of(runs[0] if single else runs),
+                )
+            )
+        if not rows:
+            return "Captures: nothing"
+        rows = [row[1:] for row in sorted(rows, key=lambda row: row[0])]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(["Captures:", *(f"  {label:{width}}   {kind}" for label, kind in rows)])
+
+
+def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]:
+    """For each place, the entry that has its values, and the row there if that is of several layers."""
+    found: dict[Place, tuple[Place, int | None]] = {}
+    for place, runs in values.items():
+        name, site = place
+        if not _is_stacked(runs):
+            found[concrete(name), site] = place, None
+            continue
+        for row, number in enumerate(runs[0].numbers):
+            found[renumbered(name, _stack(name), number), site] = place, row
+    return found
+
+
+def _is_stacked(runs: Any) -> bool:
+    # In a transformation's own trees, such as out_axes, there may be anything.
+    return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], Stacked)
+
+
+def _stacked(axis: int) -> Callable[..., Any]:
+    return lambda *arrays: jnp.stack(arrays, axis=axis)
+
+
+def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
+    """A function of arrays, or of placeholders, as ``jax.eval_shape`` returns them."""
+    if any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
+        return jax.eval_shape(function, *arrays)
+    return function(*arrays)
+
+
+def _stack(name: str) -> str:
+    """The part of a name up to the last pattern of a stack's layers."""
+    parts = name.split(".")
+    last = max(i for i, part in enumerate(parts) if is_span(part))
+    return ".".join(parts[: last + 1])
+
+
+def _without_first(array: Any) -> Any:
+    """The type of an array without its first axis, for showing it."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        return array
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as text: ``{0..29}``, or ``{1, 3}``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{', '.join(map(str, numbers))}}}"

@@ -1,0 +1,287 @@
+"""``capture`` and ``patch``: context managers that observe one model object while a block runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ....errors import some
+from ....graph.weight.epoch import EPOCH
+from ....graph.weight.running import RUNNING
+from ..calls import Wish
+from ..walk import Walk
+from .captures import CaptureKeyError, Captures
+from .frames import Frame, Plan, Taps, enter, leave, trace
+from .functions import (
+    capture_plan,
+    check_first,
+    check_passed,
+    checked_patches,
+    passed_places,
+    patch_plan,
+)
+from .places import Place, check_model, places
+from .recording import Recording
+
+
+class Observer:
+    """One who observes a model object in a ``with`` block.
+
+    Calls of the model, and of modules in it, are observed in the thread or task of the block, as
+    long as they run in the trace in which the block was entered: usually in none, eagerly.
+    What runs under a transformation inside of the block runs as always.
+    """
+
+    what = ""
+
+    def __init__(self, model: Any, patterns: Sequence[Any]):
+        check_model(model, self.what)
+        self.model = model
+        self._found = [places(model, pattern, self.what) for pattern in patterns]
+        self._patterns = [str(pattern) for pattern in patterns]
+        self._names: dict[int, str] = {}
+        self._modules: list[Any] = []
+        self._structure = -1
+        self._is_open = False
+        self._passed: set[Place] = set()
+        self.missed = 0  # calls that ran under a transformation
+
+    def __enter__(self) -> Any:
+        self._is_open, self._trace = True, trace()
+        enter(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_open = False
+        leave(self)
+        self._names, self._modules, self._structure = {}, [], -1
+
+    def observes(self, module: Any) -> bool:
+        """Whether the call of a Module that begins is to be observed."""
+        if not self._is_open or RUNNING.graphs or self._name_of(module) is None:
+            return False
+        if RUNNING.modules and self._is_inner(module):
+            return False
+        if trace() != self._trace:
+            self.missed += 1
+            return False
+        return True
+
+    def _is_inner(self, module: Any) -> bool:
+        """Whether the Module is called by another one of the model, which is not observed."""
+        return any(self._name_of(one) is not None for one in RUNNING.modules)
+
+    def _name_of(self, module: Any) -> str | None:
+        if self._structure != EPOCH.structure:
+            # Holding the modules keeps their ids from being used again.
+            walk = Walk(self.model)
+            self._modules = walk.modules
+            self._names = {
+                id(one): prefix.rstrip(".")
+                for one, prefix in zip(walk.modules, walk.prefixes, strict=True)
+            }
+            self._structure = EPOCH.structure
+        return self._names.get(id(module))
+
+    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+        """What it wants, with the values of patches."""
+        raise NotImplementedError
+
+    def wish(self, module: Any, level: int) -> Wish:
+        """What it wants of the Module that is about to run."""
+        plan, values = self.plan(level)
+        return Wish(plan, self._name_of(module) or "", values)
+
+    def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:
+        """Checks a call before it runs."""
+
+    def take(self, plan: Plan, frame: Frame) -> None:
+        """Takes what a call has recorded.
+
+        Raises:
+            UserInputError: a pattern names a site that a module which ran does not have.
+        """
+        check_passed(self._found, plan, frame, self.what, strict=False)
+        self._passed |= passed_places(frame.taps(), plan)
+
+    def recording(self) -> Any:
+        """What :meth:`take_taps` adds to in one run of maxjax's programs; None if it needs none."""
+        return None
+
+    def take_taps(
+        self, plan: Plan, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
+        width: int | None,
+    ) -> None:  # fmt: skip
+        """Takes what one of maxjax's programs has recorded; the arguments are those of ``Recording.add``."""
+        self._passed |= passed_places(taps, plan)
+
+    def _why(self) -> str:
+        """Why nothing was observed."""
+        if self.missed:
+            return (
+                "; the model ran under jax.jit or another transformation, and what the caller has "
+                "compiled is not changed: maxjax.captured and maxjax.patched make functions to jit"
+            )
+        return "; no call of this model object ran in the block"
+
+
+class Capture(Observer, Mapping[str, Any]):
+    """What a block captured; made by :func:`capture`.
+
+    ``c["layers.3.mlp"]`` is the value of the last run, and ``c["layers.*.mlp"]`` that of all layers as
+    one array, as in :class:`Captures`. A run is one call of the model, or of maxjax's
+    functions that run it: those make several calls, whose values are put together for each token
+    (:class:`Recording`).
+
+    Attributes:
+        runs: a Captures or a Recording for each run, in order.
+    """
+
+    what = "capture"
+
+    # By identity: arrays have no one answer to whether they are equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, model: Any, patterns: Sequence[str]):
+        super().__init__(model, patterns)
+        self.runs: list[Captures | Recording] = []
+
+    @property
+    def calls(self) -> list[Captures]:
+        """What each call of the model recorded, in order, as the model computed it."""
+        return [
+            call
+            for run in self.runs
+            for call in (run.calls if isinstance(run, Recording) else [run])
+        ]
+
+    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+        return capture_plan(self._found, level), ()
+
+    def take(self, plan: Plan, frame: Frame) -> None:
+        super().take(plan, frame)
+        found = Captures.of(frame.taps(), plan.level)
+        if len(found):
+            self.runs.append(found)
+
+    def recording(self) -> Recording:
+        self.runs.append(Recording())
+        return self.runs[-1]  # type: ignore[return-value]
+
+    def take_taps(
+        self, plan: Plan, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
+        width: int | None,
+    ) -> None:  # fmt: skip
+        super().take_taps(plan, taps, recording, rows, counts, width)
+        recording.add(Captures.of(taps, plan.level), rows, counts, width)
+
+    def _run(self, key: str) -> Captures | Recording | None:
+        return next((run for run in reversed(self.runs) if key in run), None)
+
+    def __getitem__(self, key: str) -> Any:
+        run = self._run(key)
+        if run is not None:
+            return run[key]
+        if self.runs:
+            return self.runs[-1][key]  # raises, and names the nearest
+        raise CaptureKeyError(f"nothing was captured under '{key}'{self._why()}")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._run(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(key for run in self.runs for key in run))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        if not self.runs:
+            return f"Capture of {some(self._patterns, 3)}: nothing yet"
+        more = f" (the last of {len(self.runs)} runs)" if len(self.runs) > 1 else ""
+        return f"{self.runs[-1]!r}{more}"
+
+
+class Patching(Observer):
+    """The patches of a block; made by :func:`patch`."""
+
+    what = "patch"
+
+    def __init__(self, model: Any, patches: Any):
+        self._given = checked_patches(patches, self.what)
+        super().__init__(model, list(self._given))
+        self._fit: set[Any] = set()
+
+    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+        return patch_plan(self._given, self._found, level)
+
+    def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:
+        check_first(call, operands, wish.plan, self._fit)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            for pattern, group in zip(self._patterns, self._found, strict=True):
+                if not self._passed & set(group):
+                    warnings.warn(f"patch '{pattern}' was not used{self._why()}", stacklevel=2)
+
+
+def capture(model: Any, *patterns: str) -> Capture:
+    """Captures inner values of a model in a ``with`` block: ``with capture(model, "layers.*") as c:``.
+
+    It observes this model object, and no other: calls of it (and of modules in it) in
+    this thread or task, and maxjax's own programs for it that run in the block (``generate``,
+    ``stream``, ``embed``, ``perplexity``). Functions that the caller has jitted run as they were
+    compiled, and are not observed: use :func:`maxjax.captured` inside of ``jax.jit``.
+
+    Args:
+        model: a Module.
+        patterns: places, as for :func:`maxjax.captured`; without any, what the model itself returns.
+
+    Returns:
+        A context manager that gives a :class:`Capture`: ``c["layers.3.mlp"]``, during the block and after.
+
+    Raises:
+        UserInputError: a pattern matches no module; or, when a module runs, a site that it lacks.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> with maxjax.capture(model, "layers.*.mlp") as c:
+        ...     logits = model(jnp.ones((2, 5), jnp.int32))
+        >>> c["layers.2.mlp"].shape
+        (2, 5, 8)
+        >>> with maxjax.capture(model, "layers.*") as c:
+        ...     text = maxjax.generate(model, None, [1, 2, 3], max_new_tokens=4)
+        >>> c["layers.2"].shape  # the prompt, and all tokens of the answer but the last
+        (1, 6, 8)
+    """
+    return Capture(model, patterns or ("",))
+
+
+def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
+    """Puts other values at places of a model in a ``with`` block: ``with patch(model, {...}):``.
+
+    It holds for what :func:`capture` observes.
+
+    Args:
+        model: a Module.
+        patches: a value or a function for each pattern, as for :func:`maxjax.patched`.
+
+    Raises:
+        UserInputError: a pattern matches no module; when the model is called, before anything runs: a
+            value has another shape or dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> with maxjax.patch(model, {"layers.1.mlp": lambda y: 2 * y}):
+        ...     logits = model(jnp.ones((2, 5), jnp.int32))
+    """
+    return Patching(model, patches)

@@ -1,0 +1,483 @@
+"""Frames: what is observed of the Modules that run in this thread; and ``tap``, which names an inner value.
+
+Whoever observes a model marks a copy of it: each Module of the copy knows the plan and its own name
+(``definition.py`` keeps marks in the treedef, so that functions jitted before are traced again), and
+runs it in a frame. A value that passes a marked Module is handed to :func:`passing`, which puts
+patches in its place and records it in the frame on top. All of this happens while JAX traces: a
+compiled program has the values as results, and without a mark nothing of this is in it.
+
+A frame belongs to one trace: what is recorded under another one (a ``jax.jit`` inside of the
+function) could not be handed out. LayerStack's loop opens frames of its own and returns what they
+recorded as results of the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+
+from ....errors import UserInputError
+from ....graph.value import TensorValue, unwrap
+from ....graph.weight.running import RUNNING
+from ....kernels import explicit
+
+# (level of the plan, name, site, what): what is "value", or "patched" for a place that was patched.
+Key = tuple[int, str, str, str]
+Mark = tuple["Plan", str]
+OUTPUT, INPUT, INPUTS = "output", "input", "inputs"
+SITES = (OUTPUT, INPUT, INPUTS)
+
+
+class Function:
+    """A function of a caller, compared by identity: some that are equal do not compute the same."""
+
+    def __init__(self, call: Callable[..., Any], takes_number: bool):
+        self.call, self.takes_number = call, takes_number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and other.call is self.call
+
+    def __hash__(self) -> int:
+        return id(self.call)
+
+    def __call__(self, value: Any, number: Any) -> Any:
+        return self.call(value, number) if self.takes_number else self.call(value)
+
+
+class Patch(NamedTuple):
+    """One patch of a plan. Its value, if it is no function, is in the frame.
+
+    Attributes:
+        label: the pattern, for messages.
+        function: what makes the new value; None: the value is in the frame.
+        places: (name, site) of the places, in their order in the model.
+    """
+
+    label: str
+    function: Function | None
+    places: tuple[tuple[str, str], ...]
+
+
+class Plan(NamedTuple):
+    """What one observer wants: hashable, part of treedefs, equal for equal wishes.
+
+    Attributes:
+        captures: (name, site) of the places whose values are recorded.
+        patches: what is put in the place of others.
+        level: how many other plans are live where it is; no two live plans of a thread have the same.
+    """
+
+    captures: frozenset[tuple[str, str]]
+    patches: tuple[Patch, ...]
+    level: int
+
+
+class Loop(NamedTuple):
+    """The loop of a LayerStack in whose body a frame is.
+
+    Attributes:
+        where: for each plan, the name of the layer that stands for all (``layers.*``).
+        members: numbers of the layers that it stands for.
+        number: number of the layer that runs, an int32 scalar.
+    """
+
+    where: Mapping[Plan, str]
+    members: Sequence[int]
+    number: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Stacked:
+    """Values of several layers of a stack: a tree of arrays ``[n, ...]``, and the layers' numbers."""
+
+    def __init__(self, tree: Any, numbers: tuple[int, ...]):
+        self.tree, self.numbers = tree, numbers
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return ((jax.tree_util.GetAttrKey("layers"), self.tree),), self.numbers
+
+    @classmethod
+    def tree_unflatten(cls, numbers: Any, children: Any) -> Stacked:
+        return cls(children[0], numbers)
+
+
+Taps = dict[Key, tuple[Any, ...]]
+
+
+class Frame:
+    """What is observed in one trace.
+
+    Args:
+        values: the live plans, with the values of their patches (None for a function).
+        loop: the loop in whose body it is, if it is in one.
+
+    Attributes:
+        found: what was recorded, each in the order of the runs.
+        seen: (level, name, site) of all places that were passed, whether they were wanted or not.
+    """
+
+    def __init__(self, values: Mapping[Plan, tuple[Any, ...]], loop: Loop | None = None):
+        self.values, self.loop = dict(values), loop
+        self.trace = trace()
+        self.found: dict[Key, list[Any]] = {}
+        self.seen: set[tuple[int, str, str]] = set()
+
+    def taps(self) -> Taps:
+        """What was recorded, as a pytree."""
+        return {key: tuple(values) for key, values in self.found.items()}
+
+    def add(self, taps: Taps) -> None:
+        """Takes what an inner frame has recorded, as far as its plans are live here."""
+        levels = {plan.level for plan in self.values}
+        for key, values in taps.items():
+            if key[0] in levels:
+                self._check_trace(key[1], key[2])
+                self.found.setdefault(key, []).extend(values)
+
+    def numbered(self, plan: Plan, name: str) -> list[tuple[int, str]] | None:
+        """The layers and names that a name in the body of a loop stands for; None elsewhere."""
+        where = None if self.loop is None else self.loop.where.get(plan)
+        if where is None or not (name == where or name.startswith(f"{where}.")):
+            return None
+        assert self.loop is not None
+        return [(i, renumbered(name, where, i)) for i in self.loop.members]
+
+    def wants(self, plan: Plan, name: str, site: str) -> bool:
+        """Whether a plan captures or patches the place, in one of its layers at least."""
+        layers = self.numbered(plan, name)
+        names = [concrete(name)] if layers is None else [full for _, full in layers]
+        wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
+        return any((full, site) in wanted for full in names)
+
+    def patched(self, plan: Plan, name: str, site: str, value: Any) -> Any:
+        """The value with the patches of a plan."""
+        layers = self.numbered(plan, name)
+        for patch, given in zip(plan.patches, self.values[plan], strict=True):
+            rows = {place: row for row, place in enumerate(patch.places)}
+            if layers is None:
+                row = rows.get((concrete(name), site))
+                if row is None:
+                    continue
+                names = [concrete(name)]
+                new = _new(patch, given, value, row, _number(name))
+            else:
+                assert self.loop is not None
+                at = {i: rows[full, site] for i, full in layers if (full, site) in rows}
+                if not at:
+                    continue
+                names = [full for i, full in layers if i in at]
+                new = _in_loop(patch, given, value, at, self.loop)
+            self._check_trace(name, site)
+            self.found.update({(plan.level, full, site, "patched"): [] for full in names})
+            value = new
+        return value
+
+    def record(self, plan: Plan, name: str, site: str, value: Any) -> None:
+        """Records a value if the plan wants it."""
+        names = self.see(plan, name, site)
+        if any((full, site) in plan.captures for full in names):
+            self._check_trace(name, site)
+            self.found.setdefault((plan.level, name, site, "value"), []).append(_plain(value))
+
+    def see(self, plan: Plan, name: str, site: str) -> list[str]:
+        """Notes that a place is there; returns its name, in a loop those of all layers."""
+        layers = self.numbered(plan, name)
+        names = [concrete(name)] if layers is None else [full for _, full in layers]
+        self.seen.update((plan.level, full, site) for full in names)
+        return names
+
+    def _check_trace(self, name: str, site: str) -> None:
+        if self.trace != trace():
+            label = label_of(name, site)
+            raise UserInputError(
+                f"'{label}' is computed inside a jax.jit, jax.vmap, jax.grad, jax.checkpoint or loop "
+                "that the observed function contains, which hands out its results only. Put the "
+                "transformation outside, jax.jit(maxjax.captured(f, ...)), or, for a loop over layers, "
+                "use LayerStack.scan(..., remat=...)"
+            )
+
+
+class Observing(threading.local):
+    """The frames of this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+OBSERVING = Observing()
+
+
+# Those who observe one Module object: all of the process, and those of this thread or task.
+OBSERVERS: list[Any] = []
+_CURRENT: ContextVar[tuple[Any, ...]] = ContextVar("maxjax_observers", default=())
+
+
+def enter(observer: Any) -> None:
+    """Begins to observe, in this thread or task and in the tasks it starts."""
+    OBSERVERS.append(observer)
+    _CURRENT.set((*_CURRENT.get(), observer))
+
+
+def leave(observer: Any) -> None:
+    """Ends it, everywhere."""
+    OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
+    _CURRENT.set(tuple(other for other in _CURRENT.get() if other is not observer))
+
+
+def current_observers(module: Any) -> list[Any]:
+    """Those who observe the Module in this thread or task, outermost first."""
+    if not OBSERVERS:
+        return []
+    return [one for one in _CURRENT.get() if one.observes(module)]
+
+
+def trace() -> Any:
+    """What JAX is tracing at the moment; comparable."""
+    return get_opaque_trace_state(convention="nnx")
+
+
+@contextmanager
+def opened(frame: Frame) -> Iterator[Frame]:
+    """Runs a block in a frame. What it recorded for outer plans is handed on if nothing fails."""
+    frames = OBSERVING.frames
+    frames.append(frame)
+    try:
+        yield frame
+    finally:
+        frames.pop()
+
+
+def live() -> dict[Plan, tuple[Any, ...]]:
+    """The live plans of this thread with the values of their patches."""
+    return dict(OBSERVING.frames[-1].values) if OBSERVING.frames else {}
+
+
+def next_level() -> int:
+    """The level of a new plan."""
+    return 1 + max((plan.level for plan in live()), default=-1)
+
+
+def _live_marks(module: Any) -> list[Mark]:
+    if not OBSERVING.frames:
+        return []
+    values = OBSERVING.frames[-1].values
+    return [(plan, name) for plan, name in module._mx_marks if plan in values]
+
+
+def passing(module: Any, site: str, value: Any) -> Any:
+    """Hands a value that passes a place of a Module to the plans; returns what replaces it."""
+    marks = _live_marks(module)
+    if not marks:
+        return value
+    frame = OBSERVING.frames[-1]
+    for plan, name in marks:
+        value = frame.patched(plan, name, site, value)
+    for plan, name in marks:
+        frame.record(plan, name, site, value)
+    return value
+
+
+def wants(module: Any, site: str) -> bool:
+    """Whether a plan captures or patches a place of a Module."""
+    marks = _live_marks(module)
+    frame = OBSERVING.frames[-1] if marks else None
+    return frame is not None and any(frame.wants(plan, name, site) for plan, name in marks)
+
+
+def is_wanted(module: Any) -> bool:
+    """Whether a plan captures or patches any place of a Module: then its ``__call__`` has to run."""
+    for plan, name in _live_marks(module):
+        layers = OBSERVING.frames[-1].numbered(plan, name)
+        names = {concrete(name)} if layers is None else {full for _, full in layers}
+        wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
+        if any(one in names for one, _ in wanted):
+            return True
+    return False
+
+
+def tap(name: str, value: Any) -> Any:
+    """Names a value inside of a Module's computation, so that it can be captured and patched.
+
+    The place is ``"<name of the module>:<name>"``, where the module is the innermost one that runs.
+    Call it once for each value, as :func:`jax.ad_checkpoint.checkpoint_name`; outside of
+    :func:`maxjax.capture` and its like it returns the value, and nothing of it is in the compiled program.
+
+    Args:
+        name: the name, such as ``"gate"``.
+        value: an array, or a tree of them.
+
+    Returns:
+        The value to go on with: that of a patch, or the given one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax import nn
+        >>> class Square(nn.Module):
+        ...     def __call__(self, x):
+        ...         return nn.tap("double", 2 * x) ** 2
+        >>> y, found = maxjax.captured(lambda m, x: m(x), ":double")(Square(), jnp.float32(3))
+        >>> print(y, found[":double"])
+        36.0 6.0
+    """
+    if not OBSERVING.frames or not RUNNING.modules:
+        return value
+    if not name.isidentifier() or name in SITES:
+        raise UserInputError(
+            f"tap({name!r}): a name is an identifier other than {', '.join(SITES)}"
+        )
+    return passing(RUNNING.modules[-1], name, value)
+
+
+def is_tapped(name: str) -> bool:
+    """Whether anyone wants the value of that :func:`tap` of the running Module.
+
+    For values that are made only then, as the probabilities that a fast attention does not have.
+    """
+    if not OBSERVING.frames or not RUNNING.modules:
+        return False
+    module, frame = RUNNING.modules[-1], OBSERVING.frames[-1]
+    for plan, own in _live_marks(module):
+        frame.see(plan, own, name)
+    return wants(module, name)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def label_of(name: str, site: str) -> str:
+    """The name of a place: that of the Module for its outputs, otherwise with the site."""
+    return name if site == OUTPUT else f"{name}:{site}"
+
+
+def is_span(part: str) -> bool:
+    """Whether a part of a name stands for several layers of a stack (``Span.pattern``)."""
+    return part == "*" or ":" in part
+
+
+def concrete(name: str) -> str:
+    """A name with the first layer's number in the place of a stack's pattern."""
+    parts = name.split(".")
+    first = (part.split(":")[0] if ":" in part else "0" for part in parts if is_span(part))
+    return ".".join(next(first) if is_span(part) else part for part in parts)
+
+
+def renumbered(name: str, where: str, number: int | str) -> str:
+    """``name``, at or below the layer named ``where`` that stands for all, for the layer ``number``."""
+    head, dot, _ = where.rpartition(".")
+    return f"{head}{dot}{number}{name[len(where) :]}"
+
+
+def marks_of(layer: Any, module: Any, number: int) -> tuple[Mark, ...]:
+    """The marks of a Module of the layer that stands for all, for the same Module of another layer."""
+    where = dict(layer._mx_marks)
+    return tuple(
+        (plan, renumbered(name, where[plan], number) if _is_below(name, where.get(plan)) else name)
+        for plan, name in module._mx_marks
+    )
+
+
+def _is_below(name: str, where: str | None) -> bool:
+    return where is not None and (name == where or name.startswith(f"{where}."))
+
+
+def _number(name: str) -> int | None:
+    """The first number among the parts of a name."""
+    return next((int(part) for part in concrete(name).split(".") if part.isdecimal()), None)
+
+
+# --- patches ------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """The tree with plain arrays for TensorValues."""
+    return jax.tree.map(unwrap, value, is_leaf=lambda v: isinstance(v, TensorValue))
+
+
+def _new(patch: Patch, given: Any, value: Any, row: Any, number: Any) -> Any:
+    """What a patch puts in the place of a value; ``row`` is the number of the place among its own."""
+    if patch.function is not None:
+        return _fitted(patch, patch.function(value, number), value)
+    count = len(patch.places)
+    if jax.tree.structure(given) == jax.tree.structure(value) and all(
+        np.shape(new) == (count, *np.shape(old))
+        for new, old in zip(jax.tree.leaves(given), jax.tree.leaves(value), strict=True)
+    ):
+        given = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, row, keepdims=False), given)
+    return _fitted(patch, given, value)
+
+
+def _in_loop(patch: Patch, given: Any, value: Any, at: Mapping[int, int], loop: Loop) -> Any:
+    """:func:`_new` in the body of a loop, for the layers in ``at`` (number → place)."""
+    table = np.full(max(loop.members) + 1, -1, np.int32)
+    table[list(at)] = list(at.values())
+    row = jnp.asarray(table)[loop.number]
+    hit = None if len(at) == len(loop.members) else row >= 0
+    if patch.function is None:
+        new = _new(patch, given, value, jnp.maximum(row, 0), None)
+        return new if hit is None else jax.tree.map(lambda a, b: jnp.where(hit, a, b), new, value)
+    if hit is None:
+        return _new(patch, None, value, row, loop.number)
+    return jax.lax.cond(hit, lambda v: _new(patch, None, v, row, loop.number), lambda v: v, value)
+
+
+def _fitted(patch: Patch, new: Any, old: Any) -> Any:
+    """``new`` if it has the structure, shapes and dtypes of ``old``; a Python number fills its shape."""
+    kept = jax.tree.structure(old)  # with TensorValues, if there are any
+    new, old = _plain(new), _plain(old)
+    leaves, tree = jax.tree.flatten(old)
+    if _is_number(new):
+        new = jax.tree.map(lambda a: jnp.full_like(a, new), old)
+    given, structure = jax.tree.flatten(new)
+    if structure == tree and all(map(_equal_types, given, leaves)):
+        return jax.tree.unflatten(kept, map(_placed, given, leaves))
+    what = "the function gives" if patch.function is not None else "the patch is"
+    raise UserInputError(
+        f"patch '{patch.label}': the value there is {types_of(old)}, and {what} {types_of(new)}"
+        + (
+            ""
+            if len(patch.places) == 1 or patch.function is not None
+            else f" (or one for each of the {len(patch.places)} places, along a first axis)"
+        )
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a Python number, or what a trace makes of one."""
+    if isinstance(value, (bool, int, float, complex)):
+        return True
+    return isinstance(value, jax.Array) and value.ndim == 0 and value.weak_type
+
+
+def _equal_types(new: Any, old: Any) -> bool:
+    return jnp.shape(new) == jnp.shape(old) and jnp.result_type(new) == jnp.result_type(old)
+
+
+def _placed(new: Any, old: Any) -> Any:
+    new, mesh = jnp.asarray(new), explicit.mesh_of(old)
+    if mesh is None:
+        return new
+    return jax.sharding.reshard(new, explicit.sharding(mesh, explicit.entries(old)))
+
+
+def types_of(tree: Any) -> str:
+    """The dtypes and shapes of a tree of arrays, as text.
+
+    Example:
+        >>> types_of((np.zeros((2, 3), np.float32), np.int32(1)))
+        '(float32[2,3], int32[])'
+    """
+    if isinstance(tree, (tuple, list)):
+        return f"({', '.join(map(types_of, tree))})"
+    if isinstance(tree, Mapping):
+        return f"{{{', '.join(f'{key}: {types_of(value)}' for key, value in tree.items())}}}"
+    if not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
+        return type(tree).__name__
+    return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"

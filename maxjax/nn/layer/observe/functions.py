@@ -1,0 +1,244 @@
+"""``captured`` and ``patched``: pure functions that observe the model they are given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ....errors import UserInputError
+from ..calls import Wish, observe
+from .captures import Captures
+from .frames import Function, Patch, Plan, Taps, next_level
+from .places import Place, check_model, natural, places, unseen
+
+
+def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
+    """A function ``(model, *args, **kwargs)`` → ``(result, captures)`` that records inner values.
+
+    The result is that of ``function(model, *args, **kwargs)``. The function is pure: jit it,
+    differentiate it with ``has_aux=True``, ``vmap`` and ``scan`` it. Nothing is changed in the model,
+    nor in what was compiled before.
+
+    Args:
+        function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
+        patterns: the places to record, by full name below the Module that is passed: ``"layers.3.mlp"``.
+            ``*`` stands for anything in one part of a name, ``**`` for any number of parts, and
+            the beginning of a name may be left out (``"layers.*"`` for ``model.layers.*``). What is
+            recorded is the module's output; after a colon stands another site: ``:input`` (the
+            first argument), ``:inputs`` (all positional ones), or a value that the module names with
+            :func:`maxjax.nn.tap`, as attention does with ``:weights`` (probabilities after softmax,
+            ``[B, H, T, S]``) and ``:heads`` (each head's output before the projection, ``[B, T, H, D]``).
+            Decoder layers give and take hidden states and a cache: there the output and input
+            are the hidden states, so ``"layers.*"`` is the residual stream after each layer.
+
+    Returns:
+        The function; its second result is a :class:`Captures`.
+
+    Raises:
+        UserInputError: when it is called: a pattern matches no module, or a site that the module
+            does not have; a module did not run, or runs in a transformation inside of ``function``.
+
+    Where attention weights are asked for, attention is computed by its definition and not by the fast
+    kernel: results agree within rounding. In a stack that holds for all layers of the loop.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> run = jax.jit(maxjax.captured(lambda m, ids: m(ids), "layers.*.mlp"))
+        >>> logits, found = run(model, jnp.ones((2, 5), jnp.int32))
+        >>> found["layers.1.mlp"].shape, found["layers.*.mlp"].shape
+        ((2, 5, 8), (3, 2, 5, 8))
+    """
+    _check_function(function, "captured")
+    if not patterns:
+        raise UserInputError("captured: name at least one place, such as 'layers.*.mlp'")
+
+    def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Captures]:
+        check_model(model, "captured")
+        found = [places(model, pattern, "captured") for pattern in patterns]
+        plan = capture_plan(found, next_level())
+        wish = Wish(plan, "", ())
+        result, frame = observe(model, [wish], lambda copy: function(copy, *args, **kwargs))
+        check_passed(found, plan, frame, "captured")
+        return result, Captures.of(frame.taps(), plan.level)
+
+    return run
+
+
+def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function ``(model, *args, **kwargs)`` → result, with other values at some places of the model.
+
+    Args:
+        function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
+        patches: a value or a function for each pattern, written as for :func:`captured`. A
+            value has the shape and dtype of the one it replaces, or with a first axis a value
+            for each place that the pattern matches; a Python number fills the shape. A function
+            takes the value and returns another; if it has two required parameters, the second is
+            the number of the layer: a traced integer in a stack, None where a name has no
+            number. Where patterns overlap, later ones get what earlier ones gave; captures see
+            the patched value.
+
+    Raises:
+        UserInputError: when it is called: a pattern matches nothing; a value, or what a function
+            returns, has another shape or dtype. Nothing has run then.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> without = maxjax.patched(lambda m, ids: m(ids), {"layers.1.mlp": 0.0})
+        >>> without(model, jnp.ones((2, 5), jnp.int32)).shape
+        (2, 5, 100)
+    """
+    _check_function(function, "patched")
+    given = checked_patches(patches, "patched")
+    fit: set[Any] = set()
+
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        check_model(model, "patched")
+        found = [places(model, pattern, "patched") for pattern in given]
+        plan, values = patch_plan(given, found, next_level())
+        call = lambda model, args, kwargs, values: observe(
+            model, [Wish(plan, "", values)], lambda copy: function(copy, *args, **kwargs)
+        )
+        check_first(call, (model, args, kwargs, values), plan, fit)
+        result, frame = call(model, args, kwargs, values)
+        check_passed(found, plan, frame, "patched")
+        return result
+
+    return run
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def capture_plan(found: Sequence[Sequence[Place]], level: int) -> Plan:
+    """The plan that records places."""
+    return Plan(frozenset(place for group in found for place in group), (), level)
+
+
+def checked_patches(patches: Any, what: str) -> dict[str, Any]:
+    """The patches, with functions wrapped.
+
+    Raises:
+        UserInputError: it is no mapping, or empty; a value is neither arrays nor a function.
+    """
+    if not isinstance(patches, Mapping) or not patches:
+        raise UserInputError(
+            f"{what} takes a mapping from patterns to values or functions, such as "
+            f"{{'layers.3.mlp': 0.0}}, not {patches!r:.60}"
+        )
+    return {pattern: _value_or_function(pattern, new, what) for pattern, new in patches.items()}
+
+
+def _value_or_function(pattern: Any, new: Any, what: str) -> Any:
+    if callable(new) and not isinstance(new, jax.Array):
+        count = _required(new)
+        if count > 2:
+            raise UserInputError(
+                f"{what}: the function for '{pattern}' has {count} required parameters: it is called with the "
+                "value, or with the value and the number of the layer"
+            )
+        return Function(new, count == 2)
+    if isinstance(new, (bool, int, float, complex)):
+        return jnp.asarray(new)  # its weak type says that it was a number
+    if any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(new)) or not jax.tree.leaves(new):
+        raise UserInputError(
+            f"{what}: '{pattern}' is given a {type(new).__name__}: a patch is an array (or a tree of "
+            "arrays), a number, or a function of the value"
+        )
+    return jax.tree.map(jnp.asarray, new)
+
+
+def _required(function: Callable[..., Any]) -> int:
+    """The number of positional parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # functions in C do not all say
+        return 1
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in plain and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def patch_plan(
+    given: Mapping[str, Any], found: Sequence[Sequence[Place]], level: int
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan of patches, and their values: None for a function."""
+    patches, values = [], []
+    for (pattern, new), group in zip(given.items(), found, strict=True):
+        function = new if isinstance(new, Function) else None
+        order = tuple(sorted(group, key=lambda place: natural(place[0])))
+        patches.append(Patch(str(pattern), function, order))
+        values.append(None if function is not None else new)
+    return Plan(frozenset(), tuple(patches), level), tuple(values)
+
+
+def check_first(call: Callable[..., Any], operands: Any, plan: Plan, fit: set[Any]) -> None:
+    """Traces a call that is about to run eagerly, so that a patch that does not fit is refused before.
+
+    Args:
+        fit: the kinds of calls that were found good.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return  # it is traced anyway, before anything runs
+    arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
+    key = (tree, plan, tuple((a.shape, str(a.dtype)) for a in arrays))
+    try:
+        if key in fit:
+            return
+    except TypeError:
+        return
+
+    def traced(arrays: Any) -> Any:
+        given = iter(arrays)
+        pairs = zip(leaves, is_array, strict=True)
+        call(*jax.tree.unflatten(tree, [next(given) if one else leaf for leaf, one in pairs]))
+
+    try:
+        jax.eval_shape(traced, arrays)
+    except UserInputError as error:
+        if str(error).startswith("patch '"):
+            raise
+    except Exception:
+        pass
+    fit.add(key)
+
+
+def check_passed(
+    found: Sequence[Sequence[Place]], plan: Plan, frame: Any, what: str, *, strict: bool = True
+) -> None:
+    """Raises an error if a pattern's places were not passed."""
+    seen = {(name, site) for level, name, site in frame.seen if level == plan.level}
+    passed = passed_places(frame.taps(), plan)
+    for group in found:
+        if error := unseen(group, passed, seen, what, strict=strict):
+            raise error
+
+
+def passed_places(found: Taps, plan: Plan) -> set[Place]:
+    """The places that were captured or patched."""
+    patched = {
+        (name, site)
+        for level, name, site, what in found
+        if level == plan.level and what == "patched"
+    }
+    return patched | Captures.of(found, plan.level).places
+
+
+def _check_function(function: Any, what: str) -> None:
+    if not callable(function) or hasattr(function, "_mx_definition"):
+        raise UserInputError(
+            f"maxjax.{what} takes a function of the model, such as lambda m, x: m(x), not "
+            f"{type(function).__name__}"
+        )

@@ -1,0 +1,139 @@
+"""``replace``: a model with other values of some weights, beside the one it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UserInputError, closest, some
+from ...graph.placement.arrays import put
+from ...graph.value import unwrap
+from ...kernels import QuantArray
+from .definition import Valued, cache_of, flatten, rebuild
+from .walk import Walk
+
+M = TypeVar("M")
+
+
+def replace(model: M, values: Mapping[str, Any]) -> M:
+    """A new model in which some weights have other values; the given one is not changed.
+
+    All other arrays are shared between the two. It works under ``jax.jit`` and ``jax.grad`` too, with
+    traced values, and the new model has the same treedef.
+
+    Args:
+        model: a Module.
+        values: arrays by the names of the state dict. The name of a layer in a stack
+            (``"model.layers.3.mlp.down_proj.weight"``) replaces its slice, and with ``*`` in the place
+            of the number all layers, with an array ``[L, ...]``. Any name of a tied weight is that
+            of the one weight. A quantised weight takes packed bytes, as in the state dict, or a
+            ``QuantArray`` of the same type.
+
+    Raises:
+        UserInputError: a name is unknown; two names are the same weight; a value has another shape or dtype
+            than the weight; a weight of a stack that has no values yet is replaced for one layer only.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> from maxjax.models import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = maxjax.init(model, jax.random.key(0))
+        >>> name = "model.layers.1.mlp.down_proj.weight"
+        >>> other = maxjax.replace(model, {name: jnp.zeros((8, 16))})
+        >>> [bool(m.state_dict()[name].any()) for m in (model, other)]
+        [True, False]
+    """
+    if not hasattr(model, "_mx_definition"):
+        raise UserInputError(f"maxjax.replace takes a maxjax Module, not {type(model).__name__}")
+    if not isinstance(values, Mapping):
+        raise UserInputError(
+            f"maxjax.replace takes a mapping from names to arrays, not {type(values).__name__}"
+        )
+    leaves, found = flatten(model)
+    cache = cache_of(model)
+    walk = Walk(model, stacked=True)
+    index = {id(holder): i for i, holder in enumerate(cache.weights)}
+    whole = {
+        n: i for i, n in enumerate(cache.definition.names) if len(cache.weights[i].stored.lead)
+    }
+    # Also the names of ties that no state dict has.
+    weights = {name: weight for name, _, weight, _ in Walk(model).places}
+    problems: list[str] = []
+    new: dict[int, dict[int | None, tuple[str, Any]]] = {}  # leaf → number in it → (name, value)
+    for name, value in values.items():
+        weight = weights.get(name)
+        if weight is not None:
+            holder = walk.holder(weight)
+            place = walk.number(weight, holder)
+        elif name in whole:
+            holder, place = cache.weights[whole[name]], None
+        else:
+            problems.append(_unknown(name, [*weights, *whole], len(weights)))
+            continue
+        at = new.setdefault(index[id(holder)], {})
+        if place in at or (at and None in (place, *at)):
+            problems.append(f"'{at[next(iter(at))][0]}' and '{name}' are the same weight")
+        value, problem = _fitted(name, holder.stored, place is None and name in whole, value)
+        at[place] = name, value
+        problems += [problem] if problem else []
+    for i, at in new.items():
+        if None not in at and type(leaves[i]) is jax.ShapeDtypeStruct:
+            name = next(iter(at.values()))[0]
+            problems.append(f"'{name}' is in a stack that has no values yet: load it first")
+    if problems:
+        raise UserInputError(f"replace: {some(problems, 5)}")
+    result = list(leaves)
+    for i, at in new.items():
+        result[i] = _put(cache.weights[i].stored, leaves[i], at)
+    return rebuild(found.definition if isinstance(found, Valued) else found, result)
+
+
+def _unknown(name: Any, names: list[str], count: int) -> str:
+    like = closest(str(name), names)
+    hint = f" (did you mean '{like}'?)" if like else f"; it has {count} weights, see state_dict()"
+    return f"the model has no weight '{name}'{hint}"
+
+
+def _fitted(name: str, stored: Any, is_whole: bool, value: Any) -> tuple[Any, str | None]:
+    """The value as an array in logical order, and what is wrong with it."""
+    value, packing = unwrap(value), stored.packing
+    if isinstance(value, QuantArray):
+        if packing is None or value.encoding != packing.value:
+            return (
+                value,
+                f"'{name}' is {_kind(stored)}, and the value is packed as {value.encoding}",
+            )
+        value = value.blocks
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value, f"the value of '{name}' is a {type(value).__name__}, not an array"
+    shape = (*(stored.lead if is_whole else ()), *map(int, stored.dims))
+    dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
+    if tuple(value.shape) == shape and value.dtype == dtype:
+        return value, None
+    expected, found = f"{dtype}{list(shape)}", f"{value.dtype}{list(value.shape)}"
+    if packing is not None:
+        expected += f" (blocks of {packing.value})"
+    return value, f"'{name}' is {expected}, and the value {found}"
+
+
+def _kind(stored: Any) -> str:
+    packing = stored.packing
+    return f"packed as {packing.value}" if packing is not None else stored.dtype.name
+
+
+def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> Any:
+    """The new leaf of a weight, or of a stack of them."""
+    if None in at:
+        value = jnp.asarray(at[None][1])
+        arrange = stored.arranged
+        for _ in stored.lead:
+            arrange = jax.vmap(arrange)
+        return put(arrange(value), stored.leaf_sharding)
+    rows = jnp.stack([stored.arranged(jnp.asarray(value)) for _, value in at.values()])
+    places = np.unravel_index(np.array(list(at), np.int32), stored.lead)
+    made = jnp.asarray(leaf).at[tuple(map(np.int32, places))].set(rows)
+    return put(made, stored.leaf_sharding)

@@ -1,0 +1,113 @@
+"""Tables in a terminal and in pipes, and what the command imports for them."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from maxjax.cli import bars, tables
+from maxjax.columns import Table
+from maxjax.engine.hub import find_model
+from maxjax.progress import Task
+
+ROWS = [["name", "bytes"], ["model.embed_tokens.weight", "360,448"], ["[b]w", "4"]]
+PLAIN = [
+    "name                         bytes",
+    "model.embed_tokens.weight  360,448",
+    "[b]w                             4",
+]
+CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stdout a terminal of so many columns."""
+
+    def make(columns, term="xterm"):
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+    return make
+
+
+def test_elsewhere_it_is_plain_text(capsys):
+    tables.show(["before", Table(ROWS, right={1}), "after"])
+    assert capsys.readouterr().out.split("\n") == ["before", *PLAIN, "after", ""]
+
+
+def test_a_terminal_gets_titles_in_bold(capsys, terminal):
+    terminal(80)
+    tables.show(["before", Table(ROWS, right={1})])
+    shown = capsys.readouterr().out
+    assert "\x1b[1mname" in shown
+    before, titles, rule, *rows = CODES.sub("", shown).rstrip("\n").split("\n")
+    assert before == "before" and titles.split() == ["name", "bytes"] and set(rule.strip()) == {"─"}
+    assert [row.split() for row in rows] == ROWS[1:]  # no markup of rich's is in a name
+
+
+@pytest.mark.parametrize(("columns", "term"), [(30, "xterm"), (80, "dumb")])
+def test_names_are_never_folded(capsys, terminal, columns, term):
+    terminal(columns, term)
+    tables.show([Table(ROWS, right={1})])
+    assert capsys.readouterr().out.split("\n") == [*PLAIN, ""]
+
+
+def test_a_bar_of_a_command():
+    from rich.console import Console
+
+    one = Task("loading model.gguf", 4_000_000)
+    one.add(1_000_000)
+    one.note, one.began = "compiling prefill, XLA", one.began - 2
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(bars._bar(one))
+    shown = console.export_text()
+    assert "loading model.gguf (compiling prefill, XLA)" in shown and " 25%" in shown
+    assert "1.00 MB/4.00 MB" in shown and re.search(
+        r"4[0-9]{2}\.\d\d kB/s 6 s left|500.00 kB/s 6 s left", shown
+    )
+
+
+def heavy(*arguments):
+    """Which heavy modules a command imports whose output goes to a pipe."""
+    code = (
+        "import sys\nfrom maxjax.cli import application\n"
+        "try: application.main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print([m for m in ('rich', 'tqdm', 'jax', 'pygments') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.strip()
+
+
+def test_pipes_import_nothing_for_terminals():
+    assert heavy("--help") == "[]" and heavy("inspect", str(find_model("tiny"))) == "[]"
+
+
+@pytest.mark.slow
+def test_inspect_in_a_terminal_says_what_it_says_in_a_pipe():
+    command = [sys.executable, "-m", "maxjax", "inspect", str(find_model("tiny"))]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    subprocess.run(command, stdout=inner, check=True, env=environment)
+    os.close(inner)
+    shown = b""
+    try:
+        while piece := os.read(outer, 1 << 16):
+            shown += piece
+    except OSError:  # all is read
+        pass
+    os.close(outer)
+    text = CODES.sub("", shown.decode())
+    assert "\x1b[1m" in shown.decode()
+    words = [line.split() for line in text.replace("─", "").splitlines() if line.split()]
+    assert words == [line.split() for line in piped.splitlines() if line.split()]

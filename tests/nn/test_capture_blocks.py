@@ -1,0 +1,256 @@
+"""``with capture`` and ``with patch``: one model object, one thread or task, and nothing after the block."""
+
+import asyncio
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.errors import UserInputError
+from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
+from maxjax.nn.layer.observe import frames
+
+IDS = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+CALL = lambda model, ids: model(ids)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4, num_kv_heads=2)
+    return maxjax.init(Llama(config), jax.random.key(0))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert not frames.OBSERVERS and not frames._CURRENT.get() and not frames.OBSERVING.frames
+
+
+def close(found, expected, atol=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), found, expected)
+
+
+def test_eager_calls_of_the_object_and_of_its_modules(model):
+    plain = model(IDS)
+    _, expected = maxjax.captured(CALL, "layers.*.mlp", "norm")(model, IDS)
+    with maxjax.capture(model, "layers.*.mlp", "norm") as c:
+        np.testing.assert_array_equal(model(IDS), plain)
+        jax.tree.map(lambda a: a, model)(IDS)  # an equal model is another object
+        states = model.states(IDS)  # calls a module in the model
+        model.logits(states)
+    assert len(c.runs) == 2 == len(c.calls)
+    close(c["layers.1.mlp"], expected["layers.1.mlp"])
+    close(c["layers.*.mlp"], expected["layers.*.mlp"])
+    close(c["norm"], states)
+    assert set(c) == set(expected) and "layers.1.mlp" in c and "the last of 2 runs" in repr(c)
+    model(IDS)
+    assert len(c.runs) == 2
+
+
+def test_patches_in_a_block(model):
+    plain = model(IDS)
+    expected = maxjax.patched(CALL, {"layers.1.mlp": 0.0})(model, IDS)
+    with maxjax.patch(model, {"layers.1.mlp": 0.0}), maxjax.capture(model, "layers.*.mlp") as c:
+        close(model(IDS), expected)
+    assert not np.any(c["layers.1.mlp"]) and np.any(c["layers.2.mlp"])
+    np.testing.assert_array_equal(model(IDS), plain)
+    with maxjax.patch(model, {"layers.1.mlp": jnp.zeros(3)}):
+        with pytest.raises(
+            UserInputError, match=r"float32\[2,5,16\], and the patch is float32\[3\]"
+        ):
+            model(IDS)
+        warnings.simplefilter("ignore")  # that it was not used
+    np.testing.assert_array_equal(model(IDS), plain)
+
+
+def test_what_the_caller_jitted_runs_as_compiled(model):
+    traced = []
+
+    @jax.jit
+    def mine(model, ids):
+        traced.append(1)
+        return model(ids)
+
+    mine(model, IDS)
+    with maxjax.capture(model, "layers.1") as c:
+        mine(model, IDS)
+        jax.vmap(lambda ids: model(ids))(IDS[:, None])
+    assert len(traced) == 1 and not c.runs
+    with pytest.raises(
+        KeyError, match=r"the model ran under jax.jit or another transformation.*maxjax.captured"
+    ):
+        c["layers.1"]
+    with pytest.raises(KeyError, match="no call of this model object ran in the block"):
+        maxjax.capture(model, "layers.1")["layers.1"]
+    with pytest.warns(UserWarning, match="patch 'layers.1' was not used"):
+        with maxjax.patch(model, {"layers.1": 0.0}):
+            mine(model, IDS)
+    with pytest.raises(UserInputError, match="did you mean 'model.layers"):
+        maxjax.capture(model, "layer.1")
+
+
+def test_in_a_jitted_function_of_ones_own(model):
+    @jax.jit
+    def run(model, ids):
+        with maxjax.capture(model, "layers.1") as c:
+            y = model(ids)
+        return y, c["layers.1"]
+
+    close(run(model, IDS)[1], maxjax.captured(CALL, "layers.1")(model, IDS)[1]["layers.1"])
+
+
+def test_exceptions_generators_threads_and_tasks(model):
+    with pytest.raises(ZeroDivisionError), maxjax.capture(model, "layers.1"):
+        model(IDS)
+        raise ZeroDivisionError
+
+    def pieces():
+        with maxjax.capture(model, "layers.1") as c:
+            yield c
+            yield c
+
+    first, second = pieces(), pieces()
+    one, two = next(first), next(second)
+    model(IDS)
+    first.close()  # not in the order in which they were opened
+    model(IDS)
+    second.close()
+    model(IDS)
+    assert (len(one.runs), len(two.runs)) == (1, 2)
+
+    with maxjax.capture(model, "layers.1") as c:
+        thread = threading.Thread(target=lambda: model(IDS))
+        thread.start()
+        thread.join()
+        assert not c.runs
+
+    async def task():
+        with maxjax.capture(model, "layers.1") as c:
+            await asyncio.sleep(0)
+            model(IDS)
+            await asyncio.sleep(0)
+        return len(c.runs)
+
+    async def both():
+        return await asyncio.gather(task(), task(), asyncio.sleep(0))
+
+    assert asyncio.run(both())[:2] == [1, 1]
+
+
+# --- maxjax's own programs -----------------------------------------------------------------------
+
+NAMES = ("layers.*", "layers.1.self_attn:weights", "layers.2.self_attn:heads", "lm_head")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_generate(model, family):
+    """What is recorded over prefill and decode steps is what one call of the model has."""
+    if family == "gemma":
+        config = Gemma3Config(
+            100, 16, 16, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3
+        )
+        model = maxjax.init(Gemma3(config), jax.random.key(0))
+    plain = maxjax.generate(model, None, PROMPTS, max_new_tokens=6)
+    with maxjax.capture(model, *NAMES) as c:
+        texts = maxjax.generate(model, None, PROMPTS, max_new_tokens=6, batch_size=2)
+    assert [text.tokens for text in texts] == [text.tokens for text in plain]
+    assert len(c.runs) == 1 and c.runs[0].lengths.tolist() == [8, 10, 6]
+    whole = maxjax.captured(CALL, *NAMES)
+    for i, text in enumerate(texts):
+        ids = jnp.asarray([[*text.prompt_tokens, *text.tokens[:-1]]], jnp.int32)
+        n, (_, expected) = ids.shape[1], whole(model, ids)
+        close(c["layers.*"][:, i, :n], expected["layers.*"][:, 0])
+        name = "layers.1.self_attn:weights"
+        close(c[name][i, :, :n, :n], expected[name][0])
+        close(c["layers.2.self_attn:heads"][i, :n], expected["layers.2.self_attn:heads"][0])
+        count = len(text.tokens)
+        close(c["lm_head"][i, :count], expected["lm_head"][0, -count:])
+        assert not np.any(c["layers.*"][:, i, n:])
+    last = c.calls[-1]  # one decode step, as the model computes it
+    assert last["layers.1"].shape == (2, 16) and last["lm_head"].shape == (2, 100)
+
+
+def test_patched_generation_and_streams(model):
+    new = {"layers.1.mlp": lambda y: -5 * y}
+    with maxjax.patch(model, new), maxjax.capture(model, "layers.1") as c:
+        text = maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6)
+    ids = jnp.asarray([[*PROMPTS[0], *text.tokens[:-1]]], jnp.int32)
+    logits = maxjax.patched(CALL, new)(model, ids)
+    assert jnp.argmax(logits[0, 2:], -1).tolist() == list(text.tokens)
+    assert text.tokens != maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6).tokens
+    assert c["layers.1"].shape == (1, 8, 16)
+    with maxjax.capture(model, "layers.1") as c:
+        pieces = maxjax.stream(model, None, PROMPTS[0], max_new_tokens=6)
+        list(pieces)
+    ids = jnp.asarray([[*PROMPTS[0], *pieces.completion.tokens[:-1]]], jnp.int32)
+    close(c["layers.1"], maxjax.captured(CALL, "layers.1")(model, ids)[1]["layers.1"])
+
+
+def test_programs_of_others_stay_and_are_found_again(model):
+    from maxjax.engine.generate.programs import decode, prefill
+
+    other = jax.tree.map(lambda a: a, model)
+    run = lambda model: maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6)
+    run(model)
+    sizes = prefill._cache_size(), decode._cache_size()
+    with maxjax.capture(model, "layers.0:input"):
+        run(other)
+        assert (prefill._cache_size(), decode._cache_size()) == sizes
+        run(model)
+        more = prefill._cache_size(), decode._cache_size()
+    assert more > sizes
+    run(model)
+    with maxjax.capture(model, "layers.0:input"):
+        run(model)
+    assert (prefill._cache_size(), decode._cache_size()) == more
+    with pytest.raises(UserInputError, match="'model.layers.1.mlp' has no 'weights'"):
+        with maxjax.capture(model, "layers.1.mlp:weights"):
+            run(model)
+
+
+@pytest.mark.slow
+def test_generation_on_a_mesh(model):
+    there = jax.tree.map(lambda a: a, model).to(maxjax.make_mesh(data=2, model=4))
+    with maxjax.capture(there, "layers.*.mlp") as c, maxjax.capture(model, "layers.*.mlp") as d:
+        for one in (there, model):
+            maxjax.generate(one, None, PROMPTS[:2], max_new_tokens=4)
+    close(c["layers.*.mlp"], d["layers.*.mlp"])
+
+
+def test_embed_and_perplexity():
+    model, tokenizer = maxjax.load("tiny")
+    text = "What is 2 + 3?\n2 + 3 = 5"
+    with maxjax.capture(model, "layers.1") as c:
+        maxjax.perplexity(model, tokenizer, text, context=8, stride=4)
+    ids = jnp.asarray([tokenizer.encode(text)[:8]], jnp.int32)
+    _, expected = maxjax.captured(CALL, "layers.1")(model, ids)
+    close(c["layers.1"][:1].astype(jnp.float32), expected["layers.1"].astype(jnp.float32), 5e-2)
+    texts = ["abc", "hello there, you"]
+    plain = maxjax.embed(model, tokenizer, texts, pooling="mean")
+    with maxjax.capture(model, "norm") as c:
+        np.testing.assert_array_equal(maxjax.embed(model, tokenizer, texts, pooling="mean"), plain)
+    counts = [len(tokenizer.encode(one)) for one in texts]
+    assert c.runs[0].lengths.tolist() == counts
+    for i, count in enumerate(counts):
+        close(np.asarray(c["norm"][i, :count], np.float32).mean(0), plain[i], 1e-2)
+
+
+def test_encoders_do_not_pack_texts_that_are_observed():
+    """Otherwise several texts share a row."""
+    tokenizer = maxjax.load("tiny")[1]
+    config = BertConfig(704, 16, 16, num_layers=2, num_heads=2)
+    model = maxjax.init(BertModel(config), jax.random.key(0))
+    texts = ["hello there, you", "abc", "abc abc"]
+    plain = maxjax.embed(model, tokenizer, texts)
+    with maxjax.capture(model, "layer.1", "layer.*.attention.self:weights") as c:
+        close(maxjax.embed(model, tokenizer, texts), plain)
+    for i, text in enumerate(texts):
+        ids = jnp.asarray([tokenizer.encode(text)], jnp.int32)
+        states = model(ids).last_hidden_state
+        close(c["layer.1"][i, : ids.shape[1]], states[0])
+    assert c["layer.*.attention.self:weights"].shape[:3] == (2, 3, 2)
