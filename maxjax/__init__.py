@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from . import errors as errors
     from . import graph as graph
     from . import kernels as kernels
+    from . import lora as lora
     from . import models as models
     from . import nn as nn
     from .checkpoint.pretrained import save_pretrained as save_pretrained
@@ -57,6 +58,7 @@ if _TYPE_CHECKING:
     from .nn import Module as Module
     from .nn import Sequential as Sequential
     from .nn.init import init as init
+    from .nn.init import labels as labels
     from .nn.init import merge as merge
     from .nn.init import partition as partition
     from .nn.layer import add_layer_hook as add_layer_hook
@@ -71,7 +73,7 @@ if _TYPE_CHECKING:
 # above.
 _HOMES: dict[str, str | None] = {
     **dict.fromkeys(
-        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "models", "nn")
+        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "lora", "models", "nn")
     ),
     "DType": "dtype",
     "save_pretrained": "checkpoint.pretrained",
@@ -110,6 +112,7 @@ _HOMES: dict[str, str | None] = {
     "Module": "nn",
     "Sequential": "nn",
     "init": "nn.init",
+    "labels": "nn.init",
     "merge": "nn.init",
     "partition": "nn.init",
     "add_layer_hook": "nn.layer",

@@ -66,10 +66,10 @@ graph: type compile_cache program
 nn/layer: rows hooks edited assigned_list static walk definition call_stack place sharded
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
-nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
+nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation identity linear stacked_linear embedding
+nn: sequential clamp init __init__ activation identity low_rank linear stacked_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
@@ -112,6 +112,7 @@ engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
 checkpoint/conversion: written source to_gguf run
+lora: targets model merged peft files
 interop: layouts renaming
 interop/nnx: variables filling matching state torch_layers interchange __init__
 

@@ -10,6 +10,7 @@ from ..lazy import attributes as _attributes
 # Imported eagerly: the submodule ``clamp`` would otherwise shadow the function.
 from .clamp import clamp as clamp
 from .init import init as init
+from .init import labels as labels
 from .init import merge as merge
 from .init import partition as partition
 

@@ -14,11 +14,11 @@ from ..graph.placement.device_major import DeviceMajor
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
-from .layer import Module
 from .linear import Linear, add_bias, linears
+from .low_rank import LowRank
 
 
-class StackedLinear(Module):
+class StackedLinear(LowRank):
     """Linear layers of one input, with concatenated outputs. Arguments in MAX's order.
 
     Args:
@@ -128,12 +128,15 @@ class StackedLinear(Module):
             y = add_bias(y, self.bias.stored.used().reshape(-1))
         y = y.reshape(*y.shape[:-1], n, r)
         ends = list(accumulate(layout.own))[:-1]
-        return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        parts = [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        if self.lora_A is None:
+            return parts
+        return self.split(self.updated(explicit.concatenate(parts, -1), x))
 
     def _matmul(self, x: Any) -> jax.Array:
         weight = self.weight if self.clip_weight is None else self.stacked_weight
         y = matmul(x, weight)
-        return y if self.bias is None else add_bias(y, self.bias)
+        return self.updated(y if self.bias is None else add_bias(y, self.bias), x)
 
     def split(self, y: Any) -> list[jax.Array]:
         """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""
