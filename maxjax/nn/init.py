@@ -18,6 +18,7 @@ from ..graph.placement.arrays import out_of_memory
 from ..graph.weight.weight import Weight
 from ..progress import compiling
 from .layer.module import Module
+from .layer.walk import Walk
 
 Initializer = Callable[..., jax.Array]
 M = TypeVar("M", bound=Module)
@@ -186,7 +187,7 @@ def partition(
 
     Args:
         trainable: name patterns as in a shell (``"layers.*.bias"``), or a function of
-            (full name, value); None selects every weight of a floating type. The weights of a
+            (full name, value); None selects every weight of a floating type but running statistics. The weights of a
             LayerStack are one value, whose name is ``"layers.*.bias"``.
 
     Returns:
@@ -207,7 +208,10 @@ def partition(
         [(2,)]
     """
     if trainable is None or callable(trainable):
-        rule: Any = trainable or (lambda name, value: jnp.issubdtype(value.dtype, jnp.floating))
+        fixed = _untrained(model) if trainable is None else ()
+        rule: Any = trainable or (
+            lambda name, value: jnp.issubdtype(value.dtype, jnp.floating) and name not in fixed
+        )
         flags = jax.tree.map_with_path(
             lambda path, v: bool(rule(jax.tree_util.keystr(path, simple=True), v)), model
         )
@@ -217,6 +221,16 @@ def partition(
     trained = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     rest = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
     return trained, rest
+
+
+def _untrained(model: Module) -> set[str]:
+    """The names of the pytree leaves that their layers compute otherwise, as running statistics."""
+    walk = Walk(model, stacked=True)
+    return {
+        prefix + name
+        for module, prefix in zip(walk.modules, walk.prefixes, strict=True)
+        for name in getattr(module, "untrained", ())
+    }
 
 
 def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
@@ -258,13 +272,15 @@ def _labelled(rules: Mapping[str, Any], default: Any, model: M) -> M:
 
     def label(path: Any, value: Any) -> Any:
         of = names[jax.tree_util.keystr(path, simple=True)]
-        fitting = [next((p for p in rules if fnmatch.fnmatchcase(name, p)), None) for name in of]
-        if len(set(fitting)) > 1:
+        found = [
+            next((rules[p] for p in rules if fnmatch.fnmatchcase(name, p)), default) for name in of
+        ]
+        if any(one != found[0] for one in found):
             raise UserInputError(
-                f"{list(rules)} takes some of the layers of a LayerStack and not others: "
+                f"{', '.join(map(repr, rules))} takes some of the layers of a LayerStack and not others: "
                 f"{of[0]} and so on are one array. Take all of them, or unstack() first"
             )
-        return default if fitting[0] is None else rules[fitting[0]]
+        return found[0]
 
     return jax.tree.map_with_path(label, model)
 

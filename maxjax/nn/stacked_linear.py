@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.value import TensorValue, unwrap, wraps
@@ -26,7 +27,7 @@ class StackedLinear(LowRank):
         out_dims: length of the last axis of the result, for each linear layer.
         names: attribute names of the linear layers.
         dtype: dtype of weights and biases.
-        device: device that the weights are declared on.
+        device: device that the weights are declared on; None means the CPU.
         stacked: whether there is one weight for all, as in some checkpoints, under this layer's
             name. Otherwise each linear layer is a child, and the names of the children's weights
             leave this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
@@ -52,8 +53,8 @@ class StackedLinear(LowRank):
         in_dim: int,
         out_dims: Sequence[int],
         names: Sequence[str],
-        dtype: Any,
-        device: DeviceRef,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
         stacked: bool = False,
         has_bias: bool = False,
         linear_cls: Callable[..., Any] = Linear,
@@ -61,6 +62,7 @@ class StackedLinear(LowRank):
         clip_weight: float | None = None,
     ):
         super().__init__()
+        device = device or DeviceRef.CPU()
         if quant_config is not None:
             raise NotImplementedError("StackedLinear(quant_config=...) is not supported yet")
         if len(names) != len(out_dims) or len(set(names)) != len(names) or not names:

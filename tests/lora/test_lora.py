@@ -84,6 +84,7 @@ def test_the_update_is_that_of_the_formula(model, tuned):
     np.testing.assert_array_equal(run(plain, IDS), run(model, IDS))
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_unstacked_and_give_the_same(model):
     """Of a stack, some layers; of separate layers, all: the same as in a stack."""
     some = lora.add(model, "layers.1.self_attn.q_proj", rank=2, key=jax.random.key(1))
@@ -157,6 +158,7 @@ def test_over_blocks_gradients_reach_a_and_b_only(model):
     assert error(again) < error(base) / 4
 
 
+@pytest.mark.slow
 def test_the_layers_of_other_families():
     gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, num_layers=2, num_heads=4)), jax.random.key(0))
     tuned = drawn(lora.add(gpt2, ["c_attn", "mlp.c_proj"], rank=2, key=jax.random.key(1)))
@@ -206,6 +208,7 @@ def test_bad_input_is_refused_by_name(model, change, error, says):
         change(model)
 
 
+@pytest.mark.slow
 def test_experts_are_refused_and_tied_weights_not_merged():
     sizes = {"num_layers": 1, "num_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
     mixtral = Mixtral(MixtralConfig(64, 8, 16, **sizes))

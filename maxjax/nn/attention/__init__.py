@@ -4,6 +4,7 @@ from ...absent import absent as _absent
 from .attention_with_rope import AttentionWithRope as AttentionWithRope
 from .attention_with_rope import attention as attention
 from .mask_config import MHAMaskVariant as MHAMaskVariant
+from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
 
 __getattr__ = _absent(
     __name__,
