@@ -51,6 +51,7 @@ if _TYPE_CHECKING:
     from .graph.weights import WeightData as WeightData
     from .graph.weights import Weights as Weights
     from .graph.weights import load_weights as load_weights
+    from .interop.torch_modules import from_torch as from_torch
     from .models import build as build
     from .nn import Layer as Layer
     from .nn import LayerList as LayerList
@@ -101,6 +102,7 @@ _HOMES: dict[str, str | None] = {
     "CheckpointError": "errors",
     "DeviceRef": "graph",
     "Weight": "graph",
+    "from_torch": "interop.torch_modules",
     "make_mesh": "graph.placement.mesh",
     "WeightData": "graph.weights",
     "Weights": "graph.weights",

@@ -113,7 +113,7 @@ checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
 checkpoint/conversion: written source to_gguf run
 lora: targets model merged peft files
-interop: layouts renaming
+interop: layouts renaming torch_modules trees
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
