@@ -1,5 +1,7 @@
 """LoRA weights in stacks, on meshes, over blocks: what they add, what is trained, what a merge gives."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from maxjax import lora, nn
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
+from maxjax.nn.quantized import Layout, QuantizedLinear, Tensor
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
 run = jax.jit(lambda model, ids: model(ids))
@@ -244,3 +247,68 @@ def test_labels_are_a_module_for_optax(model):
     masked = optax.masked(optax.sgd(1.0), mask)
     steps, _ = masked.update(jax.tree.map(jnp.ones_like, tuned), masked.init(tuned))
     assert float(steps.model.norm.weight.value[0]) == 1.0
+
+
+@pytest.mark.slow
+def test_hooks_copies_steps_and_exports_see_the_updates(tuned, model, tmp_path):
+    expected = np.asarray(run(tuned, IDS))
+    calls = []
+    with maxjax.layer_hook(lambda layer, *_: calls.append(type(layer).__name__)):
+        hooked = tuned(IDS)
+    assert calls.count("Linear") == 3 * 7
+    np.testing.assert_allclose(hooked, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(run(copy.deepcopy(tuned), IDS), expected)
+    apart = jax.tree.map(lambda leaf: leaf, tuned).unstack()
+    np.testing.assert_allclose(apart(IDS), expected, rtol=1e-4, atol=1e-4)
+    maxjax.checkpoint.save(tmp_path / "step", tuned)
+    restored = lora.add(model, rank=4, alpha=12)
+    maxjax.checkpoint.restore(tmp_path / "step", restored)
+    np.testing.assert_array_equal(run(restored, IDS), expected)
+    maxjax.export(tuned, IDS, tmp_path / "program")
+    np.testing.assert_allclose(
+        maxjax.load_exported(tmp_path / "program")(tuned.state_dict(), IDS),
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
+    lora.save(tmp_path, tuned)
+    small = lora.add(model, "q_proj", rank=2, key=jax.random.key(2))
+    lora.save(tmp_path, small)
+    found = lora.load(model, tmp_path, dtype="bfloat16")
+    assert found.model.layers[0].self_attn.q_proj.lora.rank == 2
+    assert found.model.layers[0].self_attn.k_proj.lora is None
+    b = found.model.layers[0].self_attn.q_proj.lora_A
+    assert b.dtype == maxjax.DType.bfloat16
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "maxjax_digests.json"]
+
+
+def test_over_the_tensors_of_a_quantised_format():
+    """Of GPTQ, FP8 and others: the layer keeps its tensors, and the update is beside them."""
+    tensors = (
+        Tensor("weight", maxjax.DType.int8, (6, 4), (0, 1)),
+        Tensor("weight_scale", maxjax.DType.float32, (6, 1), (0, None)),
+    )
+    layers = nn.LayerList(
+        QuantizedLinear(Layout("scaled", 6, 4, tensors), DeviceRef.CPU()) for _ in range(2)
+    )
+    rng = np.random.default_rng(0)
+    for layer in layers:
+        layer.load_state_dict(
+            {
+                "weight": rng.integers(-9, 9, (6, 4)).astype(np.int8),
+                "weight_scale": np.full((6, 1), 0.5, np.float32),
+            }
+        )
+    stack = layers.stack()
+    tuned = drawn(lora.add(stack, rank=2, key=jax.random.key(0)))
+    assert sorted(n for n in tuned.raw_state_dict() if "lora" in n)[0] == "0.lora_A.weight"
+    x = jnp.ones((3, 4))
+    one = tuned[1]
+    update = x @ one.lora_A.value.T @ one.lora_B.value.T
+    np.testing.assert_allclose(one(x), stack[1](x) + update, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="several tensors of a quantised format"):
+        lora.merge(tuned)
