@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from . import errors as errors
     from . import graph as graph
     from . import kernels as kernels
+    from . import lora as lora
     from . import models as models
     from . import nn as nn
     from .checkpoint.pretrained import save_pretrained as save_pretrained
@@ -50,6 +51,7 @@ if _TYPE_CHECKING:
     from .graph.weights import WeightData as WeightData
     from .graph.weights import Weights as Weights
     from .graph.weights import load_weights as load_weights
+    from .interop.torch_modules import from_torch as from_torch
     from .models import build as build
     from .nn import Layer as Layer
     from .nn import LayerList as LayerList
@@ -57,6 +59,7 @@ if _TYPE_CHECKING:
     from .nn import Module as Module
     from .nn import Sequential as Sequential
     from .nn.init import init as init
+    from .nn.init import labels as labels
     from .nn.init import merge as merge
     from .nn.init import partition as partition
     from .nn.layer import add_layer_hook as add_layer_hook
@@ -78,7 +81,7 @@ if _TYPE_CHECKING:
 # above.
 _HOMES: dict[str, str | None] = {
     **dict.fromkeys(
-        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "models", "nn")
+        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "lora", "models", "nn")
     ),
     "DType": "dtype",
     "save_pretrained": "checkpoint.pretrained",
@@ -106,6 +109,7 @@ _HOMES: dict[str, str | None] = {
     "CheckpointError": "errors",
     "DeviceRef": "graph",
     "Weight": "graph",
+    "from_torch": "interop.torch_modules",
     "make_mesh": "graph.placement.mesh",
     "WeightData": "graph.weights",
     "Weights": "graph.weights",
@@ -117,6 +121,7 @@ _HOMES: dict[str, str | None] = {
     "Module": "nn",
     "Sequential": "nn",
     "init": "nn.init",
+    "labels": "nn.init",
     "merge": "nn.init",
     "partition": "nn.init",
     "add_layer_hook": "nn.layer",

@@ -68,18 +68,18 @@ nn/layer: rows hooks edited assigned_list static walk definition call_stack call
 nn/layer/observe: places captures functions recording contexts programs
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
-nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack
+nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation identity linear stacked_linear embedding
+nn: sequential clamp init __init__ activation identity dropout low_rank linear stacked_linear embedding
 nn/quantized: formats forms layout linear __init__
-nn/norm: norms __init__ group_norm layer_norm rms_norm
+nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots cache __init__
-nn/attention: mask_config tapped_attention attention_with_rope __init__
+nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
 nn/moe: algorithms experts moe __init__
 nn/transformer: transformer __init__
-nn: conv conv_transpose
+nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
 models: config bounds weights name_rules
@@ -114,7 +114,8 @@ engine/export: signature file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays leaves steps tree sums save open restore streaming checkpoint manager
 checkpoint/conversion: written source to_gguf run
-interop: layouts renaming
+lora: targets model merged peft files
+interop: layouts renaming torch_modules trees
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line

@@ -23,7 +23,7 @@ from ..storage.digests import NAME as DIGESTS
 from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
-from ..storage.safetensors.writer import Shard, file_pieces, index
+from ..storage.safetensors.writer import Shard, file_pieces, in_order, index
 from ..storage.save.beside import Description, move_into_place, sum_of, waiting
 from ..storage.save.durable import flush_folder
 from ..storage.save.outgoing import Outgoing
@@ -71,6 +71,44 @@ def write_file(
         staging.write(name, sums.passing(pieces(list(map(sums.of, tensors)))), nbytes=nbytes)
         staging.hold()
         _commit(staging, _records(folder, [name]), {name: sums.record}, [name])
+
+
+def write_with(
+    directory: str | os.PathLike[str],
+    name: str,
+    tensors: Iterable[Outgoing],
+    others: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write one safetensors file of a directory, together with files that describe it.
+
+    Args:
+        directory: path of the directory, made if it does not exist.
+        name: name of the safetensors file.
+        tensors: its tensors.
+        others: the other files: name → content.
+        metadata: metadata of the safetensors file.
+
+    Raises:
+        CheckpointBusyError: another process is writing there.
+        CheckpointSaveError, CheckpointAccessError: the files cannot be written; those that were there
+            before are intact.
+    """
+    with Staging(directory) as staging:
+        folder = staging.directory
+        _end_interrupted(folder)
+        found = _records(folder, [name])
+        if os.path.exists(os.path.join(folder, name)):
+            staging.keeps(f"The files that were there before are untouched: {staging.shown}.")
+        shard = Shard(name, tuple(in_order(tensors)))
+        staging.require_space(shard.nbytes)
+        sums = Sums()
+        pieces = file_pieces(list(map(sums.of, shard.tensors)), metadata)
+        staging.write(name, sums.passing(pieces), nbytes=shard.nbytes)
+        before = [one.beside for one in found.get(name, ()) if one.beside is not None]
+        kept = {other: [content] for other, content in others.items()}
+        description = _stage_others(staging, kept, before)
+        _commit(staging, found, {name: replace(sums.record, beside=description)}, [name])
 
 
 def write_set(

@@ -18,6 +18,7 @@ from ..models.pooling import pooling_files
 from ..models.quantized import KEY as QUANTIZATION
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
+from ..nn.low_rank import LowRank
 from ..progress import short, task
 from ..storage.safetensors.writer import Shard, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ def save_pretrained(
 
     Raises:
         ValueError: a weight has no value.
+        UserInputError: the model has LoRA weights that are not merged.
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
@@ -116,9 +118,15 @@ def model_data(model: Module, gathering: Gathering | None = None) -> dict[str, W
 
     Raises:
         ValueError: a weight has no value.
+        UserInputError: the model has LoRA weights, which no other program would find in such a checkpoint.
         NotImplementedError: devices of another process hold a part of a weight, and there is no
             ``gathering``, or the weight is not on a mesh.
     """
+    if any(isinstance(m, LowRank) and m.lora_A is not None for _, m in model.named_modules()):
+        raise UserInputError(
+            "the model has LoRA weights: maxjax.lora.save(path, model) writes them by themselves, and "
+            "save_pretrained(maxjax.lora.merge(model), path) the model with them in its weights"
+        )
     return {
         name: weight_data(name, weight, gathering)
         for name, weight in model.raw_state_dict().items()

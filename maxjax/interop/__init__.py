@@ -1,1 +1,2 @@
-"""Interchange with models of other libraries: ``maxjax.interop.nnx`` is for flax nnx."""
+"""Interchange with models of other libraries: ``nnx`` for flax nnx, ``trees`` for equinox and
+other pytrees, and ``maxjax.from_torch``."""

@@ -19,6 +19,7 @@ from ..errors import (
     UserInputError,
 )
 from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..graph.weights.given import data_of
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from .bert import BERT as _BERT
@@ -152,7 +153,7 @@ def _unsupported(what: str, path: Any) -> UnsupportedModelError:
 
 
 def build(
-    weights: Weights,
+    weights: Weights | Mapping[str, Any],
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     dtype: Any = None,
     *,
@@ -167,7 +168,7 @@ def build(
     and shape. Then they are compared, up to the first value that differs.
 
     Args:
-        weights: checkpoint, of which only headers are read.
+        weights: checkpoint, of which only headers are read; or arrays by a checkpoint's names, with a ``config``.
         config: content of ``config.json``, or the path of one; by default the one
             beside the weights, or the metadata of a GGUF file.
         dtype: dtype of all weights; None keeps each tensor's own from the checkpoint, also
@@ -185,10 +186,11 @@ def build(
         UnsupportedModelError: the configuration names a model that maxjax does not have.
         CheckpointError: the configuration is missing or broken.
     """
-    with allowing(weights._family.limits):
+    given = not isinstance(weights, Weights)
+    with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
-    named = tensors(weights)
+    named = {n: data_of(n, v) for n, v in weights.items()} if given else tensors(weights)
     found = family.adapt(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
@@ -199,7 +201,7 @@ def build(
     settings = family.config.from_dict(plain, path=path)
     tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
     if tie_setting is not None:
-        tied = is_tied(family, found, tie_setting, tie=tie, path=weights._path)
+        tied = is_tied(family, found, tie_setting, tie=tie, path=None if given else weights._path)
         if tied is not tie_setting:
             settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
         found = one_head(found, family.tied) if tied else found
@@ -230,7 +232,9 @@ def _main(found: Mapping[str, WeightData]) -> DType:
     return main_dtype(found) or DType.float32
 
 
-def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | None]:
+def _config(
+    weights: Weights | Mapping[str, Any], config: Any
+) -> tuple[Mapping[str, Any], Path | None]:
     if isinstance(config, Mapping):
         return config, None
     if config is not None:
@@ -238,6 +242,8 @@ def _config(weights: Weights, config: Any) -> tuple[Mapping[str, Any], Path | No
         return read_object(path), path
     if isinstance(weights, GGUFWeights):
         return config_of(weights), Path(weights._path)
+    if not isinstance(weights, Weights):
+        raise UserInputError("arrays by name do not say what model they are of: pass its config")
     with weights._beside.files("config.json") as folder:
         path = config_beside(folder)
         return read_object(path), path

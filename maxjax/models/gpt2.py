@@ -31,6 +31,7 @@ from ..nn.embedding import Embedding
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import LayerList, Module
 from ..nn.linear import add_bias
+from ..nn.low_rank import LowRank
 from ..nn.norm import LayerNorm
 from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step, resharded
@@ -112,7 +113,7 @@ class GPT2Config(DecoderConfig):
         return {**other, "rope": None}
 
 
-class TransposedLinear(Module):
+class TransposedLinear(LowRank):
     """A linear layer whose weight is stored ``[in, out]``: ``x @ weight + bias``.
 
     The weight keeps the layout of the files. On a CPU, compared with the kernel for ``[out, in]``,
@@ -130,6 +131,8 @@ class TransposedLinear(Module):
         [[3. 3.]]
     """
 
+    out_axis = 1
+
     def __init__(self, in_dim: int, out_dim: int, dtype: DType):
         super().__init__()
         self.weight = Weight("weight", dtype, (in_dim, out_dim), DeviceRef.CPU())
@@ -143,12 +146,13 @@ class TransposedLinear(Module):
         if mesh is not None:
             spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
             run = explicit.automatic(_product, mesh, spec)
-        return add_bias(run(x, weight), self.bias)
+        return self.updated(add_bias(run(x, weight), self.bias), x)
 
     def initializer(self, name: str) -> Any:
         """A normal distribution with standard deviation 0.02 for the weight, zeros for the bias."""
         init = jax.nn.initializers
-        return init.zeros if name == "bias" else init.normal(0.02)
+        own = init.zeros if name == "bias" else init.normal(0.02)
+        return super().initializer(name) or own
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

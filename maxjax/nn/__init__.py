@@ -10,6 +10,7 @@ from ..lazy import attributes as _attributes
 # Imported eagerly: the submodule ``clamp`` would otherwise shadow the function.
 from .clamp import clamp as clamp
 from .init import init as init
+from .init import labels as labels
 from .init import merge as merge
 from .init import partition as partition
 
@@ -17,10 +18,12 @@ if _TYPE_CHECKING:
     from . import hooks as hooks
     from .attention import AttentionWithRope as AttentionWithRope
     from .attention import MHAMaskVariant as MHAMaskVariant
+    from .attention import MultiHeadAttention as MultiHeadAttention
     from .conv import Conv1D as Conv1D
     from .conv import Conv2d as Conv2d
     from .conv import Conv3D as Conv3D
     from .conv_transpose import ConvTranspose1d as ConvTranspose1d
+    from .dropout import Dropout as Dropout
     from .embedding import Embedding as Embedding
     from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from .identity import Identity as Identity
@@ -42,10 +45,18 @@ if _TYPE_CHECKING:
     from .linear import Linear as Linear
     from .moe import MoE as MoE
     from .moe import MoEGate as MoEGate
+    from .norm import BatchNorm as BatchNorm
+    from .norm import BatchNorm1d as BatchNorm1d
+    from .norm import BatchNorm2d as BatchNorm2d
+    from .norm import BatchNorm3d as BatchNorm3d
     from .norm import ConstantLayerNorm as ConstantLayerNorm
     from .norm import GroupNorm as GroupNorm
     from .norm import LayerNorm as LayerNorm
     from .norm import RMSNorm as RMSNorm
+    from .recurrent import GRU as GRU
+    from .recurrent import LSTM as LSTM
+    from .recurrent import GRUCell as GRUCell
+    from .recurrent import LSTMCell as LSTMCell
     from .rotary_embedding import DynamicRotaryEmbedding as DynamicRotaryEmbedding
     from .rotary_embedding import LinearScalingParams as LinearScalingParams
     from .rotary_embedding import Llama3RopeScalingParams as Llama3RopeScalingParams
@@ -62,9 +73,10 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "": "hooks",
-        "attention": "AttentionWithRope MHAMaskVariant",
+        "attention": "AttentionWithRope MHAMaskVariant MultiHeadAttention",
         "conv": "Conv1D Conv2d Conv3D",
         "conv_transpose": "ConvTranspose1d",
+        "dropout": "Dropout",
         "embedding": "Embedding VocabParallelEmbedding",
         "identity": "Identity",
         "kv_cache": "KVCache",
@@ -72,7 +84,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "Shardable is_tapped recursive_named_layers tap",
         "linear": "MLP ColumnParallelLinear Linear",
         "moe": "MoE MoEGate",
-        "norm": "ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
+        "norm": "BatchNorm BatchNorm1d BatchNorm2d BatchNorm3d ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
+        "recurrent": "GRU GRUCell LSTM LSTMCell",
         "rotary_embedding": "DynamicRotaryEmbedding LinearScalingParams Llama3RopeScalingParams "
         "Llama3RotaryEmbedding LongRoPERotaryEmbedding LongRoPEScalingParams "
         "RotaryEmbedding YarnRotaryEmbedding YarnScalingParams",

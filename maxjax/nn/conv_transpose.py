@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
@@ -51,7 +52,7 @@ class ConvTranspose1d(Module):
         length: int,
         in_channels: int,
         out_channels: int,
-        dtype: Any,
+        dtype: Any = DType.float32,
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int, int, int] = 0,
         dilation: int | tuple[int, int] = 1,

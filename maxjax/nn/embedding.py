@@ -31,7 +31,7 @@ class Embedding(Module):
         vocab_size: number of rows of the table.
         hidden_dim: length of a row.
         dtype: dtype of the table.
-        device: device that the table is declared on.
+        device: device that the table is declared on; None means the CPU.
         quantization_encoding: block format of a quantised table, or None. The table is then uint8
             ``[vocab_size, bytes]``, and looked-up rows are float32.
         name: name of the weight instead of ``"weight"``, used unchanged as in MAX.
@@ -52,13 +52,13 @@ class Embedding(Module):
         self,
         vocab_size: int,
         hidden_dim: int,
-        dtype: Any,
-        device: DeviceRef,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
         quantization_encoding: QuantizationEncoding | None = None,
         name: str | None = None,
     ):
         super().__init__()
-        self.device = device
+        self.device = device = device or DeviceRef.CPU()
         shape = (vocab_size, hidden_dim)
         if quantization_encoding is not None and quantization_encoding.is_gguf:
             dtype, shape = DType.uint8, quantization_encoding.packed_shape(shape)
@@ -139,8 +139,8 @@ class VocabParallelEmbedding(Embedding):
         self,
         vocab_size: int,
         hidden_dim: int,
-        dtype: Any,
-        devices: Sequence[DeviceRef],
+        dtype: Any = DType.float32,
+        devices: Sequence[DeviceRef] = (),
         quantization_encoding: QuantizationEncoding | None = None,
         name: str | None = None,
     ):

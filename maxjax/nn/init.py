@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import releasing
+from ..errors import UserInputError, closest, releasing, some
 from ..graph.placement.arrays import out_of_memory
 from ..graph.weight.weight import Weight
 from ..progress import compiling
 from .layer.module import Module
+from .layer.walk import Walk
 
 Initializer = Callable[..., jax.Array]
 M = TypeVar("M", bound=Module)
@@ -185,12 +187,15 @@ def partition(
 
     Args:
         trainable: name patterns as in a shell (``"layers.*.bias"``), or a function of
-            (full name, value); None selects every weight of a floating type. The weights of a
+            (full name, value); None selects every weight of a floating type but running statistics. The weights of a
             LayerStack are one value, whose name is ``"layers.*.bias"``.
 
     Returns:
         Two Modules of the same class, each with None where the other has the value;
         ``merge`` combines them. Nothing is copied.
+
+    Raises:
+        UserInputError: a pattern names no weight, or takes some of the layers of a LayerStack only.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -202,29 +207,82 @@ def partition(
         >>> [leaf.shape for leaf in jax.tree.leaves(grads)]
         [(2,)]
     """
-    patterns = (trainable,) if isinstance(trainable, str) else trainable
-
-    names = _names(model)
-
-    def chosen(name: str, value: Any) -> bool:
-        if patterns is None:
-            return jnp.issubdtype(value.dtype, jnp.floating)
-        if callable(patterns):
-            return bool(patterns(name, value))
-        selected = {any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in names[name]}
-        if len(selected) > 1:
-            raise ValueError(
-                f"partition({trainable!r}) takes some of the layers of a LayerStack and not others: "
-                f"{names[name][0]} and so on are one array. Take all of them, or unstack() first"
-            )
-        return selected.pop()
-
-    flags = jax.tree.map_with_path(
-        lambda path, v: chosen(jax.tree_util.keystr(path, simple=True), v), model
-    )
+    if trainable is None or callable(trainable):
+        fixed = _untrained(model) if trainable is None else ()
+        rule: Any = trainable or (
+            lambda name, value: jnp.issubdtype(value.dtype, jnp.floating) and name not in fixed
+        )
+        flags = jax.tree.map_with_path(
+            lambda path, v: bool(rule(jax.tree_util.keystr(path, simple=True), v)), model
+        )
+    else:
+        patterns = (trainable,) if isinstance(trainable, str) else tuple(trainable)
+        flags = labels(dict.fromkeys(patterns, True), default=False)(model)
     trained = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     rest = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
     return trained, rest
+
+
+def _untrained(model: Module) -> set[str]:
+    """The names of the pytree leaves that their layers compute otherwise, as running statistics."""
+    walk = Walk(model, stacked=True)
+    return {
+        prefix + name
+        for module, prefix in zip(walk.modules, walk.prefixes, strict=True)
+        for name in getattr(module, "untrained", ())
+    }
+
+
+def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
+    """A function that gives a Module with labels in place of values.
+
+    ``optax.multi_transform`` takes it as labels, ``optax.masked`` with bools as a mask. They call whatever
+    can be called, as a Module can, so that they take the function and not the Module.
+
+    Args:
+        rules: name patterns as in a shell (``"*.bias"``) and the labels of weights with such names; the first that
+            fits counts.
+        default: label of the other weights.
+
+    Returns:
+        A function of a Module, or of one of the two that :func:`partition` returned. It raises a UserInputError
+        if a pattern names no weight, or the layers of a LayerStack, whose weights are one value, get
+        different labels.
+
+    Example:
+        >>> from maxjax import labels, nn
+        >>> model = nn.Linear(3, 2, has_bias=True)
+        >>> found = labels({"*bias": "no decay"}, default="decay")(model)
+        >>> found.weight.value, found.bias.value
+        ('decay', 'no decay')
+    """
+    return partial(_labelled, dict(rules), default)
+
+
+def _labelled(rules: Mapping[str, Any], default: Any, model: M) -> M:
+    names = _names(model)
+    every = [name for of in names.values() for name in of]
+    for pattern in rules:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+            near = closest(pattern, every)
+            raise UserInputError(
+                f"no weight has a name like {pattern!r}"
+                + (f"; did you mean {near!r}?" if near else f"; there are {some(every, 3)}")
+            )
+
+    def label(path: Any, value: Any) -> Any:
+        of = names[jax.tree_util.keystr(path, simple=True)]
+        found = [
+            next((rules[p] for p in rules if fnmatch.fnmatchcase(name, p)), default) for name in of
+        ]
+        if any(one != found[0] for one in found):
+            raise UserInputError(
+                f"{', '.join(map(repr, rules))} takes some of the layers of a LayerStack and not others: "
+                f"{of[0]} and so on are one array. Take all of them, or unstack() first"
+            )
+        return found[0]
+
+    return jax.tree.map_with_path(label, model)
 
 
 def _names(model: Module) -> dict[str, list[str]]:

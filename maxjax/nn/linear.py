@@ -22,18 +22,19 @@ from .activation import activation
 from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded, tensor_parallel
+from .low_rank import LowRank, all_updated
 
 # A weight is [out, in]: its last axis is the fan-in.
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
 
 
-class Linear(Module):
+class Linear(LowRank):
     """A linear layer over the last axis. Arguments in MAX's order.
 
     Args:
         in_dim, out_dim: length of the last axis of the input and of the result.
         dtype: dtype of weight and bias.
-        device: device that the weights are declared on.
+        device: device that the weights are declared on; None means the CPU.
         has_bias: whether to add a bias.
         quantization_encoding: block format of a quantised weight, or None. The weight is then uint8
             ``[out_dim, bytes]``, and the bias is float32 unless ``dtype`` is a float.
@@ -60,8 +61,8 @@ class Linear(Module):
         self,
         in_dim: int,
         out_dim: int,
-        dtype: Any,
-        device: DeviceRef,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
         has_bias: bool = False,
         quantization_encoding: QuantizationEncoding | None = None,
         quant_config: Any = None,
@@ -72,7 +73,7 @@ class Linear(Module):
         super().__init__()
         if quant_config is not None:
             raise NotImplementedError("Linear(quant_config=...) is not supported yet")
-        self.device = device
+        self.device = device = device or DeviceRef.CPU()
         self.clip_weight = clip_weight
         self.quant_config = None
         self.bias = None
@@ -101,6 +102,7 @@ class Linear(Module):
         y = self._product(x, weight)
         if self.bias is not None:
             y = add_bias(y, self.bias)
+        y = self.updated(y, x)
         return TensorValue(y) if wraps(x) else y
 
     def _product(self, x: Any, weight: Any) -> Any:
@@ -132,6 +134,7 @@ class Linear(Module):
             >>> [list(part.raw_state_dict()) for part in layer.shard([DeviceRef.CPU()] * 2)]
             [['weight[0]', 'bias[0]'], ['weight[1]']]
         """
+        self.refuse_update("shard()")
         found = sharded(self, devices)
         strategy = self.sharding_strategy
         summed = strategy is not None and strategy.sharded_axis not in (0, None)
@@ -141,7 +144,8 @@ class Linear(Module):
 
     def initializer(self, name: str) -> Any:
         """Normal weights with variance 1/in_dim; a zero bias."""
-        return jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
+        own = jax.nn.initializers.zeros if name.endswith("bias") else _LECUN_NORMAL
+        return super().initializer(name) or own
 
 
 def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
@@ -162,10 +166,11 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
     if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [unwrap(layer(x)) for layer in layers]
     results = matmul(unwrap(x), [layer.weight for layer in layers])
-    return [
+    results = [
         y if layer.bias is None else add_bias(y, layer.bias)
         for y, layer in zip(results, layers, strict=True)
     ]
+    return all_updated(layers, x, results)
 
 
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
@@ -225,8 +230,8 @@ class ColumnParallelLinear(Linear):
         self,
         in_dim: int,
         out_dim: int,
-        dtype: Any,
-        devices: Sequence[DeviceRef],
+        dtype: Any = DType.float32,
+        devices: Sequence[DeviceRef] = (),
         tied_weight: Weight | None = None,
         **kwargs: Any,
     ):
@@ -238,7 +243,7 @@ class ColumnParallelLinear(Linear):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, fallback=columns), "bias": rows}
+        return {"weight": Split(rows, fallback=columns), "bias": rows, **super().sharding_rules()}
 
     def _product(self, x: Any, weight: Any) -> Any:
         x = jnp.asarray(unwrap(x))
@@ -284,7 +289,7 @@ class MLP(Module):
         quantization_encoding: QuantizationEncoding | None,
         hidden_dim: int,
         feed_forward_length: int,
-        devices: Sequence[DeviceRef],
+        devices: Sequence[DeviceRef] = (),
         linear_cls: Callable[..., Any] = Linear,
         has_bias: bool = False,
         activation_function: str = "silu",

@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
-from .layer import Module
 from .linear import Linear, add_bias, linears
+from .low_rank import LowRank
 
 
-class StackedLinear(Module):
+class StackedLinear(LowRank):
     """Linear layers of one input, with concatenated outputs. Arguments in MAX's order.
 
     Args:
@@ -26,7 +27,7 @@ class StackedLinear(Module):
         out_dims: length of the last axis of the result, for each linear layer.
         names: attribute names of the linear layers.
         dtype: dtype of weights and biases.
-        device: device that the weights are declared on.
+        device: device that the weights are declared on; None means the CPU.
         stacked: whether there is one weight for all, as in some checkpoints, under this layer's
             name. Otherwise each linear layer is a child, and the names of the children's weights
             leave this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
@@ -52,8 +53,8 @@ class StackedLinear(Module):
         in_dim: int,
         out_dims: Sequence[int],
         names: Sequence[str],
-        dtype: Any,
-        device: DeviceRef,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
         stacked: bool = False,
         has_bias: bool = False,
         linear_cls: Callable[..., Any] = Linear,
@@ -61,6 +62,7 @@ class StackedLinear(Module):
         clip_weight: float | None = None,
     ):
         super().__init__()
+        device = device or DeviceRef.CPU()
         if quant_config is not None:
             raise NotImplementedError("StackedLinear(quant_config=...) is not supported yet")
         if len(names) != len(out_dims) or len(set(names)) != len(names) or not names:
@@ -128,12 +130,15 @@ class StackedLinear(Module):
             y = add_bias(y, self.bias.stored.used().reshape(-1))
         y = y.reshape(*y.shape[:-1], n, r)
         ends = list(accumulate(layout.own))[:-1]
-        return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        parts = [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        if self.lora_A is None:
+            return parts
+        return self.split(self.updated(explicit.concatenate(parts, -1), x))
 
     def _matmul(self, x: Any) -> jax.Array:
         weight = self.weight if self.clip_weight is None else self.stacked_weight
         y = matmul(x, weight)
-        return y if self.bias is None else add_bias(y, self.bias)
+        return self.updated(y if self.bias is None else add_bias(y, self.bias), x)
 
     def split(self, y: Any) -> list[jax.Array]:
         """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""

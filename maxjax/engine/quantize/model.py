@@ -20,6 +20,7 @@ from ...models.gguf.config.families import ARCHITECTURE_OF
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
+from ...nn.layer.stack.rearranged import unstack_unequal
 from ...progress import task
 from .choice import Patterns, chosen_types
 from .importance import Importance
@@ -94,7 +95,7 @@ def quantize(
     types, kept = chosen_types(model, to, patterns)
     checked = _checked(model, types, importance)
     new = jax.tree.map(lambda leaf: leaf, model)
-    new = _unstack_unequal(new, types)
+    new = unstack_unequal(new, types)
     rows: dict[str, WeightReport] = {}
     done = set[int]()
     holders: list[tuple[str, Any]] = []
@@ -142,29 +143,6 @@ def _checked(
             )
         found[name] = given
     return found
-
-
-def _unstack_unequal(model: Any, types: Mapping[str, str]) -> Any:
-    """The model with LayerLists in place of the stacks whose layers get different types."""
-    while unequal := _unequal(model, types):
-        if model._mx_is_stack:
-            return model.unstack()
-        for _, module in list(model.named_modules()):
-            for attr, child in list(module._mx_children.items()):
-                # The outermost stack, which holds the arrays.
-                own = (id(stack) for stack in child._mx_stacks if stack.home is None)
-                if child._mx_is_stack and not unequal.isdisjoint(own):
-                    setattr(module, attr, child.unstack())
-    return model
-
-
-def _unequal(model: Any, types: Mapping[str, str]) -> set[int]:
-    """ids of the StackedWeights whose Weights get different types."""
-    kinds: dict[int, set[str | None]] = {}
-    for name, weight in model.raw_state_dict().items():
-        if weight.stored.home is not None:
-            kinds.setdefault(id(weight.stored.home[0]), set()).add(types.get(name))
-    return {key for key, found in kinds.items() if len(found) > 1}
 
 
 def _quantise(

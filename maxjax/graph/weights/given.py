@@ -11,6 +11,7 @@ import numpy as np
 
 from ...driver import Buffer
 from ...dtype import DType
+from ...errors import UserInputError
 from .weight_data import WeightData
 
 
@@ -24,6 +25,22 @@ def dtype_of(value: Any) -> DType:
 def shape_of(value: Any) -> Sequence[int]:
     """The shape of a value."""
     return value.shape if hasattr(value, "shape") else np.from_dlpack(value).shape
+
+
+def data_of(name: str, value: Any) -> WeightData:
+    """A value as a tensor of a checkpoint; nothing is copied.
+
+    Raises:
+        UserInputError: it is not an array, or of a dtype that maxjax does not support.
+    """
+    if isinstance(value, WeightData):
+        return value
+    try:
+        return WeightData(host_or_jax(value), name, dtype_of(value), tuple(shape_of(value)))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserInputError(
+            f"'{name}' is a {type(value).__name__}, not an array of a dtype that maxjax supports"
+        ) from error
 
 
 def host_or_jax(value: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ...errors import UnsupportedModelError, UserInputError
 from ...graph.weights import WeightData, Weights, load_weights
-from ...graph.weights.given import dtype_of, host_or_jax, shape_of
+from ...graph.weights.given import data_of
 from ...kernels import explicit
 from ...models import family
 from ...nn.layer.state import LoadResult
@@ -103,7 +103,7 @@ def load(
     """
     renaming = Renaming(rename, transform)
     with _opened(weights, verify, limits) as (named, path):
-        data = {name: _data(name, value) for name, value in named.items()}
+        data = {name: data_of(name, value) for name, value in named.items()}
         match = Matching(targets(module), renaming, data, cast)
         if match.is_refused(strict):
             raise match.error(path, strict)
@@ -135,17 +135,6 @@ def _named(weights: Weights) -> dict[str, WeightData]:
         return family.tensors(weights)
     except UnsupportedModelError:  # a GGUF file of another architecture, by its own names
         return dict(weights._named_data())
-
-
-def _data(name: str, value: Any) -> WeightData:
-    if isinstance(value, WeightData):
-        return value
-    try:
-        return WeightData(host_or_jax(value), name, dtype_of(value), tuple(shape_of(value)))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserInputError(
-            f"'{name}' is a {type(value).__name__}, not an array of a dtype that maxjax supports"
-        ) from error
 
 
 def tensors(

@@ -3,6 +3,7 @@
 from ...absent import absent as _absent
 from .attention_with_rope import AttentionWithRope as AttentionWithRope
 from .mask_config import MHAMaskVariant as MHAMaskVariant
+from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from .tapped_attention import attention as attention
 
 __getattr__ = _absent(

@@ -76,8 +76,8 @@ class LayerNorm(_Norm):
     def __init__(
         self,
         dims: int,
-        devices: Sequence[DeviceRef],
-        dtype: Any,
+        devices: Sequence[DeviceRef] = (),
+        dtype: Any = DType.float32,
         eps: float = 1e-5,
         use_bias: bool = True,
         *,
@@ -136,7 +136,7 @@ class RMSNorm(_Norm):
     def __init__(
         self,
         dim: int,
-        dtype: Any,
+        dtype: Any = DType.float32,
         eps: float = 1e-6,
         weight_offset: float = 0.0,
         multiply_before_cast: bool = True,
@@ -185,7 +185,11 @@ class ConstantLayerNorm(Module):
     """
 
     def __init__(
-        self, dims: int | tuple[int, ...], device: DeviceRef, dtype: Any, eps: float = 1e-5
+        self,
+        dims: int | tuple[int, ...],
+        device: DeviceRef | None = None,
+        dtype: Any = DType.float32,
+        eps: float = 1e-5,
     ):
         super().__init__()
         self.dims = (dims,) if isinstance(dims, int) else tuple(dims)

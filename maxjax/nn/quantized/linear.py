@@ -11,17 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import PartOf, names_in, spec_of
+from ...graph.placement.specs import names_in, spec_of
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import explicit, matmul
-from ..layer import Module
 from ..linear import add_bias
+from ..low_rank import LowRank
 from .forms import Bits
 from .layout import Layout
 
 
-class QuantizedLinear(Module):
+class QuantizedLinear(LowRank):
     """A linear layer over the last axis, with a quantised weight.
 
     Its tensors are those of the file; a product dequantises them into one matrix, in the dtype of
@@ -91,6 +91,7 @@ class QuantizedLinear(Module):
         y = product(array, tensors)
         if self.bias is not None:
             y = add_bias(y, self.bias)
+        y = self.updated(y, x)
         return TensorValue(y) if wraps(x) else y
 
     def dequantise(self, dtype: Any = jnp.float32) -> jax.Array:
@@ -114,7 +115,7 @@ class QuantizedLinear(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits each tensor as the rule for ``weight`` splits the weight, where its axes allow."""
-        return dict[str, PartOf](self.layout.rules())
+        return {**self.layout.rules(), **super().sharding_rules()}
 
 
 # Derivatives dequantise again, and do not keep the floats of all layers.

@@ -1,0 +1,159 @@
+"""Checkpoints into the modules of other libraries that are pytrees, as equinox's, and back.
+
+The names of arrays are their paths: ``layers.0.weight`` in ``eqx.nn.MLP``, whose layers have torch's
+names and shapes. equinox itself is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ..dtype import DType
+from ..errors import CheckpointMismatchError, UserInputError, closest, some
+from ..graph.weights import Weights, load_weights
+from ..graph.weights.given import data_of
+from ..models.family import tensors as checkpoint_tensors
+from ..nn.layer import Module
+from .layouts import AxisLayout
+from .renaming import Renaming
+
+T = TypeVar("T")
+
+
+def load(
+    tree: T, weights: Any, *, rename: Any = None, cast: bool = False, strict: bool = True
+) -> T:
+    """A pytree like ``tree`` with the values of a checkpoint in place of its arrays.
+
+    Args:
+        tree: equinox module, or another pytree of arrays (also ``jax.ShapeDtypeStruct``); it is not changed. Leaves
+            that are not arrays stay.
+        weights: path of a checkpoint in any format, a Weights cursor, a maxjax Module, or arrays by name.
+        rename: table from the checkpoint's names to paths, ``{"fc.*": "layers.*"}``, with layouts where axes lie
+            differently; None as a value leaves a tensor out.
+        cast: whether to convert between float widths; otherwise dtypes must be equal.
+        strict: whether missing arrays and tensors that fit nowhere are errors.
+
+    Axes of length 1 may be there or not: the bias of an equinox convolution is ``[O, 1, 1]``.
+
+    Raises:
+        CheckpointMismatchError: names, shapes or dtypes do not fit; the message lists them.
+        CheckpointError: a file cannot be read.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tree = {"fc": {"weight": jnp.zeros((2, 3))}}
+        >>> load(tree, {"weight": np.ones((2, 3), np.float32)}, rename={"*": "fc.*"})["fc"]["weight"].sum()
+        Array(6., dtype=float32)
+    """
+    if isinstance(weights, (str, bytes, os.PathLike)):
+        with load_weights(os.fsdecode(weights)) as opened:
+            return load(tree, opened, rename=rename, cast=cast, strict=strict)
+    path = weights._path if isinstance(weights, Weights) else None
+    if isinstance(weights, Weights):
+        named: Mapping[str, Any] = checkpoint_tensors(weights)
+    else:
+        named = weights.state_dict() if isinstance(weights, Module) else weights
+    arrays = _arrays(tree)
+    values, problems = {}, []
+    renaming = Renaming(rename)
+    unexpected = []
+    for name, value in named.items():
+        for target, change, _ in renaming.routes(name):
+            if target not in arrays:
+                unexpected.append(target)
+                continue
+            found = _fitted(data_of(name, value), change, arrays[target], cast)
+            if isinstance(found, str):
+                problems.append(f"'{target}' {found}")
+            else:
+                values[target] = found
+    missing = [name for name in arrays if name not in values]
+    if strict and not problems:
+        if missing:
+            near = closest(missing[0], unexpected)
+            hint = f", did you mean '{near}'?" if near else ""
+            problems.append(f"{len(missing)} missing: {some(missing)}{hint}")
+        if unexpected:
+            problems.append(f"{len(unexpected)} unexpected: {some(unexpected)}")
+    if problems:
+        raise CheckpointMismatchError("; ".join(problems), path=path)
+
+    def filled(path: Any, leaf: Any) -> Any:
+        return values.get(_name(path), leaf)
+
+    return jax.tree.map_with_path(filled, tree)
+
+
+def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
+    """The arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
+
+    Args:
+        rename: the table of :func:`load`, whose layouts are inverted.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> list(tensors({"fc": {"weight": jnp.zeros((2, 3))}}, rename={"*": "fc.*"}))
+        ['weight']
+    """
+    renaming, found = Renaming(rename), {}
+    for name, leaf in _arrays(tree).items():
+        origin = renaming.origin(name)
+        found[origin.name] = _back(name, leaf, origin.change)
+    return found
+
+
+def _back(name: str, leaf: Any, change: Any) -> Any:
+    """An array as the checkpoint's tensor."""
+    if change is None:
+        return leaf
+    if not isinstance(change, AxisLayout):
+        if change.back is None:
+            raise UserInputError(
+                f"'{name}': its function has no inverse: give a pair (there, back)"
+            )
+        return change.back(leaf)
+    bound = change.of(tuple(leaf.shape))
+    if bound is None or change.part[1] > 1 or change.stacks is not None:
+        raise UserInputError(
+            f"'{name}': the layout {change.text!r} has no inverse for one array of shape {leaf.shape}"
+        )
+    return bound.back((leaf,), jax.numpy)
+
+
+def _fitted(data: Any, change: Any, leaf: Any, cast: bool) -> Any:
+    """A tensor as the array that replaces a leaf, or what does not fit."""
+    shape, dtype = tuple(leaf.shape), DType.of(leaf.dtype)
+    if data.dtype is not dtype:
+        if not (cast and data.dtype.is_float() and dtype.is_float()):
+            return f"is {dtype.name}, and the tensor {data.dtype.name}"
+        data = data.astype(dtype)
+    array = np.asarray(data)
+    if isinstance(change, AxisLayout):
+        bound = change.of(shape)
+        if bound is None:
+            return f"has shape {shape}, which the layout {change.text!r} does not fit"
+        array = bound.apply(array)
+    elif change is not None:
+        array = np.asarray(change.there(array))
+    if [n for n in array.shape if n != 1] != [n for n in shape if n != 1]:
+        return f"has shape {shape}, and the tensor {array.shape}"
+    return jax.device_put(array.reshape(shape).copy(), getattr(leaf, "sharding", None))
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    """The arrays of a pytree by path."""
+    return {
+        _name(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    }
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

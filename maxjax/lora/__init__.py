@@ -1,0 +1,23 @@
+"""LoRA: low-rank updates of linear layers, to fine-tune a model with few weights.
+
+``add`` gives a model LoRA weights, ``merge`` puts them into the base weights, ``save`` and ``load`` are for
+PEFT's files.
+
+Names are imported on first use.
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ..lazy import attributes as _attributes
+
+if _TYPE_CHECKING:
+    from .files import load as load
+    from .files import save as save
+    from .merged import merge as merge
+    from .merged import unmerge as unmerge
+    from .model import add as add
+    from .model import remove as remove
+
+__getattr__, __dir__, __all__ = _attributes(
+    __name__, {"files": "load save", "merged": "merge unmerge", "model": "add remove"}
+)

@@ -1,0 +1,173 @@
+"""LoRA weights in PEFT's files: ``adapter_model.safetensors`` and ``adapter_config.json``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..checkpoint.file_set import json_bytes, write_with
+from ..checkpoint.pretrained import METADATA
+from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..graph.weights import WeightData, load_weights
+from ..graph.weights.gathering import Gathering
+from ..graph.weights.same import same_content
+from ..graph.weights.writing import outgoing_data, weight_data
+from ..lockstep import Lockstep
+from ..models.weights import model_facts, named_dtype, shardings_of
+from ..nn.layer import Module
+from ..storage.strict_json import load_json
+from .model import adapted, attached
+from .peft import (
+    CONFIG,
+    OLD_WEIGHTS,
+    WEIGHTS,
+    base_tensors,
+    by_layer,
+    config_of,
+    read_settings,
+    tensor,
+    tensor_names,
+)
+
+M = TypeVar("M", bound=Module)
+
+
+def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
+    """Write a model's LoRA weights as a directory that PEFT opens, and :func:`load`.
+
+    The base weights are not written. An adapter that the directory holds already stays valid until the new one
+    is complete. Several processes that share the model's mesh make the call together.
+
+    Args:
+        path: path of the directory, made if it does not exist.
+        model: a model with LoRA weights.
+        base: name or path of the base model, which PEFT's ``AutoPeftModel`` opens.
+
+    Returns:
+        The path of the directory.
+
+    Raises:
+        UserInputError: the model has no LoRA weights, or is a single layer.
+        ValueError: a weight has no value.
+        CheckpointSaveError, CheckpointAccessError, CheckpointBusyError: the files cannot be written; those that
+            were there before are intact.
+
+    Example:
+        >>> import tempfile, jax, maxjax
+        >>> from maxjax import nn
+        >>> model = maxjax.init(nn.Sequential([nn.Linear(4, 8)]), jax.random.key(0))
+        >>> model = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
+        >>> path = maxjax.lora.save(tempfile.mkdtemp(), model)
+        >>> sorted(file.name for file in path.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors', 'maxjax_digests.json']
+    """
+    found = adapted(model)
+    if found[0].names == ("",):
+        raise UserInputError(
+            "the model is a linear layer itself, and PEFT's files name layers inside of a model: save it in one"
+        )
+    with Lockstep("lora.save", shardings_of(model)) as together:
+        directory = os.fsdecode(path)
+        gathering = Gathering(together)
+        names = tensor_names(model, found)
+        weights = model.raw_state_dict()
+        data = {
+            tensor(names[name], which): weight_data(full, weights[full], gathering)
+            for one in found
+            for name in one.names
+            for which in ("lora_A", "lora_B")
+            for full in (f"{name}.{which}.weight",)
+        }
+        tensors = [outgoing_data(one, name) for name, one in data.items()]
+        config = json_bytes(config_of(model, found, names, base))
+        if together.is_shared:
+            together.agree(config=config, tensors=sorted(data), **model_facts(model))
+        if together.is_leader:
+            write_with(directory, WEIGHTS, tensors, {CONFIG: config}, METADATA)
+            gathering.end()
+        else:
+            gathering.follow()
+        together.finish()
+    return Path(path)
+
+
+def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
+    """A model with the LoRA weights of an adapter that PEFT wrote, or :func:`save`.
+
+    Args:
+        model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
+            stacked and on a mesh.
+        path: directory with ``adapter_config.json`` and ``adapter_model.safetensors`` or ``adapter_model.bin``.
+        dtype: dtype of A and B; None keeps that of the file.
+
+    Raises:
+        UserInputError: the model has LoRA weights already.
+        CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
+            message where.
+        UnsupportedModelError: the adapter is of another method, or of a form of LoRA that is not supported (DoRA,
+            trained biases, whole modules).
+        NotImplementedError: it has weights for layers that are not linear.
+    """
+    directory = Path(path)
+    file = next((directory / n for n in (WEIGHTS, OLD_WEIGHTS) if (directory / n).is_file()), None)
+    if file is None:
+        raise CheckpointMissingError(
+            f"no {WEIGHTS}", path=directory, hint=f"An adapter is a directory with it and {CONFIG}."
+        )
+    kind = None if dtype is None else named_dtype("dtype", dtype)
+    if kind is not None and not kind.is_float():
+        raise UserInputError(f"dtype must be a float type, not {kind.name}")
+    with load_weights(file) as weights:
+        with weights._beside.files() as folder:
+            settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
+        data = dict(weights._named_data())
+        layers = by_layer(model, data, os.fspath(file))
+        _check_base(model, data, os.fspath(file))
+        adapters, values = {}, {}
+        for name, (layer, which, theirs) in layers.items():
+            adapters[layer] = settings.adapter(theirs)
+            values[f"{layer}.{which}.weight"] = data[name]
+            rank = int(data[name].shape[0 if which == "lora_A" else -1]) if data[name].shape else 0
+            if rank != adapters[layer].rank:
+                raise CheckpointMismatchError(
+                    "has another rank than adapter_config.json says", path=file, tensor=name,
+                    expected=adapters[layer].rank, found=rank,
+                )  # fmt: skip
+        dtypes = {data[name].dtype for name in layers}
+        if kind is None and len(dtypes) > 1:
+            raise CheckpointMismatchError("tensors of several dtypes: pass dtype=", path=file)
+        new = attached(model, adapters, kind or dtypes.pop())
+        without = set(adapters) - {name for one in adapted(new) for name in one.names}
+        if without:
+            raise CheckpointMismatchError(
+                "LoRA weights for a layer that is not one of this model's linear layers",
+                path=file,
+                tensor=min(without),
+            )
+        try:
+            Module.load_state_dict(new, values, strict=False, cast=True)
+        except ValueError as error:
+            raise CheckpointMismatchError(str(error).removesuffix("."), path=file) from None
+    return new
+
+
+def _check_base(model: Module, data: Mapping[str, WeightData], path: str) -> None:
+    """Checks that copies of the base model's weights in an adapter are those of the model.
+
+    Raises:
+        CheckpointMismatchError: one has other values: it was trained, or the base model is another one.
+    """
+    weights = model.raw_state_dict()
+    for name, own in base_tensors(model, data).items():
+        weight, copy = weights[own], data[name]
+        if weight.stored.is_lazy:
+            continue
+        if copy.dtype.is_float() and weight.dtype.is_float():
+            copy = copy.astype(weight.dtype)
+        if not same_content(copy, weight_data(own, weight)):
+            raise CheckpointMismatchError(
+                f"is a copy of '{own}' with other values than the model's: trained base weights are not supported",
+                path=path, tensor=name,
+            )  # fmt: skip

@@ -1,0 +1,148 @@
+"""LoRA weights put into the base weights, and taken out of them again."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..engine.quantize.shards import encode_array
+from ..errors import UserInputError
+from ..graph.placement.device_major import DeviceMajor
+from ..graph.weight.weight import Weight
+from ..kernels import QuantArray
+from ..models.weights import check_loaded
+from ..nn.layer import Module
+from ..nn.layer.stack.rearranged import set_static
+from ..nn.layer.walk import Walk
+from ..storage.blocks import ENCODERS
+from .model import adapted, copy_of, remove
+from .targets import Target
+
+M = TypeVar("M", bound=Module)
+
+
+def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
+    """A model whose base weights have the LoRA weights in them: ``W + scale · B @ A``, rounded once.
+
+    It is a plain model again, for ``save_pretrained``, ``quantize`` and everything else, and as fast.
+
+    Args:
+        model: a loaded model with LoRA weights; it is not changed.
+        keep: whether A and B stay beside the merged weights, unused, for :func:`unmerge`.
+        requantize: whether quantised base weights are dequantised, and quantised again with the update, which
+            rounds them once more; otherwise they are an error.
+
+    Raises:
+        UserInputError: there are no LoRA weights, they are merged already, the model is not loaded, a base weight
+            is tied to another layer's, or it is quantised.
+        NotImplementedError: a quantised base weight is of a type that is not encoded here.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> model = maxjax.init(nn.Sequential([nn.Linear(4, 8)]), jax.random.key(0))
+        >>> tuned = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
+        >>> list(maxjax.lora.merge(tuned).raw_state_dict())
+        ['0.weight']
+    """
+    check_loaded(model)
+    if any(one.layer.lora.merged for one in adapted(model)):
+        raise UserInputError(
+            "the LoRA weights are in the model's weights already: lora.unmerge(model) takes them out"
+        )
+    new = _changed(model, 1.0, requantize)
+    return new if keep else remove(new)
+
+
+def unmerge(model: M) -> M:
+    """The model before ``merge(model, keep=True)``, up to the rounding of the base weights.
+
+    Args:
+        model: a model with merged LoRA weights; it is not changed.
+
+    Raises:
+        UserInputError: the model has no LoRA weights, or they are not merged, or base weights are quantised.
+    """
+    if not all(one.layer.lora.merged for one in adapted(model)):
+        raise UserInputError("the LoRA weights are not merged: there is nothing to take out")
+    return _changed(model, -1.0, False)
+
+
+def _changed(model: M, sign: float, requantize: bool) -> M:
+    new = copy_of(model)
+    _check_tied(new)
+    for one in adapted(new):
+        layer, lora = one.layer, one.layer.lora
+        _add(one, sign * lora.scale, requantize)
+        set_static(layer, "lora", dataclasses.replace(lora, merged=sign > 0))
+    return new
+
+
+def _check_tied(model: Module) -> None:
+    """Checks that no base weight is also another layer's, which would change with it."""
+    walk = Walk(model, stacked=True)
+    places: dict[int, list[str]] = {}
+    for name, _, weight, _ in walk.places:
+        places.setdefault(id(walk.holder(weight)), []).append(name)
+    for one in adapted(model):
+        names = places[id(walk.holder(one.base))]
+        if len(names) > 1:
+            raise UserInputError(
+                f"'{names[0]}' and '{names[1]}' are one tied weight, and LoRA weights are only for one of the two: "
+                "they cannot be merged"
+            )
+
+
+def _add(target: Target, scale: float, requantize: bool) -> None:
+    layer, base = target.layer, target.base
+    if not isinstance(layer.weight, Weight):
+        raise NotImplementedError(
+            f"the base weight of '{target.names[0]}' is stored as the several tensors of a quantised format: load "
+            'the model with dtype="float32" or another float to merge LoRA weights into it'
+        )
+    holders = [
+        w.stored if w.stored.home is None else w.stored.home[0]
+        for w in (base, layer.lora_A, layer.lora_B)
+    ]
+    stored, (a, b) = holders[0], [holder.array() for holder in holders[1:]]
+    packing, leaf = stored.packing, stored.array()
+    if packing is not None:
+        if not requantize:
+            raise UserInputError(
+                f"the base weight of '{target.names[0]}' is quantised ({packing.value}), and merging would round it "
+                "again: pass requantize=True for that, or keep the LoRA weights apart (lora.save)"
+            )
+        if packing.value not in ENCODERS:
+            raise NotImplementedError(
+                f"weights of type {packing.value} are not quantised again here: '{target.names[0]}'"
+            )
+    floats = leaf if packing is None else QuantArray(leaf, packing.value).__jax_array__()
+    depth = len(stored.spans)
+    found = _sum(scale, layer.out_axis, stored.layout, depth, floats, a, b)
+    if packing is None:
+        stored.put(jax.device_put(found, leaf.sharding))
+    else:
+        stored.put(encode_array(target.names[0], found, packing.value, None).blocks)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _sum(
+    scale: float, out_axis: int, layout: DeviceMajor | None, depth: int, base: Any, a: Any, b: Any
+) -> jax.Array:
+    """``base + scale · b @ a`` for arrays with ``depth`` leading axes, in the dtype of ``base``."""
+    wide = jnp.promote_types(base.dtype, jnp.float32)
+    update = jnp.einsum(
+        "...or,...ri->...oi", b.astype(wide), a.astype(wide), precision=jax.lax.Precision.HIGHEST
+    )
+    update = update if out_axis == 0 else jnp.swapaxes(update, -1, -2)
+    if layout is not None:
+        arrange = layout.arrange
+        for _ in range(depth):
+            arrange = jax.vmap(arrange)
+        update = arrange(update)
+    return (base.astype(wide) + np.asarray(scale, wide) * update).astype(base.dtype)

@@ -1,0 +1,180 @@
+"""Models with LoRA weights: made from models, and made to models again.
+
+Every function gives a new Module that shares the arrays that stay; the given one is not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding
+
+from ..dtype import DType
+from ..errors import UserInputError
+from ..graph.placement.specs import names_in, spec_of
+from ..graph.weight.weight import Weight
+from ..models.weights import check_loaded, named_dtype
+from ..nn.init import init
+from ..nn.layer import Module
+from ..nn.layer.stack.rearranged import add_weight, remove_weight, set_static, unstack_unequal
+from ..nn.low_rank import Adapter
+from .targets import Target, chosen, targets
+
+M = TypeVar("M", bound=Module)
+
+
+def add(
+    model: M,
+    patterns: str | Iterable[str] | None = None,
+    *,
+    rank: int = 8,
+    alpha: float | None = None,
+    rslora: bool = False,
+    dtype: Any = "float32",
+    key: jax.Array | None = None,
+) -> M:
+    """A model whose linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``, with new weights A and B.
+
+    The base weights stay as they are and where they are, quantised ones too: then gradients reach A and B
+    only (QLoRA). In a LayerStack A and B are stacked, on a mesh they are split as the base weight. The new
+    weights are called ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, so that
+    ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
+
+    Args:
+        model: any Module; it is not changed, and shares its arrays with the result.
+        patterns: glob patterns (``"layers.*.q_proj"``) or ends (``"q_proj"``) of the names of linear layers;
+            None means all but a language model's head and what belongs to mixtures of experts.
+        rank: r, the rank of the updates.
+        alpha: the updates' scale is ``alpha / r``; None means r, that is a scale of 1.
+        rslora: whether the scale is ``alpha / √r``.
+        dtype: dtype of A and B. Their products are added in the wider of it and the result's.
+        key: random key; A is uniform in ±1/√in, B zero, so that the result computes what the model does. Without
+            it A and B have no values yet, for ``maxjax.init``, a load or a plan.
+
+    Raises:
+        UserInputError: a pattern names no linear layer, an option cannot be used, the model has LoRA weights
+            already, or a ``key`` is given and the model is not loaded.
+        NotImplementedError: a pattern names experts, or layers that are not linear.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> layers = nn.Sequential([nn.Linear(4, 8), nn.Linear(8, 2)])
+        >>> model = maxjax.lora.add(maxjax.init(layers, jax.random.key(0)), "0", rank=2, key=jax.random.key(1))
+        >>> sorted(model.raw_state_dict())
+        ['0.lora_A.weight', '0.lora_B.weight', '0.weight', '1.weight']
+    """
+    if type(rank) is not int or rank < 1:
+        raise UserInputError(f"rank must be a positive integer, not {rank!r}")
+    alpha = float(rank) if alpha is None else alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise UserInputError(f"alpha must be a number, not {alpha!r}")
+    kind = named_dtype("dtype", dtype)
+    if not kind.is_float() or kind.size_in_bits < 16:
+        raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
+    names = chosen(model, patterns)
+    if key is not None:
+        check_loaded(model)
+    new = attached(model, dict.fromkeys(names, Adapter(rank, float(alpha), rslora)), kind)
+    return new if key is None else init(new, key)
+
+
+def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
+    """A new model with updates of these settings, by names of layers, which have no values yet.
+
+    Stacks of which some layers get others than the rest are unstacked.
+
+    Raises:
+        UserInputError: the model has LoRA weights already.
+    """
+    if has_lora(model):
+        raise UserInputError(
+            "the model has LoRA weights already, and there is one adapter at a time: maxjax.lora.merge(model) puts "
+            "them into its weights, maxjax.lora.remove(model) drops them"
+        )
+    new = copy_of(model)
+    kinds = {
+        weight: adapters.get(name)
+        for one in targets(new)
+        for name, weight in zip(one.names, one.base_names, strict=True)
+    }
+    new = unstack_unequal(new, kinds)
+    for one in targets(new):
+        if (adapter := adapters.get(one.names[0])) is not None:
+            _attach(new, one, adapter, dtype)
+    return new
+
+
+def _attach(model: Module, target: Target, adapter: Adapter, dtype: DType) -> None:
+    layer, base = target.layer, target.base
+    shape = layer.base_shape
+    out_dim, in_dim = shape[layer.out_axis], shape[1 - layer.out_axis]
+    shapes = {"lora_A": (adapter.rank, in_dim), "lora_B": (out_dim, adapter.rank)}
+    set_static(layer, "lora", adapter)
+    for (attr, dims), axis in zip(
+        shapes.items(), (1 - layer.out_axis, layer.out_axis), strict=True
+    ):
+        weight = Weight(f"{target.front}{attr}.weight", dtype, dims, base.device)
+        where = layer.weight.sharding
+        if isinstance(where, NamedSharding):
+            over = names_in(where.spec[axis]) if axis < len(where.spec) else ()
+            spec = spec_of([(), over] if attr == "lora_A" else [over, ()])
+            where = NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
+        if where is not None:
+            weight.stored.settle(where, "as the base weight", None, None)
+        add_weight(model, layer, attr, weight, base)
+
+
+def remove(model: M) -> M:
+    """A model without the LoRA weights: the base weights as they are.
+
+    Raises:
+        UserInputError: the model has no LoRA weights.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax import nn
+        >>> model = maxjax.lora.add(nn.Sequential([nn.Linear(4, 8)]), rank=2)
+        >>> list(maxjax.lora.remove(model).raw_state_dict())
+        ['0.weight']
+    """
+    adapted(model)
+    new = copy_of(model)
+    for one in adapted(new):
+        for attr in ("lora_A", "lora_B"):
+            remove_weight(new, one.layer, attr)
+        set_static(one.layer, "lora", None)
+    return new
+
+
+def has_lora(model: Module) -> bool:
+    """Whether a model has LoRA weights, merged or not."""
+    return any(one.layer.lora_A is not None for one in targets(model))
+
+
+def adapted(model: Module) -> list[Target]:
+    """The layers of a model that have LoRA weights.
+
+    Raises:
+        UserInputError: there are none.
+    """
+    found = [one for one in targets(model) if one.layer.lora_A is not None]
+    if not found:
+        raise UserInputError(
+            f"{type(model).__name__} has no LoRA weights: maxjax.lora.add or maxjax.lora.load gives it some"
+        )
+    return found
+
+
+def copy_of(model: M) -> M:
+    """A new tree of Modules around the same arrays.
+
+    Raises:
+        UserInputError: weights are to be read from a checkpoint, and have not been.
+    """
+    if any(weight.stored.source is not None for weight in model.raw_state_dict().values()):
+        check_loaded(model)
+    return jax.tree.map(lambda leaf: leaf, model)

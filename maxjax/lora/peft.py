@@ -1,0 +1,240 @@
+"""PEFT's names and settings of LoRA weights: ``adapter_config.json`` and the tensors beside it.
+
+Format: Hugging Face PEFT, ``LoraConfig`` and ``get_peft_model_state_dict``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, some
+from ..models.family import PretrainedModel
+from ..models.gpt2 import TransposedLinear
+from ..nn.layer import Module
+from ..nn.low_rank import Adapter
+from .targets import Target, targets
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# The older name of the weights, written by torch.save.
+OLD_WEIGHTS = "adapter_model.bin"
+_FRONT = "base_model.model."
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight", re.DOTALL)
+# How A and B were initialised, where that did not change the base weights.
+_HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
+# Settings that change what is computed, and their values that do not.
+_UNSUPPORTED = {
+    "use_dora": (False, None), "bias": ("none", None), "modules_to_save": (None, []), "lora_bias": (False, None),
+    "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
+    "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
+    "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
+}  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """What an ``adapter_config.json`` says of the updates.
+
+    Attributes:
+        rank, alpha: r and alpha of layers that no pattern names.
+        ranks, alphas: those of layers by PEFT's patterns of names.
+        rslora: whether scales are ``alpha / √r``.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rslora: bool
+
+    def adapter(self, name: str) -> Adapter:
+        """The settings of one layer, by its name in the base model's files.
+
+        Example:
+            >>> Settings(8, 16.0, {"q_proj": 4}, {}, False).adapter("model.layers.0.self_attn.q_proj").scale
+            4.0
+        """
+        rank, alpha = (
+            next((v for p, v in of.items() if _matches(p, name)), default)
+            for of, default in ((self.ranks, self.rank), (self.alphas, self.alpha))
+        )
+        return Adapter(int(rank), float(alpha), self.rslora)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    except re.error:
+        return pattern == name
+
+
+def read_settings(config: Any, path: str) -> Settings:
+    """The settings in the content of an ``adapter_config.json``.
+
+    Raises:
+        CheckpointFormatError: it is not that of PEFT, or a value has another type.
+        UnsupportedModelError: it is of another method than LoRA, or of a form of it that is not supported; the
+            message names the setting.
+    """
+    if not isinstance(config, Mapping) or "peft_type" not in config:
+        raise CheckpointFormatError(
+            "is not an adapter_config.json of PEFT: it has no 'peft_type'", path=path
+        )
+    if config["peft_type"] != "LORA":
+        raise UnsupportedModelError(
+            f"{path}: an adapter of type {config['peft_type']!r}: only LORA is supported"
+        )
+    for name, fine in _UNSUPPORTED.items():
+        if config.get(name) not in fine:
+            shown = "DoRA" if name == "use_dora" else f"{name}={config[name]!r}"
+            raise UnsupportedModelError(f"{path}: {shown} is not supported")
+    start = config.get("init_lora_weights")
+    if start not in _HARMLESS:
+        raise UnsupportedModelError(
+            f"{path}: init_lora_weights={start!r} changed the base weights before training: convert the adapter with "
+            "PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
+        )
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if not isinstance(ranks, Mapping) or not isinstance(alphas, Mapping):
+        raise CheckpointFormatError("rank_pattern and alpha_pattern must be objects", path=path)
+    for name, value in [("r", rank), *ranks.items()]:
+        if type(value) is not int or value < 1:
+            raise CheckpointFormatError(
+                f"rank {name!r} must be a positive integer", path=path, found=value
+            )
+    for name, value in [("lora_alpha", alpha), *alphas.items()]:
+        if type(value) not in (int, float):
+            raise CheckpointFormatError(f"alpha {name!r} must be a number", path=path, found=value)
+    return Settings(rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True)
+
+
+def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
+    """For each LoRA tensor of PEFT's: the model's name of the layer, "lora_A" or "lora_B", and the name in files.
+
+    Tensors that :func:`base_tensors` finds are left out.
+
+    Raises:
+        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers, or one of a pair is missing.
+    """
+    found: dict[str, tuple[str, str, str]] = {}
+    others = []
+    names = list(names)
+    known = base_tensors(model, names)
+    for tensor in names:
+        if tensor in known:
+            continue
+        match = _TENSOR.fullmatch(tensor)
+        layer = None if match is None else _own_name(model, match[1])
+        if match is None or layer is None:
+            others.append(tensor)
+        else:
+            found[tensor] = layer, match[2], match[1]
+    if others:
+        what = (
+            "DoRA is"
+            if any("lora_magnitude_vector" in name for name in others)
+            else "these tensors are"
+        )
+        raise CheckpointMismatchError(f"{what} not supported: {some(others, 3)}", path=path)
+    pairs = Counter((layer, which) for layer, which, _ in found.values())
+    for layer, _ in pairs:
+        if [pairs[layer, which] for which in ("lora_A", "lora_B")] != [1, 1]:
+            raise CheckpointMismatchError(
+                "has not one lora_A and one lora_B", path=path, tensor=layer
+            )
+    if not found:
+        raise CheckpointMismatchError("holds no LoRA weights", path=path)
+    return found
+
+
+def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
+    """PEFT's tensors that are weights of the base model, with the model's names.
+
+    PEFT copies embedding tables and heads into an adapter whose targets they are.
+    """
+    weights, aliases = model._mx_names()
+    found = {}
+    for tensor in names:
+        plain = tensor.removeprefix(_FRONT).replace(".base_layer.", ".")
+        own = plain if not isinstance(model, PretrainedModel) else model.family.name(plain)
+        own = own if own is None else aliases.get(own, own)
+        if own in weights:
+            found[tensor] = own
+    return found
+
+
+def _own_name(model: Module, name: str) -> str | None:
+    """The model's name of a layer of its family's files."""
+    if not isinstance(model, PretrainedModel):
+        return name
+    own = model.family.name(f"{name}.weight")
+    return None if own is None else own.removesuffix(".weight")
+
+
+def tensor_names(model: Module, chosen: Iterable[Target]) -> dict[str, str]:
+    """The layers' names in the base model's files, by the model's names.
+
+    A model without its head is another class in transformers, whose names begin later.
+    """
+    front = ""
+    if isinstance(model, PretrainedModel) and getattr(model, "lm_head", model) is None:
+        front = model.family.bare[0]
+    return {name: name.removeprefix(front) for one in chosen for name in one.names}
+
+
+def tensor(name: str, which: str) -> str:
+    """PEFT's name of a tensor.
+
+    Example:
+        >>> tensor("model.layers.0.self_attn.q_proj", "lora_A")
+        'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return f"{_FRONT}{name}.{which}.weight"
+
+
+def config_of(
+    model: Module, chosen: list[Target], names: Mapping[str, str], base: str | None
+) -> dict[str, Any]:
+    """The content of ``adapter_config.json`` for a model with LoRA weights in some layers.
+
+    Args:
+        names: the layers' names in files.
+        base: name or path of the base model.
+    """
+    adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
+    rank = Counter(a.rank for a in adapters.values()).most_common(1)[0][0]
+    alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
+    number = lambda value: int(value) if float(value).is_integer() else value
+    config = getattr(model, "hf_config", None) or {}
+    task = None
+    if isinstance(model, PretrainedModel):
+        task = "CAUSAL_LM" if getattr(model, "lm_head", None) is not None else "FEATURE_EXTRACTION"
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base or config.get("_name_or_path"),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": number(alpha),
+        "lora_dropout": 0.0,
+        "target_modules": _target_modules(model, list(adapters)),
+        "rank_pattern": {n: a.rank for n, a in adapters.items() if a.rank != rank},
+        "alpha_pattern": {n: number(a.alpha) for n, a in adapters.items() if a.alpha != alpha},
+        "use_rslora": any(a.rslora for a in adapters.values()),
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": all(isinstance(one.layer, TransposedLinear) for one in chosen),
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _target_modules(model: Module, adapted: list[str]) -> list[str]:
+    """Names that PEFT finds exactly these layers by: last parts where all such layers are meant."""
+    every = [name for one in targets(model) for name in one.names]
+    taken = Counter(name.rsplit(".", 1)[-1] for name in adapted)
+    there = Counter(name.rsplit(".", 1)[-1] for name in every)
+    short = [end for end, count in taken.items() if there[end] == count]
+    return sorted(short) + [name for name in adapted if name.rsplit(".", 1)[-1] not in short]

@@ -1,0 +1,134 @@
+"""The layers of a model that may have LoRA weights, and those that patterns name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import UserInputError, closest, some
+from ..models.decoder.experts import SparseMLP
+from ..nn.layer import Module
+from ..nn.layer.walk import Walk
+from ..nn.low_rank import LowRank
+from ..nn.moe.moe import MoE
+
+_MIXTURES = (SparseMLP, MoE)
+# The attribute that holds the head of a language model, as in PEFT's "all-linear" left out.
+_HEAD = "lm_head"
+
+
+class Target(NamedTuple):
+    """A layer that may have LoRA weights; for a LayerStack, all equal ones at one place.
+
+    Attributes:
+        names: full name of each layer.
+        layer: the layer, or the one that stands for all.
+        base: the Weight of the base weight, or of its first tensor.
+        front: what stands before "weight" in the layer's own names: "" or "q_proj.", for example.
+        in_mixture: what it is in a mixture of experts: "expert", "router"; "" elsewhere.
+    """
+
+    names: tuple[str, ...]
+    layer: Any
+    base: Any
+    front: str
+    in_mixture: str
+
+    @property
+    def base_names(self) -> list[str]:
+        """The full name of each layer's base weight."""
+        local = self.base.stored.local_name.removeprefix(self.front)
+        return [f"{name}.{local}".removeprefix(".") for name in self.names]
+
+
+def targets(model: Module) -> list[Target]:
+    """All layers of a model that may have LoRA weights, in the order of its state dict."""
+    walk = Walk(model, stacked=True)
+    mixtures = [
+        path for path, m in zip(walk.paths, walk.modules, strict=True) if isinstance(m, _MIXTURES)
+    ]
+    found = []
+    for module, prefix, path in zip(walk.modules, walk.prefixes, walk.paths, strict=True):
+        base = next((w for n, w in _weights(module) if not n.startswith("lora_")), None)
+        if not isinstance(module, LowRank) or base is None:
+            continue
+        local = base.stored.local_name
+        # A linear layer that was given a name has it in the names of its weights.
+        front = local.removesuffix("weight") if local.endswith(".weight") else ""
+        names = walk.holder(base).stored.names((prefix + front).removesuffix("."))
+        within = [path.removeprefix(one) for one in mixtures if path.startswith(one)]
+        kind = "" if not within else "expert" if within[-1].startswith("experts.") else "router"
+        found.append(Target(tuple(names), module, base, front, kind))
+    return found
+
+
+def _weights(module: Any) -> Iterator[tuple[str, Any]]:
+    return ((attr, module._mx_weights[local]) for attr, local in module._mx_locals.items())
+
+
+def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
+    """The names of the layers that patterns name.
+
+    Args:
+        patterns: glob patterns of full names (``"*.q_proj"``) or ends of names (``"q_proj"``), as PEFT's
+            ``target_modules``; None names all linear layers but a language model's head and what belongs
+            to mixtures of experts.
+
+    Raises:
+        UserInputError: a pattern names no layer; the message has the nearest name.
+        NotImplementedError: it names experts, or only layers that are not linear.
+    """
+    every = targets(model)
+    if patterns is None:
+        names = [name for one in every if not one.in_mixture for name in one.names]
+        names = [name for name in names if name.rsplit(".", 1)[-1] != _HEAD]
+        if not names:
+            raise UserInputError(
+                f"{type(model).__name__} has no linear layer to add LoRA weights to"
+            )
+        return names
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
+        raise UserInputError(f"patterns must be names or glob patterns of layers, not {patterns!r}")
+    kinds = {name: one.in_mixture for one in every for name in one.names}
+    taken: dict[str, None] = {}
+    for pattern in wanted:
+        fitting = [name for name in kinds if fits(name, pattern)]
+        if not fitting:
+            raise _nothing(model, pattern, list(kinds))
+        if experts := [name for name in fitting if kinds[name] == "expert"]:
+            raise NotImplementedError(
+                f"LoRA weights of experts are not supported, and {pattern!r} names '{experts[0]}'"
+            )
+        taken |= dict.fromkeys(fitting)
+    return [name for name in kinds if name in taken]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name fits a glob pattern, or ends in it behind a dot.
+
+    Example:
+        >>> fits("layers.0.q_proj", "q_proj"), fits("layers.0.q_proj", "layers.*"), fits("a_proj", "proj")
+        (True, True, False)
+    """
+    return any(fnmatch.fnmatchcase(name, one) for one in (pattern, f"*.{pattern}"))
+
+
+def _nothing(model: Module, pattern: str, names: Sequence[str]) -> Exception:
+    """The error for a pattern that names no linear layer."""
+    walk = Walk(model)
+    others = {
+        prefix.removesuffix("."): module
+        for prefix, module in zip(walk.prefixes, walk.modules, strict=True)
+        if module._mx_weights
+    }
+    for name, module in others.items():
+        if fits(name, pattern):
+            return NotImplementedError(
+                f"{pattern!r} names '{name}', a {type(module).__name__}: LoRA weights are for linear layers"
+            )
+    ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
+    near = closest(pattern, names) or closest(pattern.rsplit(".", 1)[-1], ends)
+    hint = f"; did you mean {near!r}?" if near else f"; there are {some(ends, 8)}"
+    return UserInputError(f"no linear layer has a name like {pattern!r}{hint}")

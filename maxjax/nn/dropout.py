@@ -1,0 +1,53 @@
+"""Dropout: sets random elements to zero while a model is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.value import TensorValue, unwrap, wraps
+from .layer import Module
+
+
+class Dropout(Module):
+    """Each element is 0 with probability ``p`` and divided by ``1 - p`` otherwise.
+
+    The random key is an argument: without one the layer is the identity, so that a model has no mode.
+
+    Args:
+        p: probability that an element is dropped.
+
+    Source: N. Srivastava et al., JMLR 15 (2014).
+
+    Example:
+        >>> dropout, x = Dropout(0.5), jnp.ones(4)
+        >>> print(dropout(x))
+        [1. 1. 1. 1.]
+        >>> sorted(set(dropout(jnp.ones(99), jax.random.key(0)).tolist()))
+        [0.0, 2.0]
+    """
+
+    def __init__(self, p: float = 0.5):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p is a probability from 0 to 1, not {p}")
+        self.p = float(p)
+
+    def __call__(self, x: Any, key: jax.Array | None = None) -> Any:
+        """The same shape and dtype; a TensorValue for a TensorValue.
+
+        Args:
+            key: random key; None keeps every element.
+        """
+        if key is None or self.p == 0:
+            return x
+        array = jnp.asarray(unwrap(x))
+        kept = jax.random.bernoulli(key, 1 - self.p, array.shape)
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        y = jnp.where(kept, array * jnp.asarray(scale, array.dtype), jnp.zeros((), array.dtype))
+        return TensorValue(y) if wraps(x) else y
+
+    def __repr__(self) -> str:
+        return f"Dropout({self.p})"

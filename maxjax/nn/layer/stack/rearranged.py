@@ -1,0 +1,116 @@
+"""Weights that layers get and lose later, in stacks as outside of them, and stacks that are taken apart.
+
+A layer of a LayerStack cannot be changed alone. What is changed here is the layer that stands for all
+equal ones, and the new weight is a stack as the others are, so that no value is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from ....errors import UserInputError
+from ....graph.weight.epoch import structure_changed
+from ....graph.weight.stacked import StackedWeight
+from ....graph.weight.weight import Weight
+from ..module import Module
+from ..static import freeze
+from ..walk import Walk
+
+
+def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weight) -> None:
+    """Assigns a Weight to a layer; in a LayerStack, one for each of the equal layers.
+
+    Args:
+        root: the Module that has the layer in it, and the stack.
+        layer: the layer; for a stack, the one that stands for all equal ones (``Walk(stacked=True)``).
+        attr: name of the attribute.
+        weight: a Weight without a value.
+        beside: a Weight that the layer has already, which says whether it is in a stack.
+
+    Raises:
+        NotImplementedError: the layer is in a stack within a stack.
+    """
+    home = beside.stored.home
+    if home is None:
+        setattr(layer, attr, weight)
+        return
+    if len(home[0].spans) > 1:
+        raise NotImplementedError(f"a weight of layers in stacks within stacks: '{beside.name}'")
+    stack = _stack_of(root, home[0])
+    added = StackedWeight(weight, *home[0].spans)
+    local = weight.stored.local_name
+    vars(layer)["_mx_weights"] = {**layer._mx_weights, local: added.view(home[1])}
+    vars(layer)["_mx_locals"] = {**layer._mx_locals, attr: local}
+    vars(layer)[attr] = layer._mx_weights[local]
+    _renew(stack, (*stack._mx_stacks, added))
+
+
+def remove_weight(root: Module, layer: Any, attr: str) -> None:
+    """Removes a Weight from a layer, and from all that are equal to it in a LayerStack."""
+    home = getattr(layer, attr).stored.home
+    if home is None:
+        delattr(layer, attr)
+        return
+    stack = _stack_of(root, home[0])
+    local = layer._mx_locals[attr]
+    for name, key in (("_mx_weights", local), ("_mx_locals", attr)):
+        vars(layer)[name] = {k: v for k, v in vars(layer)[name].items() if k != key}
+    del vars(layer)[attr]
+    _renew(stack, tuple(one for one in stack._mx_stacks if one is not home[0]))
+
+
+def set_static(layer: Any, attr: str, value: Any) -> None:
+    """Sets a static attribute of a layer, also of one that stands for all equal ones of a stack.
+
+    None removes it, so that the class's own value counts.
+    """
+    statics = {k: v for k, v in layer._mx_statics.items() if k != attr}
+    vars(layer).pop(attr, None)
+    if value is not None:
+        value, statics[attr] = freeze(value, f"{type(layer).__name__}.{attr}")
+        vars(layer)[attr] = value
+    vars(layer)["_mx_statics"] = statics
+    structure_changed()
+
+
+def _stack_of(root: Module, holder: StackedWeight) -> Any:
+    """The LayerStack that has a StackedWeight."""
+    for module in Walk(root, stacked=True).modules:
+        if any(one is holder for one in module._mx_stacks):
+            return module
+    raise UserInputError("the layer is one of a LayerStack that is not in this model")
+
+
+def _renew(stack: Any, stacks: tuple[StackedWeight, ...]) -> None:
+    # The other layers are copies of the one that stands for them, and are made again.
+    vars(stack).update(_mx_stacks=stacks, _mx_made={})
+    structure_changed()
+
+
+def unstack_unequal(model: Any, kinds: Mapping[str, Hashable]) -> Any:
+    """The model with LayerLists in place of the stacks whose layers get different kinds of weights.
+
+    Args:
+        model: a Module, which is changed unless it is such a stack itself.
+        kinds: what each weight gets, by full name; None for those that it lacks.
+    """
+    while unequal := _unequal(model, kinds):
+        if model._mx_is_stack:
+            return model.unstack()
+        for _, module in list(model.named_modules()):
+            for attr, child in list(module._mx_children.items()):
+                # The outermost stack, which holds the arrays.
+                own = (id(stack) for stack in child._mx_stacks if stack.home is None)
+                if child._mx_is_stack and not unequal.isdisjoint(own):
+                    setattr(module, attr, child.unstack())
+    return model
+
+
+def _unequal(model: Any, kinds: Mapping[str, Hashable]) -> set[int]:
+    """ids of the StackedWeights whose Weights get different kinds."""
+    found: dict[int, set[Hashable]] = {}
+    for name, weight in model.raw_state_dict().items():
+        if weight.stored.home is not None:
+            found.setdefault(id(weight.stored.home[0]), set()).add(kinds.get(name))
+    return {key for key, of in found.items() if len(of) > 1}

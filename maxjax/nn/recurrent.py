@@ -1,0 +1,274 @@
+"""Recurrent layers, LSTM and GRU: single steps, and whole sequences under ``lax.scan``.
+
+State is an argument and a result. Weights have torch's names, shapes and order of gates, so that its state
+dicts load by name.
+
+Sources: S. Hochreiter and J. Schmidhuber, Neural Computation 9 (1997); K. Cho et al., arXiv:1406.1078.
+
+Shapes: batch B, T steps, I input features, H hidden features, L layers, D directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.value import unwrap
+from ..graph.weight.weight import Weight
+from ..kernels import matmul
+from .layer import Module
+from .linear import add_bias
+
+# The hidden state ``[B, H]``, and for an LSTM the cell state.
+State = tuple[jax.Array, ...]
+
+
+class _Recurrent(Module):
+    """What all have in common: sets of weights for a step, and how a step is computed."""
+
+    gates: ClassVar[int]
+    states: ClassVar[int]
+    hidden_size: int
+    has_bias: bool
+
+    def _make(self, end: str, inputs: int, dtype: Any, device: DeviceRef) -> None:
+        rows = self.gates * self.hidden_size
+        shapes = {f"weight_ih{end}": (rows, inputs), f"weight_hh{end}": (rows, self.hidden_size)}
+        if self.has_bias:
+            shapes |= {f"bias_ih{end}": (rows,), f"bias_hh{end}": (rows,)}
+        for name, shape in shapes.items():
+            setattr(self, name, Weight(name, dtype, shape, device))
+
+    def _inputs(self, x: jax.Array, end: str) -> jax.Array:
+        """The part of the gates that comes from the inputs, ``[..., gates · H]``."""
+        y = matmul(x, getattr(self, f"weight_ih{end}"))
+        return add_bias(y, getattr(self, f"bias_ih{end}")) if self.has_bias else y
+
+    def _hidden(self, h: jax.Array, end: str) -> jax.Array:
+        y = matmul(h, getattr(self, f"weight_hh{end}"))
+        return add_bias(y, getattr(self, f"bias_hh{end}")) if self.has_bias else y
+
+    def _step(self, from_x: jax.Array, state: State, end: str) -> State:
+        raise NotImplementedError
+
+    def _start(self, x: jax.Array, state: Any, shape: tuple[int, ...]) -> State:
+        """The state that was given, or zeros."""
+        if state is None:
+            return tuple(jnp.zeros(shape, x.dtype) for _ in range(self.states))
+        given = state if self.states > 1 else (state,)
+        found = tuple(jnp.asarray(unwrap(one)) for one in given)
+        if len(found) != self.states or any(one.shape != shape for one in found):
+            raise ValueError(
+                f"the state of {type(self).__name__} is {self.states} array(s) of shape {shape}, not "
+                f"{[one.shape for one in found]}"
+            )
+        return found
+
+    def _checked(self, x: Any, ndim: int, inputs: int) -> jax.Array:
+        array = jnp.asarray(unwrap(x))
+        if array.ndim != ndim or array.shape[-1] != inputs:
+            shape = f"[{'B, ' if ndim == 2 else 'B, T, '}{inputs}]"
+            raise ValueError(f"{type(self).__name__} takes {shape}, not {array.shape}")
+        return array
+
+    def initializer(self, name: str) -> Any:
+        """Uniform in ±1/√H, as torch."""
+        bound = 1 / math.sqrt(self.hidden_size)
+        return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+class _LSTM(_Recurrent):
+    gates, states = 4, 2
+
+    def _step(self, from_x: jax.Array, state: State, end: str) -> State:
+        h, c = state
+        i, f, g, o = jnp.split(from_x + self._hidden(h, end), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+class _GRU(_Recurrent):
+    gates, states = 3, 1
+
+    def _step(self, from_x: jax.Array, state: State, end: str) -> State:
+        (h,) = state
+        r, z, n = jnp.split(from_x, 3, axis=-1)
+        hr, hz, hn = jnp.split(self._hidden(h, end), 3, axis=-1)
+        r, z = jax.nn.sigmoid(r + hr), jax.nn.sigmoid(z + hz)
+        return ((1 - z) * jnp.tanh(n + r * hn) + z * h,)
+
+
+class _Cell(_Recurrent):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
+        has_bias: bool = True,
+    ):
+        super().__init__()
+        self.input_size, self.hidden_size, self.has_bias = input_size, hidden_size, has_bias
+        self._make("", input_size, dtype, device or DeviceRef.CPU())
+
+    def __call__(self, x: Any, state: Any = None) -> Any:
+        """One step.
+
+        Args:
+            x: ``[B, I]``.
+            state: what the last step returned; None means zeros.
+
+        Returns:
+            The new state: ``(h, c)`` of an LSTMCell, ``h`` of a GRUCell, each ``[B, H]``.
+
+        Raises:
+            ValueError: an argument has another shape.
+        """
+        x = self._checked(x, 2, self.input_size)
+        start = self._start(x, state, (x.shape[0], self.hidden_size))
+        new = self._step(self._inputs(x, ""), start, "")
+        return new if self.states > 1 else new[0]
+
+
+class LSTMCell(_LSTM, _Cell):
+    """One step of an LSTM.
+
+    Args:
+        input_size, hidden_size: I and H.
+        dtype: dtype of the weights.
+        device: device that they are declared on; None means the CPU.
+        has_bias: whether there are biases.
+
+    Attributes:
+        weight_ih, weight_hh: Weights ``[4 H, I]`` and ``[4 H, H]``; input, forget, cell and output gate.
+        bias_ih, bias_hh: Weights ``[4 H]``.
+
+    Example:
+        >>> import maxjax
+        >>> cell = maxjax.init(LSTMCell(3, 5), jax.random.key(0))
+        >>> h, c = cell(jnp.ones((2, 3)))
+        >>> h, c = cell(jnp.ones((2, 3)), (h, c))
+        >>> h.shape, c.shape
+        ((2, 5), (2, 5))
+    """
+
+
+class GRUCell(_GRU, _Cell):
+    """One step of a GRU. Arguments as of an LSTMCell.
+
+    Attributes:
+        weight_ih, weight_hh: Weights ``[3 H, I]`` and ``[3 H, H]``; reset, update and new gate.
+        bias_ih, bias_hh: Weights ``[3 H]``.
+
+    Example:
+        >>> import maxjax
+        >>> cell = maxjax.init(GRUCell(3, 5), jax.random.key(0))
+        >>> cell(jnp.ones((2, 3)), jnp.zeros((2, 5))).shape
+        (2, 5)
+    """
+
+
+class _Sequence(_Recurrent):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        dtype: Any = DType.float32,
+        device: DeviceRef | None = None,
+        has_bias: bool = True,
+        bidirectional: bool = False,
+    ):
+        super().__init__()
+        self.input_size, self.hidden_size, self.has_bias = input_size, hidden_size, has_bias
+        self.num_layers, self.bidirectional = num_layers, bidirectional
+        for number in range(num_layers):
+            inputs = hidden_size * len(self._ends(0)) if number else input_size
+            for end in self._ends(number):
+                self._make(end, inputs, dtype, device or DeviceRef.CPU())
+
+    def _ends(self, number: int) -> Sequence[str]:
+        """How the names of a layer's weights end, for each direction."""
+        forward = f"_l{number}"
+        return (forward, f"{forward}_reverse") if self.bidirectional else (forward,)
+
+    def __call__(self, x: Any, state: Any = None) -> tuple[jax.Array, Any]:
+        """All steps of sequences.
+
+        Args:
+            x: ``[B, T, I]``.
+            state: what the call for the steps before returned; None means zeros.
+
+        Returns:
+            The hidden states of the last layer ``[B, T, D H]``, and the state after the last step: ``(h, c)`` of an
+            LSTM, ``h`` of a GRU, each ``[L D, B, H]``.
+
+        Raises:
+            ValueError: an argument has another shape.
+        """
+        x = self._checked(x, 3, self.input_size)
+        every = [end for number in range(self.num_layers) for end in self._ends(number)]
+        start = self._start(x, state, (len(every), x.shape[0], self.hidden_size))
+        last: list[State] = []
+        for number in range(self.num_layers):
+            outputs = []
+            for end in self._ends(number):
+                own = tuple(one[len(last)] for one in start)
+                h, final = self._run(x, own, end)
+                outputs.append(h)
+                last.append(final)
+            x = jnp.concatenate(outputs, -1)
+        states = tuple(jnp.stack(one) for one in zip(*last, strict=True))
+        return x, states if self.states > 1 else states[0]
+
+    def _run(self, x: jax.Array, state: State, end: str) -> tuple[jax.Array, State]:
+        """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""
+        # The products with all inputs are one.
+        from_x = self._inputs(x, end).swapaxes(0, 1)
+
+        def step(state: State, now: jax.Array) -> tuple[State, jax.Array]:
+            new = self._step(now, state, end)
+            return new, new[0]
+
+        final, h = jax.lax.scan(step, state, from_x, reverse=end.endswith("_reverse"))
+        return h.swapaxes(0, 1), final
+
+
+class LSTM(_LSTM, _Sequence):
+    """LSTM layers over sequences.
+
+    Args:
+        input_size, hidden_size: I and H.
+        num_layers: number L of layers, each over the hidden states of the one before.
+        dtype: dtype of the weights.
+        device: device that they are declared on; None means the CPU.
+        has_bias: whether there are biases.
+        bidirectional: whether each layer also runs backwards; its results stand side by side.
+
+    Weights are called ``weight_ih_l0`` and so on, as torch's.
+
+    Example:
+        >>> import maxjax
+        >>> lstm = maxjax.init(LSTM(3, 5, num_layers=2), jax.random.key(0))
+        >>> y, (h, c) = lstm(jnp.ones((2, 7, 3)))
+        >>> y.shape, h.shape
+        ((2, 7, 5), (2, 2, 5))
+    """
+
+
+class GRU(_GRU, _Sequence):
+    """GRU layers over sequences. Arguments as of an LSTM.
+
+    Example:
+        >>> import maxjax
+        >>> gru = maxjax.init(GRU(3, 5, bidirectional=True), jax.random.key(0))
+        >>> y, h = gru(jnp.ones((2, 7, 3)))
+        >>> y.shape, h.shape
+        ((2, 7, 10), (2, 2, 5))
+    """

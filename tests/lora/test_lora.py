@@ -1,0 +1,314 @@
+"""LoRA weights in stacks, on meshes, over blocks: what they add, what is trained, what a merge gives."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax import lora, nn
+from maxjax.errors import UserInputError
+from maxjax.graph import DeviceRef
+from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
+from maxjax.nn.quantized import Layout, QuantizedLinear, Tensor
+
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
+run = jax.jit(lambda model, ids: model(ids))
+
+
+def llama(stacked=True):
+    config = LlamaConfig(64, 64, 128, num_layers=3, num_heads=4, num_kv_heads=2)
+    return maxjax.init(Llama(config, stacked=stacked), jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+def drawn(model, seed=1):
+    """The model with values in A and B, so that the updates count; float64 values of a name and a layer."""
+    trained, rest = maxjax.partition(model, "*lora_*")
+    flat, tree = jax.tree.flatten(trained)
+    rng = np.random.default_rng(seed)
+    flat = [jax.device_put(np.float32(rng.normal(0, 0.1, a.shape)), a.sharding) for a in flat]
+    return maxjax.merge(jax.tree.unflatten(tree, flat), rest)
+
+
+@pytest.fixture(scope="module")
+def tuned(model):
+    return drawn(lora.add(model, rank=4, alpha=12, key=jax.random.key(1)))
+
+
+def test_new_weights_change_nothing_and_stay_a_stack(model):
+    tuned = lora.add(model, "q_proj", rank=4, key=jax.random.key(1))
+    shapes = {
+        jax.tree_util.keystr(p, simple=True): v.shape for p, v in jax.tree.leaves_with_path(tuned)
+    }
+    assert shapes["model.layers.*.self_attn.q_proj.lora_A.weight"] == (3, 4, 64)
+    assert shapes["model.layers.*.self_attn.q_proj.lora_B.weight"] == (3, 64, 4)
+    assert len(shapes) == len(jax.tree.leaves(model)) + 2
+    np.testing.assert_array_equal(run(tuned, IDS), run(model, IDS))
+    a = np.asarray(tuned.model.layers[2].self_attn.q_proj.lora_A.value)
+    assert 0.09 < np.abs(a).max() <= 64**-0.5  # uniform, as PEFT's
+    assert not has_lora_names(model)
+    base = tuned.model.layers[0].self_attn.q_proj.weight.stored.home[0].leaf
+    assert base is model.model.layers[0].self_attn.q_proj.weight.stored.home[0].leaf
+
+
+def has_lora_names(model):
+    return any("lora" in name for name in model.raw_state_dict())
+
+
+def test_the_update_is_that_of_the_formula(model, tuned):
+    """Each weight W of a plain model is W + 3 B A, computed in float64."""
+    values = {n: np.asarray(w.value, np.float64) for n, w in tuned.raw_state_dict().items()}
+    merged = lora.merge(tuned)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    for name, weight in merged.raw_state_dict().items():
+        layer = name.removesuffix(".weight")
+        expected = values[name]
+        if f"{layer}.lora_A.weight" in values:
+            expected = (
+                expected + 3 * values[f"{layer}.lora_B.weight"] @ values[f"{layer}.lora_A.weight"]
+            )
+        np.testing.assert_allclose(weight.value, expected, rtol=1e-5, atol=1e-6)
+    expected = np.asarray(run(merged, IDS))
+    assert np.abs(expected - np.asarray(run(model, IDS))).max() > 0.1
+    np.testing.assert_allclose(run(tuned, IDS), expected, rtol=1e-4, atol=1e-4)
+    kept = lora.merge(tuned, keep=True)
+    np.testing.assert_array_equal(run(kept, IDS), expected)
+    for name, weight in lora.unmerge(kept).raw_state_dict().items():
+        np.testing.assert_allclose(weight.value, values[name], rtol=1e-5, atol=1e-6)
+    plain = lora.remove(tuned)
+    assert jax.tree.structure(plain) == jax.tree.structure(model)
+    np.testing.assert_array_equal(run(plain, IDS), run(model, IDS))
+
+
+@pytest.mark.slow
+def test_layers_that_differ_are_unstacked_and_give_the_same(model):
+    """Of a stack, some layers; of separate layers, all: the same as in a stack."""
+    some = lora.add(model, "layers.1.self_attn.q_proj", rank=2, key=jax.random.key(1))
+    assert type(some.model.layers) is nn.LayerList and type(model.model.layers) is nn.LayerStack
+    assert [n for n in some.raw_state_dict() if "lora_A" in n] == [
+        "model.layers.1.self_attn.q_proj.lora_A.weight"
+    ]
+    np.testing.assert_array_equal(some(IDS), lora.remove(some)(IDS))
+    apart = lora.add(llama(stacked=False), rank=4, key=jax.random.key(1)).raw_state_dict()
+    stacked = lora.add(model, rank=4, key=jax.random.key(1)).raw_state_dict()
+    assert set(apart) == set(stacked)
+    for name, weight in apart.items():
+        np.testing.assert_array_equal(weight.value, stacked[name].value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh_new_weights_are_split_as_the_base(model, tuned, explicit, tmp_path):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4]
+    )
+    lora.save(tmp_path, tuned)
+    placed = jax.tree.map(lambda leaf: leaf, model).to(mesh)
+    loaded = lora.load(placed, tmp_path)
+    attention = loaded.model.layers[1].self_attn
+    specs = [tuple(w.sharding.spec) for w in (attention.q_proj.lora_B, attention.o_proj.lora_A)]
+    assert specs == [("model", None), (None, "model")]
+    # The same, where a model with LoRA weights is placed.
+    moved = jax.tree.map(lambda leaf: leaf, tuned).to(mesh)
+    for name, weight in loaded.raw_state_dict().items():
+        assert weight.sharding == moved.raw_state_dict()[name].sharding, name
+    expected = run(tuned, IDS)
+    np.testing.assert_allclose(run(loaded, IDS), expected, rtol=2e-4, atol=2e-4)
+    trained, rest = maxjax.partition(loaded, "*.lora_*")
+    loss = lambda t, r: jnp.var(maxjax.merge(t, r)(IDS))
+    gradient = jax.jit(jax.grad(loss))(trained, rest)
+    for one, of in zip(jax.tree.leaves(gradient), jax.tree.leaves(trained), strict=True):
+        assert one.sharding.is_equivalent_to(of.sharding, one.ndim)
+    there = lora.merge(loaded).model.layers[0].self_attn.q_proj.weight
+    assert tuple(there.sharding.spec) == ("model", "fsdp")
+    np.testing.assert_allclose(
+        there.value, lora.merge(tuned).model.layers[0].self_attn.q_proj.weight.value, atol=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_over_blocks_gradients_reach_a_and_b_only(model):
+    base, _ = maxjax.quantize(model, "q8_0", activations="float")
+    tuned = drawn(lora.add(base, rank=4, key=jax.random.key(1)))
+    assert tuned.model.layers[0].self_attn.q_proj.weight.dtype == maxjax.DType.uint8
+    trained, rest = maxjax.partition(tuned, "*.lora_*")
+    loss = lambda t, r: jnp.var(maxjax.merge(t, r)(IDS))
+    gradient = jax.jit(jax.grad(loss))(trained, rest)
+    # The same as over the floats that the blocks are.
+    floats = jax.tree.map(lambda leaf: leaf, model)
+    floats.load_state_dict(
+        {n: np.asarray(w.stored.operand()) for n, w in base.raw_state_dict().items()}
+    )
+    values = {n: w.value for n, w in tuned.raw_state_dict().items() if "lora" in n}
+    wide = lora.add(floats, rank=4)
+    wide.load_state_dict(values, strict=False)
+    expected = jax.jit(jax.grad(loss))(*maxjax.partition(wide, "*.lora_*"))
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-6)
+    with pytest.raises(UserInputError, match=r"quantised \(Q8_0\).* requantize=True"):
+        lora.merge(tuned)
+    again = lora.merge(tuned, requantize=True)
+    assert jax.tree.structure(again) == jax.tree.structure(base)
+    error = lambda m: float(jnp.abs(run(m, IDS) - run(wide, IDS)).max())
+    assert error(again) < error(base) / 4
+
+
+@pytest.mark.slow
+def test_the_layers_of_other_families():
+    gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, num_layers=2, num_heads=4)), jax.random.key(0))
+    tuned = drawn(lora.add(gpt2, ["c_attn", "mlp.c_proj"], rank=2, key=jax.random.key(1)))
+    layer = tuned.transformer.h[1].attn.c_attn
+    assert (tuple(layer.lora_A.shape), tuple(layer.lora_B.shape)) == ((2, 32), (96, 2))
+    np.testing.assert_allclose(run(tuned, IDS), run(lora.merge(tuned), IDS), rtol=1e-4, atol=1e-4)
+    fused = nn.StackedLinear(4, [6, 2], ["q", "k"], "float32", DeviceRef.CPU(), stacked=True)
+    fused = drawn(lora.add(maxjax.init(fused, jax.random.key(0)), rank=2, key=jax.random.key(1)))
+    x = jnp.ones((3, 4))
+    np.testing.assert_allclose(fused(x), lora.merge(fused)(x), rtol=1e-5)
+    assert [y.shape for y in fused.apart(x)] == [(3, 6), (3, 2)]
+
+
+def test_16_bits_are_added_in_the_wider_type():
+    layer = maxjax.init(nn.Linear(64, 8, "bfloat16"), jax.random.key(0))
+    tuned = drawn(lora.add(nn.Sequential([layer]), rank=2, key=jax.random.key(1)))
+    x = jax.random.normal(jax.random.key(2), (5, 64), jnp.bfloat16)
+    one = tuned[0]
+    wide = lambda v: np.asarray(v, np.float64)
+    expected = wide(layer(x)) + wide(x) @ wide(one.lora_A.value).T @ wide(one.lora_B.value).T
+    assert tuned(x).dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide(tuned(x)), expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda m: lora.add(m, "q_prj"), UserInputError, "did you mean 'q_proj'"),
+        (lambda m: lora.add(m, "*.input_layernorm"), NotImplementedError, "a RMSNorm"),
+        (lambda m: lora.add(m, "embed_tokens"), NotImplementedError, "'model.embed_tokens', a Embed"),
+        (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
+        (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),
+        (lambda m: lora.add(m, dtype="int8"), UserInputError, "dtype must be"),
+        (lambda m: lora.add(lora.add(m)), UserInputError, "LoRA weights already"),
+        (lambda m: lora.add(Llama(m.config), key=jax.random.key(0)), UserInputError, "not loaded"),
+        (lora.merge, UserInputError, "has no LoRA weights"),
+        (lora.remove, UserInputError, "has no LoRA weights"),
+        (lambda m: lora.unmerge(lora.add(m)), UserInputError, "not merged"),
+        (lambda m: lora.merge(lora.add(m)), UserInputError, "not loaded"),
+        (lambda m: maxjax.partition(m, "*.lora_*"), UserInputError, "no weight has a name like"),
+        (lambda m: maxjax.save_pretrained(drawn(lora.add(m, key=jax.random.key(0))), "/nowhere/x"),
+         UserInputError, "has LoRA weights"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(model, change, error, says):
+    with pytest.raises(error, match=says):
+        change(model)
+
+
+@pytest.mark.slow
+def test_experts_are_refused_and_tied_weights_not_merged():
+    sizes = {"num_layers": 1, "num_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    mixtral = Mixtral(MixtralConfig(64, 8, 16, **sizes))
+    with pytest.raises(NotImplementedError, match=r"experts.*'model\.layers\.0\.block_sparse_moe"):
+        lora.add(
+            mixtral, "w1" if any(".w1." in n for n in mixtral.raw_state_dict()) else "gate_proj"
+        )
+    names = {n for n in lora.add(mixtral, rank=2).raw_state_dict() if "lora_A" in n}
+    assert {n.split(".")[-3] for n in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
+    tied = maxjax.init(Llama(config), jax.random.key(0))
+    with pytest.raises(UserInputError, match="one tied weight"):
+        lora.merge(lora.add(tied, "lm_head", key=jax.random.key(0)))
+
+
+def test_labels_are_a_module_for_optax(model):
+    optax = pytest.importorskip("optax")
+    tuned = lora.add(model, "q_proj", rank=2, key=jax.random.key(1))
+    labels = maxjax.labels({"*.lora_A.*": "a", "*.lora_*": "b"}, default="frozen")
+    kinds = {"a": optax.sgd(1.0), "b": optax.sgd(2.0), "frozen": optax.set_to_zero()}
+    optimizer = optax.multi_transform(kinds, labels)
+    steps, _ = optimizer.update(jax.tree.map(jnp.ones_like, tuned), optimizer.init(tuned))
+    found = {
+        jax.tree_util.keystr(p, simple=True): float(v.min())
+        for p, v in jax.tree.leaves_with_path(steps)
+    }
+    assert {v for n, v in found.items() if "lora" not in n} == {0.0}
+    assert {n.split(".")[-2]: v for n, v in found.items() if "lora" in n} == {
+        "lora_A": -1,
+        "lora_B": -2,
+    }
+    mask = maxjax.labels({"*.lora_*": True}, default=False)
+    masked = optax.masked(optax.sgd(1.0), mask)
+    steps, _ = masked.update(jax.tree.map(jnp.ones_like, tuned), masked.init(tuned))
+    assert float(steps.model.norm.weight.value[0]) == 1.0
+
+
+@pytest.mark.slow
+def test_hooks_copies_steps_and_exports_see_the_updates(tuned, model, tmp_path):
+    expected = np.asarray(run(tuned, IDS))
+    calls = []
+    with maxjax.layer_hook(lambda layer, *_: calls.append(type(layer).__name__)):
+        hooked = tuned(IDS)
+    assert calls.count("Linear") == 3 * 7
+    np.testing.assert_allclose(hooked, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(run(copy.deepcopy(tuned), IDS), expected)
+    apart = jax.tree.map(lambda leaf: leaf, tuned).unstack()
+    np.testing.assert_allclose(apart(IDS), expected, rtol=1e-4, atol=1e-4)
+    maxjax.checkpoint.save(tmp_path / "step", tuned)
+    restored = lora.add(model, rank=4, alpha=12)
+    maxjax.checkpoint.restore(tmp_path / "step", restored)
+    np.testing.assert_array_equal(run(restored, IDS), expected)
+    maxjax.export(tuned, IDS, tmp_path / "program")
+    np.testing.assert_allclose(
+        maxjax.load_exported(tmp_path / "program")(tuned.state_dict(), IDS),
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
+    lora.save(tmp_path, tuned)
+    small = lora.add(model, "q_proj", rank=2, key=jax.random.key(2))
+    lora.save(tmp_path, small)
+    found = lora.load(model, tmp_path, dtype="bfloat16")
+    assert found.model.layers[0].self_attn.q_proj.lora.rank == 2
+    assert found.model.layers[0].self_attn.k_proj.lora is None
+    b = found.model.layers[0].self_attn.q_proj.lora_A
+    assert b.dtype == maxjax.DType.bfloat16
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "maxjax_digests.json"]
+
+
+def test_over_the_tensors_of_a_quantised_format():
+    """Of GPTQ, FP8 and others: the layer keeps its tensors, and the update is beside them."""
+    tensors = (
+        Tensor("weight", maxjax.DType.int8, (6, 4), (0, 1)),
+        Tensor("weight_scale", maxjax.DType.float32, (6, 1), (0, None)),
+    )
+    layers = nn.LayerList(
+        QuantizedLinear(Layout("scaled", 6, 4, tensors), DeviceRef.CPU()) for _ in range(2)
+    )
+    rng = np.random.default_rng(0)
+    for layer in layers:
+        layer.load_state_dict(
+            {
+                "weight": rng.integers(-9, 9, (6, 4)).astype(np.int8),
+                "weight_scale": np.full((6, 1), 0.5, np.float32),
+            }
+        )
+    stack = layers.stack()
+    tuned = drawn(lora.add(stack, rank=2, key=jax.random.key(0)))
+    assert sorted(n for n in tuned.raw_state_dict() if "lora" in n)[0] == "0.lora_A.weight"
+    x = jnp.ones((3, 4))
+    one = tuned[1]
+    update = x @ one.lora_A.value.T @ one.lora_B.value.T
+    np.testing.assert_allclose(one(x), stack[1](x) + update, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="several tensors of a quantised format"):
+        lora.merge(tuned)

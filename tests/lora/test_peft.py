@@ -1,0 +1,169 @@
+"""Adapters in PEFT's files: PEFT's own opened here, ours opened by PEFT, and what is refused."""
+
+import contextlib
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import maxjax
+from maxjax import lora
+from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
+from tests.models import goldens
+from tests.oracles.recorded import recorded
+
+IDS = goldens.IDS
+# Name → model of goldens, settings of PEFT's LoraConfig.
+CASES = {
+    "llama": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
+    "patterns": ("llama", {
+        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "lm_head"], "use_rslora": True,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+    "one layer": ("qwen3", {
+        "r": 4, "lora_alpha": 6, "target_modules": ["o_proj"], "layers_to_transform": [1], "lora_dropout": 0.1}),
+    "gpt2": ("gpt2", {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "fan_in_fan_out": True}),
+}  # fmt: skip
+
+
+def base_of(name, folder):
+    goldens.write(CASES[name][0], Path(folder))
+    return Path(folder)
+
+
+def quiet():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM
+
+
+@contextlib.contextmanager
+def unwarned():
+    """What PEFT and transformers warn of each other's is not for these tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def theirs(name):
+    """PEFT's files of an adapter whose values are of their names, and the logits with it."""
+    with unwarned():
+        import peft
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as out, unwarned():
+        base = quiet().from_pretrained(base_of(name, folder), attn_implementation="eager")
+        model = peft.get_peft_model(base, peft.LoraConfig(**CASES[name][1])).eval()
+        with torch.no_grad():
+            for full, weight in model.named_parameters():
+                if "lora_" in full:
+                    weight.copy_(torch.tensor(goldens.values(full, tuple(weight.shape), "") / 3))
+            logits = model(torch.tensor(IDS).long()).logits.numpy()
+        model.save_pretrained(out)
+        files = {path.name: path.read_bytes() for path in Path(out).glob("adapter_*")}
+    return {"files": files, "logits": logits}
+
+
+def opened(name, tmp_path):
+    """The base model here, PEFT's adapter as a directory, and PEFT's logits."""
+    answer = recorded(lambda: theirs(name), f"tests/lora/test_peft.py::{name}", is_compared=False)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    for file, content in answer["files"].items():
+        (tmp_path / "adapter" / file).write_bytes(content)
+    model, _ = maxjax.load(base_of(name, tmp_path / "base"))
+    return model, tmp_path / "adapter", answer["logits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
+    model, path, expected = opened(name, tmp_path)
+    tuned = lora.load(model, path)
+    plain, found = np.asarray(model(jnp.asarray(IDS))), np.asarray(tuned(jnp.asarray(IDS)))
+    assert np.abs(plain - expected).max() > 0.05
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    # Written again: the tensors of PEFT, and settings that give the same adapters.
+    again = lora.save(tmp_path / "again", tuned, base="base")
+    ours, kept = (
+        safetensors.numpy.load_file(p / "adapter_model.safetensors") for p in (again, path)
+    )
+    assert set(ours) == {n for n in kept if "lora_" in n}
+    for full, value in ours.items():
+        np.testing.assert_array_equal(value, kept[full])
+    np.testing.assert_array_equal(lora.load(model, again)(jnp.asarray(IDS)), found)
+    settings = json.loads((again / "adapter_config.json").read_text())
+    assert settings["fan_in_fan_out"] == (name == "gpt2")
+    assert settings["base_model_name_or_path"] == "base"
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", CASES)
+def test_peft_opens_what_is_saved_here(name, tmp_path):
+    with unwarned():
+        peft = pytest.importorskip("peft")
+    import torch
+
+    model, path, expected = opened(name, tmp_path)
+    out = lora.save(tmp_path / "out", lora.load(model, path))
+    with unwarned(), torch.no_grad():
+        base = quiet().from_pretrained(tmp_path / "base", attn_implementation="eager")
+        found = peft.PeftModel.from_pretrained(base, str(out)).eval()
+        logits = found(torch.tensor(IDS).long()).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return opened("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "type 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"r": "4"}, "rank 'r' must be"),
+        ({"r": 3}, "another rank"),
+        ({"lora_alpha": None}, "alpha 'lora_alpha' must be"),
+        ({"rank_pattern": 1}, "must be objects"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(llama, tmp_path, setting, says):
+    model, path, _ = llama
+    config = json.loads((path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | setting))
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (path / "adapter_model.safetensors").read_bytes()
+    )
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=says):
+        lora.load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: {n: v for n, v in t.items() if "0.self_attn.q_proj.lora_B" not in n}, "has not one lora_A"),
+        (lambda t: t | {"base_model.model.x.lora_magnitude_vector": np.ones(2, np.float32)}, "DoRA is not"),
+        (lambda t: {n.replace("layers.1", "layers.7"): v for n, v in t.items()}, "not one of this model's"),
+        (lambda t: {n: v[..., :-1] if "lora_A" in n else v for n, v in t.items()}, "shape"),
+        (lambda t: {}, "no LoRA weights"),
+        (lambda t: t | {"base_model.model.model.norm.weight": np.ones(24, np.float32)}, "copy of 'model.norm.weight'"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, says):
+    model, path, _ = llama
+    tensors = change(safetensors.numpy.load_file(path / "adapter_model.safetensors"))
+    (tmp_path / "adapter_config.json").write_bytes((path / "adapter_config.json").read_bytes())
+    safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match=says):
+        lora.load(model, tmp_path)
