@@ -203,7 +203,7 @@ def stale_hint(path: str) -> str:
     """The hint for a file that does not match the digests at ``path``."""
     return (
         "The file is corrupt: use another copy. If another program wrote it "
-        f"since maxjax did, {path} is stale_hint and may be deleted; verify=False reads it as it is."
+        f"since maxjax did, {path} is stale and may be deleted; verify=False reads it as it is."
     )
 
 
