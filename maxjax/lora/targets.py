@@ -88,7 +88,8 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
                 f"{type(model).__name__} has no linear layer to add LoRA weights to"
             )
         return names
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    wanted = (patterns,) if isinstance(patterns, str) else patterns
+    wanted = tuple(wanted) if isinstance(wanted, Iterable) else ()
     if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
         raise UserInputError(f"patterns must be names or glob patterns of layers, not {patterns!r}")
     kinds = {name: one.in_mixture for one in every for name in one.names}

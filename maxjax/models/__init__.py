@@ -259,6 +259,11 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
     directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
     config = directory / "config.json"
     if not config.exists():
+        if (directory / "adapter_config.json").exists():
+            raise CheckpointMissingError(
+                "there is no config.json: this is a LoRA adapter", path=directory,
+                hint="Load its base model, and then maxjax.lora.load(model, path).",
+            )  # fmt: skip
         raise CheckpointMissingError(
             "there is no config.json, which says what model this is", path=directory,
             hint="Put it there, or in Python pass its content or its path as config=.",

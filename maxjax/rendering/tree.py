@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .row import Row, bytes_text, short
 
@@ -168,10 +169,15 @@ def _line(row: Row) -> str:
     if notes := dict.fromkeys([*row.notes, *only.notes]):
         cells.append(f"<s>{_text(', '.join(notes), 100)}</s>")
     if row.settings:
-        settings = " ".join(f"{name}={short(value, 24)}" for name, value in row.settings.items())
+        settings = " ".join(f"{name}={_value(value)}" for name, value in row.settings.items())
         cells.append(f"<s>{_text(settings, 100)}</s>")
     return "".join(cells)
 
 
 def _text(text: object, most: int) -> str:
     return html.escape(short(text, most))
+
+
+def _value(value: Any) -> str:
+    """A setting; a number of a GGUF file, which is a float32, as it was written: 1e-05."""
+    return f"{value:.7g}" if type(value) is float else short(value, 24)

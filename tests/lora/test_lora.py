@@ -9,7 +9,7 @@ import pytest
 
 import maxjax
 from maxjax import lora, nn
-from maxjax.errors import UserInputError
+from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.nn.quantized import Layout, QuantizedLinear, Tensor
@@ -192,6 +192,7 @@ def test_16_bits_are_added_in_the_wider_type():
         (lambda m: lora.add(m, "q_prj"), UserInputError, "did you mean 'q_proj'"),
         (lambda m: lora.add(m, "*.input_layernorm"), NotImplementedError, "a RMSNorm"),
         (lambda m: lora.add(m, "embed_tokens"), NotImplementedError, "'model.embed_tokens', a Embed"),
+        (lambda m: lora.add(m, 3), UserInputError, "names or glob patterns of layers, not 3"),
         (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
         (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),
         (lambda m: lora.add(m, dtype="int8"), UserInputError, "dtype must be"),
@@ -282,6 +283,8 @@ def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
     assert found.model.layers[0].self_attn.k_proj.lora is None
     b = found.model.layers[0].self_attn.q_proj.lora_A
     assert b.dtype == maxjax.DType.bfloat16
+    with pytest.raises(CheckpointMissingError, match="a LoRA adapter"):
+        maxjax.load(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors", "maxjax_digests.json"]
 
