@@ -1,5 +1,6 @@
 """Tab completion as IPython does it by default, which runs nothing that it does not know."""
 
+import jax.numpy as jnp
 import pytest
 
 import maxjax
@@ -18,6 +19,8 @@ def mlp():
 @pytest.fixture(scope="module")
 def shell():
     model, tokenizer = maxjax.load("tiny")
+    with maxjax.capture(model, "layers.*") as seen:
+        model(jnp.ones((1, 2), jnp.int32))
     assert completion.register()
     one = interactiveshell.InteractiveShell()
     assert one.Completer.evaluation == "limited"
@@ -27,7 +30,7 @@ def shell():
         weights=maxjax.load_weights(find_model("tiny")),
         layers=nn.LayerList(mlp() for _ in range(3)), stack=nn.LayerList(mlp() for _ in range(3)).stack(),
         pair=nn.layer.layer_list.LayerTuple([mlp(), mlp()]), chain=nn.Sequential([mlp()]),
-        saved=model.raw_state_dict(),
+        saved=model.raw_state_dict(), seen=seen,
     )  # fmt: skip
     yield one
     one.history_manager.end_session()
@@ -79,6 +82,7 @@ def test_what_is_offered(shell, text, offered):
         ("model.model.layers[", {"0", "1"}),
         ("layers[", {"0", "1", "2"}),
         ('saved["', {"model.embed_tokens.weight"}),
+        ('seen["', {"model.layers.0", "model.layers.1"}),
     ],
 )
 def test_keys(shell, text, offered):

@@ -237,7 +237,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
     if isinstance(what, Weights):
         what = what.data() if what.exists() else {str(n): one for n, one in what.items()}
     if _is_array(what):
-        found.add(name or str(getattr(what, "name", "") or ""), what)
+        found.add(name or str(getattr(what, "name", "") or ""), what, alone=True)
         return next(iter(found.looks().values()))
     if isinstance(what, (str, bytes)) or jax.tree_util.all_leaves([what], is_leaf=_is_array):
         raise TypeError(
@@ -272,8 +272,8 @@ class _Found:
     def __init__(self) -> None:
         self.shown: dict[str, tuple[str, Any, str, tuple[str, ...], int, tuple[int, ...]]] = {}
 
-    def add(self, name: str, what: Any) -> None:
-        """Starts to compute the statistics of an array."""
+    def add(self, name: str, what: Any, alone: bool = False) -> None:
+        """Starts to compute the statistics of an array; in a tree there may be some of no numbers."""
         held, kind, note, layers = _value(what, name)
         lead, shape = (len(what.stored.lead) if layers else 0), tuple(getattr(held, "shape", ()))
         pending = None
@@ -281,7 +281,12 @@ class _Found:
             if 0 in shape:
                 note = "there are no values in it"
             else:
-                pending = measured(held, lead)
+                try:
+                    pending = measured(held, lead)
+                except UserInputError as error:
+                    if alone:
+                        raise
+                    note = str(error)
         self.shown[name] = kind, pending, note, layers, lead, shape
 
     def looks(self) -> dict[str, ArrayLook]:
@@ -316,9 +321,12 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         is_lazy = isinstance(array, jax.ShapeDtypeStruct)
         return array, row.type_text, _NO_VALUE if is_lazy else _check(array, name), ()
     stored: Any = what.stored
+    if _is_another(stored):  # a tree of another shape or dtype in the places of the weights
+        return _value(stored.leaf, name)
     sizes = [*map(str, stored.logical_shape)]
     encoding = stored.packing
-    kind = f"{stored.dtype.name if encoding is None else encoding.value}[{', '.join(sizes)}]"
+    dtype = getattr(stored.leaf, "dtype", stored.dtype.name)
+    kind = f"{dtype if encoding is None else encoding.value}[{', '.join(sizes)}]"
     if isinstance(what, StackedWeight):
         leaf = what.leaf
         if state_of(leaf).foreign:
@@ -336,6 +344,14 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         return None, kind, f"{type(stored.leaf).__name__} in its place", ()
     note = _check(stored.leaf, name)
     return (stored.operand() if encoding is not None else stored.value), kind, note, ()
+
+
+def _is_another(stored: Any) -> bool:
+    """Whether the leaf is an array that the Weight, or the stack of them, could not hold."""
+    leaf, blank = stored.leaf, stored.blank()
+    if blank is None or not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return False
+    return leaf.shape != blank.shape or (stored.packing is not None and leaf.dtype != blank.dtype)
 
 
 def _type_of(data: WeightData) -> str:

@@ -1,8 +1,11 @@
 """``with capture`` and ``with patch``: one model object, one thread or task, and nothing after the block."""
 
 import asyncio
+import gc
+import pickle
 import threading
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import pytest
 import maxjax
 from maxjax.errors import UserInputError
 from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
+from maxjax.nn.layer.definition import marked
 from maxjax.nn.layer.observe import frames
 
 IDS = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
@@ -92,6 +96,37 @@ def test_what_the_caller_jitted_runs_as_compiled(model):
             mine(model, IDS)
     with pytest.raises(UserInputError, match="did you mean 'model.layers"):
         maxjax.capture(model, "layer.1")
+
+
+def test_what_was_captured_does_not_keep_the_model():
+    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4)
+    one = maxjax.init(Llama(config), jax.random.key(0))
+    held = weakref.ref(one)
+    with maxjax.capture(one, "layers.1") as c:
+        one(IDS)
+    copy = pickle.loads(pickle.dumps(c))
+    assert list(copy) == c._ipython_key_completions_() == ["model.layers.1"]
+    np.testing.assert_array_equal(copy["layers.1"], c["layers.1"])
+    with c:
+        one(IDS + 1)
+    assert len(c.runs) == 2
+    del one
+    gc.collect()
+    assert held() is None
+
+
+def test_observed_models_that_differ_in_their_weights_alone_are_told_apart():
+    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4)
+    mesh = maxjax.make_mesh(data=2, model=4)
+    models = Llama(config), Llama(config, "bfloat16"), Llama(config).to(mesh)
+    plan = maxjax.capture(models[0], "layers.1").plan(0)[0]
+    copies = [marked(marked(model, plan, ""), plan, "") for model in models]
+    assert len({jax.tree.structure(copy) for copy in copies}) == 3
+    for model, copy in zip(models, copies, strict=True):
+        own, other = model.raw_state_dict(), copy.raw_state_dict()
+        assert [(w.dtype, w.sharding) for w in own.values()] == [
+            (w.dtype, w.sharding) for w in other.values()
+        ]
 
 
 def test_in_a_jitted_function_of_ones_own(model):

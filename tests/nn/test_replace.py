@@ -107,3 +107,17 @@ def test_bad_values(model, values, says):
     with pytest.raises(UserInputError) as error:
         maxjax.replace(model, values)
     assert says in str(error.value)
+
+
+def test_a_replaced_model_uses_the_compiled_programs_of_the_old(model):
+    run = jax.jit(lambda m, ids: m(ids))
+    run(model, IDS)
+    old = model.state_dict()
+    for given in (
+        {DOWN: 0.5 * old[DOWN], "model.norm.weight": 2 * old["model.norm.weight"]},
+        {UP: jnp.zeros((3, 64, 32)), "model.norm.weight": np.ones(32, np.float32)},
+    ):
+        other = maxjax.replace(model, given)
+        assert not any(leaf.committed for leaf in jax.tree.leaves(other))
+        run(other, IDS)
+    assert run._cache_size() == 1

@@ -29,9 +29,9 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
     try:
         if getattr(sharding, "is_fully_addressable", True):
             old_sharding = getattr(array, "sharding", None)
-            if old_sharding is not None and old_sharding.memory_kind != getattr(
-                sharding, "memory_kind", None
-            ):
+            # Without a sharding an array that JAX may move freely stays one: it is not committed.
+            kind = "device" if sharding is None else getattr(sharding, "memory_kind", None)
+            if old_sharding is not None and old_sharding.memory_kind != kind:
                 # Between kinds of memory, JAX moves arrays only on the same devices.
                 array = jax.device_put(array, old_sharding.with_memory_kind("device"))
             return jax.device_put(array, sharding)

@@ -290,7 +290,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
         (*module._mx_marks, (plan, f"{start}{prefix}".rstrip(".")))
         for module, prefix in zip(*_named(root), strict=True)
     )
-    key = (*definition.key[:5], marks)
+    key = (*(definition.key[:-1] if definition.marks else definition.key), marks)
     made = _INTERNED.get(key)
     if made is None:
         made = Definition()

@@ -110,6 +110,9 @@ class Captures(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and bool(self._match(key))
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __getitem__(self, key: str) -> Any:
         found = self._match(key)
         if not found:

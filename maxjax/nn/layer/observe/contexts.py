@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ class Observer:
 
     def __init__(self, model: Any, patterns: Sequence[Any]):
         check_model(model, self.what)
-        self.model = model
+        self._model: Any = model
+        self._held = weakref.ref(model)
         self._found = [places(model, pattern, self.what) for pattern in patterns]
         self._patterns = [str(pattern) for pattern in patterns]
         self._names: dict[int, str] = {}
@@ -48,6 +50,7 @@ class Observer:
         self.missed = 0  # calls that ran under a transformation
 
     def __enter__(self) -> Any:
+        self._model = self._held and self._held()
         self._is_open, self._trace = True, trace()
         enter(self)
         return self
@@ -56,6 +59,11 @@ class Observer:
         self._is_open = False
         leave(self)
         self._names, self._modules, self._structure = {}, [], -1
+        # What was captured outlives the model: a variable of a notebook does not keep its weights.
+        self._model = self._trace = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None, "_held": None, "_trace": None}
 
     def observes(self, module: Any) -> bool:
         """Whether the call of a Module that begins is to be observed."""
@@ -75,7 +83,7 @@ class Observer:
     def _name_of(self, module: Any) -> str | None:
         if self._structure != EPOCH.structure:
             # Holding the modules keeps their ids from being used again.
-            walk = Walk(self.model)
+            walk = Walk(self._model)
             self._modules = walk.modules
             self._names = {
                 id(one): prefix.rstrip(".")
@@ -123,7 +131,10 @@ class Observer:
                 "; the model ran under jax.jit or another transformation, and what the caller has "
                 "compiled is not changed: maxjax.captured and maxjax.patched make functions to jit"
             )
-        return "; no call of this model object ran in the block"
+        return (
+            "; no call of this model object ran in the block (what you have jitted runs as it was compiled, "
+            "and its model is another object: jit what maxjax.captured and maxjax.patched make)"
+        )
 
 
 class Capture(Observer, Mapping[str, Any]):
@@ -196,6 +207,9 @@ class Capture(Observer, Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     def __repr__(self) -> str:
         if not self.runs:
