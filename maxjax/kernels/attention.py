@@ -259,15 +259,23 @@ def cached_rows(
     cache: Sequence[jax.Array], layer: Any, dtype: Any, repeats: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values ``[B, S, repeats · K, D]`` of a layer of a cache, as :func:`causal_attention` takes them."""
-    keys, values, *scales = (
-        jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
-        for a in cache
-    )
-    if scales:
-        keys, values = (restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True))
-    keys, values = (
-        jnp.repeat(a.astype(dtype).swapaxes(1, 2), repeats, axis=2) for a in (keys, values)
-    )
+
+    def run(layer: Any, *cache: Any) -> list[jax.Array]:
+        keys, values, *scales = (
+            jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
+            for a in cache
+        )
+        if scales:
+            pairs = zip((keys, values), scales, strict=True)
+            keys, values = (restored(a, s, dtype) for a, s in pairs)
+        rows = (a.astype(dtype).swapaxes(1, 2) for a in (keys, values))
+        return [jnp.repeat(a, repeats, axis=2) for a in rows]
+
+    mesh = explicit.mesh_of(*cache)
+    if mesh is not None:
+        _, batch, heads, slots, width = explicit.entries(cache[0])
+        run = explicit.automatic(run, mesh, [[batch, slots, heads, width]] * 2)
+    keys, values = run(jnp.asarray(layer, jnp.int32), *cache)
     return keys, values
 
 

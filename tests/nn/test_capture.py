@@ -315,8 +315,9 @@ def test_on_a_mesh(model, axis_types):
     there = jax.tree.map(lambda a: a, model).to(mesh)
     names = ("layers.*", "layers.1.self_attn:weights", "layers.2.self_attn:heads", "layers.1.mlp")
     _, expected = maxjax.captured(CALL, *names)(model, IDS)
+    ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
     with jax.set_mesh(mesh):
-        y, found = jax.jit(maxjax.captured(CALL, *names))(there, IDS)
+        y, found = jax.jit(maxjax.captured(CALL, *names))(there, ids)
     for key in expected:
         close(np.asarray(found[key]), np.asarray(expected[key]))
     assert len(found["layers.1.self_attn:weights"].sharding.device_set) == 8

@@ -210,6 +210,12 @@ def test_generate(model, family):
     assert last["layers.1"].shape == (2, 16) and last["lm_head"].shape == (2, 100)
 
 
+def test_a_function_around_a_program_of_maxjax(model):
+    run = lambda model: maxjax.generate(model, None, PROMPTS[0], max_new_tokens=2)
+    with pytest.raises(UserInputError, match="write `with maxjax.capture"):
+        maxjax.captured(run, "layers.*")(model)
+
+
 def test_patched_generation_and_streams(model):
     new = {"layers.1.mlp": lambda y: -5 * y}
     with maxjax.patch(model, new), maxjax.capture(model, "layers.1") as c:

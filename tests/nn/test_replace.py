@@ -29,13 +29,15 @@ def loaded(model, values):
     return copy
 
 
-@pytest.mark.parametrize("form", ["stacked", "separate", "mesh"])
+@pytest.mark.parametrize("form", ["stacked", "separate", "mesh", "explicit"])
 def test_a_layer_a_tie_and_all_layers(model, form):
     start = jax.tree.map(lambda a: a, model)
     if form == "separate":
         start.unstack()
     if form == "mesh":
         start.to(maxjax.make_mesh(data=2, model=4))
+    if form == "explicit":
+        start.to(maxjax.make_mesh(data=2, model=4, axis_types=jax.sharding.AxisType.Explicit))
     rng = np.random.default_rng(0)
     down = rng.normal(size=(32, 64)).astype(np.float32)
     head = rng.normal(size=(96, 32)).astype(np.float32)

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from ...errors import UserInputError, closest, some
 from ...graph.placement.arrays import put
 from ...graph.value import unwrap
-from ...kernels import QuantArray
+from ...kernels import QuantArray, explicit
 from .definition import Valued, cache_of, flatten, rebuild
 from .walk import Walk
 
@@ -135,5 +136,12 @@ def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> An
         return put(arrange(value), stored.leaf_sharding)
     rows = jnp.stack([stored.arranged(jnp.asarray(value)) for _, value in at.values()])
     places = np.unravel_index(np.array(list(at), np.int32), stored.lead)
-    made = jnp.asarray(leaf).at[tuple(map(np.int32, places))].set(rows)
-    return put(made, stored.leaf_sharding)
+    places = tuple(map(np.int32, places))
+    mesh = explicit.mesh_of(leaf)
+    if mesh is None:
+        return put(jnp.asarray(leaf).at[places].set(rows), stored.leaf_sharding)
+    # Each row is split as its layer is.
+    of_layer = explicit.entries(leaf)[len(stored.lead) :]
+    rows = put(rows, NamedSharding(stored.leaf_sharding.mesh, explicit.spec([(), *of_layer])))
+    change = lambda leaf, rows: leaf.at[places].set(rows)
+    return explicit.automatic(change, mesh, explicit.entries(leaf))(leaf, rows)

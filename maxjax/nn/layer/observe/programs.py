@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ....errors import UnsupportedModelError
+from ....errors import UnsupportedModelError, UserInputError
 from ..definition import marked
 from .frames import Frame, Plan, Taps, current_observers, next_level, opened
 from .places import Place, unseen
@@ -87,8 +87,16 @@ class Watch:
             counts: function from the result to the number of tokens of each row.
 
         Raises:
+            UserInputError: it runs in a function of ``captured`` or ``patched``, which gets no more than what
+                programs of maxjax return.
             UnsupportedModelError: the model is observed, and several processes share it.
         """
+        if is_observed(self._model):
+            raise UserInputError(
+                "captured and patched observe calls of the model, not maxjax.generate, embed and their like, which "
+                "run programs of their own: write `with maxjax.capture(model, …):` or `with maxjax.patch(model, …):` "
+                "around them"
+            )
         observers = current_observers(self._model)
         if not observers:
             return together.run(program, self._model, *args, **static)
