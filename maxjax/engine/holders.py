@@ -34,9 +34,12 @@ def live(*kinds: type) -> list[Any]:
 
 
 def arrays_in(holder: Weight | StackedWeight) -> list[jax.Array]:
-    """The arrays that a Weight or a StackedWeight holds itself; those of a stack are the stack's."""
+    """The arrays that a Weight or a StackedWeight holds itself.
+
+    Those of a stack are the stack's, and a part of a Weight (``shard``) has none: it would compute one.
+    """
     stored = holder.stored
-    if stored.home is not None:
+    if stored.home is not None or (isinstance(holder, Weight) and holder.shard_idx is not None):
         return []
     if isinstance(holder, StackedWeight) and not holder.is_whole:
         leaves: Iterable[Any] = (holder.leaf_of(i) for i in range(holder.count))

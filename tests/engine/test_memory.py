@@ -103,6 +103,25 @@ def test_parts_of_a_weight():
     assert maxjax.free(weight).nbytes == 32 and second.value is None
 
 
+def test_parts_that_only_a_tree_keeps(model):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole = Weight(
+                "whole", "float32", (4, 2), DeviceRef.CPU(),
+                sharding_strategy=ShardingStrategy.rowwise(2),
+            )  # fmt: skip
+            self.first, self.second = self.whole.shard([DeviceRef.CPU(), DeviceRef.CPU()])
+
+        def __call__(self):
+            return self.first
+
+    tree = jax.tree.structure(maxjax.init(Parts(), jax.random.key(0)))
+    mine = model.embed.weight.value
+    assert maxjax.free(model).kept == mine.nbytes
+    assert tree.num_leaves == 1
+
+
 def test_sharded_weights_count_every_device(model):
     model.to(maxjax.make_mesh(model=8))
     found = maxjax.memory()
