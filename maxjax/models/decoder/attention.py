@@ -11,7 +11,7 @@ D, hidden size E.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ from ...kernels.attention import (
     weighted_values,
 )
 from ...kernels.blocked_attention import Attending
+from ...nn.kv_cache.kinds import Place
 from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
@@ -42,9 +43,8 @@ from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
 
-# The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
-# without a cache.
-Cached = tuple[Slots | None, ...]
+# The states of a KVCache by the names of its groups; empty without a cache.
+Cached = Mapping[str, Any]
 
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
@@ -58,7 +58,8 @@ class Step(NamedTuple):
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
         rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
+        numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
+            where they differ; None: the layer's own index.
         capacity: number of positions of the cache, where weights of the attention to it are asked for.
     """
 
@@ -66,12 +67,19 @@ class Step(NamedTuple):
     counts: jax.Array | None
     rotations: dict[str, tuple[jax.Array, jax.Array]]
     tokens: jax.Array | None = None
-    numbers: jax.Array | None = None
+    numbers: jax.Array | dict[str, jax.Array] | None = None
     capacity: int | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
         return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+    def number(self, group: str, layer: Any) -> Any:
+        """The index of a layer in its group of the cache."""
+        numbers = self.numbers[group] if isinstance(self.numbers, dict) else self.numbers
+        if numbers is None:
+            return layer
+        return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
 
     def real(self, length: int) -> jax.Array | None:
         """Which tokens are not padding, bools ``[B, T]``; None: all."""
@@ -84,7 +92,8 @@ class DecoderAttention(Module):
     """Self-attention with RoPE, configured by a DecoderConfig.
 
     A family that computes queries, keys and values differently overrides :meth:`make_projections`
-    and :meth:`project`; everything else, the cache included, uses their results.
+    and :meth:`project`, and :meth:`merged` for what comes between the heads and ``o_proj``; everything
+    else, the cache included, uses their results.
 
     Args:
         config: settings of the decoder.
@@ -141,7 +150,10 @@ class DecoderAttention(Module):
             )  # fmt: skip
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
-        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE."""
+        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE.
+
+        A fourth array, as large as the queries, is a gate: the heads' results are multiplied by its sigmoid.
+        """
         q, k, v = (
             y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
             for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
@@ -165,6 +177,13 @@ class DecoderAttention(Module):
         count, kv_heads = self.num_heads, self.num_kv_heads
         return cache_layout(sharding.mesh, batch, count, kv_heads, over)
 
+    def cache_place(self, batch: int) -> Place:
+        """Where the keys and values of a cache of ``batch`` sequences lie."""
+        layout = self.cache_layout(batch)
+        if layout is None:
+            return Place(self.o_proj.weight.sharding)
+        return Place(layout.sharding, layout.rows, layout.slots)
+
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
         width = self.head_dim
@@ -186,7 +205,7 @@ class DecoderAttention(Module):
         Args:
             x: hidden states.
             step: positions of the tokens.
-            cached: the cache, or ``()``.
+            cached: the cache; empty without one.
             layer: index of this layer, an integer scalar.
 
         Returns:
@@ -195,28 +214,33 @@ class DecoderAttention(Module):
         if self.rope not in _ROPES:
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
-        q, k, v = self.project(x)
+        q, k, v, *gate = self.project(x)
         if cached:
-            if step.numbers is not None:
-                layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
-            part = int(self._is_rotating(cached))
-            slots = cached[part]
-            assert slots is not None and cached[0] is not None
+            group = self.group(cached)
+            slots = cached[group]
+            layer = step.number(group, layer)
             if is_tapped("weights"):
-                step = step._replace(capacity=cached[0].size)
-            y, slots = self._with_cache(q, k, v, step, slots, layer, bool(part))
-            cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
+                step = step._replace(capacity=cached["full"].size)
+            rotating = slots.window is not None
+            y, slots = self._with_cache(q, k, v, step, slots, layer, rotating)
+            cached = {**cached, group: slots}
         else:
             q, k = self._rotated(step, q, k)
             key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
             cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
             y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
-        y = tap("heads", y).reshape(*x.shape[:-1], self.num_heads * self.head_dim)
+        y = self.merged(tap("heads", y), *gate)
         return self.o_proj(y).astype(x.dtype), cached
 
-    def _is_rotating(self, cached: Cached) -> bool:
-        """Whether this layer uses the rotating part of the cache."""
-        return bool(cached) and self.sliding_window is not None and cached[1] is not None
+    def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """What enters ``o_proj``, from the heads' results ``[..., H, D]`` and a gate of :meth:`project`."""
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape)).astype(y.dtype)
+        return y.reshape(*y.shape[:-2], -1)
+
+    def group(self, cached: Cached) -> str:
+        """The name of the group of the cache that has this layer's keys and values."""
+        return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
     def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE."""
@@ -292,7 +316,7 @@ class DecoderAttention(Module):
             scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales,
         )  # fmt: skip
-        return y, Slots(*new)
+        return y, slots.with_arrays(new)
 
     def _prefill_full(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -317,8 +341,7 @@ class DecoderAttention(Module):
         else:
             key_positions = _numbers(part, size)[None, :]
         width = step.capacity if rotating else None
-        leaves = jax.tree.leaves(slots)
-        y = self._attend(q, leaves, layer, positions, key_positions, part, width)
+        y = self._attend(q, slots.arrays, layer, positions, key_positions, part, width)
         return y, slots
 
     def _prefill_sliding(
