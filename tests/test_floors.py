@@ -78,7 +78,7 @@ nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache __init__
 nn/ssm: convolution delta __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
-nn/moe: algorithms experts moe __init__
+nn/moe: routing algorithms experts moe __init__
 nn/transformer: transformer __init__
 nn: conv conv_transpose recurrent
 
@@ -90,9 +90,9 @@ models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
-models/decoder: config attention mixer block model experts
+models/decoder: config attention mixer block model experts expert_files
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 bert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

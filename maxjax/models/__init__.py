@@ -48,6 +48,9 @@ from .gguf import config_of
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2_FAMILY as _GPT2
 from .gpt2 import GPT2Config as GPT2Config
+from .gpt_oss import GPT_OSS as _GPT_OSS
+from .gpt_oss import GptOss as GptOss
+from .gpt_oss import GptOssConfig as GptOssConfig
 from .llama import LLAMA as _LLAMA
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
@@ -65,6 +68,9 @@ from .qwen import Qwen2 as Qwen2
 from .qwen import Qwen2Config as Qwen2Config
 from .qwen import Qwen3 as Qwen3
 from .qwen import Qwen3Config as Qwen3Config
+from .qwen2_moe import QWEN2_MOE as _QWEN2_MOE
+from .qwen2_moe import Qwen2MoE as Qwen2MoE
+from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
 from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
@@ -73,7 +79,7 @@ from .weights import main_dtype
 
 FAMILIES: list[Family] = [
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
-    *(_MIXTRAL, _QWEN3_MOE),
+    *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
     *(_GEMMA, _GEMMA2, _GEMMA3, _GEMMA3_SEEING),
     _GPT2,
     _BERT,

@@ -91,6 +91,13 @@ class Family:
         patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
 
+    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+        """The tensors of a model by the names, and in the shapes, of the family's files.
+
+        They are those of the model but where its files hold several weights as one tensor.
+        """
+        return dict(tensors)
+
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a checkpoint by the model's names of its weights.
 

@@ -33,7 +33,7 @@ from ...kernels.attention import (
     partial_attention,
     weighted_values,
 )
-from ...kernels.blocked_attention import Attending
+from ...kernels.blocked_attention import Attending, with_sinks
 from ...nn.kv_cache.kinds import Place
 from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
@@ -61,6 +61,7 @@ class Step(NamedTuple):
         numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
             where they differ; None: the layer's own index.
         capacity: number of positions of the cache, where weights of the attention to it are asked for.
+        sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
     """
 
     starts: jax.Array
@@ -69,6 +70,7 @@ class Step(NamedTuple):
     tokens: jax.Array | None = None
     numbers: jax.Array | dict[str, jax.Array] | None = None
     capacity: int | None = None
+    sinks: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
@@ -108,9 +110,15 @@ class DecoderAttention(Module):
         sliding_window: number of tokens, itself included, that a token sees; None: all before it.
         rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
             ``config.local_rope``, "none" for no RoPE.
+        chunked: whether the window of a sliding layer is the chunk of ``sliding_window`` positions that
+            the token is in, instead of the tokens just before it.
+        sinks: Weight ``[H]`` of attention sinks, or None: scores that take part in the softmax and have
+            no value.
     """
 
     _mx_carries = True
+    chunked: bool = False
+    sinks: Any = None
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -215,6 +223,8 @@ class DecoderAttention(Module):
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v, *gate = self.project(x)
+        if self.sinks is not None:
+            step = step._replace(sinks=jnp.asarray(self.sinks))
         if cached:
             group = self.group(cached)
             slots = cached[group]
@@ -228,7 +238,7 @@ class DecoderAttention(Module):
             q, k = self._rotated(step, q, k)
             key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
             cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
-            y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
+            y = self._attend(q, cache, 0, step, step.positions(x.shape[1]), key_positions)
         y = self.merged(tap("heads", y), *gate)
         return self.o_proj(y).astype(x.dtype), cached
 
@@ -258,8 +268,9 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
-            if q.ndim == 3 and is_tapped("weights"):
-                # As a prefill of one token, which computes by the definition.
+            if q.ndim == 3 and (is_tapped("weights") or (self.chunked and not rotating)):
+                # As a prefill of one token, which computes by the definition; of a chunk that is not
+                # at the start of the slots, only that can leave out the tokens before.
                 q, k, v = (a[:, None] for a in (q, k, v))
                 q, k = self._rotated(step, q, k)
                 y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
@@ -277,7 +288,10 @@ class DecoderAttention(Module):
         by_row = lambda a: whole if a.shape[0] == batch else PartitionSpec()
         step = step._replace(numbers=None)
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
-        specs = (queries, whole, whole, jax.tree.map(by_row, step), cache, PartitionSpec())
+        steps = jax.tree.map(by_row, step._replace(sinks=None))
+        if step.sinks is not None:
+            steps = steps._replace(sinks=PartitionSpec())
+        specs = (queries, whole, whole, steps, cache, PartitionSpec())
         run = functools.partial(self._on_part, layout, rotating)
         out = (layout.results(q.ndim), cache)
         run = on_mesh(run, layout.mesh, specs, out, check_vma=False)
@@ -289,9 +303,10 @@ class DecoderAttention(Module):
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`_with_cache` for the part of one device."""
         part = Part(layout)
-        step = jax.tree.map(part.rows, step)
+        sinks = None if step.sinks is None else part.of_heads(step.sinks)
+        step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        if layout.slots == 1 and q.ndim == 3:
+        if layout.slots == 1 and q.ndim == 3 and (rotating or not self.chunked):
             y, slots = self._decode(q, k, v, step, slots, layer, rotating)
             return part.results(y, None), slots
         is_step = q.ndim == 3
@@ -310,11 +325,16 @@ class DecoderAttention(Module):
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
             rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
+        tokens = step.starts if step.tokens is None else step.tokens
+        window = self.sliding_window
+        if self.chunked and window is not None:
+            # The slots of a rotating cache are those of one chunk, which begins at the first.
+            tokens = jnp.where(tokens < 0, tokens, tokens % window)
+            window, rotating = None, False
         y, *new = decode_attention(
-            q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
-            layer=layer, rope=rotations,
-            scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
-            rotating=rotating, scales=slots.scales,
+            q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
+            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
+            rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
         return y, slots.with_arrays(new)
 
@@ -341,7 +361,7 @@ class DecoderAttention(Module):
         else:
             key_positions = _numbers(part, size)[None, :]
         width = step.capacity if rotating else None
-        y = self._attend(q, slots.arrays, layer, positions, key_positions, part, width)
+        y = self._attend(q, slots.arrays, layer, step, positions, key_positions, part, width)
         return y, slots
 
     def _prefill_sliding(
@@ -363,37 +383,44 @@ class DecoderAttention(Module):
         )
         key_positions = _slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
-        y = self._attend(q, list(keys), 0, positions, key_positions, part, step.capacity)
+        y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
         ends = _slot_positions(_ends(step, length), size, part)
         source = jnp.where(ends == NO_KEY, -1, ends - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
-        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
-        key_positions: jax.Array, part: Part | None = None, width: int | None = None,
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, step: Step,
+        positions: jax.Array, key_positions: jax.Array, part: Part | None = None,
+        width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
         options: dict[str, Any] = {
-            "scale": self.scale, "sliding_window": self.sliding_window,
+            "scale": self.scale, "sliding_window": self.sliding_window, "chunked": self.chunked,
             "soft_cap": self.soft_cap, "softmax_dtype": self.softmax_dtype,
         }  # fmt: skip
         where = (q, cache, layer, positions, key_positions)
         if part is None and is_tapped("weights"):
-            return self._attend_by_weights(*where, width, **options)
+            return self._attend_by_weights(*where, width, step.sinks, **options)
         if part is not None and part.slots > 1:
-            return part.results(*partial_attention(*where, **options))
+            y, sums = partial_attention(*where, **options)
+            if step.sinks is not None:  # one more part, which one of the devices adds to its own
+                lowest = jnp.finfo(sums.dtype).min
+                scores = jnp.where(part.first == 0, step.sinks.astype(sums.dtype), lowest)
+                scores = jnp.broadcast_to(scores, sums.shape)
+                y, sums = with_sinks(y, sums, scores), jnp.logaddexp(sums, scores)
+            return part.results(y, sums)
         # Too few KV heads to split are on every device, and repeated for each query head.
         is_whole = part is None and self._heads_are_whole()
         y = causal_attention(
-            *where, **options, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
+            *where, **options, sinks=step.sinks, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
             strided=_splits_tokens(self.o_proj.weight.sharding),
         )  # fmt: skip
         return y if part is None else part.results(y, None)
 
     def _attend_by_weights(
         self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
-        key_positions: jax.Array, width: int | None, *, scale: Any, sliding_window: Any,
-        soft_cap: Any, softmax_dtype: Any,
+        key_positions: jax.Array, width: int | None, sinks: Any, *, scale: Any,
+        sliding_window: Any, chunked: bool, soft_cap: Any, softmax_dtype: Any,
     ) -> jax.Array:  # fmt: skip
         """:meth:`_attend` by its definition, whose weights ``[B, H, T, S]`` are tapped.
 
@@ -402,11 +429,11 @@ class DecoderAttention(Module):
         """
         repeats = self.num_heads // self.num_kv_heads if self._heads_are_whole() else 1
         keys, values = cached_rows(cache, layer, q.dtype, repeats)
-        attending = Attending(scale, sliding_window, soft_cap, softmax_dtype)
+        attending = Attending(scale, sliding_window, soft_cap, softmax_dtype, chunked=chunked)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         weights = attention_weights(
             q, keys, jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
-            scale=scale, soft_cap=soft_cap, softmax_dtype=softmax_dtype,
+            scale=scale, soft_cap=soft_cap, softmax_dtype=softmax_dtype, sinks=sinks,
         )  # fmt: skip
         if width is None:
             return weighted_values(tap("weights", weights), values)

@@ -19,7 +19,8 @@ from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import Layout, QuantizedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
-from .methods import METHODS
+from .methods import BLOCKS, METHODS
+from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
 from .settings import Settings
 
@@ -92,6 +93,8 @@ class Quantization:
         linear: dict[str, Any] = {name: m for name, m in modules.items() if type(m) in _LINEAR}
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
+            if data.is_packed:
+                continue  # blocks, which every linear layer takes
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, Layout] = {}
@@ -120,7 +123,7 @@ class Quantization:
         for _, holder, attribute in stacks:
             experts = getattr(holder, attribute)
             setattr(holder, attribute, ExpertStack(experts[0], len(experts)))
-        if not used:
+        if not used and self.method not in BLOCKS:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
 
