@@ -38,9 +38,9 @@ from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
-from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
+from .norm import norm
 
 # The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
 # without a cache.
@@ -56,7 +56,9 @@ class Step(NamedTuple):
     Attributes:
         starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
+        rotations: (cos, sin) of each token's angles ``[B or 1, T, R/2]``, by the kind of RoPE; the
+            first R features of a head are rotated.
+        query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
         numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
         capacity: number of positions of the cache, where weights of the attention to it are asked for.
@@ -68,6 +70,7 @@ class Step(NamedTuple):
     tokens: jax.Array | None = None
     numbers: jax.Array | None = None
     capacity: int | None = None
+    query_scales: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
@@ -93,12 +96,14 @@ class DecoderAttention(Module):
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: linear layers of queries, keys, values and output.
-        q_norm, k_norm: norms of each head, if ``config.qk_norm``.
+        q_norm, k_norm: norms of each head, if ``config.qk_norm``, or of all heads together.
         num_heads, num_kv_heads, head_dim: H, K and D.
         scale, soft_cap: factor and cap of the attention scores.
         sliding_window: number of tokens, itself included, that a token sees; None: all before it.
         rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
             ``config.local_rope``, "none" for no RoPE.
+        interleaved: whether that RoPE rotates neighbouring features.
+        scales_queries: whether queries are scaled by position (``config.query_scaling``).
     """
 
     _mx_carries = True
@@ -111,8 +116,12 @@ class DecoderAttention(Module):
         self.scale, self.soft_cap = config.query_scale, config.attn_soft_cap
         self.sliding_window = config.sliding_window if slides else None
         self.rope = "local" if slides and config.local_rope is not None else "global"
+        own = config.local_rope if self.rope == "local" else config.rope
+        self.interleaved = own is not None and own.interleaved
+        self.scales_queries = config.query_scaling is not None
         self.softmax_dtype = promote(dtype, DType.float32)
         self.q_norm = self.k_norm = None
+        self.norms_all_heads = config.qk_norm == "all"
         self.make_projections(config, dtype)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,21 +141,23 @@ class DecoderAttention(Module):
         self.v_proj = linear(size, self.num_kv_heads * width, bias)
         self.o_proj = linear(self.num_heads * width, size, bool(config.output_bias))
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    width, dtype, config.rms_norm_eps, config.norm_offset,
-                    multiply_before_cast=bool(config.norm_offset),
-                )
-                for _ in range(2)
-            )  # fmt: skip
+            counts = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+            self.q_norm, self.k_norm = (norm(config, dtype, count * width) for count in counts)
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE."""
+        found = linears([self.q_proj, self.k_proj, self.v_proj], x)
+        return self.heads(*(y.astype(x.dtype) for y in found))
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
+        norms = self.q_norm is not None and self.k_norm is not None
+        if norms and self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (
-            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
+            y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if self.q_norm is not None and self.k_norm is not None:
+        if norms and not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         return [q, k, v]
 
@@ -196,6 +207,8 @@ class DecoderAttention(Module):
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v = self.project(x)
+        if self.scales_queries:
+            q = _scaled(q, step)
         if cached:
             if step.numbers is not None:
                 layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
@@ -223,8 +236,12 @@ class DecoderAttention(Module):
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
-        q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
-        return q, k
+        rotated = 2 * angles[0].shape[-1]
+        heads = [rotate(a[..., :rotated], *angles, interleaved=self.interleaved) for a in (q, k)]
+        if rotated < self.head_dim:
+            rest = [a[..., rotated:] for a in (q, k)]
+            heads = [explicit.concatenate(both, -1) for both in zip(heads, rest, strict=True)]
+        return heads[0], heads[1]
 
     def _with_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -285,10 +302,10 @@ class DecoderAttention(Module):
             q = resharded(q, 1, ())  # as the heads of the cache
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
-            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
+            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
-            layer=layer, rope=rotations,
+            layer=layer, rope=rotations, interleaved=self.interleaved,
             scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales,
         )  # fmt: skip
@@ -407,6 +424,15 @@ def _splits_tokens(sharding: Any) -> bool:
         return False
     axis = axis_of(sharding.mesh, "seq")
     return axis is not None and sharding.mesh.shape[axis] > 1
+
+
+def _scaled(q: jax.Array, step: Step) -> jax.Array:
+    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded once."""
+    factors = step.query_scales  # [B or 1, T]
+    if factors is None:
+        return q
+    factors = factors[:, 0] if q.ndim == 3 else factors
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
 
 
 def _ends(step: Step, length: int) -> jax.Array:
