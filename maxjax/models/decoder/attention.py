@@ -39,9 +39,9 @@ from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
-from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
+from .norm import norm
 
 # The states of a KVCache by the names of its groups; empty without a cache.
 Cached = Mapping[str, Any]
@@ -56,7 +56,9 @@ class Step(NamedTuple):
     Attributes:
         starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
+        rotations: (cos, sin) of each token's angles ``[B or 1, T, R/2]``, by the kind of RoPE; the
+            first R features of a head are rotated.
+        query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
         numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
             where they differ; None: the layer's own index.
@@ -71,6 +73,7 @@ class Step(NamedTuple):
     numbers: jax.Array | dict[str, jax.Array] | None = None
     capacity: int | None = None
     sinks: jax.Array | None = None
+    query_scales: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
@@ -104,7 +107,7 @@ class DecoderAttention(Module):
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: linear layers of queries, keys, values and output.
-        q_norm, k_norm: norms of each head, if ``config.qk_norm``.
+        q_norm, k_norm: norms of each head, if ``config.qk_norm``, or of all heads together.
         num_heads, num_kv_heads, head_dim: H, K and D.
         scale, soft_cap: factor and cap of the attention scores.
         sliding_window: number of tokens, itself included, that a token sees; None: all before it.
@@ -114,6 +117,8 @@ class DecoderAttention(Module):
             the token is in, instead of the tokens just before it.
         sinks: Weight ``[H]`` of attention sinks, or None: scores that take part in the softmax and have
             no value.
+        interleaved: whether that RoPE rotates neighbouring features.
+        scales_queries: whether queries are scaled by position (``config.query_scaling``).
     """
 
     _mx_carries = True
@@ -128,8 +133,12 @@ class DecoderAttention(Module):
         self.scale, self.soft_cap = config.query_scale, config.attn_soft_cap
         self.sliding_window = config.sliding_window if slides else None
         self.rope = "local" if slides and config.local_rope is not None else "global"
+        own = config.local_rope if self.rope == "local" else config.rope
+        self.interleaved = own is not None and own.interleaved
+        self.scales_queries = config.query_scaling is not None
         self.softmax_dtype = promote(dtype, DType.float32)
         self.q_norm = self.k_norm = None
+        self.norms_all_heads = config.qk_norm == "all"
         self.make_projections(config, dtype)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -149,24 +158,26 @@ class DecoderAttention(Module):
         self.v_proj = linear(size, self.num_kv_heads * width, bias)
         self.o_proj = linear(self.num_heads * width, size, bool(config.output_bias))
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    width, dtype, config.rms_norm_eps, config.norm_offset,
-                    multiply_before_cast=bool(config.norm_offset),
-                )
-                for _ in range(2)
-            )  # fmt: skip
+            counts = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+            self.q_norm, self.k_norm = (norm(config, dtype, count * width) for count in counts)
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE.
 
         A fourth array, as large as the queries, is a gate: the heads' results are multiplied by its sigmoid.
         """
+        found = linears([self.q_proj, self.k_proj, self.v_proj], x)
+        return self.heads(*(y.astype(x.dtype) for y in found))
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
+        norms = self.q_norm is not None and self.k_norm is not None
+        if norms and self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (
-            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
+            y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if self.q_norm is not None and self.k_norm is not None:
+        if norms and not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         return [q, k, v]
 
@@ -223,6 +234,8 @@ class DecoderAttention(Module):
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v, *gate = self.project(x)
+        if self.scales_queries:
+            q = _scaled(q, step)
         if self.sinks is not None:
             step = step._replace(sinks=jnp.asarray(self.sinks))
         if cached:
@@ -257,8 +270,12 @@ class DecoderAttention(Module):
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
-        q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
-        return q, k
+        rotated = 2 * angles[0].shape[-1]
+        heads = [rotate(a[..., :rotated], *angles, interleaved=self.interleaved) for a in (q, k)]
+        if rotated < self.head_dim:
+            rest = [a[..., rotated:] for a in (q, k)]
+            heads = [explicit.concatenate(both, -1) for both in zip(heads, rest, strict=True)]
+        return heads[0], heads[1]
 
     def _with_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -324,7 +341,7 @@ class DecoderAttention(Module):
             q = resharded(q, 1, ())  # as the heads of the cache
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
-            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
+            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
         tokens = step.starts if step.tokens is None else step.tokens
         window = self.sliding_window
         if self.chunked and window is not None:
@@ -333,7 +350,7 @@ class DecoderAttention(Module):
             window, rotating = None, False
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
-            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
+            interleaved=self.interleaved,            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
         return y, slots.with_arrays(new)
@@ -457,6 +474,15 @@ def _splits_tokens(sharding: Any) -> bool:
         return False
     axis = axis_of(sharding.mesh, "seq")
     return axis is not None and sharding.mesh.shape[axis] > 1
+
+
+def _scaled(q: jax.Array, step: Step) -> jax.Array:
+    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded once."""
+    factors = step.query_scales  # [B or 1, T]
+    if factors is None:
+        return q
+    factors = factors[:, 0] if q.ndim == 3 else factors
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
 
 
 def _ends(step: Step, length: int) -> jax.Array:
