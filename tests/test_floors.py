@@ -88,10 +88,12 @@ models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
-models: pooling family ties
+models: pooling sentence_files family ties
 models/decoder: config attention block model experts
+models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe gemma gpt2 bert
+models: llama mistral qwen mixtral qwen3_moe gemma gpt2
+models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata
