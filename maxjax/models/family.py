@@ -54,6 +54,8 @@ class Family:
             where the configuration ties them.
         bare: prefix that checkpoints of the model without its head leave out of tensor names, and
             how their names begin then.
+        only: settings that a ``config.json`` of this family has; without them, files of these names
+            are another family's.
     """
 
     model_type: str
@@ -65,6 +67,11 @@ class Family:
     ignored: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     bare: tuple[str, tuple[str, ...]] = ("", ())
+    only: tuple[tuple[str, Any], ...] = ()
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
+        return all(config.get(key) == value for key, value in self.only)
 
     def name(self, tensor: str) -> str | None:
         """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
