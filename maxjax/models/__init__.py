@@ -39,6 +39,13 @@ from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
+from .deepseek import DEEPSEEK_V2 as _DEEPSEEK_V2
+from .deepseek import DEEPSEEK_V3 as _DEEPSEEK_V3
+from .deepseek import KIMI_K2 as _KIMI_K2
+from .deepseek import DeepseekV2 as DeepseekV2
+from .deepseek import DeepseekV2Config as DeepseekV2Config
+from .deepseek import DeepseekV3 as DeepseekV3
+from .deepseek import DeepseekV3Config as DeepseekV3Config
 from .distilbert import DISTILBERT as _DISTILBERT
 from .distilbert import DISTILBERT_HEAD as _DISTILBERT_HEAD
 from .distilbert import DistilBertConfig as DistilBertConfig
@@ -152,6 +159,7 @@ FAMILIES: list[Family] = [
     *(_MINISTRAL3, _OLMO2, _OLMO3, _PHI3, _SMOLLM3, _GRANITE),
     *(_GLM, _GLM4, _COHERE, _COHERE2),
     *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
+    *(_DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2),
     *(_GEMMA, _GEMMA2, _GEMMA3),
     _GPT2,
     *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),

@@ -11,8 +11,8 @@ D, hidden size E.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,55 +42,12 @@ from ...nn.linear import Linear, linear_rules, linears
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
 from .norm import norm
-
-# The states of a KVCache by the names of its groups; empty without a cache.
-Cached = Mapping[str, Any]
+from .step import Cached as Cached
+from .step import Step as Step
+from .step import ends, numbers, own_slots, slot_positions
 
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
-
-
-class Step(NamedTuple):
-    """What every layer needs to know about the tokens of one call.
-
-    Attributes:
-        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
-        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        rotations: (cos, sin) of each token's angles ``[B or 1, T, R/2]``, by the kind of RoPE; the
-            first R features of a head are rotated.
-        query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
-        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
-            where they differ; None: the layer's own index.
-        capacity: number of positions of the cache, where weights of the attention to it are asked for.
-        sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
-    """
-
-    starts: jax.Array
-    counts: jax.Array | None
-    rotations: dict[str, tuple[jax.Array, jax.Array]]
-    tokens: jax.Array | None = None
-    numbers: jax.Array | dict[str, jax.Array] | None = None
-    capacity: int | None = None
-    sinks: jax.Array | None = None
-    query_scales: jax.Array | None = None
-
-    def positions(self, length: int) -> jax.Array:
-        """The positions of the tokens, ``[B or 1, T]``."""
-        return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-
-    def number(self, group: str, layer: Any) -> Any:
-        """The index of a layer in its group of the cache."""
-        numbers = self.numbers[group] if isinstance(self.numbers, dict) else self.numbers
-        if numbers is None:
-            return layer
-        return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
-
-    def real(self, length: int) -> jax.Array | None:
-        """Which tokens are not padding, bools ``[B, T]``; None: all."""
-        if self.counts is None:
-            return None
-        return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
 
 
 class DecoderAttention(Module):
@@ -124,6 +81,8 @@ class DecoderAttention(Module):
     _mx_carries = True
     chunked: bool = False
     sinks: Any = None
+    # Whether decode steps are those of ``kernels.decode_attention``, or prefills of one token.
+    uses_decode_kernel: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -265,6 +224,10 @@ class DecoderAttention(Module):
         """The name of the group of the cache that has this layer's keys and values."""
         return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
+    def _has_kernel(self, rotating: bool) -> bool:
+        """Whether ``kernels.decode_attention`` computes a decode step."""
+        return self.uses_decode_kernel and (rotating or not self.chunked)
+
     def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE."""
         angles = step.rotations.get(self.rope)
@@ -285,7 +248,7 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
-            if q.ndim == 3 and (is_tapped("weights") or (self.chunked and not rotating)):
+            if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
                 # As a prefill of one token, which computes by the definition; of a chunk that is not
                 # at the start of the slots, only that can leave out the tokens before.
                 q, k, v = (a[:, None] for a in (q, k, v))
@@ -323,7 +286,7 @@ class DecoderAttention(Module):
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        if layout.slots == 1 and q.ndim == 3 and (rotating or not self.chunked):
+        if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
             y, slots = self._decode(q, k, v, step, slots, layer, rotating)
             return part.results(y, None), slots
         is_step = q.ndim == 3
@@ -368,15 +331,15 @@ class DecoderAttention(Module):
         """
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        slot, is_own = _own_slots(part, positions, size, rotating)
+        slot, is_own = own_slots(part, positions, size, rotating)
         if is_own is not None:
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         slots = slots.written(layer, k, v, slot)
         if rotating:
-            key_positions = _slot_positions(_ends(step, length), size, part)
+            key_positions = slot_positions(ends(step, length), size, part)
         else:
-            key_positions = _numbers(part, size)[None, :]
+            key_positions = numbers(part, size)[None, :]
         width = step.capacity if rotating else None
         y = self._attend(q, slots.arrays, layer, step, positions, key_positions, part, width)
         return y, slots
@@ -398,11 +361,11 @@ class DecoderAttention(Module):
             explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
             for a, b in zip(new, old.floats(q.dtype), strict=True)
         )
-        key_positions = _slot_positions(starts, size, part)
+        key_positions = slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
         y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
-        ends = _slot_positions(_ends(step, length), size, part)
-        source = jnp.where(ends == NO_KEY, -1, ends - starts)
+        last = slot_positions(ends(step, length), size, part)
+        source = jnp.where(last == NO_KEY, -1, last - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
@@ -483,38 +446,6 @@ def _scaled(q: jax.Array, step: Step) -> jax.Array:
         return q
     factors = factors[:, 0] if q.ndim == 3 else factors
     return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
-
-
-def _ends(step: Step, length: int) -> jax.Array:
-    """The number of tokens of each row after a step, ``[B, 1]``."""
-    return step.starts[:, None] + (length if step.counts is None else step.counts[:, None])
-
-
-def _own_slots(
-    part: Part | None, positions: jax.Array, size: int, rotating: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
-    parts = 1 if part is None else part.slots
-    slot = positions % (size * parts) if rotating else positions
-    if part is None or parts == 1:
-        return slot, None
-    return slot // parts, slot % parts == part.first
-
-
-def _numbers(part: Part | None, size: int) -> jax.Array:
-    """The numbers ``[S]`` of the slots on this device."""
-    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
-
-
-def _slot_positions(ends: jax.Array, size: int, part: Part | None = None) -> jax.Array:
-    """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
-
-    It is ``NO_KEY`` for an empty slot.
-    """
-    parts = 1 if part is None else part.slots
-    last = ends - 1
-    found = last - (last - _numbers(part, size)[None, :]) % (size * parts)
-    return jnp.where(found < 0, NO_KEY, found)
 
 
 def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
