@@ -87,6 +87,7 @@ models: config bounds weights name_rules multimodal
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
+models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties

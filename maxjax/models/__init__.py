@@ -66,6 +66,7 @@ from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
+from .gguf.table import add_table
 from .glm4 import GLM as GLM
 from .glm4 import GLM4 as GLM4
 from .glm4 import GLM4_FAMILY as _GLM4
@@ -169,6 +170,10 @@ FAMILIES: list[Family] = [
 ]
 """The families that maxjax can run; :func:`register` adds to them."""
 
+for _family in FAMILIES:
+    if _family.gguf is not None:
+        add_table(_family.gguf, _family.model_type, _family.architectures[0])
+
 
 def register(family: Family) -> Family:
     """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
@@ -198,6 +203,8 @@ def register(family: Family) -> Family:
                 f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
             )
     FAMILIES[:] = [*others, family]
+    if family.gguf is not None:
+        add_table(family.gguf, family.model_type, family.architectures[0])
     return family
 
 
