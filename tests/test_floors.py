@@ -82,16 +82,16 @@ nn/transformer: transformer __init__
 nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
-models: config bounds weights name_rules
+models: config bounds weights name_rules multimodal
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
-models/decoder: config attention block model experts expert_files
+models/decoder: step config norm mlp attention block model experts expert_files
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

@@ -27,6 +27,12 @@ from .bert import BertConfig as BertConfig
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
 from .bounds import check_bounds
+from .cohere import COHERE as _COHERE
+from .cohere import COHERE2 as _COHERE2
+from .cohere import Cohere as Cohere
+from .cohere import Cohere2 as Cohere2
+from .cohere import Cohere2Config as Cohere2Config
+from .cohere import CohereConfig as CohereConfig
 from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder.config import DecoderConfig as DecoderConfig
@@ -37,7 +43,6 @@ from .family import one_head, tensors
 from .gemma import GEMMA as _GEMMA
 from .gemma import GEMMA2 as _GEMMA2
 from .gemma import GEMMA3 as _GEMMA3
-from .gemma import GEMMA3_SEEING as _GEMMA3_SEEING
 from .gemma import Gemma as Gemma
 from .gemma import Gemma2 as Gemma2
 from .gemma import Gemma2Config as Gemma2Config
@@ -45,21 +50,45 @@ from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
+from .glm4 import GLM as GLM
+from .glm4 import GLM4 as GLM4
+from .glm4 import GLM4_FAMILY as _GLM4
+from .glm4 import GLM_FAMILY as _GLM
+from .glm4 import GLM4Config as GLM4Config
+from .glm4 import GLMConfig as GLMConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2_FAMILY as _GPT2
 from .gpt2 import GPT2Config as GPT2Config
 from .gpt_oss import GPT_OSS as _GPT_OSS
 from .gpt_oss import GptOss as GptOss
 from .gpt_oss import GptOssConfig as GptOssConfig
+from .granite import GRANITE as _GRANITE
+from .granite import Granite as Granite
+from .granite import GraniteConfig as GraniteConfig
 from .llama import LLAMA as _LLAMA
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .mistral import MINISTRAL3 as _MINISTRAL3
 from .mistral import MISTRAL as _MISTRAL
+from .mistral import Ministral3 as Ministral3
+from .mistral import Ministral3Config as Ministral3Config
 from .mistral import Mistral as Mistral
 from .mistral import MistralConfig as MistralConfig
 from .mixtral import MIXTRAL as _MIXTRAL
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .multimodal import ARCHITECTURES as _MULTIMODAL
+from .multimodal import TEXTS as _TEXTS
+from .multimodal import text_settings
+from .olmo2 import OLMO2 as _OLMO2
+from .olmo2 import OLMO3 as _OLMO3
+from .olmo2 import Olmo2 as Olmo2
+from .olmo2 import Olmo2Config as Olmo2Config
+from .olmo2 import Olmo3 as Olmo3
+from .olmo2 import Olmo3Config as Olmo3Config
+from .phi3 import PHI3 as _PHI3
+from .phi3 import Phi3 as Phi3
+from .phi3 import Phi3Config as Phi3Config
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, unquantised
 from .qwen import QWEN2 as _QWEN2
@@ -74,13 +103,18 @@ from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
 from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
+from .smollm3 import SMOLLM3 as _SMOLLM3
+from .smollm3 import SmolLM3 as SmolLM3
+from .smollm3 import SmolLM3Config as SmolLM3Config
 from .ties import is_tied, with_tie
 from .weights import main_dtype
 
 FAMILIES: list[Family] = [
     *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
+    *(_MINISTRAL3, _OLMO2, _OLMO3, _PHI3, _SMOLLM3, _GRANITE),
+    *(_GLM, _GLM4, _COHERE, _COHERE2),
     *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
-    *(_GEMMA, _GEMMA2, _GEMMA3, _GEMMA3_SEEING),
+    *(_GEMMA, _GEMMA2, _GEMMA3),
     _GPT2,
     _BERT,
 ]
@@ -134,11 +168,15 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         raise CheckpointFormatError("'model_type' is not a string", path=path)
     # An unknown architecture of a known model type is other code under an old name.
     if architectures:
+        if architectures[0] in _MULTIMODAL:
+            architectures = _text(config, path)["architectures"]
         for family in FAMILIES:
             if architectures[0] in family.architectures:
                 return family
         raise _unsupported(f"the architecture {architectures[0]!r}", path)
     if model_type:
+        if model_type in _TEXTS:
+            model_type = _text(config, path)["model_type"]
         for family in FAMILIES:
             if model_type == family.model_type:
                 return family
@@ -146,6 +184,14 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     raise CheckpointFormatError(
         "neither 'architectures' nor 'model_type' says what the model is", path=path
     )
+
+
+def _text(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
+    """The configuration of the text model, of a multimodal one."""
+    try:
+        return text_settings(config)
+    except ValueError as error:
+        raise CheckpointFormatError(str(error), path=path) from None
 
 
 def _unsupported(what: str, path: Any) -> UnsupportedModelError:
@@ -196,6 +242,7 @@ def build(
     with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
+    raw = _text(raw, path)
     named = {n: data_of(n, v) for n, v in weights.items()} if given else tensors(weights)
     found = family.adapt(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}

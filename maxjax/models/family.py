@@ -21,17 +21,19 @@ from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
+from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
 from .gguf import hf_tensors
 
 # Layers that compute with quantised weights.
-_TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding)
+_TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
 
 def block_weights(model: Module) -> set[int]:
     """ids of the Weights below a Module that may be quantised: those of layers that compute with blocks."""
     modules: list[Any] = [module for _, module in model.named_modules()]
-    return {id(module.weight) for module in modules if type(module) in _TAKES_BLOCKS}
+    takes = [module for module in modules if type(module) in _TAKES_BLOCKS]
+    return {id(module.weight) for module in takes if hasattr(module, "weight")}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,48 +38,15 @@ from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
-from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
-
-# The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
-# without a cache.
-Cached = tuple[Slots | None, ...]
+from .norm import norm
+from .step import Cached as Cached
+from .step import Step as Step
+from .step import ends, numbers, own_slots, slot_positions
 
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
-
-
-class Step(NamedTuple):
-    """What every layer needs to know about the tokens of one call.
-
-    Attributes:
-        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
-        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
-        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
-        capacity: number of positions of the cache, where weights of the attention to it are asked for.
-        sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
-    """
-
-    starts: jax.Array
-    counts: jax.Array | None
-    rotations: dict[str, tuple[jax.Array, jax.Array]]
-    tokens: jax.Array | None = None
-    numbers: jax.Array | None = None
-    capacity: int | None = None
-    sinks: jax.Array | None = None
-
-    def positions(self, length: int) -> jax.Array:
-        """The positions of the tokens, ``[B or 1, T]``."""
-        return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-
-    def real(self, length: int) -> jax.Array | None:
-        """Which tokens are not padding, bools ``[B, T]``; None: all."""
-        if self.counts is None:
-            return None
-        return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
 
 
 class DecoderAttention(Module):
@@ -95,7 +62,7 @@ class DecoderAttention(Module):
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: linear layers of queries, keys, values and output.
-        q_norm, k_norm: norms of each head, if ``config.qk_norm``.
+        q_norm, k_norm: norms of each head, if ``config.qk_norm``, or of all heads together.
         num_heads, num_kv_heads, head_dim: H, K and D.
         scale, soft_cap: factor and cap of the attention scores.
         sliding_window: number of tokens, itself included, that a token sees; None: all before it.
@@ -105,6 +72,8 @@ class DecoderAttention(Module):
             the token is in, instead of the tokens just before it.
         sinks: Weight ``[H]`` of attention sinks, or None: scores that take part in the softmax and have
             no value.
+        interleaved: whether that RoPE rotates neighbouring features.
+        scales_queries: whether queries are scaled by position (``config.query_scaling``).
     """
 
     _mx_carries = True
@@ -119,8 +88,12 @@ class DecoderAttention(Module):
         self.scale, self.soft_cap = config.query_scale, config.attn_soft_cap
         self.sliding_window = config.sliding_window if slides else None
         self.rope = "local" if slides and config.local_rope is not None else "global"
+        own = config.local_rope if self.rope == "local" else config.rope
+        self.interleaved = own is not None and own.interleaved
+        self.scales_queries = config.query_scaling is not None
         self.softmax_dtype = promote(dtype, DType.float32)
         self.q_norm = self.k_norm = None
+        self.norms_all_heads = config.qk_norm == "all"
         self.make_projections(config, dtype)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -140,24 +113,26 @@ class DecoderAttention(Module):
         self.v_proj = linear(size, self.num_kv_heads * width, bias)
         self.o_proj = linear(self.num_heads * width, size, bool(config.output_bias))
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    width, dtype, config.rms_norm_eps, config.norm_offset,
-                    multiply_before_cast=bool(config.norm_offset),
-                )
-                for _ in range(2)
-            )  # fmt: skip
+            counts = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+            self.q_norm, self.k_norm = (norm(config, dtype, count * width) for count in counts)
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE.
 
         A fourth array, as large as the queries, is a gate: the heads' results are multiplied by its sigmoid.
         """
+        found = linears([self.q_proj, self.k_proj, self.v_proj], x)
+        return self.heads(*(y.astype(x.dtype) for y in found))
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
+        norms = self.q_norm is not None and self.k_norm is not None
+        if norms and self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (
-            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
+            y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if self.q_norm is not None and self.k_norm is not None:
+        if norms and not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         return [q, k, v]
 
@@ -209,6 +184,8 @@ class DecoderAttention(Module):
         q, k, v, *gate = self.project(x)
         if self.sinks is not None:
             step = step._replace(sinks=jnp.asarray(self.sinks))
+        if self.scales_queries:
+            q = _scaled(q, step)
         if cached:
             if step.numbers is not None:
                 layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
@@ -239,8 +216,12 @@ class DecoderAttention(Module):
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
-        q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
-        return q, k
+        rotated = 2 * angles[0].shape[-1]
+        heads = [rotate(a[..., :rotated], *angles, interleaved=self.interleaved) for a in (q, k)]
+        if rotated < self.head_dim:
+            rest = [a[..., rotated:] for a in (q, k)]
+            heads = [explicit.concatenate(both, -1) for both in zip(heads, rest, strict=True)]
+        return heads[0], heads[1]
 
     def _with_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -306,7 +287,7 @@ class DecoderAttention(Module):
             q = resharded(q, 1, ())  # as the heads of the cache
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
-            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
+            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
         tokens = step.starts if step.tokens is None else step.tokens
         window = self.sliding_window
         if self.chunked and window is not None:
@@ -315,7 +296,7 @@ class DecoderAttention(Module):
             window, rotating = None, False
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
-            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
+            interleaved=self.interleaved, scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
         return y, Slots(*new)
@@ -333,15 +314,15 @@ class DecoderAttention(Module):
         """
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        slot, is_own = _own_slots(part, positions, size, rotating)
+        slot, is_own = own_slots(part, positions, size, rotating)
         if is_own is not None:
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         slots = slots.written(layer, k, v, slot)
         if rotating:
-            key_positions = _slot_positions(_ends(step, length), size, part)
+            key_positions = slot_positions(ends(step, length), size, part)
         else:
-            key_positions = _numbers(part, size)[None, :]
+            key_positions = numbers(part, size)[None, :]
         width = step.capacity if rotating else None
         leaves = jax.tree.leaves(slots)
         y = self._attend(q, leaves, layer, step, positions, key_positions, part, width)
@@ -364,11 +345,11 @@ class DecoderAttention(Module):
             explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
             for a, b in zip(new, old.floats(q.dtype), strict=True)
         )
-        key_positions = _slot_positions(starts, size, part)
+        key_positions = slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
         y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
-        ends = _slot_positions(_ends(step, length), size, part)
-        source = jnp.where(ends == NO_KEY, -1, ends - starts)
+        after = slot_positions(ends(step, length), size, part)
+        source = jnp.where(after == NO_KEY, -1, after - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
@@ -442,36 +423,13 @@ def _splits_tokens(sharding: Any) -> bool:
     return axis is not None and sharding.mesh.shape[axis] > 1
 
 
-def _ends(step: Step, length: int) -> jax.Array:
-    """The number of tokens of each row after a step, ``[B, 1]``."""
-    return step.starts[:, None] + (length if step.counts is None else step.counts[:, None])
-
-
-def _own_slots(
-    part: Part | None, positions: jax.Array, size: int, rotating: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
-    parts = 1 if part is None else part.slots
-    slot = positions % (size * parts) if rotating else positions
-    if part is None or parts == 1:
-        return slot, None
-    return slot // parts, slot % parts == part.first
-
-
-def _numbers(part: Part | None, size: int) -> jax.Array:
-    """The numbers ``[S]`` of the slots on this device."""
-    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
-
-
-def _slot_positions(ends: jax.Array, size: int, part: Part | None = None) -> jax.Array:
-    """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
-
-    It is ``NO_KEY`` for an empty slot.
-    """
-    parts = 1 if part is None else part.slots
-    last = ends - 1
-    found = last - (last - _numbers(part, size)[None, :]) % (size * parts)
-    return jnp.where(found < 0, NO_KEY, found)
+def _scaled(q: jax.Array, step: Step) -> jax.Array:
+    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded once."""
+    factors = step.query_scales  # [B or 1, T]
+    if factors is None:
+        return q
+    factors = factors[:, 0] if q.ndim == 3 else factors
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
 
 
 def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:

@@ -31,9 +31,11 @@ from ...nn.kv_cache.cache import KVCache
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
+from ..multimodal import PLACES
 from .attention import Cached, DecoderAttention, Step
-from .block import DecoderLayer, norm
+from .block import DecoderLayer
 from .config import DecoderConfig, pattern
+from .norm import norm
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
@@ -367,6 +369,9 @@ class Decoder(PretrainedModel):
             for name, rope in ropes.items()
             if rope is not None
         }
+        if config.query_scaling is not None:
+            factors = config.query_scaling.factors(step.positions(length))
+            step = step._replace(query_scales=factors)
         return step._replace(rotations=rotations)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -381,6 +386,8 @@ class Decoder(PretrainedModel):
                 "states (model.states(ids), maxjax.embed). Load a checkpoint that has the head"
             )
         logits = self.lm_head(x).astype(jnp.float32)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -437,10 +444,26 @@ class DecoderFamily(Family):
     """A Family of decoders with the tensor names of Llama's files.
 
     Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
+
+    Attributes:
+        sight: patterns of the tensors that see or hear, of families that are also the text models of
+            multimodal ones (``multimodal.SIGHT``). They are ignored, and prefixes of the text
+            model are replaced.
     """
 
     bare: tuple[str, tuple[str, ...]] = BARE
     ignored: tuple[str, ...] = KNOWN
+    sight: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignored", (*self.ignored, *self.sight))
+
+    def name(self, tensor: str) -> str | None:
+        """:meth:`Family.name`, after the prefix of a multimodal model's text model is replaced."""
+        for place, instead in PLACES if self.sight else ():
+            if tensor.startswith(place):
+                return super().name(instead + tensor[len(place) :])
+        return super().name(tensor)
 
 
 # For models made in code; no checkpoint names this family.

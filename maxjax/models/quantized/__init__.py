@@ -17,6 +17,7 @@ from ...graph.weights import WeightData
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import Layout, QuantizedLinear
+from ...nn.stacked_linear import StackedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
 from .methods import BLOCKS, METHODS
@@ -25,7 +26,7 @@ from .settings import KEY as KEY
 from .settings import Settings
 
 _FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
-_LINEAR = (Linear, ColumnParallelLinear)
+_LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Quantization:
         """
         stacks = _unstacked(model)
         modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
-        linear: dict[str, Any] = {name: m for name, m in modules.items() if type(m) in _LINEAR}
+        linear: dict[str, Any] = {
+            name: m for name, m in modules.items() if type(m) in _LINEAR and hasattr(m, "weight")
+        }
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
             if data.is_packed:
@@ -117,7 +120,7 @@ class Quantization:
             module = linear[name]
             parent, _, attribute = name.rpartition(".")
             new = QuantizedLinear(
-                layout, module.device, has_bias=module.bias is not None, dtype=dtype
+                layout, module.weight.device, has_bias=module.bias is not None, dtype=dtype
             )
             setattr(modules[parent], attribute, new)
         for _, holder, attribute in stacks:
