@@ -75,7 +75,8 @@ nn: sequential clamp init __init__ activation identity dropout low_rank linear s
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: layout slots cache __init__
+nn/kv_cache: layout slots recurrent kinds cache __init__
+nn/ssm: convolution delta __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
 nn/moe: routing algorithms experts moe __init__
 nn/transformer: transformer __init__
@@ -89,7 +90,7 @@ models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
-models/decoder: step config norm mlp attention block model experts expert_files
+models/decoder: step config norm mlp attention mixer block model experts expert_files
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
 models/gguf/config: families

@@ -40,6 +40,7 @@ class OracleModel:
         seed: seed of the values.
         measure: a number that transformers says of a model with these values.
         scale: the values once more, by that number.
+        file: name of the file that its answers are kept in.
     """
 
     def __init__(
@@ -52,14 +53,15 @@ class OracleModel:
         seed: int = 0,
         measure: Callable[[Any], float] | None = None,
         scale: Callable[[Arrays, float], Arrays] | None = None,
+        file: str = "models",
     ) -> None:
         text = json.dumps([config, settings, seed, draw.__qualname__], sort_keys=True)
-        self.kind, self.config_kind = kind, config
+        self.kind, self.config_kind, self.file = kind, config, file
         self.key = f"{kind} {zlib.crc32(text.encode()):08x}"
         self._live: Any = None
         told = None if is_live() else _told.get(self.key)
         if told is None:
-            told = recorded(lambda: _files(kind, config, settings), _name(self.key, "files"))
+            told = recorded(lambda: _files(kind, config, settings), _name(self.key, "files", file))
             _told[self.key] = told
         self.files: dict[str, str] = told["files"]
         """Name → text of each file of JSON that it writes."""
@@ -87,7 +89,7 @@ class OracleModel:
 
     def ask(self, question: str, answer: Callable[[Any], Any]) -> Any:
         """What ``answer`` has of transformers' model; the question names it among all of this model."""
-        return recorded(lambda: answer(self.live()), _name(self.key, question))
+        return recorded(lambda: answer(self.live()), _name(self.key, question, self.file))
 
     def live(self) -> Any:
         """transformers' model itself, which tests may change."""
@@ -214,8 +216,8 @@ def _generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def _name(key: str, question: str) -> str:
-    return f"models::{key} {question}"
+def _name(key: str, question: str, file: str = "models") -> str:
+    return f"{file}::{key} {question}"
 
 
 def _sum(array: np.ndarray) -> str:

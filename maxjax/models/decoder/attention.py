@@ -34,6 +34,7 @@ from ...kernels.attention import (
     weighted_values,
 )
 from ...kernels.blocked_attention import Attending, with_sinks
+from ...nn.kv_cache.kinds import Place
 from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
@@ -53,7 +54,8 @@ class DecoderAttention(Module):
     """Self-attention with RoPE, configured by a DecoderConfig.
 
     A family that computes queries, keys and values differently overrides :meth:`make_projections`
-    and :meth:`project`; everything else, the cache included, uses their results.
+    and :meth:`project`, and :meth:`merged` for what comes between the heads and ``o_proj``; everything
+    else, the cache included, uses their results.
 
     Args:
         config: settings of the decoder.
@@ -126,14 +128,14 @@ class DecoderAttention(Module):
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
-        norms = self.q_norm is not None and self.k_norm is not None
-        if norms and self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         q, k, v = (
             y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if norms and not self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if q_norm is not None and k_norm is not None and not self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
@@ -150,6 +152,13 @@ class DecoderAttention(Module):
         over = [name for name in self.head_axes() if name != fsdp]
         count, kv_heads = self.num_heads, self.num_kv_heads
         return cache_layout(sharding.mesh, batch, count, kv_heads, over)
+
+    def cache_place(self, batch: int) -> Place:
+        """Where the keys and values of a cache of ``batch`` sequences lie."""
+        layout = self.cache_layout(batch)
+        if layout is None:
+            return Place(self.o_proj.weight.sharding)
+        return Place(layout.sharding, layout.rows, layout.slots)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
@@ -172,7 +181,7 @@ class DecoderAttention(Module):
         Args:
             x: hidden states.
             step: positions of the tokens.
-            cached: the cache, or ``()``.
+            cached: the cache; empty without one.
             layer: index of this layer, an integer scalar.
 
         Returns:
@@ -187,29 +196,31 @@ class DecoderAttention(Module):
         if self.scales_queries:
             q = _scaled(q, step)
         if cached:
-            if step.numbers is not None:
-                layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
-            part = int(self._is_rotating(cached))
-            slots = cached[part]
-            assert slots is not None and cached[0] is not None
+            group = self.group(cached)
+            slots = cached[group]
+            layer = step.number(group, layer)
             if is_tapped("weights"):
-                step = step._replace(capacity=cached[0].size)
-            y, slots = self._with_cache(q, k, v, step, slots, layer, bool(part))
-            cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
+                step = step._replace(capacity=cached["full"].size)
+            rotating = slots.window is not None
+            y, slots = self._with_cache(q, k, v, step, slots, layer, rotating)
+            cached = {**cached, group: slots}
         else:
             q, k = self._rotated(step, q, k)
             key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
             cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
             y = self._attend(q, cache, 0, step, step.positions(x.shape[1]), key_positions)
-        y = tap("heads", y)
-        if gate:
-            y = y * jax.nn.sigmoid(gate[0].reshape(y.shape)).astype(y.dtype)
-        y = y.reshape(*x.shape[:-1], self.num_heads * self.head_dim)
+        y = self.merged(tap("heads", y), *gate)
         return self.o_proj(y).astype(x.dtype), cached
 
-    def _is_rotating(self, cached: Cached) -> bool:
-        """Whether this layer uses the rotating part of the cache."""
-        return bool(cached) and self.sliding_window is not None and cached[1] is not None
+    def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """What enters ``o_proj``, from the heads' results ``[..., H, D]`` and a gate of :meth:`project`."""
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape)).astype(y.dtype)
+        return y.reshape(*y.shape[:-2], -1)
+
+    def group(self, cached: Cached) -> str:
+        """The name of the group of the cache that has this layer's keys and values."""
+        return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
     def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE."""
@@ -299,7 +310,7 @@ class DecoderAttention(Module):
             interleaved=self.interleaved, scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
-        return y, Slots(*new)
+        return y, slots.with_arrays(new)
 
     def _prefill_full(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -324,8 +335,7 @@ class DecoderAttention(Module):
         else:
             key_positions = numbers(part, size)[None, :]
         width = step.capacity if rotating else None
-        leaves = jax.tree.leaves(slots)
-        y = self._attend(q, leaves, layer, step, positions, key_positions, part, width)
+        y = self._attend(q, slots.arrays, layer, step, positions, key_positions, part, width)
         return y, slots
 
     def _prefill_sliding(

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
+from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
 from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
@@ -133,6 +134,12 @@ class DecoderConfig(ModelConfig):
         """K, the number of KV heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
+
+    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What layer ``number`` keeps of the tokens before, by the name of its group in the cache."""
+        near = self.slides[number]
+        kept = KeysValues(self.kv_heads, self.width, self.sliding_window if near else None)
+        return {"sliding" if near else "full": kept}
 
     @classmethod
     def from_dict(

@@ -5,18 +5,17 @@ Shapes: L layers, B sequences, T tokens, H query heads, S slots of the cache, he
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...kernels.attention import NO_KEY
 from ...nn.kv_cache.layout import Part
-from ...nn.kv_cache.slots import Slots
 
-# The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
-# without a cache.
-Cached = tuple[Slots | None, ...]
+# The states of a KVCache by the names of its groups; empty without a cache.
+Cached = Mapping[str, Any]
 
 
 class Step(NamedTuple):
@@ -29,7 +28,8 @@ class Step(NamedTuple):
             first R features of a head are rotated.
         query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
+        numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
+            where they differ; None: the layer's own index.
         capacity: number of positions of the cache, where weights of the attention to it are asked for.
         sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
     """
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     counts: jax.Array | None
     rotations: dict[str, tuple[jax.Array, jax.Array]]
     tokens: jax.Array | None = None
-    numbers: jax.Array | None = None
+    numbers: jax.Array | dict[str, jax.Array] | None = None
     capacity: int | None = None
     sinks: jax.Array | None = None
     query_scales: jax.Array | None = None
@@ -46,6 +46,13 @@ class Step(NamedTuple):
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""
         return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+    def number(self, group: str, layer: Any) -> Any:
+        """The index of a layer in its group of the cache."""
+        numbers = self.numbers[group] if isinstance(self.numbers, dict) else self.numbers
+        if numbers is None:
+            return layer
+        return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
 
     def real(self, length: int) -> jax.Array | None:
         """Which tokens are not padding, bools ``[B, T]``; None: all."""

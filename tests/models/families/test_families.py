@@ -1,0 +1,110 @@
+"""Every family of ``known/`` against transformers: logits, texts, layouts of layers, meshes, files."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import maxjax
+from maxjax.checkpoint import convert
+from maxjax.errors import UnsupportedModelError
+from tests.models import decoders
+from tests.models.decoders import call, greedy, ids_of, logits_of, ours, same
+from tests.models.families.cases import default_and_campaign, every
+from tests.models.gguf import llama_cpp
+
+CASES = every()
+EACH = pytest.mark.parametrize("case", default_and_campaign(CASES))
+ALL = pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES])
+PROMPTS = (21, 3, 9)  # tokens of each row, read in chunks of 8
+
+pytestmark = pytest.mark.slow
+
+
+def prompts_of(model):
+    return [ids_of(1, n, n)[0] % model.config.vocab_size for n in PROMPTS]
+
+
+@EACH
+def test_logits_and_texts(case, tmp_path):
+    theirs = case.model(tmp_path)
+    mine = ours(tmp_path)
+    ids = ids_of(2, case.length)
+    same(call(mine, ids), logits_of(theirs, ids))
+    prompts = prompts_of(mine)
+    expected = decoders.generated(theirs, prompts, 12)
+    if case.exact:
+        np.testing.assert_array_equal(greedy(mine, prompts, 12, chunk=8), expected)
+
+
+@EACH
+def test_files(case, tmp_path):
+    """What is written is what was read: safetensors, and GGUF where llama.cpp has the family."""
+    theirs = case.model(tmp_path / "theirs")
+    model, _ = maxjax.load(tmp_path / "theirs")
+    maxjax.save_pretrained(model, tmp_path / "mine")
+    found = safetensors.numpy.load_file(tmp_path / "mine" / "model.safetensors")
+    missing = set(theirs.tensors) - set(found)
+    assert not set(found) - set(theirs.tensors), "tensors that transformers does not write"
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, theirs.tensors[name], err_msg=name)
+    assert all(model.family.name(name) is None or "lm_head" in name for name in missing), missing
+    if not case.gguf:
+        with pytest.raises((UnsupportedModelError, NotImplementedError)):
+            convert(tmp_path / "mine", tmp_path / "model.gguf")
+        return
+    convert(tmp_path / "mine", tmp_path / "model.gguf")
+    again, _ = maxjax.load(tmp_path / "model.gguf")
+    before, after = (one.unstack().state_dict() for one in (model, again))
+    assert set(before) == set(after)
+    for name, array in before.items():
+        np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@ALL
+def test_stacked_separate_and_placed(case, tmp_path):
+    theirs = case.model(tmp_path)
+    ids = ids_of(2, case.length)
+    expected = logits_of(theirs, ids)
+    same(call(ours(tmp_path, stacked=False), ids), expected)
+    for axes in ({"model": 4}, {"data": 2, "model": 2, "fsdp": 2}):
+        mine, _ = maxjax.load(tmp_path, mesh=maxjax.make_mesh(**axes))
+        same(call(mine, ids), expected)
+        prompts = prompts_of(mine)[:2]
+        texts = decoders.generated(theirs, prompts, 40)
+        if case.exact:
+            np.testing.assert_array_equal(greedy(mine, prompts, 40), texts)
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@ALL
+def test_transformers_opens_what_was_saved(case, tmp_path):
+    theirs = case.model(tmp_path / "theirs")
+    model, _ = maxjax.load(tmp_path / "theirs")
+    maxjax.save_pretrained(model, tmp_path / "mine")
+    from tests.oracles.models import opened
+
+    again = opened(case.kind, tmp_path / "mine").state_dict()
+    for name, value in theirs.live().state_dict().items():
+        np.testing.assert_array_equal(again[name].numpy(), value.numpy(), err_msg=name)
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES if case.gguf])
+def test_llama_cpp(case, tmp_path):
+    theirs = case.model(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "model.gguf")
+    ids = ids_of(1, 12)
+    expected = np.asarray(theirs.logits(ids))[0, -1]
+    found = np.array(llama_cpp.logits(tmp_path / "model.gguf", ids[0].tolist()))
+    np.testing.assert_allclose(found[: expected.size], expected, rtol=0, atol=2e-3)
+
+
+def test_each_family_has_three_cases():
+    names = [case.family for case in CASES]
+    few = {name for name in names if names.count(name) < 3}
+    assert not few, few
