@@ -124,25 +124,48 @@ class EncoderAttention(Module):
         if self.rope is not None:
             angles = tokens.rotations[self.rope]
             q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
-        mixed = self.mixed(q, k, v, tokens).reshape(x.shape)
-        return getattr(self, self.names[-1])(mixed).astype(x.dtype)
-
-    def mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> jax.Array:
-        """The values ``[B, T, H, D]`` that the queries see in the keys."""
         options: dict[str, Any] = {"softmax_dtype": self.softmax_dtype}
         if tokens.bias is not None:
             options["bias"] = tokens.bias
-        length, mask, window = q.shape[1], tokens.mask, self.window
-        if window is None or window >= length:
-            return tapped_attention(q, k, v, mask, **options)
-        has_blocks = mask is None or mask.ndim == 2
-        if length > _BLOCKS * window and has_blocks and not is_tapped("weights"):
-            return _in_blocks(q, k, v, mask, window, options)
-        at = jnp.arange(length, dtype=jnp.int32)
-        near = (jnp.abs(at[:, None] - at[None, :]) <= window)[None]  # [1, T, T]
-        if mask is not None:
-            near = near & (mask[:, None, :] if mask.ndim == 2 else mask)
-        return tapped_attention(q, k, v, near[:, None], **options)
+        mixed = both_ways(q, k, v, tokens.mask, self.window, **options).reshape(x.shape)
+        return getattr(self, self.names[-1])(mixed).astype(x.dtype)
+
+
+def both_ways(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Attention to the tokens before and after each one, or to those at most ``window`` away.
+
+    Args:
+        q, k, v: ``[B, T, H, D]``; keys and values may have fewer heads.
+        mask: as in ``Tokens``.
+        window: distance up to which a token sees others; None: it sees all.
+        options: as for ``kernels.attention.attention``.
+
+    Returns:
+        ``[B, T, H, D]``. With a window, memory is linear in the number of tokens.
+
+    Example:
+        >>> x = jnp.ones((1, 9, 2, 4))
+        >>> both_ways(x, x, x, window=1).shape
+        (1, 9, 2, 4)
+    """
+    length = q.shape[1]
+    if window is None or window >= length:
+        return tapped_attention(q, k, v, mask, **options)
+    has_blocks = (mask is None or mask.ndim == 2) and options.get("bias") is None
+    if window and length > _BLOCKS * window and has_blocks and not is_tapped("weights"):
+        return _in_blocks(q, k, v, mask, window, options)
+    at = jnp.arange(length, dtype=jnp.int32)
+    near = (jnp.abs(at[:, None] - at[None, :]) <= window)[None]  # [1, T, T]
+    if mask is not None:
+        near = near & (mask[:, None, :] if mask.ndim == 2 else mask)
+    return tapped_attention(q, k, v, near[:, None], **options)
 
 
 def _in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int, options: dict[str, Any]) -> Any:
@@ -150,7 +173,7 @@ def _in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int, options: dict[str
 
     The tokens are cut into blocks as long as the window, so that each sees its own block and the two beside it.
     """
-    batch, length, *rest = q.shape
+    batch, length = q.shape[:2]
     count = -(-length // window)
     real = jnp.ones((1, length), bool) if mask is None else mask
 
@@ -168,7 +191,7 @@ def _in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int, options: dict[str
     near = jnp.abs(places[None, :] - window - places[:window, None]) <= window
     seen = near[None, None] & around(blocks(real))[:, :, None, :]
     seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:]))
-    keys, values = (around(blocks(a)).reshape(-1, 3 * window, *rest) for a in (k, v))
-    queries = blocks(q).reshape(-1, window, *rest)
+    keys, values = (around(blocks(a)).reshape(-1, 3 * window, *a.shape[2:]) for a in (k, v))
+    queries = blocks(q).reshape(-1, window, *q.shape[2:])
     y = tapped_attention(queries, keys, values, seen.reshape(-1, window, 3 * window), **options)
-    return y.reshape(batch, count * window, *rest)[:, :length]
+    return y.reshape(batch, count * window, *q.shape[2:])[:, :length]
