@@ -94,7 +94,8 @@ models: pooling sentence_files family ties
 models/decoder: config norm mlp step attention latent mixer block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere deepseek bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere
+models: deepseek
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write

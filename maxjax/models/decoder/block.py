@@ -39,7 +39,7 @@ class DecoderLayer(Module):
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()
         self.self_attn = self.attention_class(config, config.slides[number], dtype)
-        if not config.rotates[number]:
+        if config.rotates and not config.rotates[number]:
             self.self_attn.rope = "none"
         self.mlp = self.make_mlp(config, number, dtype)
         self.residual_scale = config.residual_scale
