@@ -90,9 +90,9 @@ models/gguf/config: rope read llama_cpp
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling family ties
-models/decoder: config norm mlp step attention latent mixer block model experts expert_files
+models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral deepseek qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
+models: llama mistral qwen mixtral deepseek qwen3_moe qwen2_moe qwen3_next qwen3_5 gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata
