@@ -87,12 +87,15 @@ models: config bounds weights name_rules multimodal
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
+models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
-models: pooling family ties
+models: pooling sentence_files family ties
 models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
+models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral deepseek qwen3_moe qwen2_moe qwen3_next qwen3_5 gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe qwen3_next qwen3_5 gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere deepseek
+models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

@@ -23,7 +23,9 @@ from ..graph.weights.given import data_of
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from .bert import BERT as _BERT
+from .bert import BERT_HEAD as _BERT_HEAD
 from .bert import BertConfig as BertConfig
+from .bert import BertForSequenceClassification as BertForSequenceClassification
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
 from .bounds import check_bounds
@@ -44,6 +46,13 @@ from .deepseek import DeepseekV2 as DeepseekV2
 from .deepseek import DeepseekV2Config as DeepseekV2Config
 from .deepseek import DeepseekV3 as DeepseekV3
 from .deepseek import DeepseekV3Config as DeepseekV3Config
+from .distilbert import DISTILBERT as _DISTILBERT
+from .distilbert import DISTILBERT_HEAD as _DISTILBERT_HEAD
+from .distilbert import DistilBertConfig as DistilBertConfig
+from .distilbert import DistilBertModel as DistilBertModel
+from .encoder.config import EncoderConfig as EncoderConfig
+from .encoder.model import Encoder as Encoder
+from .encoder.model import EncoderOutput as EncoderOutput
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
 from .family import one_head, tensors
@@ -57,6 +66,7 @@ from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
+from .gguf.table import add_table
 from .glm4 import GLM as GLM
 from .glm4 import GLM4 as GLM4
 from .glm4 import GLM4_FAMILY as _GLM4
@@ -72,6 +82,15 @@ from .gpt_oss import GptOssConfig as GptOssConfig
 from .granite import GRANITE as _GRANITE
 from .granite import Granite as Granite
 from .granite import GraniteConfig as GraniteConfig
+from .gte import GTE as _GTE
+from .gte import GTE_HEAD as _GTE_HEAD
+from .gte import GteConfig as GteConfig
+from .gte import GteModel as GteModel
+from .jina import JINA_V3 as _JINA_V3
+from .jina import JINA_V3_HEAD as _JINA_V3_HEAD
+from .jina import JINA_V3_PUBLISHED as _JINA_V3_PUBLISHED
+from .jina import JinaV3Config as JinaV3Config
+from .jina import JinaV3Model as JinaV3Model
 from .llama import LLAMA as _LLAMA
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
@@ -84,9 +103,21 @@ from .mistral import MistralConfig as MistralConfig
 from .mixtral import MIXTRAL as _MIXTRAL
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .modernbert import MODERNBERT as _MODERNBERT
+from .modernbert import MODERNBERT_HEAD as _MODERNBERT_HEAD
+from .modernbert import ModernBertConfig as ModernBertConfig
+from .modernbert import ModernBertModel as ModernBertModel
+from .mpnet import MPNET as _MPNET
+from .mpnet import MPNET_HEAD as _MPNET_HEAD
+from .mpnet import MPNetConfig as MPNetConfig
+from .mpnet import MPNetModel as MPNetModel
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
+from .nomic import NOMIC_BERT as _NOMIC_BERT
+from .nomic import NOMIC_BERT_HEAD as _NOMIC_BERT_HEAD
+from .nomic import NomicBertConfig as NomicBertConfig
+from .nomic import NomicBertModel as NomicBertModel
 from .olmo2 import OLMO2 as _OLMO2
 from .olmo2 import OLMO3 as _OLMO3
 from .olmo2 import Olmo2 as Olmo2
@@ -119,6 +150,14 @@ from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .qwen3_next import QWEN3_NEXT as _QWEN3_NEXT
 from .qwen3_next import Qwen3Next as Qwen3Next
 from .qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from .roberta import ROBERTA as _ROBERTA
+from .roberta import ROBERTA_HEAD as _ROBERTA_HEAD
+from .roberta import XLM_ROBERTA as _XLM_ROBERTA
+from .roberta import XLM_ROBERTA_HEAD as _XLM_ROBERTA_HEAD
+from .roberta import RobertaConfig as RobertaConfig
+from .roberta import RobertaModel as RobertaModel
+from .roberta import XLMRobertaConfig as XLMRobertaConfig
+from .roberta import XLMRobertaModel as XLMRobertaModel
 from .smollm3 import SMOLLM3 as _SMOLLM3
 from .smollm3 import SmolLM3 as SmolLM3
 from .smollm3 import SmolLM3Config as SmolLM3Config
@@ -134,9 +173,16 @@ FAMILIES: list[Family] = [
     *(_QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE),
     *(_GEMMA, _GEMMA2, _GEMMA3),
     _GPT2,
-    _BERT,
+    *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),
+    *(_ROBERTA, _ROBERTA_HEAD, _JINA_V3_PUBLISHED, _XLM_ROBERTA, _XLM_ROBERTA_HEAD),
+    *(_JINA_V3, _JINA_V3_HEAD, _NOMIC_BERT, _NOMIC_BERT_HEAD, _GTE, _GTE_HEAD),
+    *(_MODERNBERT, _MODERNBERT_HEAD),
 ]
 """The families that maxjax can run; :func:`register` adds to them."""
+
+for _family in FAMILIES:
+    if _family.gguf is not None:
+        add_table(_family.gguf, _family.model_type, _family.architectures[0])
 
 
 def register(family: Family) -> Family:
@@ -167,6 +213,8 @@ def register(family: Family) -> Family:
                 f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
             )
     FAMILIES[:] = [*others, family]
+    if family.gguf is not None:
+        add_table(family.gguf, family.model_type, family.architectures[0])
     return family
 
 
@@ -189,14 +237,14 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         if architectures[0] in _MULTIMODAL:
             architectures = _text(config, path)["architectures"]
         for family in FAMILIES:
-            if architectures[0] in family.architectures:
+            if architectures[0] in family.architectures and family.claims(config):
                 return family
         raise _unsupported(f"the architecture {architectures[0]!r}", path)
     if model_type:
         if model_type in _TEXTS:
             model_type = _text(config, path)["model_type"]
         for family in FAMILIES:
-            if model_type == family.model_type:
+            if model_type == family.model_type and family.claims(config):
                 return family
         raise _unsupported(f"the model type {model_type!r}", path)
     raise CheckpointFormatError(

@@ -35,16 +35,18 @@ class Text:
     Attributes:
         model_type, architecture: names of the text model alone.
         unsaid: its values of keys that a file leaves out, where they are not those of ``model_type``.
+        flat: whether old files hold its settings among those of the complete model.
     """
 
     model_type: str
     architecture: str
     unsaid: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
 
 
 _MISTRAL = Text("mistral", "MistralForCausalLM", {"sliding_window": None})
 _MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
-_QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5})
+_QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
 _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
 _QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
@@ -90,17 +92,15 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     listed = raw.get("architectures")
     first = listed[0] if isinstance(listed, list) and listed else None
     kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
-    texts = TEXTS.get(kind) if isinstance(kind, str) else None
+    texts, given = TEXTS.get(kind) if isinstance(kind, str) else None, raw.get("text_config")
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
     if texts is None:
         return raw
-    given = raw.get("text_config")
     if given is None:
-        if "hidden_size" not in raw:
+        if not texts[None].flat or "hidden_size" not in raw:
             raise ValueError("'text_config' is missing")
         given = {key: value for key, value in raw.items() if not key.endswith("_config")}
-        given |= {key: raw[key] for key in _TOP_LEVEL if key in raw}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
     inner = given.get("model_type")
     text = texts.get(inner) if isinstance(inner, str) else None
     text = text or texts[None]

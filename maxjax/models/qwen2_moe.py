@@ -63,7 +63,9 @@ class Qwen2MoEMLP(SparseMLP):
 
     def shared(self, x: jax.Array) -> Any:
         """``σ(gate(x)) · shared_expert(x)``."""
-        return jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        y = super().shared(x)
+        assert y is not None
+        return jax.nn.sigmoid(self.shared_expert_gate(x)) * y
 
 
 class Qwen2MoELayer(MoELayer):

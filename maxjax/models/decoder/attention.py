@@ -130,14 +130,14 @@ class DecoderAttention(Module):
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
-        norms = self.q_norm is not None and self.k_norm is not None
-        if norms and self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         q, k, v = (
             y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if norms and not self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if q_norm is not None and k_norm is not None and not self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
@@ -193,10 +193,10 @@ class DecoderAttention(Module):
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
         q, k, v, *gate = self.project(x)
-        if self.scales_queries:
-            q = _scaled(q, step)
         if self.sinks is not None:
             step = step._replace(sinks=jnp.asarray(self.sinks))
+        if self.scales_queries:
+            q = _scaled(q, step)
         if cached:
             group = self.group(cached)
             slots = cached[group]
@@ -313,7 +313,7 @@ class DecoderAttention(Module):
             window, rotating = None, False
         y, *new = decode_attention(
             q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
-            interleaved=self.interleaved,            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
+            interleaved=self.interleaved, scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
             rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
         return y, slots.with_arrays(new)
@@ -366,6 +366,8 @@ class DecoderAttention(Module):
         y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
         last = slot_positions(ends(step, length), size, part)
         source = jnp.where(last == NO_KEY, -1, last - starts)
+        after = slot_positions(ends(step, length), size, part)
+        source = jnp.where(after == NO_KEY, -1, after - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
