@@ -74,6 +74,7 @@ class Family:
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
         return all(config.get(key) == value for key, value in self.only)
+
     gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:

@@ -24,7 +24,6 @@ from .decoder.config import DecoderConfig, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, rope_of
 from .encoder.attention import both_ways
-from .family import PretrainedModel
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
@@ -259,24 +258,6 @@ class Gemma3(Decoder):
     """
 
     layer_class: ClassVar[Any] = Gemma3Layer
-
-    @PretrainedModel.hf_config.getter
-    def hf_config(self) -> dict[str, Any] | None:
-        """:attr:`PretrainedModel.hf_config`; of a multimodal model, the text model's part."""
-        config = super().hf_config
-        return None if config is None else dict(text_settings(config))
-
-
-@dataclass(frozen=True)
-class _TextFamily(DecoderFamily):
-    """A family whose files may be multimodal, with the text model's tensors under a prefix."""
-
-    def name(self, tensor: str) -> str | None:
-        """:meth:`Family.name` after the prefix of the text model is replaced."""
-        for place, instead in _PLACES:
-            if tensor.startswith(place):
-                return super().name(instead + tensor[len(place) :])
-        return super().name(tensor)
 
 
 GEMMA = Gemma.family = DecoderFamily(
