@@ -91,11 +91,11 @@ models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention latent mixer block model experts expert_files
+models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere
-models: deepseek
+models: deepseek qwen3_next qwen3_5
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write

@@ -138,9 +138,18 @@ from .qwen import Qwen3Config as Qwen3Config
 from .qwen2_moe import QWEN2_MOE as _QWEN2_MOE
 from .qwen2_moe import Qwen2MoE as Qwen2MoE
 from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
+from .qwen3_5 import QWEN3_5 as _QWEN3_5
+from .qwen3_5 import QWEN3_5_MOE as _QWEN3_5_MOE
+from .qwen3_5 import Qwen35 as Qwen35
+from .qwen3_5 import Qwen35Config as Qwen35Config
+from .qwen3_5 import Qwen35MoE as Qwen35MoE
+from .qwen3_5 import Qwen35MoEConfig as Qwen35MoEConfig
 from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
+from .qwen3_next import QWEN3_NEXT as _QWEN3_NEXT
+from .qwen3_next import Qwen3Next as Qwen3Next
+from .qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from .roberta import ROBERTA as _ROBERTA
 from .roberta import ROBERTA_HEAD as _ROBERTA_HEAD
 from .roberta import XLM_ROBERTA as _XLM_ROBERTA
@@ -161,6 +170,7 @@ FAMILIES: list[Family] = [
     *(_GLM, _GLM4, _COHERE, _COHERE2),
     *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
     *(_DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2),
+    *(_QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE),
     *(_GEMMA, _GEMMA2, _GEMMA3),
     _GPT2,
     *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),

@@ -82,12 +82,12 @@ def numbers(part: Part | None, size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
 
 
-def slot_positions(ends: jax.Array, size: int, part: Part | None = None) -> jax.Array:
-    """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
+def slot_positions(after: jax.Array, size: int, part: Part | None = None) -> jax.Array:
+    """The position in each slot ``[B, S]`` of a rotating cache after ``after`` ``[B, 1]`` tokens.
 
     It is ``NO_KEY`` for an empty slot.
     """
     parts = 1 if part is None else part.slots
-    last = ends - 1
+    last = after - 1
     found = last - (last - numbers(part, size)[None, :]) % (size * parts)
     return jnp.where(found < 0, NO_KEY, found)
