@@ -2,7 +2,7 @@
 
 from tests.models.families.cases import Case
 
-ENDS = {"eos_token_id": [0]}  # by default tokens that a small vocabulary does not have
+ENDS = {"eos_token_id": [95]}  # by default tokens that a small vocabulary does not have
 HALF = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0, "partial_rotary_factor": 0.25}
 
 
