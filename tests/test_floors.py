@@ -83,7 +83,7 @@ nn/transformer: transformer __init__
 nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
-models: config bounds weights name_rules multimodal
+models: config bounds weights name_rules multimodal unread
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dtype import DType
 from ..errors import (
@@ -17,6 +17,7 @@ from ..errors import (
     CheckpointMissingError,
     UnsupportedModelError,
     UserInputError,
+    closest,
 )
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.given import data_of
@@ -66,7 +67,7 @@ from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
-from .gguf.table import add_table
+from .gguf.table import ARCHITECTURE_OF, add_table
 from .glm4 import GLM as GLM
 from .glm4 import GLM4 as GLM4
 from .glm4 import GLM4_FAMILY as _GLM4
@@ -239,14 +240,14 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         for family in FAMILIES:
             if architectures[0] in family.architectures and family.claims(config):
                 return family
-        raise _unsupported(f"the architecture {architectures[0]!r}", path)
+        raise _unsupported(f"the architecture {architectures[0]!r}", architectures[0], path)
     if model_type:
         if model_type in _TEXTS:
             model_type = _text(config, path)["model_type"]
         for family in FAMILIES:
             if model_type == family.model_type and family.claims(config):
                 return family
-        raise _unsupported(f"the model type {model_type!r}", path)
+        raise _unsupported(f"the model type {model_type!r}", model_type, path)
     raise CheckpointFormatError(
         "neither 'architectures' nor 'model_type' says what the model is", path=path
     )
@@ -260,13 +261,50 @@ def _text(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
         raise CheckpointFormatError(str(error), path=path) from None
 
 
-def _unsupported(what: str, path: Any) -> UnsupportedModelError:
-    known = "; ".join(f"{f.model_type}: {', '.join(f.architectures)}" for f in FAMILIES)
+class FamilyNames(NamedTuple):
+    """The names of one model family.
+
+    Attributes:
+        family: name of its classes in ``maxjax.models``, without ``Config``.
+        model_type, architectures: names in a ``config.json``.
+        gguf: llama.cpp's name of the architecture; None if there are no GGUF files of the family.
+    """
+
+    family: str
+    model_type: str
+    architectures: tuple[str, ...]
+    gguf: str | None
+
+
+def families() -> list[FamilyNames]:
+    """The model families that maxjax can run, those that :func:`register` added among them.
+
+    Example:
+        >>> families()[0]
+        FamilyNames(family='Llama', model_type='llama',
+                    architectures=('LlamaForCausalLM', 'LlamaModel'), gguf='llama')
+    """
+    return [
+        FamilyNames(
+            one.config.__name__.removesuffix("Config"), one.model_type, one.architectures,
+            ARCHITECTURE_OF.get(one.model_type),
+        )
+        for one in FAMILIES
+    ]  # fmt: skip
+
+
+def _unsupported(what: str, name: str, path: Any) -> UnsupportedModelError:
+    """The error for a name that no family has, with the family whose name is the most similar."""
+    names = {n: one for one in FAMILIES for n in (*one.architectures, one.model_type)}
+    like = closest(name[:200], names)
+    near = f" The nearest is {names[like].model_type!r} ({like})." if like is not None else ""
     where = f"{os.fspath(path)}: " if path is not None else ""
     what = "".join(c if c.isprintable() else "?" for c in what[:200])
+    known = ", ".join(dict.fromkeys(one.model_type for one in FAMILIES))
     return UnsupportedModelError(
-        f"{where}{what} is not supported. Supported are {known}. "
-        "maxjax.models.register(family) adds one of your own"
+        f"{where}{what} is not supported.{near} Supported are {known}; maxjax.models.families() lists "
+        "their architectures. maxjax.models.register(family) adds one of your own: docs/families.md "
+        "shows how"
     )
 
 
