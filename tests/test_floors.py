@@ -92,7 +92,7 @@ models/gguf/tensors: types read
 models: pooling family ties
 models/decoder: step config norm mlp attention mixer block model experts expert_files
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe bert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

@@ -49,6 +49,7 @@ _MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
 _QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
 _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
 _GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
+_LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
 
 # ``model_type`` of a multimodal model → its text model, by ``model_type`` in ``text_config``; None for
 # files that name no other there, or hold the text model's settings among their own.
@@ -58,6 +59,7 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen2_5_vl": {None: _QWEN2},
     "qwen3_vl": {None: _QWEN3},
     "gemma3": {None: _GEMMA3},
+    "llama4": {None: _LLAMA4},
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -66,6 +68,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Llama4ForConditionalGeneration": "llama4",
 }
 
 
