@@ -109,7 +109,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed perplexity session holders usage release
+engine: hub load packing embed rerank perplexity session holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
@@ -124,7 +124,8 @@ interop: layouts renaming torch_modules trees
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal tables bars options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: terminal tables bars options environment answer model inspect embed rerank generate evaluate
+cli: chat bench convert plan
 cli: application __init__
 .: __main__
 """
