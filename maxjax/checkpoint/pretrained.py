@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from ..graph.weights.gathering import Gathering
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models import PretrainedModel
-from ..models.pooling import pooling_files
+from ..models.pooling import Pooling
 from ..models.quantized import KEY as QUANTIZATION
+from ..models.quantized import with_blocks
+from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
 from ..nn.low_rank import LowRank
@@ -88,8 +91,10 @@ def save_pretrained(
         if dtype is not None:
             refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
+        if isinstance(model, PretrainedModel):
+            data = model.family.stored(data)
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
-        others = model_files(model, config, main_dtype(data))
+        others = model_files(model, config, main_dtype(data), data)
         if tokenizer is not None:
             others |= tokenizer_files(tokenizer)
         pieces = {name: [content] for name, content in others.items()}
@@ -134,7 +139,10 @@ def model_data(model: Module, gathering: Gathering | None = None) -> dict[str, W
 
 
 def model_files(
-    model: Module, config: Mapping[str, Any] | None = None, dtype: DType | None = None
+    model: Module,
+    config: Mapping[str, Any] | None = None,
+    dtype: DType | None = None,
+    names: Iterable[str] | None = None,
 ) -> dict[str, bytes]:
     """The files of a model's directory besides weights and tokenizer: name → content.
 
@@ -142,13 +150,23 @@ def model_files(
         model: the model.
         config: configuration to write in place of the model's own.
         dtype: dtype of most weights, which the configuration names.
+        names: names of the tensors, which say whether experts are in blocks; None: as the configuration
+            says.
     """
     if config is None and isinstance(model, PretrainedModel):
         config = model.hf_config
+        if config is not None and names is not None:
+            config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
     if (pooling := getattr(model, "pooling", None)) is not None:
-        files.update((name, json_bytes(found)) for name, found in pooling_files(pooling).items())
+        files |= sentence_files(pooling)
     return files
+
+
+def sentence_files(pooling: Pooling) -> dict[str, bytes]:
+    """The files of sentence-transformers for a pooling: name → content."""
+    found = pooling_files(pooling).items()
+    return {n: one if isinstance(one, bytes) else json_bytes(one) for n, one in found}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -165,6 +183,7 @@ def flat_name(name: str) -> str:
         >>> flat_name("1_Pooling/config.json"), flat_name("config.json")
         ('1_Pooling.json', 'config.json')
     """
+    name = re.sub(r"(_Dense)/(?:model|pytorch_model)\.(safetensors|bin)\Z", r"\1.\2", name)
     return name.replace("/config.json", ".json")
 
 

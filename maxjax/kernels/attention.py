@@ -37,6 +37,7 @@ def attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
+    bias: Any = None,
 ) -> jax.Array:
     """``softmax(scale · q kᵀ) v``, computed for each head.
 
@@ -52,6 +53,8 @@ def attention(
         sinks: attention sinks ``[H]``: for each head a score that takes part in the softmax and has no
             value, so that the weights of the keys add up to less than one (gpt-oss, arXiv:2508.10925).
             They are neither scaled nor capped.
+        bias: numbers ``[B or 1, H or 1, T, S]`` that are added to the scores, for example by the
+            distance of query and key (P. Shaw et al., arXiv:1803.02155).
 
     Returns:
         ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
@@ -77,12 +80,14 @@ def attention(
         mask = mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     sinks = _checked_sinks(sinks, query.shape[2])
     blocked = _is_large(query, key.shape[1]) and (mask is None or mask.shape[1:3] == (1, 1))
+    blocked = blocked and bias is None
     mesh = explicit.mesh_of(query, key, value)
 
-    def run(query: Any, key: Any, value: Any, sinks: Any, *masks: Any) -> jax.Array:
-        mask = masks[0] if masks else None
+    def run(query: Any, key: Any, value: Any, sinks: Any, *arrays: Any) -> jax.Array:
+        mask = arrays[0] if has_mask else None
         if not blocked:
-            return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks)
+            added = None if bias is None else arrays[-1]
+            return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks, added)
         # All queries are at one position, as are the keys that they attend to.
         here = jnp.zeros((1, query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key.shape[1]), jnp.int32)
@@ -93,10 +98,11 @@ def attention(
         found = _mean(*blocked_attention(query, cache, 0, here, keys, attending), sinks)
         return found.astype(value.dtype)
 
-    masks = () if mask is None else (mask,)
+    arrays = [jnp.asarray(a) for a in (mask, bias) if a is not None]
+    has_mask = mask is not None
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, key, value, sinks, *masks)
+    return run(query, key, value, sinks, *arrays)
 
 
 def causal_attention(
@@ -108,6 +114,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
@@ -126,6 +133,8 @@ def causal_attention(
             nobody attends to.
         scale: factor of the scores; ``1/√D`` by default.
         sliding_window: number of positions that a query attends to, its own included; None: all.
+        chunked: whether it attends to the positions from the last multiple of ``sliding_window`` on
+            instead (chunked attention of Llama 4).
         soft_cap: bound of the scores, as for :func:`attention`.
         softmax_dtype: dtype that scores and softmax are computed in.
         sinks: attention sinks ``[H]``, as for :func:`attention`.
@@ -149,7 +158,7 @@ def causal_attention(
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     attending = Attending(
-        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided
+        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided, chunked
     )
     slots = cache[0].shape[3]
     at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
@@ -182,11 +191,12 @@ def attention_weights(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
+    bias: Any = None,
 ) -> jax.Array:
     """The probabilities ``softmax(scale · q kᵀ)`` that :func:`attention` weights the values with.
 
     Args:
-        query, key, mask, scale, soft_cap, softmax_dtype, sinks: as for :func:`attention`.
+        query, key, mask, scale, soft_cap, softmax_dtype, sinks, bias: as for :func:`attention`.
 
     Returns:
         ``[B, H, T, S]`` in ``softmax_dtype``. Masked keys have 0, also where a query has no other.
@@ -205,13 +215,16 @@ def attention_weights(
 
     sinks = _checked_sinks(sinks, heads)
 
-    def run(query: Any, key: Any, sinks: Any, *masks: Any) -> jax.Array:
+    def run(query: Any, key: Any, sinks: Any, *arrays: Any) -> jax.Array:
+        masks = arrays if mask is not None else ()
         q, k = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key))  # [B, H|K, T|S, D]
         grouped = (batch, kv_heads, heads // kv_heads * length, width)
         scores = jnp.einsum("bhtd,bhsd->bhts", q.reshape(grouped), k, preferred_element_type=dtype)
         scores = scores.reshape(batch, heads, length, keys) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if bias is not None:
+            scores = scores + arrays[-1].astype(dtype)
         if masks:
             scores = jnp.where(masks[0], scores, jnp.finfo(dtype).min)
         if sinks.size:
@@ -227,7 +240,7 @@ def attention_weights(
     if mesh is not None:
         rows, tokens, over, _ = explicit.entries(query)
         run = explicit.automatic(run, mesh, [rows, over, tokens, ()])
-    return run(query, key, sinks, *(() if mask is None else (mask,)))
+    return run(query, key, sinks, *(jnp.asarray(a) for a in (mask, bias) if a is not None))
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -288,13 +301,14 @@ def partial_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`causal_attention` to some of the keys, to be merged with the others.
 
     Args:
-        query, cache, layer, positions, key_positions, scale, sliding_window, soft_cap,
+        query, cache, layer, positions, key_positions, scale, sliding_window, chunked, soft_cap,
             softmax_dtype: as for :func:`causal_attention`.
 
     Returns:
@@ -311,7 +325,8 @@ def partial_attention(
         ((1, 3, 2, 4), (1, 3, 2))
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    attending = Attending(scale, sliding_window, soft_cap, DType.of(softmax_dtype).np)
+    dtype = DType.of(softmax_dtype).np
+    attending = Attending(scale, sliding_window, soft_cap, dtype, chunked=chunked)
     return blocked_attention(query, cache, layer, positions, key_positions, attending)
 
 
@@ -330,6 +345,7 @@ def _attention(
     soft_cap: float | None,
     dtype: Any,
     sinks: jax.Array,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
     # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
@@ -343,6 +359,8 @@ def _attention(
     scores = scores.reshape(batch, heads, length, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
     if mask is not None:
         # Not -inf: a fully masked row would become NaN.
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)

@@ -56,6 +56,8 @@ class Family:
         gguf: the family's GGUF files; None: there are none.
         bare: prefix that checkpoints of the model without its head leave out of tensor names, and
             how their names begin then.
+        only: settings that a ``config.json`` of this family has; without them, files of these names
+            are another family's.
     """
 
     model_type: str
@@ -67,6 +69,12 @@ class Family:
     ignored: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     bare: tuple[str, tuple[str, ...]] = ("", ())
+    only: tuple[tuple[str, Any], ...] = ()
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
+        return all(config.get(key) == value for key, value in self.only)
+
     gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:
@@ -95,6 +103,13 @@ class Family:
     def _ignored(self) -> re.Pattern[str]:
         patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
+
+    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+        """The tensors of a model by the names, and in the shapes, of the family's files.
+
+        They are those of the model but where its files hold several weights as one tensor.
+        """
+        return dict(tensors)
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a checkpoint by the model's names of its weights.

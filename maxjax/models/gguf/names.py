@@ -23,10 +23,17 @@ QUERIES, KEYS, STACK, GATES, UPS = "queries", "keys", "stack", "gates", "ups"
 
 
 class Rule(NamedTuple):
-    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert."""
+    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert.
+
+    Attributes:
+        name: Hugging Face's name.
+        layout: the change of its values.
+        only: the one suffix that the GGUF tensor has, where Hugging Face's name has none.
+    """
 
     name: str
     layout: Layout | str = Same()
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str
     }
 
 
+_BALANCE = {".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias")}
 _HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
 _QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj", "gate")
 _GEMMA2_NORMS = {
@@ -289,7 +297,9 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        name = rule.name.replace("*", layer or "", 1) + f".{suffix}"
+        if rule.only and rule.only != suffix:
+            continue
+        name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout
         if suffix == "bias" and isinstance(what, (Transposed, Plus)):
             what = Same()  # a vector cannot be transposed, and nothing was added to biases

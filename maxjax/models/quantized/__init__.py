@@ -20,7 +20,8 @@ from ...nn.quantized import Layout, QuantizedLinear
 from ...nn.stacked_linear import StackedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
-from .methods import METHODS
+from .methods import BLOCKS, METHODS
+from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
 from .settings import Settings
 
@@ -95,6 +96,8 @@ class Quantization:
         }
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
+            if data.is_packed:
+                continue  # blocks, which every linear layer takes
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, Layout] = {}
@@ -123,7 +126,7 @@ class Quantization:
         for _, holder, attribute in stacks:
             experts = getattr(holder, attribute)
             setattr(holder, attribute, ExpertStack(experts[0], len(experts)))
-        if not used:
+        if not used and self.method not in BLOCKS:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
 
