@@ -87,12 +87,17 @@ models: config bounds weights name_rules multimodal
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
+models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece read write
 models/gguf/tensors: types read
-models: pooling family ties
-models/decoder: step config norm mlp attention mixer block model experts expert_files
+models: pooling sentence_files family ties
+models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
+models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe bert
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere
+models: deepseek qwen3_next qwen3_5
+models: glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe
+models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from ..graph.weights.gathering import Gathering
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models import PretrainedModel
-from ..models.pooling import pooling_files
+from ..models.pooling import Pooling
 from ..models.quantized import KEY as QUANTIZATION
 from ..models.quantized import with_blocks
+from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
 from ..nn.low_rank import LowRank
@@ -157,8 +159,14 @@ def model_files(
             config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
     if (pooling := getattr(model, "pooling", None)) is not None:
-        files.update((name, json_bytes(found)) for name, found in pooling_files(pooling).items())
+        files |= sentence_files(pooling)
     return files
+
+
+def sentence_files(pooling: Pooling) -> dict[str, bytes]:
+    """The files of sentence-transformers for a pooling: name → content."""
+    found = pooling_files(pooling).items()
+    return {n: one if isinstance(one, bytes) else json_bytes(one) for n, one in found}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -175,6 +183,7 @@ def flat_name(name: str) -> str:
         >>> flat_name("1_Pooling/config.json"), flat_name("config.json")
         ('1_Pooling.json', 'config.json')
     """
+    name = re.sub(r"(_Dense)/(?:model|pytorch_model)\.(safetensors|bin)\Z", r"\1.\2", name)
     return name.replace("/config.json", ".json")
 
 

@@ -22,8 +22,8 @@ from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
-from ..models import BertModel, Decoder
-from ..models.pooling import POOLINGS, Pooling, pool
+from ..models import Decoder, Encoder
+from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..progress import compiling, task
@@ -118,26 +118,65 @@ def _embed(
     elif prompt_name is not None:
         raise UserInputError("prompt= and prompt_name= are both given: pass one of them")
     normalize = pooling.normalize if normalize is None else bool(normalize)
-    limit = _limit(model, tokenizer, pooling)
+    limit = text_limit(model, tokenizer, pooling)
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
-    _check_ids(model, rows)
     skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
+    return pooled_rows(
+        model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=batch_size, limit=limit,
+        pooling=replace(pooling, normalize=normalize), skipped=skipped,
+    )  # fmt: skip
+
+
+def pooled_rows(
+    model: Any,
+    tokenizer: Tokenizer,
+    rows: list[Encoding],
+    together: Lockstep,
+    shown_as: tuple[str, str],
+    *,
+    batch_size: int,
+    limit: int,
+    pooling: Pooling,
+    skipped: int = 0,
+    head: bool = False,
+) -> np.ndarray:
+    """One pooled state for each row of tokens, float32 ``[rows, d]``, or what the model's head makes of it.
+
+    Args:
+        model, tokenizer: the loaded model and its tokenizer.
+        rows: the tokens of each text or text pair, at most ``limit``.
+        together: the processes that make the call.
+        shown_as: text and unit of the progress bar.
+        batch_size: the largest number of rows in one batch.
+        limit: the largest number of tokens of a row.
+        pooling: modes, dense layers and normalisation.
+        skipped: number of first tokens that are not pooled.
+        head: whether the model's classification head is applied to the pooled states.
+    """
+    _check_ids(model, rows)
     if together.is_shared:
         together.agree(
             texts=[list(map(int, (*row.ids, -1, *row.type_ids))) for row in rows],
-            batch_size=batch_size, pooling=str(pooling), normalize=normalize, skipped=skipped,
-            limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
+            batch_size=batch_size, pooling=str(pooling), normalize=pooling.normalize,
+            skipped=skipped, limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
         )  # fmt: skip
     mesh = mesh_of(list(shardings_of(model)))
-    settings = {
-        "modes": pooling.modes, "normalize": normalize, "skipped": skipped,
+    settings: dict[str, Any] = {
+        "modes": pooling.modes, "normalize": pooling.normalize, "skipped": skipped,
         "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
     }  # fmt: skip
+    if pooling.dense:
+        settings["activations"] = tuple(dense.activation for dense in pooling.dense)
+        settings["dense"] = [(dense.matrix, dense.vector) for dense in pooling.dense]
+        if not together.is_shared and mesh is None:
+            settings["dense"] = jax.device_put(settings["dense"])
+    if head:
+        settings["head"] = True
     watch = Watch(model)
     packs = not watch.is_watched  # else each row is one text, as whoever observes the model expects
     pending: list[_Pending] = []
     ready = 0  # number of batches that are counted
-    with task(f"embedding {len(rows):,} texts", len(rows), unit=" texts") as shown:
+    with task(shown_as[0].format(len(rows)), len(rows), unit=shown_as[1]) as shown:
         for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit, packs):
             numbers = [*members, *[-1] * (len(tokens[0]) - len(members))]
             lengths = [len(rows[i].ids) if i >= 0 else 0 for i in numbers]
@@ -194,7 +233,7 @@ def _batches_of(
     """Batches: the indices of their texts, of the vectors of these texts, and their tokens."""
     lengths = [len(row.ids) for row in rows]
     # Packed rows need position ids, and a mask of the pairs of tokens that see each other.
-    packs = packs and isinstance(model, BertModel)
+    packs = packs and isinstance(model, Encoder)
     short = [i for i, n in enumerate(lengths) if n <= LONGEST and packs]
     for batch in packed_batches([lengths[i] for i in short], batch_size, limit):
         found = [(i, k) for i, row in enumerate(batch.rows) for k in range(len(row))]
@@ -209,7 +248,10 @@ def _batches_of(
         yield members, list(range(len(members))), padded
 
 
-@partial(jax.jit, static_argnames=("modes", "normalize", "skipped", "gathered"))
+@partial(
+    jax.jit,
+    static_argnames=("modes", "normalize", "skipped", "gathered", "activations", "head"),
+)
 def _encode(
     model: Any,
     batch: Any,
@@ -218,28 +260,40 @@ def _encode(
     normalize: bool,
     skipped: int = 0,
     gathered: NamedSharding | None = None,
+    activations: tuple[str, ...] = (),
+    dense: Any = (),
+    head: bool = False,
     patches: Any = (),
 ) -> Any:
     """The vectors; of a model that is observed with what was recorded."""
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     if isinstance(batch, PackedTokens):
         seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
-        run = lambda: model(batch.ids, seen, batch.type_ids, batch.positions)
+        types = batch.type_ids if model.takes_types else None
+        places = model.places(batch.ids, batch.positions)
+        run = lambda: model(batch.ids, seen, types, places)
         output, taps = tapped(model, patches, run)
         states = output.last_hidden_state.astype(dtype)
-        pooled = _pooled(states, batch, modes, normalize, skipped)
+        pooled = _pooled(states, batch, modes, normalize and not dense, skipped)
     else:
         if isinstance(model, Decoder):
             lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
             run = lambda: model.states(batch.input_ids, lengths=lengths)
         else:
-            run = lambda: model(*batch).last_hidden_state  # [B, T, E]
+            types = batch.token_type_ids if getattr(model, "takes_types", True) else None
+            arrays = (batch.input_ids, batch.attention_mask, types)
+            run = lambda: model(*arrays).last_hidden_state  # [B, T, E]
         states, taps = tapped(model, patches, run)
         mask = batch.attention_mask
         if skipped:  # the tokens of the prompt do not count
             at = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
             mask = jnp.where(at >= skipped, mask, 0)
-        pooled = pool(states.astype(dtype), mask, modes, normalize=normalize)
+        pooled = pool(states.astype(dtype), mask, modes, normalize=normalize and not dense)
+    if dense:
+        pooled = densified(pooled, dense, activations)
+        pooled = normalized(pooled) if normalize else pooled
+    if head:
+        pooled = model.scores(pooled)  # type: ignore[union-attr]
     pooled = pooled.astype(jnp.float32)  # [B, d]
     pooled = pooled if gathered is None else with_sharding(pooled, gathered)
     return (pooled, taps) if is_observed(model) else pooled
@@ -308,7 +362,7 @@ def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
     return len(row.ids) - int(len(row.ids) > len(plain) and row.ids[-1:] != plain[-1:])
 
 
-def _limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
+def text_limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
     """The largest number of tokens of a text, special tokens included."""
     limits = (model.max_length, pooling.max_length, tokenizer.max_length)
     return min(limit for limit in limits if limit is not None)

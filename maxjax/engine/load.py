@@ -24,7 +24,8 @@ from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
-from ..models.pooling import gguf_pooling, read_pooling
+from ..models.pooling import gguf_pooling
+from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
 from ..progress import short, task
 from ..storage.limits import Limits, allowing

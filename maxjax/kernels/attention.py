@@ -37,6 +37,7 @@ def attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
+    bias: Any = None,
 ) -> jax.Array:
     """``softmax(scale · q kᵀ) v``, computed for each head.
 
@@ -52,6 +53,8 @@ def attention(
         sinks: attention sinks ``[H]``: for each head a score that takes part in the softmax and has no
             value, so that the weights of the keys add up to less than one (gpt-oss, arXiv:2508.10925).
             They are neither scaled nor capped.
+        bias: numbers ``[B or 1, H or 1, T, S]`` that are added to the scores, for example by the
+            distance of query and key (P. Shaw et al., arXiv:1803.02155).
 
     Returns:
         ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
@@ -77,12 +80,14 @@ def attention(
         mask = mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     sinks = _checked_sinks(sinks, query.shape[2])
     blocked = _is_large(query, key.shape[1]) and (mask is None or mask.shape[1:3] == (1, 1))
+    blocked = blocked and bias is None
     mesh = explicit.mesh_of(query, key, value)
 
-    def run(query: Any, key: Any, value: Any, sinks: Any, *masks: Any) -> jax.Array:
-        mask = masks[0] if masks else None
+    def run(query: Any, key: Any, value: Any, sinks: Any, *arrays: Any) -> jax.Array:
+        mask = arrays[0] if has_mask else None
         if not blocked:
-            return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks)
+            added = None if bias is None else arrays[-1]
+            return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks, added)
         # All queries are at one position, as are the keys that they attend to.
         here = jnp.zeros((1, query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key.shape[1]), jnp.int32)
@@ -93,10 +98,11 @@ def attention(
         found = _mean(*blocked_attention(query, cache, 0, here, keys, attending), sinks)
         return found.astype(value.dtype)
 
-    masks = () if mask is None else (mask,)
+    arrays = [jnp.asarray(a) for a in (mask, bias) if a is not None]
+    has_mask = mask is not None
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, key, value, sinks, *masks)
+    return run(query, key, value, sinks, *arrays)
 
 
 def causal_attention(
@@ -185,11 +191,12 @@ def attention_weights(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
+    bias: Any = None,
 ) -> jax.Array:
     """The probabilities ``softmax(scale · q kᵀ)`` that :func:`attention` weights the values with.
 
     Args:
-        query, key, mask, scale, soft_cap, softmax_dtype, sinks: as for :func:`attention`.
+        query, key, mask, scale, soft_cap, softmax_dtype, sinks, bias: as for :func:`attention`.
 
     Returns:
         ``[B, H, T, S]`` in ``softmax_dtype``. Masked keys have 0, also where a query has no other.
@@ -208,13 +215,16 @@ def attention_weights(
 
     sinks = _checked_sinks(sinks, heads)
 
-    def run(query: Any, key: Any, sinks: Any, *masks: Any) -> jax.Array:
+    def run(query: Any, key: Any, sinks: Any, *arrays: Any) -> jax.Array:
+        masks = arrays if mask is not None else ()
         q, k = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key))  # [B, H|K, T|S, D]
         grouped = (batch, kv_heads, heads // kv_heads * length, width)
         scores = jnp.einsum("bhtd,bhsd->bhts", q.reshape(grouped), k, preferred_element_type=dtype)
         scores = scores.reshape(batch, heads, length, keys) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if bias is not None:
+            scores = scores + arrays[-1].astype(dtype)
         if masks:
             scores = jnp.where(masks[0], scores, jnp.finfo(dtype).min)
         if sinks.size:
@@ -230,7 +240,7 @@ def attention_weights(
     if mesh is not None:
         rows, tokens, over, _ = explicit.entries(query)
         run = explicit.automatic(run, mesh, [rows, over, tokens, ()])
-    return run(query, key, sinks, *(() if mask is None else (mask,)))
+    return run(query, key, sinks, *(jnp.asarray(a) for a in (mask, bias) if a is not None))
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -335,6 +345,7 @@ def _attention(
     soft_cap: float | None,
     dtype: Any,
     sinks: jax.Array,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
     # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
@@ -348,6 +359,8 @@ def _attention(
     scores = scores.reshape(batch, heads, length, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
     if mask is not None:
         # Not -inf: a fully masked row would become NaN.
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)

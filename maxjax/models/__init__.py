@@ -23,7 +23,9 @@ from ..graph.weights.given import data_of
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from .bert import BERT as _BERT
+from .bert import BERT_HEAD as _BERT_HEAD
 from .bert import BertConfig as BertConfig
+from .bert import BertForSequenceClassification as BertForSequenceClassification
 from .bert import BertModel as BertModel
 from .bert import BertOutput as BertOutput
 from .bounds import check_bounds
@@ -37,6 +39,20 @@ from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
+from .deepseek import DEEPSEEK_V2 as _DEEPSEEK_V2
+from .deepseek import DEEPSEEK_V3 as _DEEPSEEK_V3
+from .deepseek import KIMI_K2 as _KIMI_K2
+from .deepseek import DeepseekV2 as DeepseekV2
+from .deepseek import DeepseekV2Config as DeepseekV2Config
+from .deepseek import DeepseekV3 as DeepseekV3
+from .deepseek import DeepseekV3Config as DeepseekV3Config
+from .distilbert import DISTILBERT as _DISTILBERT
+from .distilbert import DISTILBERT_HEAD as _DISTILBERT_HEAD
+from .distilbert import DistilBertConfig as DistilBertConfig
+from .distilbert import DistilBertModel as DistilBertModel
+from .encoder.config import EncoderConfig as EncoderConfig
+from .encoder.model import Encoder as Encoder
+from .encoder.model import EncoderOutput as EncoderOutput
 from .ernie4_5_moe import ERNIE4_5_MOE as _ERNIE4_5_MOE
 from .ernie4_5_moe import Ernie45MoE as Ernie45MoE
 from .ernie4_5_moe import Ernie45MoEConfig as Ernie45MoEConfig
@@ -53,6 +69,7 @@ from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
+from .gguf.table import add_table
 from .glm4 import GLM as GLM
 from .glm4 import GLM4 as GLM4
 from .glm4 import GLM4_FAMILY as _GLM4
@@ -74,6 +91,15 @@ from .granite import GraniteConfig as GraniteConfig
 from .granitemoe import GRANITEMOE as _GRANITEMOE
 from .granitemoe import GraniteMoE as GraniteMoE
 from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
+from .gte import GTE as _GTE
+from .gte import GTE_HEAD as _GTE_HEAD
+from .gte import GteConfig as GteConfig
+from .gte import GteModel as GteModel
+from .jina import JINA_V3 as _JINA_V3
+from .jina import JINA_V3_HEAD as _JINA_V3_HEAD
+from .jina import JINA_V3_PUBLISHED as _JINA_V3_PUBLISHED
+from .jina import JinaV3Config as JinaV3Config
+from .jina import JinaV3Model as JinaV3Model
 from .llama import LLAMA as _LLAMA
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
@@ -92,9 +118,21 @@ from .mistral import MistralConfig as MistralConfig
 from .mixtral import MIXTRAL as _MIXTRAL
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .modernbert import MODERNBERT as _MODERNBERT
+from .modernbert import MODERNBERT_HEAD as _MODERNBERT_HEAD
+from .modernbert import ModernBertConfig as ModernBertConfig
+from .modernbert import ModernBertModel as ModernBertModel
+from .mpnet import MPNET as _MPNET
+from .mpnet import MPNET_HEAD as _MPNET_HEAD
+from .mpnet import MPNetConfig as MPNetConfig
+from .mpnet import MPNetModel as MPNetModel
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
+from .nomic import NOMIC_BERT as _NOMIC_BERT
+from .nomic import NOMIC_BERT_HEAD as _NOMIC_BERT_HEAD
+from .nomic import NomicBertConfig as NomicBertConfig
+from .nomic import NomicBertModel as NomicBertModel
 from .olmo2 import OLMO2 as _OLMO2
 from .olmo2 import OLMO3 as _OLMO3
 from .olmo2 import Olmo2 as Olmo2
@@ -118,9 +156,26 @@ from .qwen import Qwen3Config as Qwen3Config
 from .qwen2_moe import QWEN2_MOE as _QWEN2_MOE
 from .qwen2_moe import Qwen2MoE as Qwen2MoE
 from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
+from .qwen3_5 import QWEN3_5 as _QWEN3_5
+from .qwen3_5 import QWEN3_5_MOE as _QWEN3_5_MOE
+from .qwen3_5 import Qwen35 as Qwen35
+from .qwen3_5 import Qwen35Config as Qwen35Config
+from .qwen3_5 import Qwen35MoE as Qwen35MoE
+from .qwen3_5 import Qwen35MoEConfig as Qwen35MoEConfig
 from .qwen3_moe import QWEN3_MOE as _QWEN3_MOE
 from .qwen3_moe import Qwen3MoE as Qwen3MoE
 from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
+from .qwen3_next import QWEN3_NEXT as _QWEN3_NEXT
+from .qwen3_next import Qwen3Next as Qwen3Next
+from .qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from .roberta import ROBERTA as _ROBERTA
+from .roberta import ROBERTA_HEAD as _ROBERTA_HEAD
+from .roberta import XLM_ROBERTA as _XLM_ROBERTA
+from .roberta import XLM_ROBERTA_HEAD as _XLM_ROBERTA_HEAD
+from .roberta import RobertaConfig as RobertaConfig
+from .roberta import RobertaModel as RobertaModel
+from .roberta import XLMRobertaConfig as XLMRobertaConfig
+from .roberta import XLMRobertaModel as XLMRobertaModel
 from .smollm3 import SMOLLM3 as _SMOLLM3
 from .smollm3 import SmolLM3 as SmolLM3
 from .smollm3 import SmolLM3Config as SmolLM3Config
@@ -133,11 +188,19 @@ FAMILIES: list[Family] = [
     *(_GLM, _GLM4, _COHERE, _COHERE2),
     *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS, _GLM4_MOE, _OLMOE, _GRANITEMOE),
     *(_LLAMA4, _MINIMAX_M2, _ERNIE4_5_MOE),
+    *(_DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE),
     *(_GEMMA, _GEMMA2, _GEMMA3),
     _GPT2,
-    _BERT,
+    *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),
+    *(_ROBERTA, _ROBERTA_HEAD, _JINA_V3_PUBLISHED, _XLM_ROBERTA, _XLM_ROBERTA_HEAD),
+    *(_JINA_V3, _JINA_V3_HEAD, _NOMIC_BERT, _NOMIC_BERT_HEAD, _GTE, _GTE_HEAD),
+    *(_MODERNBERT, _MODERNBERT_HEAD),
 ]
 """The families that maxjax can run; :func:`register` adds to them."""
+
+for _family in FAMILIES:
+    if _family.gguf is not None:
+        add_table(_family.gguf, _family.model_type, _family.architectures[0])
 
 
 def register(family: Family) -> Family:
@@ -168,6 +231,8 @@ def register(family: Family) -> Family:
                 f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
             )
     FAMILIES[:] = [*others, family]
+    if family.gguf is not None:
+        add_table(family.gguf, family.model_type, family.architectures[0])
     return family
 
 
@@ -190,14 +255,14 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         if architectures[0] in _MULTIMODAL:
             architectures = _text(config, path)["architectures"]
         for family in FAMILIES:
-            if architectures[0] in family.architectures:
+            if architectures[0] in family.architectures and family.claims(config):
                 return family
         raise _unsupported(f"the architecture {architectures[0]!r}", path)
     if model_type:
         if model_type in _TEXTS:
             model_type = _text(config, path)["model_type"]
         for family in FAMILIES:
-            if model_type == family.model_type:
+            if model_type == family.model_type and family.claims(config):
                 return family
         raise _unsupported(f"the model type {model_type!r}", path)
     raise CheckpointFormatError(

@@ -5,129 +5,47 @@ Shapes: B sequences of T tokens, H heads of width D, hidden size E.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..dtype import DType, promote
-from ..errors import UnsupportedModelError, UserInputError
-from ..graph.device import DeviceRef
+from ..dtype import DType
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
 from ..nn.attention.tapped_attention import tapped_attention
-from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
-from ..nn.norm import LayerNorm
-from .config import ModelConfig, setting
-from .decoder.config import check_activation
-from .family import Family, PretrainedModel
+from ..nn.linear import linear_rules, linears
+from .config import setting
+from .encoder.attention import Types
+from .encoder.block import EncoderEmbeddings, plus
+from .encoder.config import EncoderConfig, refuse
+from .encoder.model import Encoder, EncoderOutput, make, with_head
+from .family import Family
+
+BertOutput = EncoderOutput  # its earlier name
 
 
 @dataclass(frozen=True)
-class BertConfig(ModelConfig):
+class BertConfig(EncoderConfig):
     """The settings of a BERT, with Hugging Face's defaults for keys that old files lack."""
 
     model_type = "bert"
 
-    vocab_size: int = setting(minimum=1, held="axis")
-    hidden_size: int = setting(minimum=1, held="axis")
-    intermediate_size: int = setting(minimum=1, held="axis")
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
-    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
     max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
     type_vocab_size: int = setting(default=2, minimum=1, held="axis")
-    layer_norm_eps: float = setting(default=1e-12)
-    hidden_act: str = setting(default="gelu")
     position_embedding_type: str = setting(default="absolute")
-    is_decoder: bool = setting(default=False)
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"'hidden_size' {self.hidden_size} is not a multiple of "
-                f"'num_attention_heads' {self.num_heads}"
-            )
-        check_activation("hidden_act", self.hidden_act)
-        if self.position_embedding_type != "absolute":
-            kind = self.position_embedding_type
-            raise UnsupportedModelError(
-                f"BERT with 'position_embedding_type' {kind!r}: only 'absolute' is supported"
-            )
-        if self.is_decoder:
-            raise UnsupportedModelError("BERT as a decoder ('is_decoder') is not supported")
-
-
-@dataclass(frozen=True)
-class _Types:
-    """The dtype of weights, and the dtype in which norms and softmax are computed.
-
-    The weights of norms are stored in the wider of the two: they are small, and rounding
-    them to bfloat16 costs more accuracy than rounding all others together.
-    """
-
-    dtype: DType
-    reduce: DType
-
-    def linear(self, in_dim: int, out_dim: int) -> Linear:
-        return Linear(in_dim, out_dim, self.dtype, DeviceRef.CPU(), has_bias=True)
-
-    def norm(self, config: BertConfig) -> LayerNorm:
-        return LayerNorm(
-            config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
-            config.layer_norm_eps, compute_dtype=self.reduce,
-        )  # fmt: skip
-
-
-class BertOutput(NamedTuple):
-    """The result of a BERT.
-
-    Attributes:
-        last_hidden_state: hidden states ``[B, T, E]``.
-        pooler_output: ``[B, E]``, the first token's state after ``pooler``; None if the model has
-            no pooler.
-    """
-
-    last_hidden_state: jax.Array
-    pooler_output: jax.Array | None
-
-
-class BertEmbeddings(Module):
-    """The sum of the token, position and token-type embeddings, normalised."""
-
-    def __init__(self, config: BertConfig, types: _Types):
-        super().__init__()
-
-        def table(rows: int) -> Embedding:
-            return Embedding(rows, config.hidden_size, types.dtype, DeviceRef.CPU())
-
-        self.word_embeddings = table(config.vocab_size)
-        self.position_embeddings = table(config.max_position_embeddings)
-        self.token_type_embeddings = table(config.type_vocab_size)
-        self.LayerNorm = types.norm(config)
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the small tables of positions and token types; the token table has its own rule."""
-        replicated = ShardingStrategy.replicate(1)
-        return {f"{name}_embeddings.weight": replicated for name in ("position", "token_type")}
-
-    def __call__(self, input_ids: Any, token_type_ids: Any, position_ids: Any) -> jax.Array:
-        tokens = self.word_embeddings(input_ids)  # [B, T, E]
-        types = self.token_type_embeddings(token_type_ids)  # [B, T, E]
-        positions = self.position_embeddings(position_ids)  # [1 or B, T, E]
-        dtype = self.LayerNorm.compute_dtype.np
-        positions = jnp.broadcast_to(positions.astype(dtype), tokens.shape)
-        total = tokens.astype(dtype) + types.astype(dtype) + positions
-        return self.LayerNorm(total).astype(tokens.dtype)
+        super().__post_init__()
+        given = {"position_embedding_type": self.position_embedding_type}
+        refuse(given, {"position_embedding_type": "absolute"}, type(self).__name__[:-6])
 
 
 class BertSelfAttention(Module):
     """Self-attention: each token attends to every token that the mask allows."""
 
-    def __init__(self, config: BertConfig, types: _Types):
+    def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_heads
@@ -156,20 +74,19 @@ class BertSelfAttention(Module):
 class BertResidual(Module):
     """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded first."""
 
-    def __init__(self, in_dim: int, config: BertConfig, types: _Types):
+    def __init__(self, in_dim: int, config: EncoderConfig, types: Types):
         super().__init__()
         self.dense = types.linear(in_dim, config.hidden_size)
         self.LayerNorm = types.norm(config)
 
     def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        dtype = self.LayerNorm.compute_dtype.np
-        return self.LayerNorm(x.astype(dtype) + self.dense(y).astype(dtype)).astype(x.dtype)
+        return plus(self.LayerNorm, x, self.dense(y))
 
 
 class BertAttention(Module):
     """The first half of a layer: self-attention and its output."""
 
-    def __init__(self, config: BertConfig, types: _Types):
+    def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         self.self = BertSelfAttention(config, types)
         self.output = BertResidual(config.hidden_size, config, types)
@@ -187,7 +104,7 @@ class BertAttention(Module):
 class BertIntermediate(Module):
     """The first linear layer of the MLP, with its activation."""
 
-    def __init__(self, config: BertConfig, types: _Types):
+    def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         self.hidden_act = config.hidden_act
         self.dense = types.linear(config.hidden_size, config.intermediate_size)
@@ -199,7 +116,7 @@ class BertIntermediate(Module):
 class BertLayer(Module):
     """Attention, then an MLP, each with a residual connection and a LayerNorm after it."""
 
-    def __init__(self, config: BertConfig, types: _Types):
+    def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         self.attention = BertAttention(config, types)
         self.intermediate = BertIntermediate(config, types)
@@ -218,7 +135,7 @@ class BertLayer(Module):
 class BertEncoder(Module):
     """The layers, one after the other."""
 
-    def __init__(self, config: BertConfig, types: _Types):
+    def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         self.layer = LayerList([BertLayer(config, types) for _ in range(config.num_layers)])
 
@@ -228,18 +145,7 @@ class BertEncoder(Module):
         return x
 
 
-class BertPooler(Module):
-    """A linear layer and tanh, applied to the first token's state."""
-
-    def __init__(self, config: BertConfig, types: _Types):
-        super().__init__()
-        self.dense = types.linear(config.hidden_size, config.hidden_size)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
-
-
-class BertModel(PretrainedModel):
+class BertModel(Encoder):
     """BERT without a head.
 
     Args:
@@ -247,11 +153,12 @@ class BertModel(PretrainedModel):
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
         pooler: whether the model has a pooler.
+        head: whether the model has a classification head.
 
     Example:
         >>> config = BertConfig(100, 8, 16, num_layers=2, num_heads=2)
         >>> model = BertModel(config, "float32")
-        >>> out = jax.eval_shape(lambda m, x: m(x), model, jnp.zeros((3, 5), jnp.int32))
+        >>> out = jax.eval_shape(lambda m, x: m(x), model, jax.numpy.zeros((3, 5), int))
         >>> out.last_hidden_state.shape, out.pooler_output.shape
         ((3, 5, 8), (3, 8))
     """
@@ -263,75 +170,36 @@ class BertModel(PretrainedModel):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = True,
+        head: bool = False,
     ):
-        super().__init__()
-        types = _Types(DType.of(dtype), DType.of(reduce_dtype))
-        self.config = config
-        self.reduce_dtype = types.reduce
-        self.embeddings = BertEmbeddings(config, types)
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler, head=head)
+
+    def make(self, config: BertConfig, types: Types) -> None:
+        """Makes embeddings and layers."""
+        self.embeddings = EncoderEmbeddings(
+            config, types, positions=config.max_position_embeddings,
+            token_types=config.type_vocab_size,
+        )  # fmt: skip
         self.encoder = BertEncoder(config, types)
-        self.pooler = BertPooler(config, types) if pooler else None
 
-    @property
-    def max_length(self) -> int:
-        """The maximum number of tokens in a sequence."""
-        return self.config.max_position_embeddings
-
-    def __call__(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        token_type_ids: Any = None,
-        position_ids: Any = None,
-    ) -> BertOutput:
-        """Token ids ``[B, T]`` → hidden states.
-
-        Args:
-            input_ids: token ids ``[B, T]``.
-            attention_mask: ``[B, T]``, nonzero for real tokens (by default all are real);
-                or ``[B, T, T]``, nonzero where a query (axis 1) may attend to a key (axis 2).
-            token_type_ids: token types ``[B, T]``; zeros by default.
-            position_ids: positions ``[B, T]`` or ``[1, T]``; 0, 1, 2, … by default.
-
-        Raises:
-            UserInputError: there are more tokens than the model has positions, or ``input_ids`` is
-                not ``[B, T]``.
-        """
-        input_ids = jnp.asarray(input_ids)
-        if input_ids.ndim != 2:
-            raise UserInputError(f"input_ids must be [B, T], not of shape {input_ids.shape}")
-        length = input_ids.shape[1]
-        if position_ids is None:
-            if length > self.max_length:
-                raise UserInputError(
-                    f"the sequence has {length} tokens and the model takes {self.max_length}"
-                )
-            position_ids = jnp.arange(length, dtype=jnp.int32)[None, :]
-        if token_type_ids is None:
-            token_type_ids = jnp.zeros_like(input_ids)
-        mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
-        x = self.embeddings(input_ids, token_type_ids, position_ids)
-        x = self.encoder(x, mask)
-        return BertOutput(x, None if self.pooler is None else self.pooler(x))
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        return self.encoder(self.embeddings(input_ids, types, positions), mask)
 
 
-def _make(
-    config: BertConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
-) -> BertModel:
-    return BertModel(
-        config, dtype, reduce_dtype=reduce_dtype, pooler="pooler.dense.weight" in names
-    )
+class BertForSequenceClassification(BertModel):
+    """A BERT with a classification head: a reranker, for example."""
 
 
 BERT = Family(
     model_type=BertConfig.model_type,
     architectures=(
         "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
-        "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",
+        "BertForMultipleChoice", "BertForTokenClassification",
         "BertForQuestionAnswering",
     ),
     config=BertConfig,
-    make=_make,
+    make=make(BertModel),
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     # Buffers of positions and token types, and the heads on top of the encoder.
@@ -341,3 +209,6 @@ BERT = Family(
     ),
 )  # fmt: skip
 BertModel.family = BERT
+BERT_HEAD = BertForSequenceClassification.family = with_head(
+    BERT, BertForSequenceClassification, "BertForSequenceClassification"
+)

@@ -24,6 +24,7 @@ from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
 from .gguf import hf_tensors
+from .gguf.table import GGUFTable
 
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
@@ -52,8 +53,11 @@ class Family:
         ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
+        gguf: the family's GGUF files; None: there are none.
         bare: prefix that checkpoints of the model without its head leave out of tensor names, and
             how their names begin then.
+        only: settings that a ``config.json`` of this family has; without them, files of these names
+            are another family's.
     """
 
     model_type: str
@@ -65,6 +69,13 @@ class Family:
     ignored: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     bare: tuple[str, tuple[str, ...]] = ("", ())
+    only: tuple[tuple[str, Any], ...] = ()
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
+        return all(config.get(key) == value for key, value in self.only)
+
+    gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:
         """The model's name of a checkpoint tensor, or None if the tensor is ignored."""

@@ -16,11 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ..errors import CheckpointFormatError, UnsupportedModelError
+from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError
 from .config import setting
+from .decoder.attention import Cached, DecoderAttention, Step
+from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, rope_of
+from .encoder.attention import both_ways
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
@@ -42,6 +45,7 @@ class GemmaConfig(DecoderConfig):
     model_type = "gemma"
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
+    may_see_both_ways: ClassVar[bool] = False
 
     head_dim: int | None = setting(default=256, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=8192, minimum=1)
@@ -56,7 +60,7 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """A Gemma 1 has no sliding window, and its MLP no biases."""
-        if raw.get("use_bidirectional_attention"):
+        if raw.get("use_bidirectional_attention") and not cls.may_see_both_ways:
             raise UnsupportedModelError(
                 "'use_bidirectional_attention': only causal attention is supported"
             )
@@ -136,6 +140,8 @@ class Gemma3Config(Gemma2Config):
         sliding_window_pattern: n, where every n-th layer sees all tokens, unless ``layer_types``
             lists the layers.
         local_rope: RoPE of the layers with the sliding window.
+        use_bidirectional_attention: whether tokens see those after them too, as in EmbeddingGemma
+            (arXiv:2509.20354); half of the sliding window is then on each side.
     """
 
     model_type = "gemma3_text"
@@ -146,8 +152,11 @@ class Gemma3Config(Gemma2Config):
         "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
     }  # fmt: skip
 
+    may_see_both_ways: ClassVar[bool] = True
+
     max_position_embeddings: int = setting(default=131_072, minimum=1)
     sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
+    use_bidirectional_attention: bool = setting(default=False)
     # transformers has a setting for it too, but never uses it.
     attn_soft_cap: float | None = own(None)
     logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
@@ -206,6 +215,39 @@ class Gemma2(Decoder):
     """
 
 
+class BothWays(DecoderAttention):
+    """Attention to the tokens before and after each one, for embeddings: there is no cache."""
+
+    def __call__(self, x: Any, step: Step, cached: Cached, layer: Any) -> tuple[Any, Cached]:
+        """:meth:`DecoderAttention.__call__` without a cache.
+
+        Raises:
+            UserInputError: there is a cache.
+        """
+        if cached:
+            raise UserInputError(
+                "a model with 'use_bidirectional_attention' embeds texts (maxjax.embed): it writes none"
+            )
+        q, k, v = self.project(x)
+        q, k = self._rotated(step, q, k)
+        window = None if self.sliding_window is None else self.sliding_window // 2
+        y = both_ways(
+            q, k, v, step.real(x.shape[1]), window,
+            scale=self.scale, soft_cap=self.soft_cap, softmax_dtype=self.softmax_dtype,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*x.shape[:-1], -1)).astype(x.dtype), cached
+
+
+class Gemma3Layer(DecoderLayer):
+    """A layer whose attention sees both ways if the configuration says so."""
+
+    @staticmethod
+    def attention_class(config: Any, slides: bool, dtype: Any) -> DecoderAttention:  # type: ignore[override]
+        """The attention of a layer."""
+        kind = BothWays if config.use_bidirectional_attention else DecoderAttention
+        return kind(config, slides, dtype)
+
+
 class Gemma3(Decoder):
     """The text model of a Gemma 3. The vision part of multimodal checkpoints is ignored.
 
@@ -214,6 +256,8 @@ class Gemma3(Decoder):
         >>> "".join("LG"[not slides] for slides in config.slides)
         'LLLLLGL'
     """
+
+    layer_class: ClassVar[Any] = Gemma3Layer
 
 
 GEMMA = Gemma.family = DecoderFamily(

@@ -22,6 +22,7 @@ from .decoder.mlp import FusedMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
 from .decoder.rope import Rope, read_rope
+from .gguf.table import GATE_UP, GGUFTable
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,21 @@ GLM_FAMILY = GLM.family = DecoderFamily(
     architectures=("GlmForCausalLM", "GlmModel"),
     config=GLMConfig,
     make=make(GLM),
+    gguf=GGUFTable("chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True),
 )
 GLM4_FAMILY = GLM4.family = DecoderFamily(
     model_type=GLM4Config.model_type,
     architectures=("Glm4ForCausalLM", "Glm4Model"),
     config=GLM4Config,
     make=make(GLM4),
+    gguf=GGUFTable(
+        "glm4",
+        {
+            **GATE_UP,
+            ".post_attention_norm": "post_self_attn_layernorm",
+            ".post_ffw_norm": "post_mlp_layernorm",
+        },
+        fixed={"hidden_act": "silu"},
+        is_partial=True,
+    ),
 )

@@ -65,8 +65,8 @@ class Ministral3Config(MistralConfig):
         name, given = rope_settings(raw)
         beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)
         if beta is not None:
-            numbers = all(type(n) in (int, float) for n in (beta, length))
-            if not numbers or beta < 0 or not 0 < length < float("inf"):
+            good = isinstance(beta, (int, float)) and beta >= 0
+            if not (good and isinstance(length, (int, float)) and 0 < length < float("inf")):
                 raise ValueError(
                     f"'llama_4_scaling_beta' in '{name}' needs two numbers, itself and '{_LENGTH}'"
                 )

@@ -48,6 +48,9 @@ _MISTRAL = Text("mistral", "MistralForCausalLM", {"sliding_window": None})
 _MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
 _QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
 _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
+_QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
+_QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
+_DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
 _GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
 _LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
 
@@ -58,6 +61,9 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen2_vl": {None: _QWEN2},
     "qwen2_5_vl": {None: _QWEN2},
     "qwen3_vl": {None: _QWEN3},
+    "qwen3_5": {None: _QWEN35},
+    "qwen3_5_moe": {None: _QWEN35_MOE},
+    "kimi_k25": {None: _DEEPSEEK_V3},
     "gemma3": {None: _GEMMA3},
     "llama4": {None: _LLAMA4},
 }
@@ -67,6 +73,10 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Llama4ForConditionalGeneration": "llama4",
 }

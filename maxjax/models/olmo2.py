@@ -16,6 +16,8 @@ from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind
+from .gguf.metadata import Settings, unsupported
+from .gguf.table import GGUFTable
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Olmo3Config(Olmo2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of layers that see all tokens and that of sliding layers."""
-        kinds = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
+        kinds: dict[str, float] = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
         found = ropes_by_kind(raw, context, kinds)
         return {"rope": found["full_attention"], "local_rope": found["sliding_attention"]}
 
@@ -75,11 +77,44 @@ class Olmo3(Olmo2):
     """An OLMo 3 language model."""
 
 
+def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A file with a sliding window holds an OLMo 3."""
+    if not config.get("sliding_window"):
+        return {}
+    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
+
+
+def _write(config: Olmo2Config) -> dict[str, Any]:
+    """llama.cpp rotates sliding layers by the same base as the others, without scaling."""
+    near = config.local_rope
+    if near is not None and near != Rope(config.rope.theta):
+        raise unsupported("rope settings of sliding layers alone in a GGUF file", None)
+    return {}
+
+
+_GGUF = GGUFTable(
+    "olmo2",
+    {
+        ".attn_norm": None,
+        ".ffn_norm": None,
+        ".attn_q_norm": "self_attn.q_norm",
+        ".attn_k_norm": "self_attn.k_norm",
+        ".post_attention_norm": "post_attention_layernorm",
+        ".post_ffw_norm": "post_feedforward_layernorm",
+    },
+    fixed={"hidden_act": "silu"},
+    read=_read,
+    write=_write,
+    biases=(),
+    period=4,
+    model_types=("olmo3",),
+)
 OLMO2 = Olmo2.family = DecoderFamily(
     model_type=Olmo2Config.model_type,
     architectures=("Olmo2ForCausalLM", "Olmo2Model"),
     config=Olmo2Config,
     make=make(Olmo2),
+    gguf=_GGUF,
 )
 OLMO3 = Olmo3.family = DecoderFamily(
     model_type=Olmo3Config.model_type,

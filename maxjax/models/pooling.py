@@ -1,32 +1,83 @@
 """Pooling: the hidden states of a text's tokens → one embedding for the text.
 
-The settings are read from the files that sentence-transformers puts beside a model (``modules.json``
-and the files it names), or from a GGUF file's metadata.
+The settings come from the files of sentence-transformers (``sentence_files``), or from a GGUF file's metadata.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..errors import (
-    CheckpointFormatError,
-    CheckpointLimitError,
-    CheckpointUnsafeError,
-    UserInputError,
-)
-from ..storage.strict_json import load_json
-from .config import ModelConfig, read_object, setting
+from ..errors import UserInputError
+from ..nn.activation import ACTIVATIONS
 from .gguf import pooling
 
-# Published models have three or four modules; for each, a directory is read.
-_MOST_MODULES = 100
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer and an activation function that are applied to a pooled embedding.
+
+    The values are bytes, so that a Dense is a constant of the model and compares by content.
+
+    Attributes:
+        in_features, out_features: lengths of the embedding before and after.
+        activation: name in ``maxjax.nn.activation.ACTIVATIONS``; "linear" for none.
+        weight, bias: float32 values ``[out_features, in_features]`` and ``[out_features]``; no bias is b"".
+
+    Example:
+        >>> Dense.of(np.ones((2, 3), np.float32), None).matrix.shape
+        (2, 3)
+    """
+
+    in_features: int
+    out_features: int
+    activation: str = "linear"
+    weight: bytes = field(default=b"", repr=False)
+    bias: bytes = field(default=b"", repr=False)
+    checksum: int = 0
+
+    @classmethod
+    def of(cls, weight: np.ndarray, bias: np.ndarray | None, activation: str = "linear") -> Dense:
+        """The Dense of arrays."""
+        values = np.ascontiguousarray(weight, np.float32).tobytes()
+        added = b"" if bias is None else np.ascontiguousarray(bias, np.float32).tobytes()
+        out_features, in_features = weight.shape
+        sum_ = zlib.crc32(added, zlib.crc32(values))
+        return cls(in_features, out_features, activation, values, added, sum_)
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The weight as an array."""
+        return np.frombuffer(self.weight, np.float32).reshape(self.out_features, self.in_features)
+
+    @property
+    def vector(self) -> np.ndarray | None:
+        """The bias as an array, or None."""
+        return np.frombuffer(self.bias, np.float32) if self.bias else None
+
+
+def densified(pooled: jax.Array, dense: Any, activations: tuple[str, ...]) -> jax.Array:
+    """Embeddings ``[B, E]`` after the layers of several Dense.
+
+    Args:
+        pooled: the embeddings.
+        dense: matrix and vector of each Dense.
+        activations: name of each one's activation function.
+    """
+    for (matrix, vector), activation in zip(dense, activations, strict=True):
+        pooled = jnp.einsum("be,oe->bo", pooled, matrix.astype(pooled.dtype))
+        if vector is not None:
+            pooled = pooled + vector.astype(pooled.dtype)[None]
+        if activation != "linear":
+            pooled = ACTIVATIONS[activation](pooled)
+    return pooled
 
 
 @dataclass(frozen=True)
@@ -43,6 +94,8 @@ class Pooling:
         prompts: (name, text) of each prompt that may be put before a text.
         prompt: name of the default prompt, or None.
         include_prompt: whether the prompt's tokens are pooled with those of the text.
+        dense: layers that are applied to the pooled states, before ``normalize``.
+        similarity: how embeddings are compared: a name in :data:`SIMILARITIES`.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -53,6 +106,8 @@ class Pooling:
     prompts: tuple[tuple[str, str], ...] = ()
     prompt: str | None = None
     include_prompt: bool = True
+    dense: tuple[Dense, ...] = ()
+    similarity: str = "cosine"
 
     def before(self, name: str | None) -> str:
         """The text of the prompt of this name, or of the default prompt; "" without one.
@@ -132,15 +187,6 @@ POOLINGS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
 }
-# The keys of these modes in a Pooling module's configuration.
-_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 
 
 def pool(
@@ -173,135 +219,56 @@ def pool(
     first = jnp.zeros(mask.shape[0], jnp.int32) if starts is None else jnp.asarray(starts)
     pooled = [POOLINGS[mode](states, mask, first.astype(jnp.int32)[:, None]) for mode in modes]
     pooled = jnp.concatenate(pooled, axis=-1)
-    if normalize:
-        length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
-        pooled = pooled / _above(length, 1e-12)
-    return pooled
+    return normalized(pooled) if normalize else pooled
 
 
-# --- the files of sentence-transformers -----------------------------------------------------
+def normalized(pooled: jax.Array) -> jax.Array:
+    """Embeddings ``[..., E]``, scaled to length 1."""
+    length = jnp.sqrt(jnp.sum(jnp.square(pooled), axis=-1, keepdims=True))
+    return pooled / _above(length, 1e-12)
 
 
-@dataclass(frozen=True)
-class _Module(ModelConfig):
-    """An entry of ``modules.json``."""
-
-    path: str
-    type: str
-
-    @property
-    def kind(self) -> str:
-        return self.type.rpartition(".")[2]
+def _unit(a: np.ndarray) -> np.ndarray:
+    return a / np.maximum(np.linalg.norm(a, axis=-1, keepdims=True), 1e-12)
 
 
-@dataclass(frozen=True)
-class _SentenceConfig(ModelConfig):
-    """``sentence_bert_config.json``."""
-
-    max_seq_length: int | None = setting(default=None, minimum=1)
-    do_lower_case: bool = setting(default=False)
-
-
-@dataclass(frozen=True)
-class _PoolingConfig(ModelConfig):
-    """The settings of ``1_Pooling/config.json`` that apply to all modes."""
-
-    include_prompt: bool = setting(default=True)
+SIMILARITIES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "cosine": lambda a, b: _unit(a) @ _unit(b).T,
+    "dot": lambda a, b: a @ b.T,
+    "euclidean": lambda a, b: -np.sqrt(np.square(a[:, None] - b[None]).sum(-1)),
+    "manhattan": lambda a, b: -np.abs(a[:, None] - b[None]).sum(-1),
+}
+"""Names of ``similarity_fn_name`` → functions of embeddings ``[n, E]`` and ``[m, E]``, to ``[n, m]``."""
 
 
-def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:
-    """Reads ``modules.json`` and the files it names.
+def similarity(a: Any, b: Any, pooling: Pooling | str | None = None) -> np.ndarray:
+    """The similarity of each of some embeddings to each of others, as the model's files say.
+
+    Args:
+        a, b: embeddings ``[n, E]`` and ``[m, E]``.
+        pooling: ``model.pooling``, or a name in :data:`SIMILARITIES`; None is "cosine".
 
     Returns:
-        The Pooling, and the directory of the transformer; None and ``directory`` if there is no
-        ``modules.json``.
+        float32 ``[n, m]``; a larger number is nearer.
 
     Raises:
-        CheckpointFormatError: a file is broken, or names a file that does not exist.
-        CheckpointUnsafeError: a path in ``modules.json`` leads out of the directory.
-    """
-    root = Path(directory)
-    file = root / "modules.json"
-    if not file.exists():
-        return None, root
-    transformer, pooling, normalize, unsupported, with_prompt = root, None, False, None, True
-    for module in _modules(file):
-        place = _inside(root, module.path, file)
-        if module.kind == "Transformer":
-            transformer = place
-        elif module.kind == "Pooling":
-            place = _settings(place)
-            pooling = _modes(place)
-            with_prompt = _PoolingConfig.from_dict(read_object(place), path=place).include_prompt
-        elif module.kind == "Normalize":
-            normalize = True
-        elif module.kind != "Dropout":  # which does nothing at inference
-            unsupported = unsupported or f"the module {module.kind}"
-    settings = _sentence_config(transformer)
-    if pooling is None:
-        unsupported = unsupported or "a model without a Pooling module"
-    elif isinstance(pooling, str):
-        unsupported, pooling = unsupported or pooling, None
-    found = Pooling(
-        pooling or ("mean",),
-        normalize,
-        settings.max_seq_length,
-        settings.do_lower_case,
-        unsupported,
-        *_prompts(root / "config_sentence_transformers.json"),
-        with_prompt,
-    )
-    return found, transformer
-
-
-def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """The (name, text) of a model's prompts, and the name of the default one."""
-    settings = read_object(file) if file.exists() else {}
-    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
-    prompts = {} if prompts is None else prompts
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointFormatError("'prompts' is not an object of strings", path=file)
-    if name is not None and (not isinstance(name, str) or name not in prompts):
-        raise CheckpointFormatError(
-            "'default_prompt_name' is not the name of a prompt", path=file,
-            expected=", ".join(prompts) or "none", found=str(name)[:60],
-        )  # fmt: skip
-    return tuple(prompts.items()), name
-
-
-def _settings(place: Path) -> Path:
-    """The path of a module's configuration: in its directory, or in a JSON file of the same name.
-
-    The latter is used in Orbax steps, where every directory is taken for a tree of arrays.
-    """
-    flat = place.with_name(f"{place.name}.json")
-    is_flat = os.path.isfile(flat) and not os.path.isdir(place)
-    return flat if is_flat else place / "config.json"
-
-
-def pooling_files(pooling: Pooling) -> dict[str, Any]:
-    """The files that :func:`read_pooling` reads as ``pooling``: name → content as JSON values.
+        UserInputError: the name is unknown, or the shapes do not fit.
 
     Example:
-        >>> sorted(pooling_files(Pooling(normalize=True)))
-        ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
+        >>> similarity([[1.0, 0.0]], [[2.0, 0.0], [0.0, 1.0]]).tolist()
+        [[1.0, 0.0]]
     """
-    if pooling.unsupported is not None:
-        return {}
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds[: 3 if pooling.normalize else 2])
-    ]
-    modes = {key: mode in pooling.modes for key, mode in _KEYS.items()}
-    modes["include_prompt"] = pooling.include_prompt
-    prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
-    sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
-    return {
-        "modules.json": modules,
-        "1_Pooling/config.json": modes,
-        "sentence_bert_config.json": sentence,
-    } | ({"config_sentence_transformers.json": prompts} if pooling.prompts else {})
+    name = (
+        pooling if isinstance(pooling, str) else "cosine" if pooling is None else pooling.similarity
+    )
+    if name not in SIMILARITIES:
+        raise UserInputError(
+            f"the similarity {name[:60]!r} is not one of {', '.join(map(repr, SIMILARITIES))}"
+        )
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise UserInputError(f"embeddings are [n, E] and [m, E], not {a.shape} and {b.shape}")
+    return SIMILARITIES[name](a, b)
 
 
 # llama.cpp's pooling types, and their names here.
@@ -330,56 +297,3 @@ def gguf_mode(pooling: Pooling) -> str | None:
     """llama.cpp's name of the pooling type; None if it has no such type."""
     names = {mode: name for name, mode in _GGUF_MODES.items()}
     return names.get(pooling.modes[0]) if len(pooling.modes) == 1 else None
-
-
-def _modules(file: Path) -> list[_Module]:
-    entries = load_json(file)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise CheckpointFormatError("not a list of modules", path=file)
-    if len(entries) > _MOST_MODULES:
-        raise CheckpointLimitError(
-            "there are too many modules", path=file, expected=f"at most {_MOST_MODULES}",
-            found=len(entries),
-        )  # fmt: skip
-    return [_Module.from_dict(entry, path=file) for entry in entries]
-
-
-def _inside(root: Path, path: str, file: Path) -> Path:
-    parts = PurePosixPath(path).parts
-    if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
-        raise CheckpointUnsafeError(
-            "the path of a module leads out of the directory", path=file, found=path
-        )
-    return root.joinpath(*parts)
-
-
-def _modes(file: Path) -> tuple[str, ...] | str:
-    """The modes of a Pooling module, or a text that names a mode that maxjax does not have."""
-    settings = read_object(file)
-    named = settings.get("pooling_mode")
-    if named is not None:  # newer files: a name, or several
-        names = [named] if isinstance(named, str) else named
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointFormatError("'pooling_mode' is not a name", path=file)
-    else:
-        names = []
-        for key, value in settings.items():
-            if key.startswith("pooling_mode_"):
-                if not isinstance(value, bool):
-                    raise CheckpointFormatError(f"'{key}' is not true or false", path=file)
-                if value:
-                    names.append(_KEYS.get(key, key))
-    unknown = [name for name in names if name not in POOLINGS]
-    if unknown:
-        return f"the pooling {unknown[0][:80]!r}"
-    if not names:
-        raise CheckpointFormatError("no pooling mode is set", path=file)
-    return tuple(mode for mode in POOLINGS if mode in names)
-
-
-def _sentence_config(directory: Path) -> _SentenceConfig:
-    for name in ("sentence_bert_config.json", "sentence_roberta_config.json"):
-        file = directory / name
-        if file.exists():
-            return _SentenceConfig.from_dict(read_object(file), path=file)
-    return _SentenceConfig()

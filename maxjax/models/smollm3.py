@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig, rotates_of, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.metadata import unsupported
+from .gguf.table import PERMUTED, GGUFTable
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,23 @@ class SmolLM3(Decoder):
     """
 
 
+def _write(config: SmolLM3Config) -> dict[str, Any]:
+    """llama.cpp knows one pattern of layers without RoPE."""
+    if config.rotates != tuple(bool((i + 1) % 4) for i in range(config.num_layers)):
+        raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file", None)
+    return {}
+
+
 SMOLLM3 = SmolLM3.family = DecoderFamily(
     model_type=SmolLM3Config.model_type,
     architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
     config=SmolLM3Config,
     make=make(SmolLM3),
+    gguf=GGUFTable(
+        "smollm3",
+        PERMUTED,
+        fixed={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
+        write=_write,
+        biases=(),
+    ),
 )

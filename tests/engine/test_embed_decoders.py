@@ -11,7 +11,8 @@ import maxjax
 from maxjax.checkpoint import convert
 from maxjax.engine.embed import embed
 from maxjax.errors import CheckpointFormatError, UserInputError
-from maxjax.models.pooling import Pooling, pooling_files, read_pooling
+from maxjax.models.pooling import Pooling
+from maxjax.models.sentence_files import pooling_files, read_pooling
 from tests.models.decoders import drawn, ids_of, one_character_each, oracle
 from tests.oracles.models import OracleModel, ask_of, opened
 from tests.oracles.recorded import torch

@@ -350,7 +350,7 @@ def test_a_file_cannot_say_what_only_a_family_knows():
 @pytest.mark.parametrize(
     ("settings", "error", "name"),
     [
-        ({"use_bidirectional_attention": True}, UnsupportedModelError, "bidirectional"),
+        ({"use_bidirectional_attention": "vision"}, CheckpointFormatError, "bidirectional"),
         ({"layer_types": ["chunked_attention"] * 7}, UnsupportedModelError, "chunked_attention"),
         ({"layer_types": ["full_attention"]}, CheckpointFormatError, "layer_types"),
         ({"sliding_window": None}, CheckpointFormatError, "sliding_window"),

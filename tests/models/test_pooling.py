@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
-from maxjax.models.pooling import POOLINGS, Pooling, pool, read_pooling
+from maxjax.models.pooling import POOLINGS, Pooling, pool
+from maxjax.models.sentence_files import read_pooling
 
 LENGTHS = [1, 4, 7, 3]
 
@@ -144,7 +145,8 @@ def test_a_transformer_in_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "kinds, pooling, named",
     [
-        (("Transformer", "Pooling", "Dense"), None, "Dense"),
+        (("Transformer", "Dense", "Pooling"), None, "Dense"),
+        (("Transformer", "Pooling", "LayerNorm"), None, "LayerNorm"),
         (("Transformer", "WeightedLayerPooling", "Pooling"), None, "WeightedLayerPooling"),
         (("Transformer",), None, "without a Pooling"),
         (("Transformer", "Pooling"), {"pooling_mode_magic": True}, "pooling_mode_magic"),

@@ -19,15 +19,14 @@ from ...models.family import Family
 from ...models.family import tensors as model_tensors
 from ...models.gguf import config_of
 from ...models.gguf.tokenizer.read import HF_JSON
-from ...models.pooling import gguf_pooling, pooling_files
+from ...models.pooling import gguf_pooling
 from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.files import file_range, open_regular
 from ...storage.safetensors.reader import ENCODINGS
 from ...storage.save.beside import settled
 from ...text.tokenizer.tokenizer import gguf_tokenizer
-from ..file_set import json_bytes
-from ..pretrained import METADATA
+from ..pretrained import METADATA, sentence_files
 
 _LOG = logging.getLogger("maxjax")
 # Suffixes of files beside the weights that belong to the model; code is not copied.
@@ -120,14 +119,27 @@ def _beside(folder: Path) -> dict[str, Path]:
         if path.is_dir() and path.name.endswith(_FOLDERS):
             inside = sorted(p for p in path.iterdir() if p.name.endswith(_IN_FOLDERS))
             found.update({f"{path.name}/{p.name}": p for p in inside if p.is_file()})
-        elif path.name.endswith(_BESIDE) and not path.name.endswith(_NOT_BESIDE) and path.is_file():
+        elif _is_beside(path) and path.is_file():
             found[_deep_name(path)] = path
     return found
 
 
+def _is_beside(path: Path) -> bool:
+    """Whether a file belongs to the model, by its name."""
+    if path.stem.endswith(_FOLDERS) and path.suffix in _IN_FOLDERS:
+        return True
+    return path.name.endswith(_BESIDE) and not path.name.endswith(_NOT_BESIDE)
+
+
 def _deep_name(path: Path) -> str:
     """The inverse of ``flat_name``: the path of a module's file that an orbax step holds flat."""
-    return f"{path.stem}/config.json" if path.stem.endswith(_FOLDERS) else path.name
+    names = {
+        ".json": "config.json",
+        ".safetensors": "model.safetensors",
+        ".bin": "pytorch_model.bin",
+    }
+    inside = names.get(path.suffix) if path.stem.endswith(_FOLDERS) else None
+    return f"{path.stem}/{inside}" if inside else path.name
 
 
 def content(path: Path) -> Iterator[memoryview]:
@@ -148,8 +160,7 @@ def as_hugging_face(found: Opened) -> None:
     found.config = with_blocks(found.config, found.tensors)
     pooling = gguf_pooling(weights.metadata, path=weights._path)
     if pooling is not None:
-        files = pooling_files(pooling)
-        found.made.update((name, json_bytes(content)) for name, content in files.items())
+        found.made |= sentence_files(pooling)
     try:
         tokenizer = gguf_tokenizer(weights.metadata, path=weights._path)
     except UnsupportedModelError as error:

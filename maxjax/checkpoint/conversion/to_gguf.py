@@ -27,7 +27,8 @@ from ...models.gguf import (
 from ...models.gguf.config.families import read_config
 from ...models.gguf.tensors.types import Traits
 from ...models.gguf.write_metadata import file_type
-from ...models.pooling import Pooling, gguf_mode, read_pooling
+from ...models.pooling import Pooling, gguf_mode
+from ...models.sentence_files import read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
 from ...storage.entry import TensorEntry
 from ...storage.gguf.header import typed_metadata

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,8 @@ class DecoderAttention(Module):
     _mx_carries = True
     chunked: bool = False
     sinks: Any = None
+    # Whether decode steps are those of ``kernels.decode_attention``, or prefills of one token.
+    uses_decode_kernel: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -222,6 +224,10 @@ class DecoderAttention(Module):
         """The name of the group of the cache that has this layer's keys and values."""
         return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
+    def _has_kernel(self, rotating: bool) -> bool:
+        """Whether ``kernels.decode_attention`` computes a decode step."""
+        return self.uses_decode_kernel and (rotating or not self.chunked)
+
     def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE."""
         angles = step.rotations.get(self.rope)
@@ -242,7 +248,7 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
-            if q.ndim == 3 and (is_tapped("weights") or (self.chunked and not rotating)):
+            if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
                 # As a prefill of one token, which computes by the definition; of a chunk that is not
                 # at the start of the slots, only that can leave out the tokens before.
                 q, k, v = (a[:, None] for a in (q, k, v))
@@ -280,7 +286,7 @@ class DecoderAttention(Module):
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        if layout.slots == 1 and q.ndim == 3 and (rotating or not self.chunked):
+        if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
             y, slots = self._decode(q, k, v, step, slots, layer, rotating)
             return part.results(y, None), slots
         is_step = q.ndim == 3
@@ -358,8 +364,8 @@ class DecoderAttention(Module):
         key_positions = slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
         y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
-        after = slot_positions(ends(step, length), size, part)
-        source = jnp.where(after == NO_KEY, -1, after - starts)
+        last = slot_positions(ends(step, length), size, part)
+        source = jnp.where(last == NO_KEY, -1, last - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(

@@ -38,12 +38,22 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()
-        self.self_attn = self.attention_class(config, config.slides[number], dtype)
-        if not config.rotates[number]:
-            self.self_attn.rope = "none"
+        self.make_mixer(config, number, dtype)
         self.mlp = self.make_mlp(config, number, dtype)
         self.residual_scale = config.residual_scale
         self.make_norms(config, dtype)
+
+    def make_mixer(self, config: DecoderConfig, number: int, dtype: DType) -> None:
+        """Makes the attention, or what the layer has in its place, that :meth:`mixed` uses."""
+        self.self_attn = self.attention_class(config, config.slides[number], dtype)
+        if config.rotates and not config.rotates[number]:
+            self.self_attn.rope = "none"
+
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """What the tokens get from those before, and the cache with them."""
+        return self.self_attn(x, step, cached, layer)
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
         """The layer's MLP, which maps ``[..., E]`` to the same shape."""
@@ -71,7 +81,7 @@ class DecoderLayer(Module):
     ) -> tuple[jax.Array, Cached]:
         """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
         x, cached = carry
-        y, cached = self.self_attn(self.input_layernorm(x), step, cached, layer)
+        y, cached = self.mixed(self.input_layernorm(x), step, cached, layer)
         if not self.post_norms:
             x = self.added(x, y)
             return self.added(x, self.mlp(self.post_attention_layernorm(x))), cached

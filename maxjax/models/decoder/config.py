@@ -48,7 +48,7 @@ class DecoderConfig(ModelConfig):
             ``cap · tanh(x / cap)``.
         sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
         slides: whether each layer has a sliding window; by default all do if there is a window.
-        rotates: whether each layer has RoPE; by default all do.
+        rotates: whether each layer has RoPE; empty if all do.
         rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
         query_scaling: factor of the queries that grows with their position.
     """
@@ -97,7 +97,7 @@ class DecoderConfig(ModelConfig):
             "num_kv_heads": self.num_kv_heads or self.num_heads,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
-            "rotates": tuple(self.rotates) or (True,) * self.num_layers,
+            "rotates": () if all(self.rotates) else tuple(self.rotates),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -114,7 +114,7 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
             )
-        if len(self.rotates) != self.num_layers:
+        if self.rotates and len(self.rotates) != self.num_layers:
             raise ValueError(
                 f"{len(self.rotates)} entries say which of {self.num_layers} layers have RoPE "
                 "('no_rope_layers')"

@@ -1,6 +1,6 @@
-"""``Step``: what every layer of a decoder needs to know about the tokens of one call, and where they lie.
+"""What every layer of a decoder needs to know about the tokens of one call, and the slots they are in.
 
-Shapes: L layers, B sequences, T tokens, H query heads, S slots of the cache, head width D.
+Shapes: L layers, B sequences, T tokens, S slots of the cache, head width D.
 """
 
 from __future__ import annotations

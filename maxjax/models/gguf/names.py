@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,10 +53,15 @@ Table = Mapping[str, Sequence[Rule]]
 _ONE_ADDED = Plus(-1.0)
 
 
-def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Table:
+Names = Mapping[str, str | Rule | Sequence[Rule] | None]
+
+
+def _table(layer: str, rules: Names) -> Table:
     """A Table with ``blk.*`` and ``layer`` put before each name that begins with a dot."""
     found = {}
     for key, value in rules.items():
+        if value is None:
+            continue
         several = [Rule(value)] if isinstance(value, str) else value
         several = [several] if isinstance(several, Rule) else several
         if key.startswith("."):
@@ -66,8 +71,16 @@ def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Tabl
     return found
 
 
-def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | None = None) -> Table:
-    """The names that all Llama-like decoders share, with those of one of them."""
+def decoder_table(
+    rules: Names, norm: Layout | None = None, layer: str = "model.layers.*."
+) -> Table:
+    """The names that all Llama-like decoders share, with those of one of them.
+
+    Args:
+        rules: names to add; None takes a name away.
+        norm: change of the values of norms.
+        layer: beginning of Hugging Face's names of a layer's tensors.
+    """
     norm = Same() if norm is None else norm
     shared = {
         "token_embd": "model.embed_tokens",
@@ -83,7 +96,10 @@ def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | No
         ".ffn_up": "mlp.up_proj",
         ".ffn_down": "mlp.down_proj",
     }
-    return _table("model.layers.*.", {**shared, **rules})
+    return _table(layer, {**shared, **rules})
+
+
+_decoder = decoder_table
 
 
 def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str, Any]:
@@ -110,7 +126,7 @@ _GEMMA2_NORMS = {
     ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_ADDED),
 }
 
-ARCHITECTURES: Mapping[str, Table] = {
+ARCHITECTURES: MutableMapping[str, Table] = {
     # Llama 1 to 3, Mistral, Mixtral. Only here are queries and keys permuted.
     "llama": _decoder(
         {

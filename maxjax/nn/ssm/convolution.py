@@ -10,6 +10,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placement.specs import Split
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.weight.weight import Weight
+from ..layer import Module
+
+
+class CausalConv(Module):
+    """A causal convolution of each channel, whose weight ``[C, 1, K]`` has PyTorch's shape.
+
+    Args:
+        channels, taps: C and K.
+        dtype: dtype of the weights.
+        has_bias: whether there is a bias ``[C]``.
+
+    Example:
+        >>> [(name, *map(int, w.shape)) for name, w in CausalConv(6, 4, has_bias=True).raw_state_dict().items()]
+        [('weight', 6, 1, 4), ('bias', 6)]
+    """
+
+    def __init__(
+        self, channels: int, taps: int, dtype: Any = DType.float32, has_bias: bool = False
+    ):
+        super().__init__()
+        self.weight = Weight("weight", dtype, (channels, 1, taps), DeviceRef.CPU())
+        self.bias = Weight("bias", dtype, (channels,), DeviceRef.CPU()) if has_bias else None
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the weights, which are small."""
+        whole = Split(ShardingStrategy.replicate(1))
+        return {"weight": whole} | ({} if self.bias is None else {"bias": whole})
+
+    def __call__(
+        self, x: jax.Array, state: jax.Array | None = None, counts: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """:func:`causal_conv` of these weights."""
+        bias = None if self.bias is None else jnp.asarray(self.bias)
+        return causal_conv(x, jnp.asarray(self.weight)[:, 0], bias, state, counts)
+
 
 def causal_conv(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, state: jax.Array | None,

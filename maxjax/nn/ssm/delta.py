@@ -85,12 +85,11 @@ def delta_chunks(
     # Decay between two tokens of a chunk; masked before exp, where it would overflow.
     decay = jnp.exp(jnp.where(lower, total - total.swapaxes(-1, -2), -jnp.inf))
     shared = jnp.einsum("...id,...jd->...ij", k, k) * beta
-    # Each correction depends on the earlier ones of its chunk: a triangular system.
+    # Each correction depends on the earlier ones of its chunk: a triangular system, of ones on the diagonal.
     system = jnp.where(jnp.tril(lower, -1), shared * decay, 0)
     wanted = jnp.concatenate([v * beta, k * beta * jnp.exp(total)], axis=-1)
-    eye = jnp.eye(size, dtype=jnp.float32)
     solved = jax.lax.linalg.triangular_solve(
-        system + eye, wanted, left_side=True, lower=True, unit_diagonal=True
+        system, wanted, left_side=True, lower=True, unit_diagonal=True
     )
     values, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     within = jnp.einsum("...id,...jd->...ij", q, k) * decay

@@ -1,0 +1,119 @@
+"""DistilBERT: half of a BERT's layers, without token types and pooler. Attributes are named as in its checkpoints.
+
+Source: arXiv:1910.01108.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..nn.activation import ACTIVATIONS
+from .config import setting
+from .decoder.config import own
+from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.config import EncoderConfig
+from .encoder.model import Encoder, Layers, make, with_head
+from .family import Family
+
+
+@dataclass(frozen=True)
+class DistilBertConfig(EncoderConfig):
+    """The settings of a DistilBERT, whose keys have names of their own."""
+
+    model_type = "distilbert"
+
+    vocab_size: int = setting(default=30522, minimum=1, held="axis")
+    hidden_size: int = setting("dim", default=768, minimum=1, held="axis")
+    intermediate_size: int = setting("hidden_dim", default=3072, minimum=1, held="axis")
+    num_layers: int = setting("n_layers", default=6, minimum=1, maximum=1000, held="layers")
+    num_heads: int = setting("n_heads", default=12, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
+    type_vocab_size: int = own(0)
+    layer_norm_eps: float = own(1e-12)
+    hidden_act: str = setting("activation", default="gelu")
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Newer files may have the usual names of these keys."""
+        usual = {"dim": "hidden_size", "hidden_dim": "intermediate_size",
+                 "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}  # fmt: skip
+        return {own: raw[key] for own, key in usual.items() if own not in raw and key in raw}
+
+
+class DistilBertAttention(EncoderAttention):
+    """Self-attention."""
+
+    names: ClassVar[tuple[str, ...]] = ("q_lin", "k_lin", "v_lin", "out_lin")
+
+
+class DistilBertMLP(EncoderMLP):
+    """The MLP."""
+
+    names: ClassVar[tuple[str, ...]] = ("lin1", "lin2")
+
+
+class DistilBertLayer(EncoderLayer):
+    """A layer, its norms after the sums."""
+
+    names = ("attention", "sa_layer_norm", "ffn", "output_layer_norm")
+
+    def __init__(self, config: DistilBertConfig, types: Types):
+        attention, mlp = DistilBertAttention(config, types), DistilBertMLP(config, types)
+        super().__init__(config, types, attention, mlp)
+
+
+class DistilBertModel(Encoder):
+    """A DistilBERT without a head.
+
+    Example:
+        >>> model = DistilBertModel(DistilBertConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> list(model.raw_state_dict())[0], model.max_length
+        ('embeddings.word_embeddings.weight', 512)
+    """
+
+    takes_types: ClassVar[bool] = False
+
+    def make(self, config: DistilBertConfig, types: Types) -> None:
+        """Makes embeddings and layers."""
+        self.embeddings = EncoderEmbeddings(config, types, positions=config.max_position_embeddings)
+        layers = (DistilBertLayer(config, types) for _ in range(config.num_layers))
+        self.transformer = Layers("layer", layers)
+
+    def make_head(self, config: DistilBertConfig, types: Types) -> None:
+        """Makes ``pre_classifier`` and ``classifier``."""
+        self.pre_classifier = types.linear(config.hidden_size, config.hidden_size)
+        super().make_head(config, types)
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        return self.transformer(self.embeddings(input_ids, types, positions), Tokens(mask, {}))
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(ACTIVATIONS["relu"](self.pre_classifier(pooled)))
+
+
+class DistilBertForSequenceClassification(DistilBertModel):
+    """A DistilBERT with a classification head: a reranker, for example."""
+
+
+DISTILBERT = DistilBertModel.family = Family(
+    model_type=DistilBertConfig.model_type,
+    architectures=(
+        "DistilBertModel", "DistilBertForMaskedLM", "DistilBertForTokenClassification",
+        "DistilBertForQuestionAnswering", "DistilBertForMultipleChoice",
+    ),
+    config=DistilBertConfig,
+    make=make(DistilBertModel),
+    prefixes=("distilbert.",),
+    renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+    ignored=("embeddings.position_ids", "vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
+)  # fmt: skip
+DISTILBERT_HEAD = DistilBertForSequenceClassification.family = with_head(
+    DISTILBERT, DistilBertForSequenceClassification, "DistilBertForSequenceClassification"
+)

@@ -1,0 +1,244 @@
+"""A text encoder: token ids → hidden states, and with a classification head → scores.
+
+Shapes: B sequences, T tokens, hidden size E.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...nn.activation import ACTIVATIONS
+from ...nn.layer import LayerList, LayerStack, Module
+from ..family import Family, PretrainedModel
+from .attention import Tokens, Types
+from .config import EncoderConfig
+
+
+class EncoderOutput(NamedTuple):
+    """The result of an encoder.
+
+    Attributes:
+        last_hidden_state: hidden states ``[B, T, E]``.
+        pooler_output: ``[B, E]``, the first token's state after ``pooler``; None if the model has
+            no pooler.
+    """
+
+    last_hidden_state: jax.Array
+    pooler_output: jax.Array | None
+
+
+class Pooler(Module):
+    """A linear layer and tanh, applied to the first token's state."""
+
+    def __init__(self, config: EncoderConfig, types: Types):
+        super().__init__()
+        self.dense = types.linear(config.hidden_size, config.hidden_size)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
+
+
+class ClassificationHead(Module):
+    """A linear layer, tanh, and the linear layer of the scores, as in RoBERTa."""
+
+    def __init__(self, config: EncoderConfig, types: Types):
+        super().__init__()
+        self.dense = types.linear(config.hidden_size, config.hidden_size)
+        self.out_proj = types.linear(config.hidden_size, config.num_labels)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A pooled state ``[B, E]`` → scores ``[B, labels]``."""
+        return self.out_proj(ACTIVATIONS["tanh"](self.dense(x).astype(x.dtype)))
+
+
+class Encoder(PretrainedModel):
+    """A text encoder. A family's class makes the parts, and :meth:`states` from them.
+
+    Args:
+        config: settings of the model.
+        dtype: dtype of weights and activations.
+        reduce_dtype: dtype in which norms, softmax and pooling are computed.
+        pooler: whether the model has a pooler.
+        head: whether the model has a classification head.
+
+    Attributes:
+        pooler: the layer of ``pooler_output``, or None.
+        classifier: the layer of the scores, or None.
+        head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
+            classification head takes.
+        takes_types: whether the model was trained with the token types of text pairs.
+    """
+
+    head_pooling: ClassVar[str] = "cls"
+    takes_types: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        super().__init__()
+        types = Types(DType.of(dtype), DType.of(reduce_dtype))
+        self.config = config
+        self.reduce_dtype = types.reduce
+        self.make(config, types)
+        self.pooler = Pooler(config, types) if pooler else None
+        self.classifier: Any = None
+        if head:
+            self.make_head(config, types)
+
+    def make(self, config: Any, types: Types) -> None:
+        """Makes the parts of the model, named as in the files of its family."""
+        raise NotImplementedError
+
+    def make_head(self, config: Any, types: Types) -> None:
+        """Makes ``classifier``, the layer of the scores."""
+        self.classifier = types.linear(config.hidden_size, config.num_labels)
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens in a sequence."""
+        return self.config.max_length
+
+    def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
+        """The ``position_ids`` of tokens, from their places in their texts ``[B or 1, T]``, counted from 0."""
+        return places
+
+    def states(
+        self, input_ids: jax.Array, types: jax.Array, positions: jax.Array, mask: Any
+    ) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer.
+
+        Args:
+            input_ids, types, positions: token ids and token types ``[B, T]``, ``position_ids`` ``[B or 1, T]``.
+            mask: bools ``[B, T]`` or ``[B, T, T]``, as in ``Tokens``, or None.
+        """
+        raise NotImplementedError
+
+    def rotations(self, positions: jax.Array, mask: Any) -> dict[str, Any]:
+        """cos and sin of the tokens' angles, by the kind of RoPE, for ``Tokens``."""
+        if mask is None:
+            lengths = jnp.full(1, positions.shape[-1], jnp.int32)
+        else:
+            lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)  # [B], or [B, T]
+            lengths = lengths if mask.ndim == 2 else jnp.max(lengths, axis=-1)
+        ropes = {"global": self.config.rope, "local": self.config.local_rope}
+        width = self.config.width
+        return {
+            name: rope.cos_sin(positions, lengths, width)
+            for name, rope in ropes.items() if rope is not None
+        }  # fmt: skip
+
+    def __call__(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
+    ) -> EncoderOutput:
+        """Token ids ``[B, T]`` → hidden states.
+
+        Args:
+            input_ids: token ids ``[B, T]``.
+            attention_mask: ``[B, T]``, nonzero for real tokens (by default all are real);
+                or ``[B, T, T]``, nonzero where a query (axis 1) may attend to a key (axis 2).
+            token_type_ids: token types ``[B, T]``; zeros by default.
+            position_ids: positions ``[B, T]`` or ``[1, T]``; by default those of texts that begin with
+                the first token: 0, 1, 2, …, or what :meth:`places` makes of these.
+
+        Raises:
+            UserInputError: there are more tokens than the model has positions, or ``input_ids`` is
+                not ``[B, T]``.
+        """
+        input_ids = jnp.asarray(input_ids)
+        if input_ids.ndim != 2:
+            raise UserInputError(f"input_ids must be [B, T], not of shape {input_ids.shape}")
+        length = input_ids.shape[1]
+        if position_ids is None:
+            if length > self.max_length:
+                raise UserInputError(
+                    f"the sequence has {length} tokens and the model takes {self.max_length}"
+                )
+            position_ids = self.places(input_ids, jnp.arange(length, dtype=jnp.int32)[None, :])
+        if token_type_ids is None:
+            token_type_ids = jnp.zeros_like(input_ids)
+        mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+        x = self.states(input_ids, token_type_ids, position_ids, mask)
+        return EncoderOutput(x, None if self.pooler is None else self.pooler(x))
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        if self.pooler is not None:
+            pooled = self.pooler(pooled[:, None])
+        return self.classifier(pooled)
+
+
+class Layers(Module):
+    """The layers one after the other, under the attribute name that the files of a family have.
+
+    Example:
+        >>> Layers("layer", []).layer
+        LayerList(0 layers)
+    """
+
+    def __init__(self, name: str, layers: Iterable[Module]):
+        super().__init__()
+        self.attribute = name
+        setattr(self, name, LayerList(layers))
+
+    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → the same shape."""
+        return in_turn(getattr(self, self.attribute), x, tokens)
+
+
+def in_turn(layers: Iterable[Any], x: jax.Array, tokens: Tokens) -> jax.Array:
+    """Runs the layers one after the other; a LayerStack as one loop."""
+    if isinstance(layers, LayerStack):
+        return layers.scan(x, tokens=tokens)
+    for layer in layers:
+        x = layer(x, tokens)
+    return x
+
+
+def make(kind: type[Encoder]) -> Callable[..., Encoder]:
+    """``Family.make`` for an encoder of this class: with the parts whose tensors a checkpoint has."""
+
+    def make_encoder(
+        config: EncoderConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Encoder:
+        parts = {name.partition(".")[0] for name in names}
+        return kind(
+            config, dtype, reduce_dtype=reduce_dtype,
+            pooler="pooler" in parts, head="classifier" in parts,
+        )  # fmt: skip
+
+    return make_encoder
+
+
+def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Family:
+    """The family of the same files with a classification head, which is a part of the model.
+
+    Args:
+        family: the family of the encoder.
+        kind: the class of the model with its head.
+        architectures: names in ``config.json`` of models with this head.
+    """
+    ignored = tuple(
+        name
+        for name in family.ignored
+        if name not in ("classifier.*", "pre_classifier.*", "head.*")
+    )
+    return dataclasses.replace(
+        family, architectures=architectures, make=make(kind), ignored=ignored
+    )

@@ -1,0 +1,134 @@
+"""GTE v1.5 and multilingual (Alibaba's "new" models): BERT's layers with RoPE and a gated MLP.
+
+Attributes are named as in its published files. Source: arXiv:2407.19669, and modeling.py beside the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..nn.rope_scaling import LinearScalingParams
+from .config import setting
+from .decoder.config import own
+from .decoder.rope import Rope, read_rope
+from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.config import EncoderConfig, refuse
+from .encoder.model import Encoder, Layers, make, with_head
+from .family import Family
+
+_FIXED = {
+    "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,
+    "logn_attention_scale": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GteConfig(EncoderConfig):
+    """The settings of a GTE, with the defaults of transformers for missing keys."""
+
+    model_type = "gte"
+
+    max_position_embeddings: int = setting(default=8192, minimum=1)
+    type_vocab_size: int = setting(default=1, minimum=0)
+    rope: Rope | None = own(Rope(160_000.0))
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """RoPE in both spellings: the published files scale it by a rule of their own, "ntk"."""
+        refuse(raw, _FIXED, "GTE")
+        context = raw.get("max_position_embeddings", 8192)
+        context = context if type(context) is int and context > 0 else 8192
+        scaling = raw.get("rope_scaling")
+        if not isinstance(scaling, Mapping) or scaling.get("type") != "ntk":
+            return {"rope": read_rope(raw, context, 160_000.0)}
+        refuse(scaling, {"mixed_b": None}, "GTE")
+        factor, theta = _number(scaling, "factor"), _number(raw, "rope_theta", 10_000.0)
+        heads, size = raw.get("num_attention_heads"), raw.get("hidden_size")
+        if type(heads) is not int or type(size) is not int or not 0 < heads <= size // 2:
+            return {}  # reported when these are read
+        divisor = factor ** (2 / (size // heads))
+        return {"rope": Rope(theta * factor, LinearScalingParams(divisor))}
+
+
+def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number of the settings of RoPE."""
+    value = given.get(key, default)
+    if type(value) not in (int, float) or not 1 <= value <= 1e9:
+        raise ValueError(f"'{key}' with 'rope_scaling' of type 'ntk' is {str(value)[:60]}")
+    return float(value)
+
+
+class GteAttention(EncoderAttention):
+    """Self-attention with one projection of queries, keys and values."""
+
+    names: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj")
+
+
+class GteMLP(EncoderMLP):
+    """The gated MLP, with one projection of both halves."""
+
+    names: ClassVar[tuple[str, ...]] = ("up_gate_proj", "down_proj")
+    halves: ClassVar[str] = "up gate"
+
+
+class GteLayer(EncoderLayer):
+    """A layer, its norms after the sums."""
+
+    names = ("attention", "attn_ln", "mlp", "mlp_ln")
+
+    def __init__(self, config: GteConfig, types: Types):
+        attention = GteAttention(config, types, rope="global")
+        mlp = GteMLP(config, types, has_bias=False, down_bias=True)
+        super().__init__(config, types, attention, mlp)
+
+
+class GteModel(Encoder):
+    """A GTE without a head.
+
+    Example:
+        >>> model = GteModel(GteConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "up_gate" in name]
+        ['encoder.layer.0.mlp.up_gate_proj.weight']
+    """
+
+    def make(self, config: GteConfig, types: Types) -> None:
+        """Makes embeddings and layers."""
+        self.embeddings = EncoderEmbeddings(config, types, token_types=config.type_vocab_size)
+        layers = (GteLayer(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layer", layers)
+
+    @property
+    def takes_types(self) -> bool:  # type: ignore[override]
+        """Whether the model was trained with the token types of text pairs."""
+        return self.config.type_vocab_size > 1
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(input_ids, types, positions)
+        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+
+
+class GteForSequenceClassification(GteModel):
+    """A GTE with a classification head: a reranker, for example."""
+
+
+GTE = GteModel.family = Family(
+    model_type=GteConfig.model_type,
+    architectures=(
+        "GteModel", "GteForMaskedLM", "GteForTokenClassification",
+        "NewModel", "NewForMaskedLM", "NewForTokenClassification",
+    ),
+    config=GteConfig,
+    make=make(GteModel),
+    prefixes=("new.", "gte."),
+    ignored=("lm_head.*", "classifier.*", "*rotary_emb.inv_freq", "embeddings.position_ids"),
+)  # fmt: skip
+GTE_HEAD = GteForSequenceClassification.family = with_head(
+    GTE, GteForSequenceClassification,
+    "GteForSequenceClassification", "NewForSequenceClassification",
+)  # fmt: skip

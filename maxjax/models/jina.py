@@ -1,0 +1,144 @@
+"""Jina's embeddings v3: XLM-RoBERTa with RoPE in the place of learned positions.
+
+Attributes are named as in its published files, which also have low-rank updates of every layer, one for each
+task. These are not applied: the model's vectors are those of sentence-transformers without a task.
+
+Source: arXiv:2409.10173, and modeling_xlm_roberta.py beside the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from .config import setting
+from .decoder.config import own
+from .decoder.rope import Rope, read_rope
+from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.config import EncoderConfig
+from .encoder.model import ClassificationHead, Encoder, Layers, make, with_head
+from .family import Family
+
+_LOG = logging.getLogger("maxjax")
+# Files with updates name each weight as a parametrised one of torch's, beside its updates.
+_ORIGINAL = ".parametrizations.weight.original"
+_HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering")
+
+
+@dataclass(frozen=True)
+class JinaV3Config(EncoderConfig):
+    """The settings of Jina's embeddings v3, with the defaults of transformers for missing keys."""
+
+    model_type = "jina_embeddings_v3"
+
+    max_position_embeddings: int = setting(default=8194, minimum=3)
+    type_vocab_size: int = setting(default=1, minimum=0)
+    layer_norm_eps: float = setting(default=1e-5)
+    rope: Rope | None = own(Rope(20_000.0))
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens: the number of positions is XLM-RoBERTa's, two of them for padding."""
+        return self.max_position_embeddings - 2
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """RoPE, whose base the published files have under a key of their own."""
+        context = raw.get("max_position_embeddings", 8194)
+        context = context if type(context) is int and context > 0 else 8194
+        if raw.get("lora_adaptations"):
+            _LOG.warning(
+                "this model's updates for tasks (%s) are not applied: its vectors are those of "
+                "sentence-transformers without a task", str(raw["lora_adaptations"])[:200],
+            )  # fmt: skip
+        base = raw.get("rotary_emb_base")
+        given = raw if base is None else {**raw, "rope_theta": base}
+        return {"rope": read_rope(given, context, 20_000.0)}
+
+
+class JinaV3Attention(EncoderAttention):
+    """Self-attention with one projection of queries, keys and values."""
+
+    names: ClassVar[tuple[str, ...]] = ("Wqkv", "out_proj")
+
+
+class JinaV3MLP(EncoderMLP):
+    """The MLP."""
+
+    names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+
+
+class JinaV3Layer(EncoderLayer):
+    """A layer, its norms after the sums."""
+
+    names = ("mixer", "norm1", "mlp", "norm2")
+
+    def __init__(self, config: JinaV3Config, types: Types):
+        attention = JinaV3Attention(config, types, rope="global")
+        super().__init__(config, types, attention, JinaV3MLP(config, types))
+
+
+class JinaV3Model(Encoder):
+    """Jina's embeddings v3.
+
+    Example:
+        >>> model = JinaV3Model(JinaV3Config(100, 8, 16, num_layers=1, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "Wqkv" in name]
+        ['encoder.layers.0.mixer.Wqkv.weight', 'encoder.layers.0.mixer.Wqkv.bias']
+    """
+
+    takes_types: ClassVar[bool] = False
+
+    def make(self, config: JinaV3Config, types: Types) -> None:
+        """Makes embeddings, their norm and layers."""
+        self.embeddings = EncoderEmbeddings(
+            config, types, token_types=config.type_vocab_size, has_norm=False
+        )
+        self.emb_ln = types.norm(config)
+        layers = (JinaV3Layer(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layers", layers)
+
+    def make_head(self, config: JinaV3Config, types: Types) -> None:
+        """Makes ``classifier``, a head with a layer of its own."""
+        self.classifier = ClassificationHead(config, types)
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(input_ids, types, positions)
+        x = self.emb_ln(x).astype(x.dtype)
+        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
+
+
+class JinaV3ForSequenceClassification(JinaV3Model):
+    """Jina's encoder with a classification head."""
+
+
+JINA_V3 = JinaV3Model.family = Family(
+    model_type=JinaV3Config.model_type,
+    architectures=("JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS)),
+    config=JinaV3Config,
+    make=make(JinaV3Model),
+    prefixes=("roberta.",),
+    renamed=((_ORIGINAL, ".weight"),),
+    ignored=("lm_head.*", "classifier.*", "qa_outputs.*", "*.lora_A", "*.lora_B"),
+)
+JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
+    JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
+)
+# The published files say that they are an XLM-RoBERTa.
+JINA_V3_PUBLISHED = dataclasses.replace(
+    JINA_V3,
+    model_type="xlm-roberta",
+    architectures=("XLMRobertaModel",),
+    only=(("position_embedding_type", "rotary"),),
+)

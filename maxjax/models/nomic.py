@@ -1,0 +1,160 @@
+"""Nomic's BERT: BERT's layers with RoPE, a gated MLP and hardly any biases.
+
+Attributes are named as in its published files. Their ``config.json`` has the keys of GPT-2; newer files have the
+usual ones. Source: arXiv:2402.01613, and modeling_hf_nomic_bert.py beside the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from .config import setting
+from .decoder.config import own
+from .decoder.rope import Rope, read_rope
+from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.config import EncoderConfig, refuse
+from .encoder.model import Encoder, Layers, make, with_head
+from .family import Family
+
+_USUAL = {
+    "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "max_position_embeddings": 2048,
+}  # fmt: skip
+# The usual keys, and those of the published files.
+_KEYS = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
+}  # fmt: skip
+_FIXED = {
+    "prenorm": False, "parallel_block": False, "use_rms_norm": False, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "causal": False,
+    "num_experts": 0, "add_cross_attention": False, "qk_norm": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NomicBertConfig(EncoderConfig):
+    """The settings of a Nomic BERT, with the defaults of transformers for missing keys.
+
+    Attributes:
+        qkv_proj_bias, mlp_fc1_bias, mlp_fc2_bias: whether the projections of attention have biases, and
+            whether those of the MLP have.
+    """
+
+    model_type = "nomic_bert"
+    unsaid = _USUAL
+
+    hidden_act: str = setting(default="silu")
+    qkv_proj_bias: bool = setting(default=False)
+    mlp_fc1_bias: bool = setting(default=False)
+    mlp_fc2_bias: bool = setting(default=False)
+    rope: Rope | None = own(Rope(1000.0))
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings under the usual keys, and RoPE in all three spellings."""
+        is_published = raw.get("n_embd") is not None
+        refuse(raw, {**_FIXED, "moe_every_n_layers": (0, -1)}, "Nomic's BERT")
+        found: dict[str, Any] = {}
+        if is_published:
+            found = {
+                key: raw[theirs] for key, theirs in _KEYS.items() if raw.get(theirs) is not None
+            }
+            # "swiglu" is a gated MLP with this function.
+            kind = found.get("hidden_act", "gelu")
+            refuse({"activation_function": kind}, {"activation_function": "swiglu"}, "Nomic's BERT")
+            found["hidden_act"] = "silu"
+            if found.get("intermediate_size") is None:
+                raise ValueError("'n_inner' is missing")
+        context = found.get("max_position_embeddings", raw.get("max_position_embeddings"))
+        if type(context) is int and context > 0:
+            found["rope"] = read_rope(_rope(raw), context, 1000.0)
+        return found
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of RoPE in the usual spelling."""
+    given = dict(raw)
+    if raw.get("rotary_emb_base") is not None:
+        given["rope_theta"] = raw["rotary_emb_base"]
+    factor, trained = raw.get("rotary_scaling_factor"), raw.get("max_trained_positions")
+    if factor is not None and trained is not None:
+        given["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
+        given["max_position_embeddings"] = trained
+    return given
+
+
+class NomicBertAttention(EncoderAttention):
+    """Self-attention with one projection of queries, keys and values."""
+
+    names: ClassVar[tuple[str, ...]] = ("Wqkv", "out_proj")
+
+
+class NomicBertMLP(EncoderMLP):
+    """The gated MLP."""
+
+    names: ClassVar[tuple[str, ...]] = ("fc12", "fc11", "fc2")
+
+
+class NomicBertLayer(EncoderLayer):
+    """A layer, its norms after the sums."""
+
+    names = ("attn", "norm1", "mlp", "norm2")
+
+    def __init__(self, config: NomicBertConfig, types: Types):
+        attention = NomicBertAttention(config, types, has_bias=config.qkv_proj_bias, rope="global")
+        mlp = NomicBertMLP(
+            config, types, has_bias=config.mlp_fc1_bias, down_bias=config.mlp_fc2_bias
+        )
+        super().__init__(config, types, attention, mlp)
+
+
+class NomicBertModel(Encoder):
+    """A Nomic BERT without a head.
+
+    Example:
+        >>> model = NomicBertModel(NomicBertConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "attn" in name]
+        ['encoder.layers.0.attn.Wqkv.weight', 'encoder.layers.0.attn.out_proj.weight']
+    """
+
+    def make(self, config: NomicBertConfig, types: Types) -> None:
+        """Makes embeddings, their norm and layers."""
+        self.embeddings = EncoderEmbeddings(
+            config, types, token_types=config.type_vocab_size, has_norm=False
+        )
+        self.emb_ln = types.norm(config)
+        layers = (NomicBertLayer(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layers", layers)
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(input_ids, types, positions)
+        x = self.emb_ln(x).astype(x.dtype)
+        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+
+
+class NomicBertForSequenceClassification(NomicBertModel):
+    """A Nomic BERT with a classification head: a reranker, for example."""
+
+
+NOMIC_BERT = NomicBertModel.family = Family(
+    model_type=NomicBertConfig.model_type,
+    architectures=(
+        "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
+        "NomicBertForTokenClassification",
+    ),
+    config=NomicBertConfig,
+    make=make(NomicBertModel),
+    prefixes=("nomic_bert.", "bert."),
+    ignored=("cls.*", "classifier.*", "*rotary_emb.inv_freq"),
+)  # fmt: skip
+NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
+    NOMIC_BERT, NomicBertForSequenceClassification, "NomicBertForSequenceClassification"
+)

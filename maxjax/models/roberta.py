@@ -1,0 +1,119 @@
+"""RoBERTa and XLM-RoBERTa, the encoder of BGE-M3 and many other embedding models and rerankers.
+
+It is BERT with two differences: positions count from the padding token's id on and skip padding, and the
+classification head has a layer of its own. Attributes are named as in Hugging Face's checkpoints.
+
+Sources: arXiv:1907.11692, arXiv:1911.02116.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .bert import BERT, BertConfig, BertModel
+from .config import setting
+from .encoder.attention import Types
+from .encoder.model import ClassificationHead, make, with_head
+
+_HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
+
+
+@dataclass(frozen=True)
+class RobertaConfig(BertConfig):
+    """The settings of a RoBERTa, with Hugging Face's defaults for missing keys."""
+
+    model_type = "roberta"
+
+    pad_token_id: int = setting(default=1, held="axis")
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens: the first rows of the table of positions belong to padding."""
+        return self.max_position_embeddings - self.pad_token_id - 1
+
+
+class RobertaModel(BertModel):
+    """A RoBERTa without a head.
+
+    Example:
+        >>> model = RobertaModel(RobertaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model.max_length, model.places(jnp.array([[5, 6, 1]]), jnp.arange(3)[None]).tolist()
+        (510, [[2, 3, 1]])
+    """
+
+    takes_types: ClassVar[bool] = False
+
+    def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
+        """Positions count the tokens of a text that are not padding; padding has the padding token's id."""
+        return places_after(input_ids, places, self.config.pad_token_id)
+
+    def make_head(self, config: RobertaConfig, types: Types) -> None:
+        """Makes ``classifier``, a head with a layer of its own."""
+        self.classifier = ClassificationHead(config, types)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
+
+
+class RobertaForSequenceClassification(RobertaModel):
+    """A RoBERTa with a classification head: a reranker, for example."""
+
+
+def places_after(input_ids: jax.Array, places: jax.Array, padding: int) -> jax.Array:
+    """``position_ids`` as in RoBERTa: ``padding`` plus the number of tokens of the text that are not padding.
+
+    Args:
+        input_ids: token ids ``[B, T]``.
+        places: the place of each token in its text, ``[B or 1, T]``, from 0.
+        padding: id of the padding token, which is also its position.
+    """
+    is_real = (input_ids != padding).astype(jnp.int32)
+    count = jnp.cumsum(is_real, axis=1)
+    starts = jnp.arange(input_ids.shape[1], dtype=jnp.int32)[None, :] - places
+    before = jnp.take_along_axis(count - is_real, jnp.broadcast_to(starts, count.shape), axis=1)
+    return (count - before) * is_real + padding
+
+
+@dataclass(frozen=True)
+class XLMRobertaConfig(RobertaConfig):
+    """The settings of an XLM-RoBERTa."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaModel(RobertaModel):
+    """An XLM-RoBERTa without a head: RoBERTa with a vocabulary for a hundred languages."""
+
+
+class XLMRobertaForSequenceClassification(XLMRobertaModel):
+    """An XLM-RoBERTa with a classification head: a BGE reranker, for example."""
+
+
+ROBERTA = RobertaModel.family = dataclasses.replace(
+    BERT,
+    model_type=RobertaConfig.model_type,
+    architectures=("RobertaModel", *(f"RobertaFor{head}" for head in _HEADS)),
+    config=RobertaConfig,
+    make=make(RobertaModel),
+    prefixes=("roberta.",),
+    ignored=(*BERT.ignored, "lm_head.*"),
+)
+ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
+    ROBERTA, RobertaForSequenceClassification, "RobertaForSequenceClassification"
+)
+XLM_ROBERTA = XLMRobertaModel.family = dataclasses.replace(
+    ROBERTA,
+    model_type=XLMRobertaConfig.model_type,
+    architectures=("XLMRobertaModel", *(f"XLMRobertaFor{head}" for head in _HEADS)),
+    config=XLMRobertaConfig,
+    make=make(XLMRobertaModel),
+)
+XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
+    XLM_ROBERTA, XLMRobertaForSequenceClassification, "XLMRobertaForSequenceClassification"
+)

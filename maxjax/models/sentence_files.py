@@ -1,0 +1,301 @@
+"""The files that sentence-transformers puts beside a model: ``modules.json`` and the files it names.
+
+They say how the states of a text's tokens become one embedding. Source: ``sentence_transformers/models`` of
+sentence-transformers 5.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    CheckpointUnsafeError,
+)
+from ..storage.open import open_checkpoint
+from ..storage.safetensors.writer import file_pieces
+from ..storage.save.outgoing import outgoing
+from ..storage.strict_json import load_json
+from .config import ModelConfig, read_object, setting
+from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
+
+# Published models have three or four modules; for each, a directory is read.
+_MOST_MODULES = 100
+# The keys of the modes in a Pooling module's configuration.
+_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# torch's classes of activation functions, and their names here.
+_FUNCTIONS = {
+    "Identity": "linear", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}  # fmt: skip
+_CLASSES = {
+    "linear": "torch.nn.modules.linear.Identity",
+    **{
+        name: f"torch.nn.modules.activation.{c}"
+        for c, name in _FUNCTIONS.items()
+        if c != "Identity"
+    },
+}
+# Other names of similarities in old files.
+_SIMILARITIES = {"cos_sim": "cosine", "dot_score": "dot"}
+
+
+@dataclass(frozen=True)
+class _Module(ModelConfig):
+    """An entry of ``modules.json``."""
+
+    path: str
+    type: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class _SentenceConfig(ModelConfig):
+    """``sentence_bert_config.json``."""
+
+    max_seq_length: int | None = setting(default=None, minimum=1)
+    do_lower_case: bool = setting(default=False)
+
+
+@dataclass(frozen=True)
+class _DenseConfig(ModelConfig):
+    """``2_Dense/config.json``."""
+
+    in_features: int = setting(minimum=1)
+    out_features: int = setting(minimum=1)
+    bias: bool = setting(default=True)
+    activation_function: str = setting(default="torch.nn.modules.activation.Tanh")
+
+
+@dataclass(frozen=True)
+class _PoolingConfig(ModelConfig):
+    """The settings of ``1_Pooling/config.json`` that apply to all modes."""
+
+    include_prompt: bool = setting(default=True)
+
+
+def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:
+    """Reads ``modules.json`` and the files it names.
+
+    Returns:
+        The Pooling, and the directory of the transformer; None and ``directory`` if there is no
+        ``modules.json``.
+
+    Raises:
+        CheckpointFormatError: a file is broken, or names a file that does not exist.
+        CheckpointUnsafeError: a path in ``modules.json`` leads out of the directory.
+    """
+    root = Path(directory)
+    file = root / "modules.json"
+    if not file.exists():
+        return None, root
+    transformer, pooling, normalize, unsupported, with_prompt = root, None, False, None, True
+    dense: list[Dense] = []
+    for module in _modules(file):
+        place = _inside(root, module.path, file)
+        if module.kind == "Transformer":
+            transformer = place
+        elif module.kind == "Pooling":
+            place = _settings(place)
+            pooling = _modes(place)
+            with_prompt = _PoolingConfig.from_dict(read_object(place), path=place).include_prompt
+        elif module.kind == "Normalize":
+            normalize = True
+        elif module.kind == "Dense" and pooling is not None and not normalize:
+            found = _dense(place)
+            unsupported = unsupported or (found if isinstance(found, str) else None)
+            dense += [found] if isinstance(found, Dense) else []
+        elif module.kind != "Dropout":  # which does nothing at inference
+            unsupported = unsupported or f"the module {module.kind}"
+    settings = _sentence_config(transformer)
+    if pooling is None:
+        unsupported = unsupported or "a model without a Pooling module"
+    elif isinstance(pooling, str):
+        unsupported, pooling = unsupported or pooling, None
+    return Pooling(
+        pooling or ("mean",),
+        normalize,
+        settings.max_seq_length,
+        settings.do_lower_case,
+        unsupported,
+        *_prompts(root / "config_sentence_transformers.json"),
+        with_prompt,
+        tuple(dense),
+        _similarity(root / "config_sentence_transformers.json"),
+    ), transformer
+
+
+def _dense(place: Path) -> Dense | str:
+    """The Dense in a directory, or a text that names what maxjax does not have."""
+    file = _settings(place)
+    settings = _DenseConfig.from_dict(read_object(file), path=file)
+    kind = settings.activation_function.rpartition(".")[2]
+    if kind not in _FUNCTIONS:
+        return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
+    candidates = [place / "model.safetensors", place / "pytorch_model.bin"]
+    candidates += [place.with_name(place.name + suffix) for suffix in (".safetensors", ".bin")]
+    weights = next((path for path in candidates if path.is_file()), None)
+    if weights is None:
+        raise CheckpointMissingError(
+            "the weights of a Dense module are missing", path=candidates[0]
+        )
+    shapes: dict[str, Any] = {"linear.weight": (settings.out_features, settings.in_features)}
+    if settings.bias:
+        shapes["linear.bias"] = (settings.out_features,)
+    with open_checkpoint(os.fspath(weights)) as table:
+        has = {name: tuple(entry.shape) for name, entry in table.entries.items()}
+        if has != shapes:
+            raise CheckpointMismatchError(
+                "the tensors of a Dense module do not fit its config.json", path=weights,
+                expected=str(shapes), found=str(has)[:200],
+            )  # fmt: skip
+        for name, entry in table.entries.items():
+            if not entry.dtype.is_float():
+                raise CheckpointMismatchError(
+                    "is not a float tensor", path=weights, tensor=name, found=entry.dtype.name
+                )
+        arrays = {name: np.asarray(table.read(name)).astype(np.float32) for name in has}
+    return Dense.of(arrays["linear.weight"], arrays.get("linear.bias"), _FUNCTIONS[kind])
+
+
+def _similarity(file: Path) -> str:
+    """The name of the similarity; "cosine" if the files name none, or one that maxjax does not have."""
+    found = (read_object(file) if file.exists() else {}).get("similarity_fn_name")
+    found = _SIMILARITIES.get(found, found) if isinstance(found, str) else None
+    return found if found in SIMILARITIES else "cosine"
+
+
+def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """The (name, text) of a model's prompts, and the name of the default one."""
+    settings = read_object(file) if file.exists() else {}
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    prompts = {} if prompts is None else prompts
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointFormatError("'prompts' is not an object of strings", path=file)
+    if name is not None and (not isinstance(name, str) or name not in prompts):
+        raise CheckpointFormatError(
+            "'default_prompt_name' is not the name of a prompt", path=file,
+            expected=", ".join(prompts) or "none", found=str(name)[:60],
+        )  # fmt: skip
+    return tuple(prompts.items()), name
+
+
+def _settings(place: Path) -> Path:
+    """The path of a module's configuration: in its directory, or in a JSON file of the same name.
+
+    The latter is used in Orbax steps, where every directory is taken for a tree of arrays.
+    """
+    flat = place.with_name(f"{place.name}.json")
+    is_flat = os.path.isfile(flat) and not os.path.isdir(place)
+    return flat if is_flat else place / "config.json"
+
+
+def pooling_files(pooling: Pooling) -> dict[str, Any]:
+    """The files that :func:`read_pooling` reads as ``pooling``: name → content as JSON values, or as bytes.
+
+    Example:
+        >>> sorted(pooling_files(Pooling(normalize=True)))
+        ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
+    """
+    if pooling.unsupported is not None:
+        return {}
+    kinds = ["", "Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
+    places = [f"{i}_{kind}" if kind else "" for i, kind in enumerate(kinds)]
+    modules = [
+        {"idx": i, "name": str(i), "path": path,
+         "type": f"sentence_transformers.models.{kind or 'Transformer'}"}
+        for i, (path, kind) in enumerate(zip(places, kinds, strict=True))
+    ]  # fmt: skip
+    modes = {key: mode in pooling.modes for key, mode in _KEYS.items()}
+    modes["include_prompt"] = pooling.include_prompt
+    prompts: dict[str, Any] = {}
+    if pooling.prompts:
+        prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
+    if pooling.similarity != "cosine":
+        prompts["similarity_fn_name"] = pooling.similarity
+    sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
+    found = {
+        "modules.json": modules,
+        "1_Pooling/config.json": modes,
+        "sentence_bert_config.json": sentence,
+    } | ({"config_sentence_transformers.json": prompts} if prompts else {})
+    for place, dense in zip(places[2:], pooling.dense, strict=False):
+        found[f"{place}/config.json"] = {
+            "in_features": dense.in_features, "out_features": dense.out_features,
+            "bias": bool(dense.bias), "activation_function": _CLASSES[dense.activation],
+        }  # fmt: skip
+        tensors = {"linear.weight": dense.matrix, "linear.bias": dense.vector}
+        listed = [outgoing(name, array) for name, array in tensors.items() if array is not None]
+        found[f"{place}/model.safetensors"] = b"".join(file_pieces(listed))
+    return found
+
+
+def _modules(file: Path) -> list[_Module]:
+    entries = load_json(file)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CheckpointFormatError("not a list of modules", path=file)
+    if len(entries) > _MOST_MODULES:
+        raise CheckpointLimitError(
+            "there are too many modules", path=file, expected=f"at most {_MOST_MODULES}",
+            found=len(entries),
+        )  # fmt: skip
+    return [_Module.from_dict(entry, path=file) for entry in entries]
+
+
+def _inside(root: Path, path: str, file: Path) -> Path:
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
+        raise CheckpointUnsafeError(
+            "the path of a module leads out of the directory", path=file, found=path
+        )
+    return root.joinpath(*parts)
+
+
+def _modes(file: Path) -> tuple[str, ...] | str:
+    """The modes of a Pooling module, or a text that names a mode that maxjax does not have."""
+    settings = read_object(file)
+    named = settings.get("pooling_mode")
+    if named is not None:  # newer files: a name, or several
+        names = [named] if isinstance(named, str) else named
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointFormatError("'pooling_mode' is not a name", path=file)
+    else:
+        names = []
+        for key, value in settings.items():
+            if key.startswith("pooling_mode_"):
+                if not isinstance(value, bool):
+                    raise CheckpointFormatError(f"'{key}' is not true or false", path=file)
+                if value:
+                    names.append(_KEYS.get(key, key))
+    unknown = [name for name in names if name not in POOLINGS]
+    if unknown:
+        return f"the pooling {unknown[0][:80]!r}"
+    if not names:
+        raise CheckpointFormatError("no pooling mode is set", path=file)
+    return tuple(mode for mode in POOLINGS if mode in names)
+
+
+def _sentence_config(directory: Path) -> _SentenceConfig:
+    for name in ("sentence_bert_config.json", "sentence_roberta_config.json"):
+        file = directory / name
+        if file.exists():
+            return _SentenceConfig.from_dict(read_object(file), path=file)
+    return _SentenceConfig()
