@@ -21,6 +21,9 @@ from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
+from .gguf.layouts import Matrix
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,25 @@ ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
     architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
     config=Ernie45MoEConfig,
     make=make(Ernie45MoE),
+    gguf=GGUFTable(
+        "ernie4_5-moe",
+        {
+            ".exp_probs_b": Rule("mlp.moe_statics.e_score_correction_bias", Matrix(), "bias"),
+            **expert_names(shared="shared_experts"),
+        },
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        fixed={"hidden_act": "silu", "moe_layer_end_index": -1, "use_bias": False},
+        write=lambda config: {"expert_shared_feed_forward_length": config.shared_size or 0},
+        written=("expert_shared_feed_forward_length",),
+        biases=("exp_probs_b",),
+    ),
     renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
     ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
 )

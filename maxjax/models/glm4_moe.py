@@ -19,6 +19,8 @@ from .decoder.expert_files import MoEFamily
 from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,25 @@ class GLM4MoE(Decoder):
 class _GLM4MoEFamily(MoEFamily):
     """A family whose files hold more layers than the model has."""
 
-    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`MoEFamily.adapt` without layers that predict further tokens: those with ``eh_proj``."""
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`MoEFamily.apart` without layers that predict further tokens: those with ``eh_proj``."""
         more = {n.rpartition(".eh_proj.")[0] + "." for n in checkpoint if ".eh_proj." in n}
         kept = {n: value for n, value in checkpoint.items() if not n.startswith(tuple(more))}
-        return super().adapt(kept)
+        return super().apart(kept)
+
+
+# What GGUF files have of layers that predict further tokens.
+_NEXT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+
+
+def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the tensors tell; layers that predict further tokens do not count."""
+    more = given.count("nextn_predict_layers", 0, minimum=0)
+    return {
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "num_hidden_layers": config["num_hidden_layers"] - more,
+        "num_nextn_predict_layers": more,
+    }
 
 
 GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
@@ -116,4 +132,31 @@ GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     config=GLM4MoEConfig,
     make=make(GLM4MoE),
+    gguf=GGUFTable(
+        "glm4moe",
+        {
+            ".ffn_norm": None,
+            ".post_attention_norm": "post_attention_layernorm",
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+            ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
+            **expert_names(shared="shared_experts"),
+            **{f".nextn.{name}": name for name in _NEXT},
+        },
+        keys={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
+        read=_of_gguf,
+        write=lambda config: {"expert_gating_func": 2},
+        written=("expert_gating_func",),
+        biases=("attn_q", "attn_k", "attn_v", "exp_probs_b"),
+        is_partial=True,
+    ),
 )

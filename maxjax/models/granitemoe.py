@@ -6,7 +6,7 @@ Source: transformers' ``modeling_granitemoe``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +20,8 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, SparseMLP, expert_count
 from .decoder.model import make
-from .granite import Granite, GraniteConfig
+from .gguf.names import expert_names
+from .granite import GRANITE, Granite, GraniteConfig
 from .mixtral import MixtralLayer
 
 
@@ -93,6 +94,16 @@ GRANITEMOE = GraniteMoE.family = MoEFamily(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
     config=GraniteMoEConfig,
     make=make(GraniteMoE),
+    gguf=None if GRANITE.gguf is None else replace(
+        GRANITE.gguf,
+        architecture="granitemoe",
+        tensors={**GRANITE.gguf.tensors, **expert_names(_SPARSE, "router.layer")},
+        keys={
+            **GRANITE.gguf.keys, "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        read=None, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
+    ),
     renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
     experts=f"{_SPARSE}.experts.#.*.weight",
     together=Together(

@@ -9,11 +9,11 @@ _KINDS = ("glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeConfig")
 
 CASES = [
     Case(*_KINDS, {
-        **_MOE, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+        **_MOE, "routed_scaling_factor": 2.5, "use_qk_norm": True,
         "n_shared_experts": 2, "attention_bias": True, "num_key_value_heads": 1,
     }),
     Case(*_KINDS, {**_MOE, "head_dim": 8, "norm_topk_prob": False, "first_k_dense_replace": 2,
                    "tie_word_embeddings": True}, "tied"),
-    Case(*_KINDS, {**_MOE, "num_experts_per_tok": 8, "first_k_dense_replace": 0, "use_qk_norm": True,
-                   "partial_rotary_factor": 0.25, "rope_theta": 1e6}, "all"),
+    Case(*_KINDS, {**_MOE, "num_experts_per_tok": 3, "n_group": 4,
+                   "topk_group": 2, "partial_rotary_factor": 0.25, "rope_theta": 1e6}, "groups", gguf=False),
 ]  # fmt: skip
