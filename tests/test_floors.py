@@ -97,6 +97,7 @@ models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe
 models: bert roberta distilbert mpnet nomic gte jina modernbert
+models: registry construct
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata
