@@ -40,6 +40,7 @@ from .config import ModelConfig as ModelConfig
 from .config import read_object
 from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
+from .decoder.model import DecoderFamily as DecoderFamily
 from .deepseek import DEEPSEEK_V2 as _DEEPSEEK_V2
 from .deepseek import DEEPSEEK_V3 as _DEEPSEEK_V3
 from .deepseek import KIMI_K2 as _KIMI_K2
@@ -68,6 +69,7 @@ from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
 from .gguf import config_of
 from .gguf.table import ARCHITECTURE_OF, add_table
+from .gguf.table import GGUFTable as GGUFTable
 from .glm4 import GLM as GLM
 from .glm4 import GLM4 as GLM4
 from .glm4 import GLM4_FAMILY as _GLM4
@@ -215,6 +217,7 @@ def register(family: Family) -> Family:
             )
     FAMILIES[:] = [*others, family]
     if family.gguf is not None:
+        ModelConfig.by_model_type[family.model_type] = family.config
         add_table(family.gguf, family.model_type, family.architectures[0])
     return family
 
