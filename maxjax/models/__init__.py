@@ -55,6 +55,9 @@ from .distilbert import DistilBertModel as DistilBertModel
 from .encoder.config import EncoderConfig as EncoderConfig
 from .encoder.model import Encoder as Encoder
 from .encoder.model import EncoderOutput as EncoderOutput
+from .ernie4_5_moe import ERNIE4_5_MOE as _ERNIE4_5_MOE
+from .ernie4_5_moe import Ernie45MoE as Ernie45MoE
+from .ernie4_5_moe import Ernie45MoEConfig as Ernie45MoEConfig
 from .family import Family as Family
 from .family import PretrainedModel as PretrainedModel
 from .family import one_head, tensors
@@ -76,6 +79,9 @@ from .glm4 import GLM4_FAMILY as _GLM4
 from .glm4 import GLM_FAMILY as _GLM
 from .glm4 import GLM4Config as GLM4Config
 from .glm4 import GLMConfig as GLMConfig
+from .glm4_moe import GLM4_MOE as _GLM4_MOE
+from .glm4_moe import GLM4MoE as GLM4MoE
+from .glm4_moe import GLM4MoEConfig as GLM4MoEConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2_FAMILY as _GPT2
 from .gpt2 import GPT2Config as GPT2Config
@@ -85,6 +91,9 @@ from .gpt_oss import GptOssConfig as GptOssConfig
 from .granite import GRANITE as _GRANITE
 from .granite import Granite as Granite
 from .granite import GraniteConfig as GraniteConfig
+from .granitemoe import GRANITEMOE as _GRANITEMOE
+from .granitemoe import GraniteMoE as GraniteMoE
+from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
 from .gte import GTE as _GTE
 from .gte import GTE_HEAD as _GTE_HEAD
 from .gte import GteConfig as GteConfig
@@ -97,6 +106,12 @@ from .jina import JinaV3Model as JinaV3Model
 from .llama import LLAMA as _LLAMA
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .llama4 import LLAMA4 as _LLAMA4
+from .llama4 import Llama4 as Llama4
+from .llama4 import Llama4Config as Llama4Config
+from .minimax_m2 import MINIMAX_M2 as _MINIMAX_M2
+from .minimax_m2 import MiniMaxM2 as MiniMaxM2
+from .minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .mistral import MINISTRAL3 as _MINISTRAL3
 from .mistral import MISTRAL as _MISTRAL
 from .mistral import Ministral3 as Ministral3
@@ -127,6 +142,9 @@ from .olmo2 import Olmo2 as Olmo2
 from .olmo2 import Olmo2Config as Olmo2Config
 from .olmo2 import Olmo3 as Olmo3
 from .olmo2 import Olmo3Config as Olmo3Config
+from .olmoe import OLMOE as _OLMOE
+from .olmoe import OLMoE as OLMoE
+from .olmoe import OLMoEConfig as OLMoEConfig
 from .phi3 import PHI3 as _PHI3
 from .phi3 import Phi3 as Phi3
 from .phi3 import Phi3Config as Phi3Config
@@ -168,18 +186,13 @@ from .ties import is_tied, with_tie
 from .weights import main_dtype
 
 FAMILIES: list[Family] = [
-    *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3),
-    *(_MINISTRAL3, _OLMO2, _OLMO3, _PHI3, _SMOLLM3, _GRANITE),
-    *(_GLM, _GLM4, _COHERE, _COHERE2),
-    *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
-    *(_DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2),
-    *(_QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE),
-    *(_GEMMA, _GEMMA2, _GEMMA3),
-    _GPT2,
-    *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),
-    *(_ROBERTA, _ROBERTA_HEAD, _JINA_V3_PUBLISHED, _XLM_ROBERTA, _XLM_ROBERTA_HEAD),
-    *(_JINA_V3, _JINA_V3_HEAD, _NOMIC_BERT, _NOMIC_BERT_HEAD, _GTE, _GTE_HEAD),
-    *(_MODERNBERT, _MODERNBERT_HEAD),
+    *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MINISTRAL3, _OLMO2, _OLMO3, _PHI3, _SMOLLM3, _GRANITE,),
+    *(_GLM, _GLM4, _COHERE, _COHERE2, _MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS, _DEEPSEEK_V2,),
+    *(_DEEPSEEK_V3, _KIMI_K2, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _GLM4_MOE, _OLMOE,),
+    *(_GRANITEMOE, _LLAMA4, _MINIMAX_M2, _ERNIE4_5_MOE, _GEMMA, _GEMMA2, _GEMMA3, _GPT2, _BERT,),
+    *(_BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD, _ROBERTA, _ROBERTA_HEAD,),
+    *(_JINA_V3_PUBLISHED, _XLM_ROBERTA, _XLM_ROBERTA_HEAD, _JINA_V3, _JINA_V3_HEAD, _NOMIC_BERT,),
+    *(_NOMIC_BERT_HEAD, _GTE, _GTE_HEAD, _MODERNBERT, _MODERNBERT_HEAD,),
 ]
 """The families that maxjax can run; :func:`register` adds to them."""
 

@@ -55,6 +55,7 @@ _QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 _DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
 _GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
+_LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
 
 # ``model_type`` of a multimodal model → its text model, by ``model_type`` in ``text_config``; None for
 # files that name no other there, or hold the text model's settings among their own.
@@ -67,6 +68,7 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen3_5_moe": {None: _QWEN35_MOE},
     "kimi_k25": {None: _DEEPSEEK_V3},
     "gemma3": {None: _GEMMA3},
+    "llama4": {None: _LLAMA4},
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -79,6 +81,7 @@ ARCHITECTURES: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Llama4ForConditionalGeneration": "llama4",
 }
 
 

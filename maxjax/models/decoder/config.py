@@ -35,6 +35,7 @@ class DecoderConfig(ModelConfig):
         head_dim: ``hidden_size / num_heads`` by default.
         attention_bias, output_bias: whether the projections of queries, keys and values have
             biases, and whether the output projection has one (by default as they have).
+        head_bias: whether the head, which computes the logits, has a bias.
         qk_norm: whether each head of queries and keys is normalised before RoPE; "all": whether all
             heads are normalised together.
         post_norms: whether attention and MLP are normalised after as well as before, as in Gemma 2.
@@ -68,6 +69,7 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = setting(default=False)
     sliding_window: int | None = setting(default=None, minimum=1)
     output_bias: bool | None = own(None)
+    head_bias: bool = own(False)
     qk_norm: bool | str = own(False)
     post_norms: bool = own(False)
     norm: str = own("rms")
