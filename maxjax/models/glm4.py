@@ -38,6 +38,7 @@ class GLMConfig(DecoderConfig):
     rms_norm_eps: float = setting(default=1.5625e-7)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = own(False)
+    rope: Rope = own(Rope(part=0.5, interleaved=True))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
