@@ -104,5 +104,6 @@ EXAONE4 = Exaone4.family = DecoderFamily(
         biases=(),
         period=4,
         is_divided=True,
+        is_square=True,
     ),
 )

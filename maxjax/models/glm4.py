@@ -109,7 +109,9 @@ GLM_FAMILY = GLM.family = DecoderFamily(
     architectures=("GlmForCausalLM", "GlmModel"),
     config=GLMConfig,
     make=make(GLM),
-    gguf=GGUFTable("chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True),
+    gguf=GGUFTable(
+        "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
+    ),
 )
 GLM4_FAMILY = GLM4.family = DecoderFamily(
     model_type=GLM4Config.model_type,

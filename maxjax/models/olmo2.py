@@ -110,6 +110,7 @@ _GGUF = GGUFTable(
     write=_write,
     biases=(),
     period=4,
+    has_head=True,
     model_types=("olmo3",),
 )
 OLMO2 = Olmo2.family = DecoderFamily(

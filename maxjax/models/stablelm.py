@@ -89,5 +89,6 @@ STABLELM = StableLM.family = DecoderFamily(
         biases=("attn_q", "attn_k", "attn_v", "attn_norm", "ffn_norm", "output_norm"),
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
         is_partial=True,
+        has_head=True,
     ),
 )

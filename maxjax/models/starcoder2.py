@@ -15,6 +15,7 @@ from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.metadata import unsupported
 from .gguf.table import GGUFTable
 
 NAMES = ("c_fc", "c_proj")
@@ -65,6 +66,12 @@ class Starcoder2(Decoder):
     layer_class: ClassVar[Any] = Starcoder2Layer
 
 
+def _write(config: Starcoder2Config) -> dict[str, Any]:
+    if not config.attention_bias:
+        raise unsupported("'use_bias' false in a GGUF file of 'starcoder2'", None)
+    return {}
+
+
 STARCODER2 = Starcoder2.family = DecoderFamily(
     model_type=Starcoder2Config.model_type,
     architectures=("Starcoder2ForCausalLM", "Starcoder2Model"),
@@ -76,6 +83,7 @@ STARCODER2 = Starcoder2.family = DecoderFamily(
         keys={"attention.sliding_window": "sliding_window"},
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
+        write=_write,
         biases=(
             *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
             *("attn_norm", "ffn_norm", "output_norm"),

@@ -16,6 +16,7 @@ def exaone(**settings):
 CASES = [
     Case(*exaone(sliding_window=7, num_hidden_layers=5), name="32b", gguf=False),
     Case(*exaone(**FULL, tie_word_embeddings=True, rope_parameters=LLAMA3), name="1b"),
-    Case(*exaone(**FULL, num_key_value_heads=1, head_dim=16), name="wide"),
+    Case(*exaone(**FULL, num_key_value_heads=1, head_dim=16), name="wide", gguf=False),
+    Case(*exaone(**FULL, num_key_value_heads=4), name="mha"),
     Case(*exaone(sliding_window=5, sliding_window_pattern=2), name="half", gguf=False),
 ]

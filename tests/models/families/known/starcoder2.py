@@ -10,7 +10,7 @@ def coder(**settings):
 
 
 CASES = [
-    Case(*coder(sliding_window=9, num_key_value_heads=1), name="15b", last=LAST),
-    Case(*coder(use_bias=False, tie_word_embeddings=False), name="plain", last=LAST),
+    Case(*coder(sliding_window=12, num_key_value_heads=1), name="15b", last=LAST),
+    Case(*coder(use_bias=False, tie_word_embeddings=False), name="plain", last=LAST, gguf=False),
     Case(*coder(rope_theta=999999.4420358813, norm_epsilon=1e-3), name="3b", last=LAST),
 ]
