@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from .construct import config_beside as config_beside
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
+    from .decoder.model import DecoderFamily as DecoderFamily
     from .deepseek import DeepseekV2 as DeepseekV2
     from .deepseek import DeepseekV2Config as DeepseekV2Config
     from .deepseek import DeepseekV3 as DeepseekV3
@@ -32,8 +33,12 @@ if _TYPE_CHECKING:
     from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
+    from .ernie4_5 import Ernie45 as Ernie45
+    from .ernie4_5 import Ernie45Config as Ernie45Config
     from .ernie4_5_moe import Ernie45MoE as Ernie45MoE
     from .ernie4_5_moe import Ernie45MoEConfig as Ernie45MoEConfig
+    from .exaone4 import Exaone4 as Exaone4
+    from .exaone4 import Exaone4Config as Exaone4Config
     from .family import Family as Family
     from .family import PretrainedModel as PretrainedModel
     from .family import one_head as one_head
@@ -44,6 +49,7 @@ if _TYPE_CHECKING:
     from .gemma import Gemma3 as Gemma3
     from .gemma import Gemma3Config as Gemma3Config
     from .gemma import GemmaConfig as GemmaConfig
+    from .gguf.table import GGUFTable as GGUFTable
     from .glm4 import GLM as GLM
     from .glm4 import GLM4 as GLM4
     from .glm4 import GLM4Config as GLM4Config
@@ -111,8 +117,14 @@ if _TYPE_CHECKING:
     from .roberta import RobertaModel as RobertaModel
     from .roberta import XLMRobertaConfig as XLMRobertaConfig
     from .roberta import XLMRobertaModel as XLMRobertaModel
+    from .seed_oss import SeedOSS as SeedOSS
+    from .seed_oss import SeedOSSConfig as SeedOSSConfig
     from .smollm3 import SmolLM3 as SmolLM3
     from .smollm3 import SmolLM3Config as SmolLM3Config
+    from .stablelm import StableLM as StableLM
+    from .stablelm import StableLMConfig as StableLMConfig
+    from .starcoder2 import Starcoder2 as Starcoder2
+    from .starcoder2 import Starcoder2Config as Starcoder2Config
     from .ties import is_tied as is_tied
     from .ties import with_tie as with_tie
     from .weights import main_dtype as main_dtype
@@ -125,14 +137,17 @@ __getattr__, __dir__, __all__ = _attributes(
         "config": "ModelConfig read_object",
         "construct": "build config_beside",
         "decoder.config": "DecoderConfig",
-        "decoder.model": "Decoder",
+        "decoder.model": "Decoder DecoderFamily",
         "deepseek": "DeepseekV2 DeepseekV2Config DeepseekV3 DeepseekV3Config",
         "distilbert": "DistilBertConfig DistilBertModel",
         "encoder.config": "EncoderConfig",
         "encoder.model": "Encoder EncoderOutput",
+        "ernie4_5": "Ernie45 Ernie45Config",
         "ernie4_5_moe": "Ernie45MoE Ernie45MoEConfig",
+        "exaone4": "Exaone4 Exaone4Config",
         "family": "Family PretrainedModel one_head tensors",
         "gemma": "Gemma Gemma2 Gemma2Config Gemma3 Gemma3Config GemmaConfig",
+        "gguf.table": "GGUFTable",
         "glm4": "GLM GLM4 GLM4Config GLMConfig",
         "glm4_moe": "GLM4MoE GLM4MoEConfig",
         "gpt2": "GPT2 GPT2Config",
@@ -159,7 +174,10 @@ __getattr__, __dir__, __all__ = _attributes(
         "qwen3_next": "Qwen3Next Qwen3NextConfig",
         "registry": "FAMILIES FamilyNames families find_family register",
         "roberta": "RobertaConfig RobertaModel XLMRobertaConfig XLMRobertaModel",
+        "seed_oss": "SeedOSS SeedOSSConfig",
         "smollm3": "SmolLM3 SmolLM3Config",
+        "stablelm": "StableLM StableLMConfig",
+        "starcoder2": "Starcoder2 Starcoder2Config",
         "ties": "is_tied with_tie",
         "weights": "main_dtype",
     },

@@ -54,6 +54,8 @@ class GGUFTable:
         period: n, where every n-th layer sees all tokens if there is a sliding window.
         is_partial: whether RoPE may rotate a part of each head.
         is_tied: whether the head is always the embedding table.
+        has_head: whether llama.cpp needs a head that is not the embedding table.
+        is_square: whether it needs heads that are together as wide as the hidden states.
         is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
@@ -78,6 +80,8 @@ class GGUFTable:
     is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
+    has_head: bool = False
+    is_square: bool = False
     unused: Collection[str] = ()
     written: Collection[str] = ()
     truncates: bool = True

@@ -172,6 +172,13 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
 def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The keys of one architecture, as its table says."""
     size, found = model.config, {}
+    if table.has_head and size.tie_word_embeddings:
+        raise unsupported(f"a tied head in a GGUF file of {table.architecture!r}", path)
+    if table.is_square and size.num_heads * size.width != size.hidden_size:
+        raise unsupported(
+            f"'head_dim' {size.width} in a GGUF file of {table.architecture!r}, whose heads are together "
+            "as wide as the hidden states", path,
+        )  # fmt: skip
     fields = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(size)}
     for key, name in table.keys.items():
         value = getattr(size, fields[name]) if name in fields else model.settings.get(name)

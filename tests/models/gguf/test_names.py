@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -39,6 +40,10 @@ LEFT_OUT = {
         "blk.*.attn_k",
         "blk.*.attn_v",
     },
+    "exaone4": {"rope_freqs"},
+    "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
+    # Of norms of single heads; refused.
+    "stablelm": {"rope_freqs", "blk.*.attn_q_norm", "blk.*.attn_k_norm"},
     "smollm3": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of the first ChatGLMs, and of GLM-4.5's draft layer; refused.
     "chatglm": {"rope_freqs", "blk.*.attn_qkv"},

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.dtype import DType
 from maxjax.errors import (
     CheckpointError,
