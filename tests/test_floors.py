@@ -94,7 +94,7 @@ models: pooling sentence_files family ties
 models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe qwen3_next qwen3_5 gpt_oss gemma gemma4 gpt2 olmo2 phi3 smollm3 granite glm4 cohere deepseek
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe qwen3_next qwen3_5 gpt_oss gemma gemma4 gemma3n gpt2 olmo2 phi3 smollm3 granite glm4 cohere deepseek
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models/gguf/config: families
 models/gguf/tensors: write

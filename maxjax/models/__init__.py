@@ -65,6 +65,9 @@ from .gemma import Gemma2Config as Gemma2Config
 from .gemma import Gemma3 as Gemma3
 from .gemma import Gemma3Config as Gemma3Config
 from .gemma import GemmaConfig as GemmaConfig
+from .gemma3n import GEMMA3N as _GEMMA3N
+from .gemma3n import Gemma3n as Gemma3n
+from .gemma3n import Gemma3nConfig as Gemma3nConfig
 from .gemma4 import GEMMA4 as _GEMMA4
 from .gemma4 import Gemma4 as Gemma4
 from .gemma4 import Gemma4Config as Gemma4Config
@@ -174,7 +177,7 @@ FAMILIES: list[Family] = [
     *(_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS),
     *(_DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2),
     *(_QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE),
-    *(_GEMMA, _GEMMA2, _GEMMA3, _GEMMA4),
+    *(_GEMMA, _GEMMA2, _GEMMA3, _GEMMA3N, _GEMMA4),
     _GPT2,
     *(_BERT, _BERT_HEAD, _DISTILBERT, _DISTILBERT_HEAD, _MPNET, _MPNET_HEAD),
     *(_ROBERTA, _ROBERTA_HEAD, _JINA_V3_PUBLISHED, _XLM_ROBERTA, _XLM_ROBERTA_HEAD),

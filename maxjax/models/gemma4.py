@@ -156,8 +156,11 @@ class Gemma4Config(SharingConfig):
         if raw.get("use_bidirectional_attention") == "all":
             raise UnsupportedModelError("'use_bidirectional_attention' of a gemma4_text")
         found = super().derived(raw)
-        if found.get("slides"):
-            found["slides"] = (*found["slides"][:-1], False)
+        layers, slides = raw.get("num_hidden_layers"), found.get("slides")
+        if not slides and type(layers) is int and 0 < layers <= 1000:
+            slides = tuple(bool((i + 1) % 6) for i in range(layers))
+        if slides:
+            found["slides"] = (*slides[:-1], False)
         given = raw.get("per_layer_config")
         if given:
             if not isinstance(given, Mapping) or not all(

@@ -51,6 +51,7 @@ _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_emb
 _QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 _DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
+_GEMMA3N = Text("gemma3n_text", "Gemma3nForCausalLM")
 _GEMMA4 = Text("gemma4_text", "Gemma4ForCausalLM")
 _GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
 
@@ -65,6 +66,7 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen3_5_moe": {None: _QWEN35_MOE},
     "kimi_k25": {None: _DEEPSEEK_V3},
     "gemma3": {None: _GEMMA3},
+    "gemma3n": {None: _GEMMA3N},
     "gemma4": {None: _GEMMA4},
 }
 # ``architectures`` of multimodal models → their ``model_type``.
@@ -78,6 +80,7 @@ ARCHITECTURES: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForConditionalGeneration": "gemma4",
 }
 

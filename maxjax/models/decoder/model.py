@@ -77,7 +77,14 @@ class DecoderModel(Module):
             Hidden states ``[B, T, E]`` (``[B, E]`` for ids ``[B]`` or with ``at``), and the cache
             with these tokens.
         """
-        carry = (self.embed(ids, step), cached)
+        x, cached = self.run_layers(self.embed(ids, step), step, cached)
+        if at is not None and x.ndim == 3:
+            x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        return self.norm(x), cached
+
+    def run_layers(self, x: Any, step: Step, cached: Cached) -> tuple[Any, Cached]:
+        """All layers in order, from what enters the first one to what the last one gives."""
+        carry = (x, cached)
         if isinstance(self.layers, LayerStack):
             carry = self.layers.scan(carry, index="layer", step=step)
         else:
@@ -85,10 +92,7 @@ class DecoderModel(Module):
                 # Behind the barrier XLA does not see the number. If it did, it would compile each
                 # layer's kernels anew, and could turn writes to one layer of the cache into copies.
                 carry = layer(carry, step=step, layer=jax.lax.optimization_barrier(jnp.int32(i)))
-        x, cached = carry
-        if at is not None and x.ndim == 3:
-            x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-        return self.norm(x), cached
+        return carry
 
     def embed(self, ids: jax.Array, step: Step) -> jax.Array:
         """The token embeddings that enter the first layer, ``[B, T, E]`` or ``[B, E]``."""
