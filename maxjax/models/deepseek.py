@@ -86,7 +86,8 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
         factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
         scaled = given.get("rope_type", given.get("type", "default")) != "default"
         if scaled and all_dim and all(type(n) is int and n > 0 for n in (nope, rope)):
-            if not all(type(n) in (int, float) and 0 < n < 1e30 for n in (factor, all_dim)):
+            good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
+            if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
                 raise ValueError(
                     "'factor' and 'mscale_all_dim' of the RoPE must be positive numbers"
                 )

@@ -104,6 +104,13 @@ class Family:
         patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
 
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a checkpoint, with one for each weight, by the checkpoint's names.
+
+        They are those of the checkpoint but where its files hold several weights as one tensor.
+        """
+        return dict(checkpoint)
+
     def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
         """The tensors of a model by the names, and in the shapes, of the family's files.
 

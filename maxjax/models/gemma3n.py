@@ -272,5 +272,5 @@ GEMMA3N = Gemma3n.family = DecoderFamily(
     architectures=("Gemma3nForCausalLM", "Gemma3nTextModel"),
     config=Gemma3nConfig,
     make=make(Gemma3n),
-    sight=(*SIGHT, "*embed_vision.*", "*embed_audio.*"),
+    sight=SIGHT,
 )

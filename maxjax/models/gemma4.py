@@ -342,5 +342,5 @@ GEMMA4 = Gemma4.family = DecoderFamily(
     architectures=("Gemma4ForCausalLM", "Gemma4TextModel"),
     config=Gemma4Config,
     make=make(Gemma4),
-    sight=(*SIGHT, "*embed_vision.*", "*embed_audio.*"),
+    sight=SIGHT,
 )

@@ -8,6 +8,7 @@ Source: arXiv:2310.06825; transformers' ``modeling_ministral3``.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,13 +61,13 @@ class Ministral3Config(MistralConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE, and the growth of queries that stands among its settings."""
         if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
-            raw = {**raw, "rope_parameters": _YARN}
+            raw = ChainMap({"rope_parameters": _YARN}, raw)  # type: ignore[arg-type]
         found: dict[str, Any] = {"rope": read_rope(raw, context, 1e6)}
         name, given = rope_settings(raw)
         beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)
         if beta is not None:
-            numbers = all(type(n) in (int, float) for n in (beta, length))
-            if not numbers or beta < 0 or not 0 < length < float("inf"):
+            good = isinstance(beta, (int, float)) and beta >= 0
+            if not (good and isinstance(length, (int, float)) and 0 < length < float("inf")):
                 raise ValueError(
                     f"'llama_4_scaling_beta' in '{name}' needs two numbers, itself and '{_LENGTH}'"
                 )

@@ -56,7 +56,7 @@ class Olmo3Config(Olmo2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of layers that see all tokens and that of sliding layers."""
-        kinds = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
+        kinds: dict[str, float] = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
         found = ropes_by_kind(raw, context, kinds)
         return {"rope": found["full_attention"], "local_rope": found["sliding_attention"]}
 

@@ -377,8 +377,6 @@ class DecoderAttention(Module):
         y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
         last = slot_positions(ends(step, length), size, part)
         source = jnp.where(last == NO_KEY, -1, last - starts)
-        after = slot_positions(ends(step, length), size, part)
-        source = jnp.where(after == NO_KEY, -1, after - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(

@@ -47,7 +47,7 @@ class DecoderLayer(Module):
     def make_mixer(self, config: DecoderConfig, number: int, dtype: DType) -> None:
         """Makes the attention, or what the layer has in its place, that :meth:`mixed` uses."""
         self.self_attn = self.attention_class(config, config.slides[number], dtype)
-        if not config.rotates[number]:
+        if config.rotates and not config.rotates[number]:
             self.self_attn.rope = "none"
 
     def mixed(

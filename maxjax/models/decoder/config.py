@@ -13,6 +13,7 @@ from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
+from ..unread import Looked, warn_of_unread
 from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
 
 # The longest repeating pattern of layers that ``pattern`` finds.
@@ -34,6 +35,7 @@ class DecoderConfig(ModelConfig):
         head_dim: ``hidden_size / num_heads`` by default.
         attention_bias, output_bias: whether the projections of queries, keys and values have
             biases, and whether the output projection has one (by default as they have).
+        head_bias: whether the head, which computes the logits, has a bias.
         qk_norm: whether each head of queries and keys is normalised before RoPE; "all": whether all
             heads are normalised together.
         post_norms: whether attention and MLP are normalised after as well as before, as in Gemma 2.
@@ -47,7 +49,7 @@ class DecoderConfig(ModelConfig):
             ``cap · tanh(x / cap)``.
         sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
         slides: whether each layer has a sliding window; by default all do if there is a window.
-        rotates: whether each layer has RoPE; by default all do.
+        rotates: whether each layer has RoPE; empty if all do.
         rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
         query_scaling: factor of the queries that grows with their position.
     """
@@ -67,6 +69,7 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = setting(default=False)
     sliding_window: int | None = setting(default=None, minimum=1)
     output_bias: bool | None = own(None)
+    head_bias: bool = own(False)
     qk_norm: bool | str = own(False)
     post_norms: bool = own(False)
     norm: str = own("rms")
@@ -95,7 +98,7 @@ class DecoderConfig(ModelConfig):
             "num_kv_heads": self.num_kv_heads or self.num_heads,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
-            "rotates": tuple(self.rotates) or (True,) * self.num_layers,
+            "rotates": () if all(self.rotates) else tuple(self.rotates),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -112,7 +115,7 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
             )
-        if len(self.rotates) != self.num_layers:
+        if self.rotates and len(self.rotates) != self.num_layers:
             raise ValueError(
                 f"{len(self.rotates)} entries say which of {self.num_layers} layers have RoPE "
                 "('no_rope_layers')"
@@ -174,6 +177,7 @@ class DecoderConfig(ModelConfig):
                 f"'quantization_config' (quant_method {str(method)[:60]!r})"
             )
         raw = {**cls.unsaid, **raw}
+        looked = Looked(raw)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
@@ -182,11 +186,16 @@ class DecoderConfig(ModelConfig):
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
-                given |= cls.ropes(raw, context)
-            given |= cls.derived(raw)
+                given |= cls.ropes(looked, context)
+            given |= cls.derived(looked)
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
-        return super().from_dict(given, path=path)
+        found = super().from_dict(given, path=path)
+        read = [field for field in fields.values() if not field.metadata.get("own")]
+        known = {field.metadata.get("key") or field.name for field in read}
+        known |= {key for field in read for key in field.metadata.get("also", ())}
+        warn_of_unread(cls.model_type or cls.__name__, raw, known | looked.keys_seen)
+        return found
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:

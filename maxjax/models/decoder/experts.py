@@ -224,7 +224,7 @@ class SparseMLP(Module):
             return None
         return MLP(
             dtype, None, config.hidden_size, config.shared_size, [DeviceRef.CPU()],
-            activation_function=config.hidden_act,
+            has_bias=config.mlp_bias, activation_function=config.hidden_act,
         )  # fmt: skip
 
     def correction(self) -> Any:

@@ -139,7 +139,11 @@ class Decoder(PretrainedModel):
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
         self.lm_head: Any = ColumnParallelLinear(
-            config.hidden_size, config.vocab_size, kind, [DeviceRef.CPU()]
+            config.hidden_size,
+            config.vocab_size,
+            kind,
+            [DeviceRef.CPU()],
+            has_bias=config.head_bias,
         )
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)

@@ -102,8 +102,21 @@ def decoder_table(
 _decoder = decoder_table
 
 
-def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str, Any]:
-    """A layer's experts: stacked, or as separate tensors as in files before April 2024."""
+def expert_names(
+    layer: str = "mlp",
+    router: str = "gate",
+    maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "",
+) -> dict[str, Any]:
+    """The names of a layer's experts: stacked, or as separate tensors as in files before April 2024.
+
+    Args:
+        layer: the mixture of experts in a layer of the checkpoint.
+        router: the router in that.
+        maps: the projections of an expert.
+        shared: the MLP that every token goes through, if there is one.
+    """
+    gate, up, down = maps
     each = f"{layer}.experts.#."
     return {
         ".ffn_gate_inp": f"{layer}.{router}",
@@ -114,12 +127,16 @@ def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str
         ".ffn_gate.#": each + gate,
         ".ffn_up.#": each + up,
         ".ffn_down.#": each + down,
+        **{
+            f".ffn_{kind}_shexp": f"{layer}.{shared}.{name}"
+            for kind, name in zip(("gate", "up", "down"), maps, strict=True)
+            if shared
+        },
     }
 
 
-_BALANCE = {".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias")}
 _HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
-_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj", "gate")
+_QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
     ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
     ".ffn_norm": Rule("pre_feedforward_layernorm", _ONE_ADDED),
@@ -132,17 +149,14 @@ ARCHITECTURES: MutableMapping[str, Table] = {
         {
             ".attn_q": Rule("self_attn.q_proj", QUERIES),
             ".attn_k": Rule("self_attn.k_proj", KEYS),
-            **_experts("block_sparse_moe", "w1", "w3", "w2", "gate"),
+            **expert_names("block_sparse_moe", maps=("w1", "w3", "w2")),
         }
     ),
     "qwen2": _decoder({}),
     "qwen2moe": _decoder(
         {
-            **_QWEN_EXPERTS,
+            **expert_names(shared="shared_expert"),
             ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
-            ".ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            ".ffn_up_shexp": "mlp.shared_expert.up_proj",
-            ".ffn_down_shexp": "mlp.shared_expert.down_proj",
         }
     ),
     "qwen3": _decoder(_HEAD_NORMS),

@@ -56,6 +56,8 @@ class GGUFTable:
         is_tied: whether the head is always the embedding table.
         is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
         unused: those of ``keys`` that llama.cpp has no use for.
+        written: metadata keys that ``write`` gives and llama.cpp reads.
+        truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
         model_types: ``model_type`` of further configurations that are written as this architecture.
 
     Example:
@@ -77,6 +79,8 @@ class GGUFTable:
     is_tied: bool = False
     is_divided: bool = False
     unused: Collection[str] = ()
+    written: Collection[str] = ()
+    truncates: bool = True
     model_types: Collection[str] = ()
 
     @property
@@ -104,7 +108,7 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
         keys=table.keys, is_partial=table.is_partial, period=table.period,
     )  # fmt: skip
     window = ["attention.sliding_window"] if table.period else []
-    keys = {table.epsilon[0], *table.keys, *window} - set(table.unused)
+    keys = {table.epsilon[0], *table.keys, *table.written, *window} - set(table.unused)
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
     for kind in (model_type, *table.model_types):
         ARCHITECTURE_OF[kind] = name

@@ -151,7 +151,12 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         table.epsilon[0] if table else "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
         "rope.dimension_count": model.rotated,
         "rope.freq_base": size.rope.theta,
-        **rope_keys(size.rope, rope_settings(model.settings)[1], path=path),
+        **rope_keys(
+            size.rope,
+            rope_settings(model.settings)[1],
+            path=path,
+            truncates=table is None or table.truncates,
+        ),
     }
     if model.experts:
         found |= _experts(model)
