@@ -49,6 +49,10 @@ if _TYPE_CHECKING:
     from .gemma import Gemma3 as Gemma3
     from .gemma import Gemma3Config as Gemma3Config
     from .gemma import GemmaConfig as GemmaConfig
+    from .gemma3n import Gemma3n as Gemma3n
+    from .gemma3n import Gemma3nConfig as Gemma3nConfig
+    from .gemma4 import Gemma4 as Gemma4
+    from .gemma4 import Gemma4Config as Gemma4Config
     from .gguf.table import GGUFTable as GGUFTable
     from .glm4 import GLM as GLM
     from .glm4 import GLM4 as GLM4
@@ -148,6 +152,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "family": "Family PretrainedModel one_head tensors",
         "gemma": "Gemma Gemma2 Gemma2Config Gemma3 Gemma3Config GemmaConfig",
         "gguf.table": "GGUFTable",
+        "gemma3n": "Gemma3n Gemma3nConfig",
+        "gemma4": "Gemma4 Gemma4Config",
         "glm4": "GLM GLM4 GLM4Config GLMConfig",
         "glm4_moe": "GLM4MoE GLM4MoEConfig",
         "gpt2": "GPT2 GPT2Config",

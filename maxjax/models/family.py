@@ -209,12 +209,17 @@ class PretrainedModel(Module):
         found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
         try:
             found = self._tied(self.family.adapt(found), tie)
+            found = {name: value for name, value in found.items() if not self.leaves_out(name)}
             return super().load_state_dict(self._decoded(found), **options)
         except ValueError as error:
             if path is None or getattr(error, "path", None) is not None:
                 raise
             problem = str(error).removesuffix(".")
             raise CheckpointMismatchError(problem, path=path) from None
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether files may have a tensor of this name, which the model has no use for."""
+        return False
 
     def _tied(self, found: Mapping[str, Any], tie: bool | None) -> Mapping[str, Any]:
         """The values that a tied model loads, without those of its head."""

@@ -21,7 +21,10 @@ PLACES = (
 SIGHT = tuple(
     f"{prefix}{part}.*"
     for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower")
+    for part in (
+        *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
+        *("embed_vision", "embed_audio"),
+    )
 )
 _SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
 T = TypeVar("T")
@@ -54,6 +57,8 @@ _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_emb
 _QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 _DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
+_GEMMA3N = Text("gemma3n_text", "Gemma3nForCausalLM")
+_GEMMA4 = Text("gemma4_text", "Gemma4ForCausalLM")
 _GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
 _LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
 
@@ -68,6 +73,8 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen3_5_moe": {None: _QWEN35_MOE},
     "kimi_k25": {None: _DEEPSEEK_V3},
     "gemma3": {None: _GEMMA3},
+    "gemma3n": {None: _GEMMA3N},
+    "gemma4": {None: _GEMMA4},
     "llama4": {None: _LLAMA4},
 }
 # ``architectures`` of multimodal models → their ``model_type``.
@@ -81,6 +88,8 @@ ARCHITECTURES: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3nForConditionalGeneration": "gemma3n",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "Llama4ForConditionalGeneration": "llama4",
 }
 

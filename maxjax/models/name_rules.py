@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..dtype import DType
 from ..graph.placement.specs import EXPERTS, TENSOR, Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 
@@ -74,6 +75,19 @@ class Heads(NamedTuple):
     head_dim: int | None
     value_dim: int | None
     window: int | None = None
+
+
+class Fixed(NamedTuple):
+    """A state of a whole sequence, whose size does not depend on the number of tokens.
+
+    Attributes:
+        layers: number of layers that have it.
+        shape, dtype: those of one layer's state of one sequence.
+    """
+
+    layers: int
+    shape: tuple[int, ...]
+    dtype: DType
 
 
 def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
+from ...nn.kv_cache.kinds import KeysValues, LatentVectors, groups_of
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
@@ -160,7 +161,7 @@ class Footprint:
 
     basis: str
     tensors_of: Callable[[Any, DType | None], list[TensorGroup]]
-    attention: Callable[[], list[names.Heads]]
+    attention: Callable[[], list[names.Heads | names.Fixed]]
     encoder: bool = False
     mesh: Any = None
     devices: int = 1
@@ -251,19 +252,32 @@ def _is_encoder(module: Any) -> bool:
     return isinstance(module, PretrainedModel) and module.family.model_type in names.ENCODERS
 
 
-def _attention_of(module: Any) -> list[names.Heads]:
+def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
     layers = [m for _, m in module.named_modules() if isinstance(m, AttentionWithRope)]
     if layers:
         return [
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    heads = _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
-    if not isinstance(config, DecoderConfig) or not any(config.slides):
-        return heads
-    sliding = sum(config.slides)
-    kinds = ((config.num_layers - sliding, None), (sliding, config.sliding_window))
-    return [one._replace(layers=count, window=window) for one in heads for count, window in kinds]
+    if isinstance(config, DecoderConfig):
+        return _kept_by(config)
+    return _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
+
+
+def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
+    """What the layers of a decoder keep of tokens, and of whole sequences."""
+    found: list[names.Heads | names.Fixed] = []
+    groups = groups_of([config.states(i) for i in range(config.num_layers)])
+    for layers, kind in ((group.layers, group.kind) for group in groups.values()):
+        if isinstance(kind, KeysValues):
+            value = 0 if isinstance(kind, LatentVectors) else kind.width
+            one = names.Heads(layers, config.num_heads, kind.heads, kind.width, value, kind.window)
+            found.append(one)
+        else:
+            found += [
+                names.Fixed(layers, shape, DType.of(dtype)) for _, shape, dtype in kind.shapes
+            ]
+    return found
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -381,7 +395,7 @@ def _placed(
         return Placed(placed.spec, f"{str(error).partition(': ')[2]}; {placed.why}")
 
 
-def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
+def _attention_from_config(config: Any, who: str) -> list[names.Heads | names.Fixed]:
     """The attention layers that a config describes."""
     settings = names.text_part(config)
     found = names.heads(config)
@@ -403,7 +417,7 @@ def _attention_from_config(config: Any, who: str) -> list[names.Heads]:
 
 
 def cache_bytes(
-    layers: Sequence[names.Heads], batch: int, length: int, dtype: DType, mesh: Any
+    layers: Sequence[names.Heads | names.Fixed], batch: int, length: int, dtype: DType, mesh: Any
 ) -> tuple[int, list[str]]:
     """Bytes of the KV cache on one device, and notes on what the axes of a mesh do not divide.
 
@@ -422,6 +436,9 @@ def cache_bytes(
             notes.append(f"the KV cache: a batch of {batch} does not divide by {axis}="
                          f"{mesh.shape[axis]}, so the cache is replicated along it")  # fmt: skip
     for one in layers:
+        if isinstance(one, names.Fixed):
+            total += _fixed_bytes(one, batch, mesh)
+            continue
         count, heads, kv_heads, key, value = (size or 0 for size in one[:5])
         slots = min(length, one.window or length)
         kept = count * batch * kv_heads * slots
@@ -434,6 +451,19 @@ def cache_bytes(
                 notes.append(f"the KV cache: {kv_heads} KV heads do not divide by {layout.sizes}, so "
                              f"the {what} are split over {layout.group} devices as well")  # fmt: skip
         total += kept * (key + value) * dtype.size_in_bits // 8
-        if dtype == DType.int8:  # one float32 scale for each row of keys and of values
-            total += kept * 2 * DType.float32.size_in_bits // 8
+        if (
+            dtype == DType.int8
+        ):  # one float32 scale for each row of keys and of values, if there are any
+            total += kept * (2 if value else 1) * DType.float32.size_in_bits // 8
     return total, list(dict.fromkeys(notes))
+
+
+def _fixed_bytes(one: names.Fixed, batch: int, mesh: Any) -> int:
+    """Bytes of a recurrent state on one device: sequences are split, and the first axis of the state."""
+    parts = 1
+    if mesh is not None:
+        rows, model = batch_axes(mesh, batch), axis_of(mesh, "model")
+        parts = math.prod(mesh.shape[axis] for axis in rows)
+        if model is not None and model not in rows and one.shape[0] % mesh.shape[model] == 0:
+            parts *= mesh.shape[model]
+    return one.layers * batch * math.prod(one.shape) * one.dtype.size_in_bits // 8 // parts

@@ -81,6 +81,8 @@ class DecoderAttention(Module):
     _mx_carries = True
     chunked: bool = False
     sinks: Any = None
+    # The group of the cache that has the layer's keys and values; None: "sliding" or "full".
+    cache_group: str | None = None
     # Whether decode steps are those of ``kernels.decode_attention``, or prefills of one token.
     uses_decode_kernel: ClassVar[bool] = True
 
@@ -222,36 +224,41 @@ class DecoderAttention(Module):
 
     def group(self, cached: Cached) -> str:
         """The name of the group of the cache that has this layer's keys and values."""
+        if self.cache_group is not None:
+            return self.cache_group
         return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
     def _has_kernel(self, rotating: bool) -> bool:
         """Whether ``kernels.decode_attention`` computes a decode step."""
         return self.uses_decode_kernel and (rotating or not self.chunked)
 
-    def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys ``[B, T, heads, D]`` after RoPE."""
+    def _rotated(self, step: Step, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
+        """Queries and keys ``[B, T, heads, D]``, if there are any, after RoPE."""
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
         rotated = 2 * angles[0].shape[-1]
-        heads = [rotate(a[..., :rotated], *angles, interleaved=self.interleaved) for a in (q, k)]
-        if rotated < self.head_dim:
-            rest = [a[..., rotated:] for a in (q, k)]
-            heads = [explicit.concatenate(both, -1) for both in zip(heads, rest, strict=True)]
-        return heads[0], heads[1]
+
+        def turned(a: jax.Array) -> jax.Array:
+            y = rotate(a[..., :rotated], *angles, interleaved=self.interleaved)
+            return y if rotated == a.shape[-1] else explicit.concatenate([y, a[..., rotated:]], -1)
+
+        return turned(q), None if k is None else turned(k)
 
     def _with_cache(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
-        rotating: bool,
+        self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any, rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
-        """Writes the tokens to the cache and attends to it; ``q``, ``k``, ``v`` ``[B, (T,) heads, D]``."""
+        """Writes the tokens to the cache and attends to it; ``q``, ``k``, ``v`` ``[B, (T,) heads, D]``.
+
+        Without ``k`` and ``v`` another layer has written its own, which this one attends to.
+        """
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
             if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
                 # As a prefill of one token, which computes by the definition; of a chunk that is not
                 # at the start of the slots, only that can leave out the tokens before.
-                q, k, v = (a[:, None] for a in (q, k, v))
+                q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
                 q, k = self._rotated(step, q, k)
                 y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
                 return y[:, 0], slots
@@ -279,25 +286,25 @@ class DecoderAttention(Module):
 
     def _on_part(
         self, layout: CacheLayout, rotating: bool,
-        q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`_with_cache` for the part of one device."""
         part = Part(layout)
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
-        q, k, v = part.queries(q), part.keys(k), part.keys(v)
+        q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
         if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
             y, slots = self._decode(q, k, v, step, slots, layer, rotating)
             return part.results(y, None), slots
         is_step = q.ndim == 3
         if is_step:
-            q, k, v = (a[:, None] for a in (q, k, v))
+            q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
         prefill = self._prefill_sliding if rotating and not is_step else self._prefill_full
         y, slots = prefill(*self._rotated(step, q, k), v, step, slots, layer, part, rotating)
         return y[:, 0] if is_step else y, slots
 
     def _decode(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
         rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self._heads_are_whole():
@@ -305,6 +312,9 @@ class DecoderAttention(Module):
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
             rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
+        if k is None:  # the kernel writes what is there already
+            q = self._rotated(step, q[:, None], None)[0][:, 0]
+            (k, v), rotations = slots.at(layer, step.starts, q.dtype), None
         tokens = step.starts if step.tokens is None else step.tokens
         window = self.sliding_window
         if self.chunked and window is not None:
@@ -319,7 +329,7 @@ class DecoderAttention(Module):
         return y, slots.with_arrays(new)
 
     def _prefill_full(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
         part: Part | None = None, rotating: bool = False,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Writes the tokens to the cache, then attends to it.
@@ -335,7 +345,8 @@ class DecoderAttention(Module):
         if is_own is not None:
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
-        slots = slots.written(layer, k, v, slot)
+        if k is not None:
+            slots = slots.written(layer, k, v, slot)
         if rotating:
             key_positions = slot_positions(ends(step, length), size, part)
         else:
@@ -345,7 +356,7 @@ class DecoderAttention(Module):
         return y, slots
 
     def _prefill_sliding(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
+        self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
         part: Part | None = None, rotating: bool = True,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Attends to a rotating cache and to the new tokens, then stores the last of these."""

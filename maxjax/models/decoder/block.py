@@ -38,6 +38,7 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()
+        config = config.of_layer(number)
         self.make_mixer(config, number, dtype)
         self.mlp = self.make_mlp(config, number, dtype)
         self.residual_scale = config.residual_scale

@@ -122,9 +122,9 @@ class DecoderConfig(ModelConfig):
             )
         if any(self.slides) and self.sliding_window is None:
             raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
-        for rope in (self.rope, self.local_rope):
+        for rope, width in zip((self.rope, self.local_rope), self.rope_widths, strict=True):
             if rope is not None:
-                rope.check(self.width)
+                rope.check(width)
 
     @property
     def width(self) -> int:
@@ -137,6 +137,15 @@ class DecoderConfig(ModelConfig):
         """K, the number of KV heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
+
+    def of_layer(self, number: int) -> Self:
+        """The settings of layer ``number``, for families whose layers have heads or sizes of their own."""
+        return self
+
+    @property
+    def rope_widths(self) -> tuple[int, int]:
+        """The widths of heads that ``rope`` and ``local_rope`` rotate."""
+        return self.width, self.width
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """What layer ``number`` keeps of the tokens before, by the name of its group in the cache."""

@@ -29,7 +29,7 @@ from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.embedding import Embedding
 from ...nn.kv_cache.cache import KVCache
-from ...nn.kv_cache.kinds import Group, KeysValues, Place, groups_of, numbers_of
+from ...nn.kv_cache.kinds import Group, KeysValues, Place, Shared, groups_of, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
@@ -77,7 +77,14 @@ class DecoderModel(Module):
             Hidden states ``[B, T, E]`` (``[B, E]`` for ids ``[B]`` or with ``at``), and the cache
             with these tokens.
         """
-        carry = (self.embed(ids, step), cached)
+        x, cached = self.run_layers(self.embed(ids, step), step, cached)
+        if at is not None and x.ndim == 3:
+            x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        return self.norm(x), cached
+
+    def run_layers(self, x: Any, step: Step, cached: Cached) -> tuple[Any, Cached]:
+        """All layers in order, from what enters the first one to what the last one gives."""
+        carry = (x, cached)
         if isinstance(self.layers, LayerStack):
             carry = self.layers.scan(carry, index="layer", step=step)
         else:
@@ -85,10 +92,7 @@ class DecoderModel(Module):
                 # Behind the barrier XLA does not see the number. If it did, it would compile each
                 # layer's kernels anew, and could turn writes to one layer of the cache into copies.
                 carry = layer(carry, step=step, layer=jax.lax.optimization_barrier(jnp.int32(i)))
-        x, cached = carry
-        if at is not None and x.ndim == 3:
-            x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-        return self.norm(x), cached
+        return carry
 
     def embed(self, ids: jax.Array, step: Step) -> jax.Array:
         """The token embeddings that enter the first layer, ``[B, T, E]`` or ``[B, E]``."""
@@ -276,7 +280,9 @@ class Decoder(PretrainedModel):
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
-        counts = self._counts(lengths, batch)
+        counts, keeps = self._counts(lengths, batch), cache is not None
+        if not keeps:
+            cache = self._inner_cache(batch, length)
         if cache is not None:
             cache.check_room(length if counts is None else counts)
         starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
@@ -293,7 +299,7 @@ class Decoder(PretrainedModel):
         logits = self.logits(x)
         if is_step and not last:
             logits = logits[:, None]
-        if cache is None:
+        if cache is None or not keeps:
             return logits
         logits = _nan_beyond(logits, step._replace(counts=counts), length, cache.capacity, at)
         lengths = cache.lengths + (length if counts is None else counts)
@@ -321,8 +327,18 @@ class Decoder(PretrainedModel):
         if counts is not None:  # the padding must not affect anything, not even with NaN
             real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
             ids = jnp.where(real, ids, 0)
-        step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
-        return self.model(ids, step, {}, None)[0]
+        cache = self._inner_cache(*ids.shape)
+        starts = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
+        step = self._step(starts, counts, ids.shape[1], cache)
+        if cache is None:
+            return self.model(ids, step, {}, None)[0]
+        is_step = ids.shape[1] == 1
+        x = self.model(ids[:, 0] if is_step else ids, step, cache.states, None)[0]
+        return x[:, None] if is_step else x
+
+    def _inner_cache(self, batch: int, length: int) -> KVCache | None:
+        """The cache of a call without one, for models whose layers read what others have written."""
+        return self.cache(batch, length) if _shares(self.config) else None
 
     def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
         counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
@@ -383,8 +399,8 @@ class Decoder(PretrainedModel):
             step = step._replace(tokens=jnp.where(counts > 0, starts, -1))
         ropes = {"global": config.rope, "local": config.local_rope}
         rotations = {
-            name: rope.cos_sin(step.positions(length), after, config.width)
-            for name, rope in ropes.items()
+            name: rope.cos_sin(step.positions(length), after, width)
+            for (name, rope), width in zip(ropes.items(), config.rope_widths, strict=True)
             if rope is not None
         }
         if config.query_scaling is not None:
@@ -425,6 +441,13 @@ def _nan_beyond(
 @functools.lru_cache(maxsize=128)
 def _groups(config: DecoderConfig) -> dict[str, Group]:
     return groups_of([config.states(i) for i in range(config.num_layers)])
+
+
+@functools.lru_cache(maxsize=128)
+def _shares(config: DecoderConfig) -> bool:
+    """Whether a layer reads another's keys and values."""
+    kept = (config.states(i).values() for i in range(config.num_layers))
+    return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
 
 
 def _kind(layer: Module) -> Hashable:

@@ -123,7 +123,34 @@ class Rope:
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
     def _freqs(self, width: int, length: int = 0) -> np.ndarray:
+        if isinstance(self.scaling, Proportional):
+            return self.scaling.freqs(width, self.theta)
         return inv_freqs(width, self.theta, self.scaling, length=length)
+
+
+@dataclass(frozen=True)
+class Proportional:
+    """RoPE that leaves the pairs with the lowest frequencies as they are (Gemma 4).
+
+    Unlike the rotation of a part of a head, pairs are those of the whole head.
+
+    Attributes:
+        share: share of the pairs that are rotated.
+        factor: divisor of their frequencies.
+
+    Example:
+        >>> Proportional(0.5).freqs(8, 16.0).tolist()
+        [1.0, 0.5, 0.0, 0.0]
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def freqs(self, width: int, theta: float) -> np.ndarray:
+        """The frequency of each pair of a head, float32 ``[width / 2]``."""
+        found = inv_freqs(width, theta, None) / np.float32(self.factor)
+        found[int(self.share * width // 2) :] = 0
+        return found
 
 
 @dataclass(frozen=True)
@@ -262,6 +289,9 @@ def rope_of(
         if isinstance(value, Mapping):
             raise UnsupportedModelError(f"'{name}' with separate settings for {key!r}")
     found = _Given(given, name, context, raw or {})
+    if given.get("rope_type") == "proportional":
+        scaling = Proportional(found.number("partial_rotary_factor", 1.0), found.factor_or_one())
+        return Rope(found.number("rope_theta", default_theta, minimum=1e-3), scaling)
     share = found.number("partial_rotary_factor", 1.0 if part is None else part)
     if part is None and share != 1:
         raise UnsupportedModelError(
@@ -312,6 +342,10 @@ class _Given:
         if not isinstance(value, (list, tuple)) or len(value) > 1 << 16:
             raise ValueError(f"'{key}' in '{self.name}' is not a list of numbers")
         return tuple(self.checked(key, item) for item in value)
+
+    def factor_or_one(self) -> float:
+        """The factor of frequencies, 1 if there is none."""
+        return self.number("factor", 1.0)
 
     def factor(self) -> float:
         """Factor by which the context is extended; by default the ratio of the two lengths."""

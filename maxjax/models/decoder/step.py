@@ -31,6 +31,7 @@ class Step(NamedTuple):
         numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
             where they differ; None: the layer's own index.
         capacity: number of positions of the cache, where weights of the attention to it are asked for.
+        inputs: what each layer gets beside the hidden states, ``[L, B, (T,) ...]``, if the model has such.
         sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
     """
 
@@ -42,6 +43,7 @@ class Step(NamedTuple):
     capacity: int | None = None
     sinks: jax.Array | None = None
     query_scales: jax.Array | None = None
+    inputs: jax.Array | None = None
 
     def positions(self, length: int) -> jax.Array:
         """The positions of the tokens, ``[B or 1, T]``."""

@@ -106,6 +106,22 @@ class _Tokens(Rendered):
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
         return self.with_arrays(_written(array, new, layer, place) for array, new in pairs)
 
+    def at(self, layer: Any, place: jax.Array, dtype: Any) -> list[jax.Array]:
+        """The keys and values ``[B, K, D]`` in slot ``place`` ``[B]`` of each row of a layer, as floats."""
+        batch, heads = self.keys.shape[1:3]
+        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        columns = jnp.arange(heads, dtype=jnp.int32)[None]
+        place = jnp.clip(jnp.broadcast_to(place, (batch,)), 0, self.size - 1)[:, None]
+
+        def run(array: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
+            return array[layer, rows, columns, place]
+
+        found = [_gathered(run, a, jnp.asarray(layer, jnp.int32), place) for a in self.arrays]
+        if self.key_scales is None:
+            return [a.astype(dtype) for a in found]
+        keys, values, *scales = found
+        return [restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True)]
+
     def layer_slots(self, layer: Any) -> Self:
         """The slots of one layer."""
         return jax.tree.map(lambda a: _at(a, layer, (1, *a.shape[1:])), self)
@@ -340,6 +356,15 @@ def _set(
     rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
     heads = jnp.arange(array.shape[2], dtype=jnp.int32)
     return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop", **options)
+
+
+def _gathered(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
+    """``run`` of a cache's array, which gives something of each row and head ``[B, K, ...]``."""
+    mesh = explicit.mesh_of(array)
+    if mesh is not None:
+        _, rows, heads, *_ = explicit.entries(array)
+        run = explicit.automatic(run, mesh, [rows, heads, *[()] * (array.ndim - 4)])
+    return run(array, *operands)
 
 
 def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:

@@ -14,9 +14,15 @@ _EXPERTS = {
 
 
 def _drawn(rng, name, shape):
-    """1 is added to the weights of all norms but the delta rule's own."""
-    own = "linear_attn" in name
-    return (decoders.drawn if own else decoders.drawn_of_gemma)(rng, name, shape)
+    """1 is added to the weights of all norms but the delta rule's own.
+
+    The rule's norm divides by the size of its results, which is near zero where a query is orthogonal to
+    all keys; large inputs of the convolution's activation, and a small weight, keep float32's error small.
+    """
+    if "linear_attn" not in name:
+        return decoders.drawn_of_gemma(rng, name, shape)
+    factor = 6.0 if "conv1d" in name else 0.15 if "norm" in name else 1.0
+    return factor * decoders.drawn(rng, name, shape)
 
 
 def _case(family, kind, config, name, length=24, **settings):

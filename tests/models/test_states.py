@@ -1,0 +1,166 @@
+"""What layers keep beside keys and values: latent vectors, recurrent states, and what others share."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.engine.generate.batch import Batch
+from maxjax.errors import UserInputError
+from maxjax.models import DeepseekV3, DeepseekV3Config, Gemma4, Gemma4Config, Qwen35, Qwen35Config
+from maxjax.nn.kv_cache.cache import KVCache
+from maxjax.nn.kv_cache.kinds import Place, States
+from tests.models.decoders import call, ids_of, last, padded
+
+VOCAB = 96
+SMALL = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+RECURRENT = Qwen35Config(
+    VOCAB, 16, 24, **SMALL, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=4, linear_value_head_dim=6, max_position_embeddings=128,
+)  # fmt: skip
+LATENT = DeepseekV3Config(
+    VOCAB, 16, 24, num_layers=3, num_heads=4, kv_lora_rank=12, q_lora_rank=8, qk_nope_head_dim=4,
+    qk_rope_head_dim=4, v_head_dim=6, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    n_group=1, topk_group=1, max_position_embeddings=128,
+)  # fmt: skip
+SHARED = Gemma4Config(
+    VOCAB, 16, 24, **{**SMALL, "num_layers": 6}, global_head_dim=12, hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3, sliding_window=5,
+    slides=(True, True, False, True, True, False), max_position_embeddings=128,
+)  # fmt: skip
+KINDS = {
+    "recurrent": (Qwen35, RECURRENT),
+    "latent": (DeepseekV3, LATENT),
+    "shared": (Gemma4, SHARED),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    kind, config = KINDS[request.param]
+    return maxjax.init(kind(config), jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def recurrent():
+    return maxjax.init(Qwen35(RECURRENT), jax.random.key(0))
+
+
+def prompts_of(*lengths):
+    return [ids_of(1, n, n)[0] % VOCAB for n in lengths]
+
+
+def close(found, expected, atol=2e-5):
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=atol)
+
+
+def test_rows_in_chunks_are_as_a_whole(model):
+    """Prefill in chunks of ragged rows, of which one ends early, then a decode step without it."""
+    ids, lengths = padded(prompts_of(21, 3, 13))
+    ids = np.pad(ids, ((0, 0), (0, 7)))
+    whole, cache = call(model, ids), model.cache(3, 32)
+    for start in range(0, 21, 7):
+        counts = np.clip(lengths - start, 0, 7)
+        logits, cache = last(model, ids[:, start : start + 7], cache, counts)
+        for row in np.flatnonzero((counts > 0) & (start + counts == lengths)):
+            close(logits[row], whole[row, lengths[row] - 1])
+    states = jax.tree.map(jnp.copy, cache.more)
+    tokens, active = np.array([5, 6, 7], np.int32), np.array([1, 0, 1], np.int32)
+    logits, after = last(model, tokens[:, None], cache, active)
+    assert after.lengths.tolist() == [22, 3, 14]
+    ids[np.arange(3), lengths] = tokens
+    whole = call(model, ids)
+    for row in (0, 2):
+        close(logits[row], whole[row, lengths[row]])
+    for old, new in zip(jax.tree.leaves(states), jax.tree.leaves(after.more), strict=True):
+        np.testing.assert_array_equal(old[:, 1], new[:, 1])  # a finished row
+
+
+def test_texts_of_a_batch_are_those_of_each_alone(model):
+    """Rows end at different steps; those that have ended change nothing."""
+    rows = [list(map(int, prompt)) for prompt in prompts_of(9, 4)]
+    limits = [len(rows[0]) + 3, len(rows[1]) + 11]
+    together = Batch(model, rows, limits, chunk=4)
+    first = together.prefill().tokens[:, :1]
+    found = np.concatenate([first, together.fetch(together.decode(11)).tokens[:, :10]], 1)
+    for row, (prompt, limit) in enumerate(zip(rows, limits, strict=True)):
+        alone = Batch(model, [prompt], [limit])
+        first = alone.prefill().tokens[:, :1]
+        count = limit - len(prompt)
+        rest = alone.fetch(alone.decode(count - 1)).tokens[:, : count - 1]
+        np.testing.assert_array_equal(found[row, :count], np.concatenate([first, rest], 1)[0])
+
+
+def test_a_recurrent_state_resumes_where_it_is_or_anew(recurrent):
+    prompt = list(map(int, prompts_of(9)[0]))
+    texts = Batch(recurrent, [prompt], [30])
+    first = int(texts.prefill().tokens[0, 0])
+    more = texts.fetch(texts.decode(4))
+    answer = [first, *map(int, more.tokens[0, :4])]
+    texts.record(answer)
+    longer = [*prompt, *answer, 3, 4, 5]
+    assert texts.resume(longer, 40)
+    expected = Batch(recurrent, [longer], [40]).prefill().tokens
+    assert texts.prefill().tokens.tolist() == expected.tolist()
+    assert not texts.resume([*prompt[:4], 1, 2, 3], 40)  # tokens would have to be forgotten
+
+
+def test_rewinding_a_recurrent_state(recurrent):
+    """Not to tokens in the middle; to none, the state is zeros."""
+    state = recurrent.cache(2, 16).more["linear"]
+    state = jax.tree.map(jnp.ones_like, state)
+    cache = dataclasses.replace(
+        recurrent.cache(2, 16), lengths=jnp.array([6, 4]), more={"linear": state}
+    )
+    assert cache.rewind([5, 4]) is None
+    kept = cache.rewind([0, 4])
+    assert kept.lengths.tolist() == [0, 4]
+    for array in jax.tree.leaves(kept.more):
+        assert not array[:, 0].any() and array[:, 1].all()
+    grown = cache.grow(32)
+    assert grown.capacity == 32 and grown.more["linear"] is state
+
+
+def test_eight_bits_are_for_what_grows(recurrent):
+    cache = recurrent.cache(1, 16, "int8")
+    assert (
+        cache.keys.dtype == jnp.int8 and cache.more["linear"].arrays["delta"].dtype == jnp.float32
+    )
+    ids = ids_of(1, 8)
+    found, _ = last(recurrent, ids, cache, np.array([8]))
+    close(found[0], call(recurrent, ids)[0, -1], atol=0.1)
+    groups = {name: (1, States((("a", (4,), "float32"),)), Place()) for name in ("full", "state")}
+    with pytest.raises(UserInputError, match="int8 is for keys and values"):
+        KVCache.of(groups, batch=1, capacity=4, dtype="int8")
+
+
+def test_a_cache_of_other_states_is_refused(recurrent):
+    other = KVCache.empty(4, batch=1, num_kv_heads=2, capacity=8, head_dim=8)
+    with pytest.raises(UserInputError, match=r"4 layers full, and this model 3 layers linear"):
+        recurrent(ids_of(1, 2), other)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
+def test_states_are_split_on_a_mesh(model, axes):
+    mesh = maxjax.make_mesh(**axes)
+    there = jax.tree.map(lambda a: a, model).to(mesh)
+    ids, lengths = padded(prompts_of(11, 3))
+    one = last(model, ids, model.cache(2, 16), lengths)
+    two = last(there, ids, there.cache(2, 16), lengths)
+    close(one[0], two[0])
+    whole = sum(a.nbytes for a in jax.tree.leaves(one[1]))
+    part = sum(a.addressable_data(0).nbytes for a in jax.tree.leaves(two[1]))
+    assert part < 0.7 * whole
+    tokens = jnp.array([[5], [6]], jnp.int32)
+    close(
+        *(
+            last(m, tokens, c, jnp.ones(2, jnp.int32))[0]
+            for m, c in ((model, one[1]), (there, two[1]))
+        )
+    )
