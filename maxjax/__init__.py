@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from .engine.quantize.calibration import calibrate as calibrate
     from .engine.quantize.model import quantize as quantize
     from .engine.release import free as free
+    from .engine.rerank import rerank as rerank
     from .engine.sampling.settings import Sampling as Sampling
     from .engine.usage import memory as memory
     from .errors import CheckpointError as CheckpointError
@@ -91,6 +92,7 @@ _HOMES: dict[str, str | None] = {
     "Completion": "engine.generate.completion",
     "Conversation": "engine.generate.conversation",
     "embed": "engine.embed",
+    "rerank": "engine.rerank",
     "export": "engine.export.write",
     "load_exported": "engine.export.program",
     "generate": "engine.generate.texts",

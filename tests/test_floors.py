@@ -83,7 +83,7 @@ nn/transformer: transformer __init__
 nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
-models: config bounds weights name_rules multimodal
+models: config bounds weights name_rules multimodal unread
 models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
@@ -95,9 +95,9 @@ models/decoder: config norm mlp step attention latent mixer gated_delta block mo
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4 cohere
-models: deepseek qwen3_next qwen3_5
-models: glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe
+models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe
 models: bert roberta distilbert mpnet nomic gte jina modernbert
+models: registry construct
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata
@@ -110,7 +110,7 @@ text/tokenizer: patterns limits added vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed perplexity session holders usage release
+engine: hub load packing embed rerank perplexity session holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
@@ -125,7 +125,8 @@ interop: layouts renaming torch_modules trees
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal tables bars options environment answer model inspect embed generate evaluate chat bench convert plan
+cli: terminal tables bars options environment answer model inspect embed rerank generate evaluate
+cli: chat bench convert plan
 cli: application __init__
 .: __main__
 """

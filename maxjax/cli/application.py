@@ -30,6 +30,7 @@ from .generate import generate, generate_arguments
 from .inspect import inspect, inspect_arguments, verify, verify_arguments
 from .options import Parser
 from .plan import plan, plan_arguments
+from .rerank import rerank, rerank_arguments
 from .tables import is_terminal, show
 from .terminal import explain
 
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         ("convert", convert, convert_arguments, "write a checkpoint in another format, dtype or number of files"),
         ("plan", plan, plan_arguments, "memory of a checkpoint on the devices of a mesh; reads headers only"),
         ("embed", embed, embed_arguments, "embed texts; one JSON line for each, or a .npy file"),
+        ("rerank", rerank, rerank_arguments, "sort documents by how well they answer a query; JSON lines"),
         ("env", env, env_arguments, "show versions, devices and caches"),
     ):  # fmt: skip
         command = commands.add_parser(name, parents=[debug], help=text, description=run.__doc__)

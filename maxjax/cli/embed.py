@@ -37,7 +37,7 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     """Embeds texts, given or one per line on stdin: JSON lines, or a .npy file."""
     if not options.texts and (sys.stdin is None or sys.stdin.isatty()):
         options.error("no TEXT given, and none on stdin")
-    texts = options.texts or _stdin_lines()
+    texts = options.texts or stdin_lines()
     for number, text in enumerate(texts, 1):
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise UserInputError(f"text {number} is not valid UTF-8")
@@ -73,7 +73,8 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     )
 
 
-def _stdin_lines() -> list[str]:
+def stdin_lines() -> list[str]:
+    """The lines of stdin."""
     text = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
     lines = text.replace("\r\n", "\n").split("\n")
     return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line

@@ -139,6 +139,7 @@ def pooled_rows(
     pooling: Pooling,
     skipped: int = 0,
     head: bool = False,
+    answers: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """One pooled state for each row of tokens, float32 ``[rows, d]``, or what the model's head makes of it.
 
@@ -152,6 +153,7 @@ def pooled_rows(
         pooling: modes, dense layers and normalisation.
         skipped: number of first tokens that are not pooled.
         head: whether the model's classification head is applied to the pooled states.
+        answers: two tokens; of a decoder, the head is the logit of the first minus that of the second.
     """
     _check_ids(model, rows)
     if together.is_shared:
@@ -171,7 +173,7 @@ def pooled_rows(
         if not together.is_shared and mesh is None:
             settings["dense"] = jax.device_put(settings["dense"])
     if head:
-        settings["head"] = True
+        settings["head"], settings["answers"] = True, answers
     watch = Watch(model)
     packs = not watch.is_watched  # else each row is one text, as whoever observes the model expects
     pending: list[_Pending] = []
@@ -250,7 +252,7 @@ def _batches_of(
 
 @partial(
     jax.jit,
-    static_argnames=("modes", "normalize", "skipped", "gathered", "activations", "head"),
+    static_argnames=("modes", "normalize", "skipped", "gathered", "activations", "head", "answers"),
 )
 def _encode(
     model: Any,
@@ -263,6 +265,7 @@ def _encode(
     activations: tuple[str, ...] = (),
     dense: Any = (),
     head: bool = False,
+    answers: tuple[int, int] | None = None,
     patches: Any = (),
 ) -> Any:
     """The vectors; of a model that is observed with what was recorded."""
@@ -292,8 +295,11 @@ def _encode(
     if dense:
         pooled = densified(pooled, dense, activations)
         pooled = normalized(pooled) if normalize else pooled
-    if head:
+    if head and answers is None:
         pooled = model.scores(pooled)  # type: ignore[union-attr]
+    elif answers is not None:
+        logits = model.logits(pooled.astype(states.dtype))  # [B, V]
+        pooled = (logits[:, answers[0]] - logits[:, answers[1]])[:, None]
     pooled = pooled.astype(jnp.float32)  # [B, d]
     pooled = pooled if gathered is None else with_sharding(pooled, gathered)
     return (pooled, taps) if is_observed(model) else pooled

@@ -8,6 +8,7 @@ Source: arXiv:2310.06825; transformers' ``modeling_ministral3``.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,7 +61,7 @@ class Ministral3Config(MistralConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE, and the growth of queries that stands among its settings."""
         if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
-            raw = {**raw, "rope_parameters": _YARN}
+            raw = ChainMap({"rope_parameters": _YARN}, raw)  # type: ignore[arg-type]
         found: dict[str, Any] = {"rope": read_rope(raw, context, 1e6)}
         name, given = rope_settings(raw)
         beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)

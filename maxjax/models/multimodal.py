@@ -6,9 +6,10 @@ configuration out, and ``DecoderFamily`` its tensors. Tensors that see or hear a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 # Prefixes of a text model's tensors, and their replacements; the first that matches holds.
 PLACES = (
@@ -22,6 +23,8 @@ SIGHT = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower")
 )
+_SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
+T = TypeVar("T")
 # Keys beside ``text_config`` that hold for the text model too.
 _TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 # Settings of the positions of images: the tokens of a text have one position for all sections.
@@ -110,6 +113,32 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
     return {**text.unsaid, **_without_sections(given), **shared, **names}
+
+
+def is_multimodal(raw: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a multimodal model whose text model is known."""
+    return text_settings(raw) is not raw
+
+
+def text_name(tensor: str) -> str | None:
+    """The name of a tensor in the text model alone; None if it belongs to another part.
+
+    Example:
+        >>> text_name("language_model.model.norm.weight"), text_name("vision_tower.ln_pre.weight")
+        ('model.norm.weight', None)
+    """
+    for place, instead in PLACES:
+        if tensor.startswith(place):
+            return instead + tensor[len(place) :]
+    return None if _SEEN.fullmatch(tensor) else tensor
+
+
+def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
+    """The tensors of the text model by its own names, of a multimodal configuration's; any other's as they are."""
+    if not is_multimodal(raw):
+        return tensors
+    named = {text_name(name): value for name, value in tensors.items()}
+    return {name: value for name, value in named.items() if name is not None}
 
 
 def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:

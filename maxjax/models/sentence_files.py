@@ -147,6 +147,9 @@ def _dense(place: Path) -> Dense | str:
     """The Dense in a directory, or a text that names what maxjax does not have."""
     file = _settings(place)
     settings = _DenseConfig.from_dict(read_object(file), path=file)
+    raw = read_object(file)
+    if raw.get("use_residual") or raw.get("module_input_name") not in (None, "sentence_embedding"):
+        return "a Dense module with 'use_residual' or another 'module_input_name'"
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:
         return f"the activation function {settings.activation_function[:80]!r} of a Dense module"

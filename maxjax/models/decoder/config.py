@@ -13,6 +13,7 @@ from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
+from ..unread import Looked, warn_of_unread
 from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
 
 # The longest repeating pattern of layers that ``pattern`` finds.
@@ -167,6 +168,7 @@ class DecoderConfig(ModelConfig):
                 f"'quantization_config' (quant_method {str(method)[:60]!r})"
             )
         raw = {**cls.unsaid, **raw}
+        looked = Looked(raw)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
@@ -175,11 +177,16 @@ class DecoderConfig(ModelConfig):
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
-                given |= cls.ropes(raw, context)
-            given |= cls.derived(raw)
+                given |= cls.ropes(looked, context)
+            given |= cls.derived(looked)
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
-        return super().from_dict(given, path=path)
+        found = super().from_dict(given, path=path)
+        read = [field for field in fields.values() if not field.metadata.get("own")]
+        known = {field.metadata.get("key") or field.name for field in read}
+        known |= {key for field in read for key in field.metadata.get("also", ())}
+        warn_of_unread(cls.model_type or cls.__name__, raw, known | looked.keys_seen)
+        return found
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:

@@ -169,18 +169,37 @@ class Tokenizer:
             TypeError: a text is not a str, or ``texts`` is a single str.
             UserInputError: a text is not valid Unicode, or cannot be tokenised.
         """
-        texts = _checked(texts)
+        return self._encoded(_checked(texts), max_length, special)
+
+    def pairs(
+        self, pairs: Iterable[tuple[str, str]], *, max_length: int | None = None
+    ) -> list[Encoding]:
+        """Encodes text pairs as one row of tokens each, with the special tokens around and between them.
+
+        Args:
+            pairs: any number of pairs of texts.
+            max_length: the largest number of tokens of a pair, special tokens included; of longer pairs
+                the longer text is truncated. By default they are not.
+
+        Raises:
+            TypeError, UserInputError: as for :meth:`tokens`.
+        """
+        listed = [(first, second) for first, second in pairs]
+        _checked([text for pair in listed for text in pair])
+        return self._encoded(listed, max_length, True)
+
+    def _encoded(self, texts: list[Any], max_length: int | None, special: bool) -> list[Encoding]:
         with self._lock:
             if max_length is not None:
-                self._truncate_to(max_length)
+                self._truncate_to(max_length, bool(texts) and isinstance(texts[0], tuple))
             try:
                 encodings = guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
         return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
 
-    def _truncate_to(self, max_length: int) -> None:
-        least = self._backend.num_special_tokens_to_add(False) + 1
+    def _truncate_to(self, max_length: int, is_pair: bool = False) -> None:
+        least = self._backend.num_special_tokens_to_add(is_pair) + 1
         if max_length < least:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
         self._backend.enable_truncation(max_length)

@@ -11,6 +11,7 @@ import numpy as np
 from ....errors import CheckpointFormatError
 from ...config import ModelConfig
 from ...decoder.config import DecoderConfig
+from ...multimodal import text_settings
 from ..metadata import MAX_EXPERTS, unsupported
 from ..table import ARCHITECTURE_OF as ARCHITECTURE_OF
 from .rope import rope_divisors
@@ -72,6 +73,10 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
+    try:
+        config = text_settings(config)
+    except ValueError as error:
+        raise CheckpointFormatError(str(error), path=path) from None
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURE_OF:
         known = ", ".join(ARCHITECTURE_OF)

@@ -17,6 +17,7 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError, some
 from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
 from ....storage.boxes import whole
+from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
 from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
@@ -92,6 +93,7 @@ def gguf_tensors(
         ...
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
     """
+    tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
     known = _known(architecture)
@@ -151,7 +153,11 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Pl
     """
     model = read_config(config)
     known = _known(model.architecture)
-    places = {name: _place(known, _canonical(model.architecture, name), model) for name in names}
+    text = text_tensors(config, {name: name for name in names})
+    places = {
+        name: _place(known, _canonical(model.architecture, inner), model)
+        for inner, name in text.items()
+    }
     return {name: place for name, place in places.items() if place is not None}
 
 

@@ -1,0 +1,73 @@
+"""``maxjax rerank``: documents by how well they answer a query."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+
+from ..errors import UserInputError
+from ..progress import short, task
+from .embed import stdin_lines
+from .options import positive
+
+
+def rerank_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
+    parser.add_argument("query", metavar="QUERY")
+    parser.add_argument(
+        "documents", nargs="*", metavar="DOCUMENT", help="default: the lines of stdin"
+    )
+    parser.add_argument("--top", type=positive, metavar="N", help="print the N best only")
+    parser.add_argument(
+        "--template", metavar="TEXT", help="what a decoder reads, with {query} and {document} in it"
+    )
+    parser.add_argument(
+        "--answers", nargs=2, metavar=("YES", "NO"), help="two answers of a decoder, one token each"
+    )
+    parser.add_argument("--activation", choices=["sigmoid", "linear"])
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
+    )
+
+
+def rerank(options: argparse.Namespace) -> Iterable[str]:
+    """Reranks documents, given or one per line on stdin: JSON lines, the best first."""
+    if not options.documents and (sys.stdin is None or sys.stdin.isatty()):
+        options.error("no DOCUMENT given, and none on stdin")
+    documents = options.documents or stdin_lines()
+    for name, text in [
+        ("the query", options.query),
+        *((f"document {i}", d) for i, d in enumerate(documents, 1)),
+    ]:
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserInputError(f"{name} is not valid UTF-8")
+    if not documents:
+        raise UserInputError("there is no document to rerank: stdin is empty")
+    with task(f"loading {short(options.model)}", reads=True):
+        from ..engine.load import load
+        from ..engine.rerank import rerank as scores_of
+
+        model, tokenizer = load(options.model, dtype=options.dtype)
+    try:
+        scores = scores_of(
+            model, tokenizer, options.query, documents, batch_size=options.batch_size,
+            truncate=options.truncate, activation=options.activation, template=options.template,
+            answers=None if options.answers is None else tuple(options.answers),
+        )  # [n] float32  # fmt: skip
+    except UserInputError as error:
+        text = str(error)
+        for option in ("truncate=True", "template=", "answers="):
+            text = text.replace(option, "--" + option.split("=")[0])
+        raise UserInputError(text) from error
+    best = (-scores).argsort(kind="stable")[: options.top]
+    return (
+        json.dumps(
+            {"index": int(i), "score": float(str(scores[i])), "text": documents[i]},
+            ensure_ascii=False,
+        )
+        for i in best
+    )

@@ -1,0 +1,191 @@
+"""``rerank``: a score of each document for a query.
+
+A cross-encoder reads query and document as a text pair, and its classification head gives the score. A decoder
+reads both in a template, and the score is that of its head, or of its answer "yes" over "no".
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..elsewhere import unknown_argument
+from ..errors import UserInputError, releasing
+from ..lockstep import Lockstep
+from ..models import Decoder, Encoder
+from ..models.pooling import Pooling
+from ..models.weights import check_loaded, shardings_of
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from .embed import pooled_rows, text_limit
+
+_ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
+ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "linear": lambda x: x}
+"""Names of functions that make scores of a head's results."""
+
+
+def rerank(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    query: str,
+    documents: Iterable[str],
+    *,
+    batch_size: int = 32,
+    truncate: bool = False,
+    activation: str | None = None,
+    template: str | None = None,
+    answers: tuple[str, str] | None = None,
+    **unknown: Any,
+) -> np.ndarray:
+    """Computes how well each document answers a query; a larger score is a better answer.
+
+    ``maxjax.rerank(…).argsort()[::-1]`` gives the documents' numbers, the best first. As in ``embed``, short
+    pairs are computed side by side, and several processes that share the model's mesh make the call together.
+
+    Args:
+        model: an encoder with a classification head of one label (``…ForSequenceClassification``), or a
+            decoder, as returned by ``maxjax.load``.
+        tokenizer: the model's tokenizer.
+        query: the query.
+        documents: the documents; an empty one is allowed.
+        batch_size: the largest number of rows in one batch.
+        truncate: whether pairs longer than the model's limit are cut, the longer text first; otherwise
+            they are refused. A template is never cut.
+        activation: "sigmoid" or "linear"; None does as the model's files say, and without them as
+            sentence-transformers: "sigmoid" for an encoder, "linear" for a decoder.
+        template: the text that a decoder reads, with ``{query}`` and ``{document}`` in it. Special tokens
+            are written as text, and the tokenizer adds none.
+        answers: two texts of one token each. A decoder's score is the logit of the first as the next token,
+            minus that of the second: ``("yes", "no")`` for Qwen3-Reranker.
+
+    Returns:
+        The scores, float32 ``[len(documents)]``.
+
+    Raises:
+        TypeError: the query or a document is not a str; or an argument is unknown, and the message
+            suggests the right name if it can.
+        UserInputError: there is no tokenizer; a pair is too long; the model has no head of one label, or
+            is a decoder without ``template`` and ``answers``; the model's weights are not loaded.
+        ProgramMismatchError: the model, a text or an option is not the same in all processes.
+        PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
+    """
+    for name in unknown:
+        raise unknown_argument("maxjax.rerank", name, _ARGUMENTS)
+    if not isinstance(query, str):
+        raise TypeError(f"query is a {type(query).__name__}, not a str")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise UserInputError(f"activation must be 'sigmoid' or 'linear', not {activation!r}")
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
+    with Lockstep("rerank", shardings_of(model)) as together, releasing():
+        if not hasattr(model, "family"):
+            raise UserInputError(f"{type(model).__name__} is not a model that can rerank texts")
+        check_loaded(model)
+        if tokenizer is None:
+            raise UserInputError("texts cannot be reranked without a tokenizer")
+        documents = _texts(documents)
+        limit = text_limit(model, tokenizer, getattr(model, "pooling", None) or Pooling())
+        if isinstance(model, Decoder):
+            modes = ("lasttoken",)
+            options = _answer_ids(model, tokenizer, answers)
+            rows = _in_template(model, tokenizer, query, documents, template)
+        else:
+            modes, options = (_checked_head(model).head_pooling,), {}
+            if template is not None or answers is not None:
+                raise UserInputError("template and answers are for decoders: this is an encoder")
+            pairs = [(query, document) for document in documents]
+            rows = tokenizer.pairs(pairs, max_length=limit if truncate else None)
+        for i, row in enumerate(rows):
+            if len(row.ids) > limit:
+                hint = "shorten it" + (
+                    "" if isinstance(model, Decoder) else ", or pass truncate=True"
+                )
+                raise UserInputError(
+                    f"the query with documents[{i}] has {len(row.ids)} tokens and the model takes {limit}: {hint}"
+                )
+        found = pooled_rows(
+            model, tokenizer, rows, together, ("reranking {:,} texts", " texts"),
+            batch_size=batch_size, limit=limit, pooling=Pooling(modes), head=True, **options,
+        )  # fmt: skip
+        together.finish()
+    if activation is None:
+        activation = _default_activation(model)
+    return ACTIVATIONS[activation](found[:, 0]).astype(np.float32)
+
+
+def _texts(documents: Iterable[str]) -> list[str]:
+    if isinstance(documents, (str, bytes)):
+        raise TypeError("documents must be a list of str: put a single text in brackets, [text]")
+    documents = list(documents)
+    for i, document in enumerate(documents):
+        if not isinstance(document, str):
+            raise TypeError(f"documents[{i}] is a {type(document).__name__}, not a str")
+    return documents
+
+
+def _checked_head(model: Any) -> Encoder:
+    if not isinstance(model, Encoder) or model.classifier is None:
+        raise UserInputError(
+            f"{type(model).__name__} has no classification head: rerank needs a model of a class "
+            "'…ForSequenceClassification', or a decoder with template= and answers="
+        )
+    if model.config.num_labels != 1:
+        raise UserInputError(
+            f"the model's classification head has {model.config.num_labels} labels: rerank needs one label"
+        )
+    return model
+
+
+def _default_activation(model: Any) -> str:
+    """The activation function that the files name; sentence-transformers' own without one."""
+    config = model.hf_config or {}
+    newer = config.get("sentence_transformers")
+    name = newer.get("activation_fn") if isinstance(newer, dict) else None
+    name = config.get("sbert_ce_default_activation_function") if name is None else name
+    kind = name.rpartition(".")[2] if isinstance(name, str) else None
+    if kind in ("Identity", "Sigmoid"):
+        return "linear" if kind == "Identity" else "sigmoid"
+    return "linear" if isinstance(model, Decoder) else "sigmoid"
+
+
+# --- decoders -------------------------------------------------------------------------------
+
+
+def _answer_ids(
+    model: Decoder, tokenizer: Tokenizer, answers: tuple[str, str] | None
+) -> dict[str, Any]:
+    """The token ids of the two answers, for ``pooled_rows``."""
+    if not isinstance(answers, tuple) or len(answers) != 2:
+        raise UserInputError(
+            f"{type(model).__name__} is a decoder: pass answers=, two texts of one token each, such as "
+            "('yes', 'no'), and template="
+        )
+    ids = [tokenizer.encode(answer, special=False) for answer in answers]
+    for answer, found in zip(answers, ids, strict=True):
+        if len(found) != 1:
+            raise UserInputError(
+                f"the answer {answer[:60]!r} is {len(found)} tokens, and must be one"
+            )
+    return {"answers": (ids[0][0], ids[1][0])}
+
+
+def _in_template(
+    model: Decoder, tokenizer: Tokenizer, query: str, documents: list[str], template: str | None
+) -> list[Encoding]:
+    """The tokens of each document in the template."""
+    try:
+        parts = list(string.Formatter().parse(template or ""))
+    except ValueError as error:
+        raise UserInputError(f"template is not a format string: {error}") from None
+    if template is None or {name for _, name, *_ in parts if name is not None} != {
+        "query",
+        "document",
+    }:
+        raise UserInputError(
+            f"{type(model).__name__} is a decoder: pass template=, the text that it reads, with "
+            "{query} and {document} in it"
+        )
+    texts = [template.format(query=query, document=document) for document in documents]
+    return tokenizer.tokens(texts, special=False)
