@@ -70,6 +70,8 @@ if _TYPE_CHECKING:
     from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .hunyuan_moe import HunyuanMoE as HunyuanMoE
+    from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
     from .jina import JinaV3Model as JinaV3Model
     from .llama import Llama as Llama
@@ -161,6 +163,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "granite": "Granite GraniteConfig",
         "granitemoe": "GraniteMoE GraniteMoEConfig",
         "gte": "GteConfig GteModel",
+        "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",

@@ -112,7 +112,10 @@ def test_transformers_opens_what_was_saved(case, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.oracle
 @pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES if case.gguf])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case)) for case in CASES if case.gguf and case.like_llama_cpp],
+)
 def test_llama_cpp(case, tmp_path):
     theirs = case.model(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "model.gguf")
