@@ -74,20 +74,19 @@ class NomicBertConfig(EncoderConfig):
                 raise ValueError("'n_inner' is missing")
         context = found.get("max_position_embeddings", raw.get("max_position_embeddings"))
         if type(context) is int and context > 0:
-            found["rope"] = read_rope(_rope(raw), context, 1000.0)
+            found["rope"] = _rope(raw, context)
         return found
 
 
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of RoPE in the usual spelling."""
+def _rope(raw: Mapping[str, Any], context: int) -> Rope:
+    """RoPE, whose settings the published files have under keys of their own."""
     given = dict(raw)
     if raw.get("rotary_emb_base") is not None:
         given["rope_theta"] = raw["rotary_emb_base"]
     factor, trained = raw.get("rotary_scaling_factor"), raw.get("max_trained_positions")
-    if factor is not None and trained is not None:
-        given["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
-        given["max_position_embeddings"] = trained
-    return given
+    if factor is not None and type(trained) is int and trained > 0:
+        given["rope_scaling"], context = {"rope_type": "dynamic", "factor": factor}, trained
+    return read_rope(given, context, 1000.0)
 
 
 class NomicBertAttention(EncoderAttention):

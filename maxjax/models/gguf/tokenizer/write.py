@@ -354,7 +354,7 @@ def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any
     kinds |= {str(step.get("type")) for step in pre} - {"WhitespaceSplit", "Metaspace"}
     if kinds or len(tables) > 1:
         raise unsupported(
-            f"a Unigram tokenizer with {short(sorted(kinds))} in a GGUF file", tokens.path
+            f"a Unigram tokenizer with {', '.join(sorted(kinds))[:80]} in a GGUF file", tokens.path
         )
     squeezes = any(
         step.get("type") in ("Strip", "WhitespaceSplit")

@@ -295,7 +295,7 @@ def test_no_merge_makes_or_uses_a_special_token():
         ({"model": "gpt2", "merges": ["a"]}, CheckpointFormatError, "wrong merge"),
         ({"model": "gpt2", "merges": 3}, CheckpointFormatError, "wrong type"),
         ({"model": "gpt2", "pre": 3}, CheckpointFormatError, "wrong type"),
-        ({"model": "t5"}, CheckpointFormatError, "scores"),
+        ({"model": "t5", "scores": [0.0]}, CheckpointFormatError, "scores"),
         ({"model": "plamo2"}, UnsupportedModelError, "plamo2"),
     ],
 )
