@@ -24,6 +24,7 @@ if _TYPE_CHECKING:
     from . import lora as lora
     from . import models as models
     from . import nn as nn
+    from .checkpoint.conversion.run import convert as convert
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
     from .engine.drawings import draw_sharding as draw_sharding
@@ -85,6 +86,7 @@ _HOMES: dict[str, str | None] = {
         ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "lora", "models", "nn")
     ),
     "DType": "dtype",
+    "convert": "checkpoint.conversion.run",
     "save_pretrained": "checkpoint.pretrained",
     "apply_chat_template": "text.chat",
     "Completion": "engine.generate.completion",

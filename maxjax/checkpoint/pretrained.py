@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..lockstep import Lockstep
 from ..models import PretrainedModel
 from ..models.pooling import Pooling
 from ..models.quantized import KEY as QUANTIZATION
+from ..models.quantized import with_blocks
 from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
@@ -90,8 +91,10 @@ def save_pretrained(
         if dtype is not None:
             refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
+        if isinstance(model, PretrainedModel):
+            data = model.family.stored(data)
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
-        others = model_files(model, config, main_dtype(data))
+        others = model_files(model, config, main_dtype(data), data)
         if tokenizer is not None:
             others |= tokenizer_files(tokenizer)
         pieces = {name: [content] for name, content in others.items()}
@@ -136,7 +139,10 @@ def model_data(model: Module, gathering: Gathering | None = None) -> dict[str, W
 
 
 def model_files(
-    model: Module, config: Mapping[str, Any] | None = None, dtype: DType | None = None
+    model: Module,
+    config: Mapping[str, Any] | None = None,
+    dtype: DType | None = None,
+    names: Iterable[str] | None = None,
 ) -> dict[str, bytes]:
     """The files of a model's directory besides weights and tokenizer: name → content.
 
@@ -144,9 +150,13 @@ def model_files(
         model: the model.
         config: configuration to write in place of the model's own.
         dtype: dtype of most weights, which the configuration names.
+        names: names of the tensors, which say whether experts are in blocks; None: as the configuration
+            says.
     """
     if config is None and isinstance(model, PretrainedModel):
         config = model.hf_config
+        if config is not None and names is not None:
+            config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
     if (pooling := getattr(model, "pooling", None)) is not None:
         files |= sentence_files(pooling)

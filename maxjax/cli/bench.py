@@ -199,11 +199,12 @@ def _on_devices(value: Any) -> int:
 
 def _cache_bytes(cache: Any, tokens: int) -> int:
     """Bytes of the KV cache of so many tokens of each row, on all devices."""
-    groups = [slots for slots in (cache.full, cache.sliding) if slots is not None and slots.layers]
-    sizes = [slots.size * cache.slot_parts for slots in groups]
+    states = [state for state in cache.states.values() if state.layers]
+    # States that do not grow with a sequence are read whole.
+    sizes = [getattr(state, "capacity", tokens) for state in states]
     return sum(
-        _on_devices(slots) * min(tokens, size) // size
-        for slots, size in zip(groups, sizes, strict=True)
+        _on_devices(state) * min(tokens, size) // size
+        for state, size in zip(states, sizes, strict=True)
     )
 
 

@@ -111,8 +111,12 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     if others == []:
         sums += "; the safetensors library lists the same tensors"
     return [
-        f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {found.files} files; {sums}"
+        f"sound: {format}, {found.tensors:,} tensors, {found.nbytes:,} bytes, {_files(found.files)}; {sums}"
     ]
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:

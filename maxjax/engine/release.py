@@ -107,9 +107,10 @@ def _holders(what: Iterable[Any]) -> list[Any]:
     numbers: dict[int, tuple[Any, set[int]]] = {}
     for one in what:
         if not isinstance(one, Module | Weight):
+            inner = "pass its .model" if isinstance(getattr(one, "model", None), Module) else None
+            other = "other arrays are freed with del, or by their own delete()"
             raise TypeError(
-                f"free() takes Modules and Weights, not {type(one).__name__}: other arrays are freed with del, "
-                "or by their own delete()"
+                f"free() takes Modules and Weights, not {type(one).__name__}: {inner or other}"
             )
         weights = [one] if isinstance(one, Weight) else one.raw_state_dict().values()
         for weight in weights:

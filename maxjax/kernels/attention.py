@@ -114,6 +114,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
@@ -132,6 +133,8 @@ def causal_attention(
             nobody attends to.
         scale: factor of the scores; ``1/√D`` by default.
         sliding_window: number of positions that a query attends to, its own included; None: all.
+        chunked: whether it attends to the positions from the last multiple of ``sliding_window`` on
+            instead (chunked attention of Llama 4).
         soft_cap: bound of the scores, as for :func:`attention`.
         softmax_dtype: dtype that scores and softmax are computed in.
         sinks: attention sinks ``[H]``, as for :func:`attention`.
@@ -155,7 +158,7 @@ def causal_attention(
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     attending = Attending(
-        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided
+        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided, chunked
     )
     slots = cache[0].shape[3]
     at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
@@ -298,13 +301,14 @@ def partial_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`causal_attention` to some of the keys, to be merged with the others.
 
     Args:
-        query, cache, layer, positions, key_positions, scale, sliding_window, soft_cap,
+        query, cache, layer, positions, key_positions, scale, sliding_window, chunked, soft_cap,
             softmax_dtype: as for :func:`causal_attention`.
 
     Returns:
@@ -321,7 +325,8 @@ def partial_attention(
         ((1, 3, 2, 4), (1, 3, 2))
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    attending = Attending(scale, sliding_window, soft_cap, DType.of(softmax_dtype).np)
+    dtype = DType.of(softmax_dtype).np
+    attending = Attending(scale, sliding_window, soft_cap, dtype, chunked=chunked)
     return blocked_attention(query, cache, layer, positions, key_positions, attending)
 
 

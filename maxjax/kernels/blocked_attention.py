@@ -47,6 +47,8 @@ class Attending(NamedTuple):
         repeats: how many times each KV head is repeated before it meets the query heads.
         strided: whether a block consists of queries that lie apart, instead of neighbours. Then
             a mesh axis that splits the queries splits each block, but fewer blocks are skipped.
+        chunked: whether windows are the chunks that the positions are divided into, of which a query
+            sees its own (Llama 4), instead of following each query.
     """
 
     scale: float
@@ -55,12 +57,22 @@ class Attending(NamedTuple):
     dtype: Any
     repeats: int = 1
     strided: bool = False
+    chunked: bool = False
+
+    def first_seen(self, positions: jax.Array) -> jax.Array:
+        """The first position that queries at some positions attend to, where there is a window."""
+        assert self.window is not None
+        return positions - (positions % self.window if self.chunked else self.window - 1)
 
     def sees(self, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
         """Whether queries at some positions attend to keys at others."""
         distance = positions - key_positions
         sees = distance >= 0
-        return sees if self.window is None else sees & (distance < self.window)
+        if self.window is None:
+            return sees
+        if self.chunked:
+            return sees & (key_positions >= self.first_seen(positions))
+        return sees & (distance < self.window)
 
 
 def blocked_attention(
@@ -227,7 +239,7 @@ def _range(
     seen = jnp.any(key_positions <= last, axis=0)
     if attending.window is not None:
         first = jnp.min(jnp.where(at == _NO_QUERY, jnp.iinfo(jnp.int32).max, at))
-        seen = seen & jnp.any(key_positions > first - attending.window, axis=0)
+        seen = seen & jnp.any(key_positions >= attending.first_seen(first), axis=0)
     number = jnp.arange(seen.shape[0], dtype=jnp.int32) // block
     low = jnp.min(jnp.where(seen, number, jnp.iinfo(jnp.int32).max))
     return low, jnp.max(jnp.where(seen, number, -1)) + 1

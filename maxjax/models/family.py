@@ -21,17 +21,20 @@ from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
+from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
 from .gguf import hf_tensors
+from .gguf.table import GGUFTable
 
 # Layers that compute with quantised weights.
-_TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding)
+_TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
 
 def block_weights(model: Module) -> set[int]:
     """ids of the Weights below a Module that may be quantised: those of layers that compute with blocks."""
     modules: list[Any] = [module for _, module in model.named_modules()]
-    return {id(module.weight) for module in modules if type(module) in _TAKES_BLOCKS}
+    takes = [module for module in modules if type(module) in _TAKES_BLOCKS]
+    return {id(module.weight) for module in takes if hasattr(module, "weight")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Family:
         ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
+        gguf: the family's GGUF files; None: there are none.
         bare: prefix that checkpoints of the model without its head leave out of tensor names, and
             how their names begin then.
         only: settings that a ``config.json`` of this family has; without them, files of these names
@@ -70,6 +74,8 @@ class Family:
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
         return all(config.get(key) == value for key, value in self.only)
+
+    gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:
         """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
@@ -97,6 +103,20 @@ class Family:
     def _ignored(self) -> re.Pattern[str]:
         patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
+
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a checkpoint, with one for each weight, by the checkpoint's names.
+
+        They are those of the checkpoint but where its files hold several weights as one tensor.
+        """
+        return dict(checkpoint)
+
+    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+        """The tensors of a model by the names, and in the shapes, of the family's files.
+
+        They are those of the model but where its files hold several weights as one tensor.
+        """
+        return dict(tensors)
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a checkpoint by the model's names of its weights.

@@ -21,20 +21,15 @@ from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import KNOWN, Decoder, DecoderFamily, make
-from .decoder.rope import Rope, rope_of
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope, object_of, rope_of
 from .encoder.attention import both_ways
-from .family import PretrainedModel
+from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING = "sliding_attention"
 # transformers' defaults for Gemma 3's base frequencies.
 _THETA, _LOCAL_THETA = 1e6, 1e4
-# Prefixes of the text model in files of multimodal models, and their replacements here.
-_PLACES = (("language_model.", ""), ("model.language_model.", "model."))
-_SIGHT = ("vision_tower.*", "multi_modal_projector.*")
-# Top-level keys of a multimodal configuration that also apply to its text model.
-_TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -141,8 +136,6 @@ class Gemma2Config(GemmaConfig):
 class Gemma3Config(Gemma2Config):
     """The settings of a Gemma 3's text model: all but every sixth layer have the sliding window.
 
-    Of a multimodal model's file, ``text_config`` is read.
-
     Attributes:
         sliding_window_pattern: n, where every n-th layer sees all tokens, unless ``layer_types``
             lists the layers.
@@ -177,25 +170,6 @@ class Gemma3Config(Gemma2Config):
         return self.sliding_window_pattern
 
     @classmethod
-    def from_dict(
-        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
-    ) -> Self:
-        """:meth:`Gemma2Config.from_dict` for the text model's part of the configuration."""
-        try:
-            text = text_settings(raw)
-        except ValueError as error:
-            raise CheckpointFormatError(str(error), path=path) from None
-        return super().from_dict(text, path=path)
-
-    @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The text model's part of the configuration."""
-        try:
-            return text_settings(raw), frozenset()
-        except ValueError:  # from_dict says so
-            return {}, frozenset()
-
-    @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
         given = raw.get("rope_parameters") or {}
@@ -209,8 +183,8 @@ class Gemma3Config(Gemma2Config):
             )
         # In the old spelling, ``rope_scaling`` applies only to the layers that see all tokens.
         both = {key: raw[key] for key in ("partial_rotary_factor",) if raw.get(key)}
-        far = {**both, **_part(given, "full_attention"), **_part(raw, "rope_scaling")}
-        near = {**both, **_part(given, _SLIDING)}
+        far = {**both, **object_of(given, "full_attention"), **object_of(raw, "rope_scaling")}
+        near = {**both, **object_of(given, _SLIDING)}
         theta, local = (
             default if raw.get(key) is None else raw[key]
             for key, default in (("rope_theta", _THETA), ("rope_local_base_freq", _LOCAL_THETA))
@@ -220,33 +194,6 @@ class Gemma3Config(Gemma2Config):
             "rope": rope_of(far, "rope_parameters", context, raw, _THETA),
             "local_rope": rope_of(near, "rope_parameters", context, raw, _LOCAL_THETA),
         }
-
-
-def _part(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under a key, or an empty one if the key is missing."""
-    found = raw.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"'{key}' must be an object, not {type(found).__name__}")
-    return found
-
-
-def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's configuration, taken from that of a multimodal Gemma 3 if it is one.
-
-    Raises:
-        ValueError: a multimodal configuration has no ``text_config``.
-
-    Example:
-        >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
-        {'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}
-    """
-    if raw.get("text_config") is None:
-        if raw.get("model_type") == "gemma3":
-            raise ValueError("'text_config' is missing")
-        return raw
-    shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
-    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    return {**_part(raw, "text_config"), **shared, **names}
 
 
 class Gemma(Decoder):
@@ -312,24 +259,6 @@ class Gemma3(Decoder):
 
     layer_class: ClassVar[Any] = Gemma3Layer
 
-    @PretrainedModel.hf_config.getter
-    def hf_config(self) -> dict[str, Any] | None:
-        """:attr:`PretrainedModel.hf_config`; of a multimodal model, the text model's part."""
-        config = super().hf_config
-        return None if config is None else dict(text_settings(config))
-
-
-@dataclass(frozen=True)
-class _TextFamily(DecoderFamily):
-    """A family whose files may be multimodal, with the text model's tensors under a prefix."""
-
-    def name(self, tensor: str) -> str | None:
-        """:meth:`Family.name` after the prefix of the text model is replaced."""
-        for place, instead in _PLACES:
-            if tensor.startswith(place):
-                return super().name(instead + tensor[len(place) :])
-        return super().name(tensor)
-
 
 GEMMA = Gemma.family = DecoderFamily(
     model_type=GemmaConfig.model_type,
@@ -343,14 +272,10 @@ GEMMA2 = Gemma2.family = DecoderFamily(
     config=Gemma2Config,
     make=make(Gemma2),
 )
-GEMMA3 = Gemma3.family = _TextFamily(
+GEMMA3 = Gemma3.family = DecoderFamily(
     model_type=Gemma3Config.model_type,
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
-    ignored=(*KNOWN, *_SIGHT, *(f"model.{name}" for name in _SIGHT)),
-)
-# The same text model, read from multimodal checkpoints.
-GEMMA3_SEEING = dataclasses.replace(
-    GEMMA3, model_type="gemma3", architectures=("Gemma3ForConditionalGeneration",)
+    sight=SIGHT,
 )

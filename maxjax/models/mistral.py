@@ -1,10 +1,14 @@
-"""Mistral 7B: a Llama with sliding-window attention and fewer KV heads than query heads.
+"""Mistral: a Llama with sliding-window attention and fewer KV heads than query heads; and Ministral 3.
 
-Source: arXiv:2310.06825.
+The queries of a Ministral 3 grow with their position beyond the context that it was trained on.
+Mistral Small 3.1 and later and Ministral 3 are published as parts of multimodal models.
+
+Source: arXiv:2310.06825; transformers' ``modeling_ministral3``.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +16,16 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import QueryScaling, read_rope, rope_settings
+from .multimodal import SIGHT
+
+_LENGTH = "original_max_position_embeddings"
+# The RoPE of a Ministral 3 whose file says nothing of it.
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,36 @@ class MistralConfig(DecoderConfig):
         return {"attention_bias": False, "mlp_bias": False}
 
 
+@dataclass(frozen=True)
+class Ministral3Config(MistralConfig):
+    """The settings of a Ministral 3."""
+
+    model_type = "ministral3"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {}
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=262144, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """The RoPE, and the growth of queries that stands among its settings."""
+        if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+            raw = ChainMap({"rope_parameters": _YARN}, raw)  # type: ignore[arg-type]
+        found: dict[str, Any] = {"rope": read_rope(raw, context, 1e6)}
+        name, given = rope_settings(raw)
+        beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)
+        if beta is not None:
+            good = isinstance(beta, (int, float)) and beta >= 0
+            if not (good and isinstance(length, (int, float)) and 0 < length < float("inf")):
+                raise ValueError(
+                    f"'llama_4_scaling_beta' in '{name}' needs two numbers, itself and '{_LENGTH}'"
+                )
+            found["query_scaling"] = QueryScaling(float(beta), float(length))
+        return found
+
+
 class Mistral(Decoder):
     """A Mistral language model.
 
@@ -41,9 +85,21 @@ class Mistral(Decoder):
     """
 
 
+class Ministral3(Decoder):
+    """A Ministral 3 language model."""
+
+
 MISTRAL = Mistral.family = DecoderFamily(
     model_type=MistralConfig.model_type,
     architectures=("MistralForCausalLM", "MistralModel"),
     config=MistralConfig,
     make=make(Mistral),
+    sight=SIGHT,
+)
+MINISTRAL3 = Ministral3.family = DecoderFamily(
+    model_type=Ministral3Config.model_type,
+    architectures=("Ministral3ForCausalLM", "Ministral3Model"),
+    config=Ministral3Config,
+    make=make(Ministral3),
+    sight=SIGHT,
 )

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
-from .decoder.experts import MAPS_W, MoEConfig, MoEFamily, MoELayer, expert_count
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MAPS_W, MoEConfig, MoELayer, expert_count
 from .decoder.model import Decoder, make
 
 

@@ -1,5 +1,7 @@
 """Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
 
+They are also the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
 Sources: arXiv:2407.10671, arXiv:2412.15115, arXiv:2505.09388.
 """
 
@@ -12,6 +14,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
+from .multimodal import SIGHT
 
 # Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -90,10 +93,12 @@ QWEN2 = Qwen2.family = DecoderFamily(
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     config=Qwen2Config,
     make=make(Qwen2),
+    sight=SIGHT,
 )
 QWEN3 = Qwen3.family = DecoderFamily(
     model_type=Qwen3Config.model_type,
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     config=Qwen3Config,
     make=make(Qwen3),
+    sight=SIGHT,
 )

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import own
-from .decoder.experts import MoEConfig, MoEFamily, MoELayer, expert_count
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MoEConfig, MoELayer, expert_count
 from .decoder.model import Decoder, make
 from .qwen import WINDOW
 
@@ -69,25 +70,6 @@ class Qwen3MoEConfig(MoEConfig):
             "num_experts": experts, "sliding_window": window, "mlp_bias": False,
             "sparse": sparse_layers(raw, experts),
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Qwen2MoEConfig(Qwen3MoEConfig):
-    """The settings of a Qwen 2 MoE, which maxjax converts to and from GGUF but cannot run."""
-
-    model_type = "qwen2_moe"
-
-    unsaid: ClassVar[Mapping[str, Any]] = {**Qwen3MoEConfig.unsaid, "num_key_value_heads": 16}
-
-    num_experts: int = setting(default=60, held="axis", also=("num_local_experts",))
-    num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
-    moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
-    shared_size: int | None = setting(
-        "shared_expert_intermediate_size", default=5632, minimum=1, held="axis"
-    )
-    attention_bias: bool = setting(default=True)
-    output_bias: bool | None = own(False)
-    qk_norm: bool = own(False)
 
 
 class Qwen3MoE(Decoder):

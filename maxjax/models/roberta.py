@@ -29,7 +29,7 @@ class RobertaConfig(BertConfig):
 
     model_type = "roberta"
 
-    pad_token_id: int = setting(default=1)
+    pad_token_id: int = setting(default=1, held="axis")
 
     @property
     def max_length(self) -> int:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.device_major import DeviceMajor
+from ..graph.placement.specs import Split
+from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
@@ -144,3 +146,30 @@ class StackedLinear(LowRank):
         """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""
         ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
         return jnp.split(unwrap(y), ends, axis=-1)
+
+
+def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
+    """The parts of a linear layer's result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
+
+    The layer is a :class:`StackedLinear`, or what stands in its place (a quantised linear layer).
+
+    Example:
+        >>> layer = StackedLinear(2, [1, 3], ["a", "b"], "float32", stacked=True)
+        >>> _ = layer.load_state_dict({"weight": jnp.ones((4, 2))})
+        >>> [part.shape for part in apart(layer, jnp.ones((5, 2)), [1, 3])]
+        [(5, 1), (5, 3)]
+    """
+    if isinstance(layer, StackedLinear):
+        return layer.apart(x)
+    return jnp.split(unwrap(layer(x)), list(accumulate(sizes))[:-1], axis=-1)
+
+
+def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[str, Any]:
+    """The sharding rules that split each part of the StackedLinear at an attribute path by itself.
+
+    Each device has its share of every part, so that no result moves. Weights that are quantised in
+    blocks are split as one, and their results gathered.
+    """
+    packed = isinstance(layer, StackedLinear) and layer.weight.stored.packing is not None
+    rule = Split(ShardingStrategy.segmented(1, 0, segments), by_device=not packed)
+    return {f"{path}.weight": rule, f"{path}.bias": rule}

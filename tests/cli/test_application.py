@@ -338,7 +338,7 @@ def archive(tmp_path):
 @pytest.mark.slow
 def test_verify_says_what_it_looked_at(archive):
     said = succeeds("verify", archive, run=maxjax).strip()
-    assert said == "sound: npz, 2 tensors, 30 bytes, 1 files; 2 checksums agree"
+    assert said == "sound: npz, 2 tensors, 30 bytes, 1 file; 2 checksums agree"
     found = json.loads(succeeds("verify", archive, "--json"))
     assert found == {
         "sound": True, "format": "npz", "tensors": 2, "nbytes": 30, "files": 1, "checksums": 2,

@@ -262,3 +262,9 @@ def test_after_an_error_the_next_cell_works(file, monkeypatch, where):
     )
     model.load_state_dict(weights)
     assert live_bytes() - before == 6 * SIZE
+
+
+def test_the_result_of_quantize_is_not_the_model(model):
+    quantized = maxjax.quantize(model, None, patterns={"embed.*": "q8_0"})
+    with pytest.raises(TypeError, match="not Quantized: pass its .model"):
+        maxjax.free(quantized)

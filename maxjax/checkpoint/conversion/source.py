@@ -20,6 +20,7 @@ from ...models.family import tensors as model_tensors
 from ...models.gguf import config_of
 from ...models.gguf.tokenizer.read import HF_JSON
 from ...models.pooling import gguf_pooling
+from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.files import file_range, open_regular
 from ...storage.safetensors.reader import ENCODINGS
@@ -154,7 +155,9 @@ def as_hugging_face(found: Opened) -> None:
     """Give an open GGUF checkpoint the names and files of Hugging Face."""
     weights = found.weights
     assert isinstance(weights, GGUFWeights)
-    found.tensors, found.config = model_tensors(weights), config_of(weights)
+    found.config = config_of(weights)
+    found.tensors = find_family(found.config).stored(model_tensors(weights))
+    found.config = with_blocks(found.config, found.tensors)
     pooling = gguf_pooling(weights.metadata, path=weights._path)
     if pooling is not None:
         found.made |= sentence_files(pooling)

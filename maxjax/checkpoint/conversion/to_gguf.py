@@ -16,6 +16,7 @@ from ...dtype import DType
 from ...errors import CheckpointMissingError, UnsupportedModelError, UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
+from ...models import find_family
 from ...models.bounds import check_bounds
 from ...models.gguf import (
     encodings,
@@ -28,6 +29,7 @@ from ...models.gguf.config.families import read_config
 from ...models.gguf.tensors.types import Traits
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode
+from ...models.quantized import with_blocks
 from ...models.sentence_files import read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
 from ...storage.entry import TensorEntry
@@ -185,10 +187,12 @@ def _new_gguf(
             "there is no config.json, which says what model this is", path=path,
             hint="A GGUF file cannot be written without it.",
         )  # fmt: skip
+    config = with_blocks(config, ())  # in a GGUF file a tensor says itself what it is
     model = read_config(config, path=path)
-    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.tensors.items()}
+    tensors = find_family(config, path=path).apart(found.tensors)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)
-    made = gguf_tensors(config, found.tensors, path=path)
+    made = gguf_tensors(config, tensors, path=path)
     if made.left_out:
         _LOG.warning(
             "%s: left out, as GGUF files do not contain such tensors: %s",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...progress import Task
+from ...rendering.row import bytes_text, counted
 from ...storage.save.outgoing import Outgoing
 
 # Called with the number of bytes to write; returns a function that is called with the size of
@@ -16,7 +17,7 @@ from ...storage.save.outgoing import Outgoing
 Watch = Callable[[int], Callable[[int], Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Converted:
     """The checkpoint that :func:`convert` has written.
 
@@ -32,6 +33,11 @@ class Converted:
     tensors: int
     nbytes: int
     packed: int
+
+    def __repr__(self) -> str:
+        some = f", {self.packed:,} of them quantised" if self.packed else ""
+        what = f"{counted(self.tensors, 'tensor')}{some}, {bytes_text(self.nbytes)}"
+        return f"Converted('{self.path}', {self.format}: {what})"
 
 
 def result_of(target: Path, kind: str, outgoing: list[Outgoing]) -> Converted:

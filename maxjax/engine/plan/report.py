@@ -25,6 +25,7 @@ from ...rendering.row import Row
 from ...rendering.row import bytes_text as short_bytes
 from ...rendering.tree import memory_bar, tree
 from ...storage.limits import Limits, allowing
+from ..hub import TINY, find_model
 from .capacity import largest
 from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
@@ -270,8 +271,8 @@ def plan(
     """Computes the memory that a model takes on each device of a mesh, without loading it.
 
     Args:
-        model_or_path: a Module, or the path of a checkpoint, whose headers are read. Without a
-            mesh, a Module is counted with its present sharding.
+        model_or_path: a Module, or the path of a checkpoint, whose headers are read, or ``"tiny"``.
+            Without a mesh, a Module is counted with its present sharding.
         mesh: a jax Mesh or AbstractMesh, or the sizes of its axes: ``{"model": 8}`` or
             ``"model=8,data=2"``.
         dtype: dtype in which floats would be stored; None for the present dtypes.
@@ -325,7 +326,8 @@ def plan(
         raise TypeError(
             f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
         )
-    with load_weights(model_or_path, limits=limits) as weights, allowing(limits):
+    path = find_model(TINY) if model_or_path == TINY else model_or_path
+    with load_weights(path, limits=limits) as weights, allowing(limits):
         return run(of_checkpoint(weights, rules))
 
 

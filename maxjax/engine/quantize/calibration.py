@@ -15,9 +15,9 @@ from ...models.decoder.model import Decoder
 from ...models.gguf.config.families import ARCHITECTURE_OF
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded
-from ...nn.activation import activation
 from ...nn.layer import Module, layer_hook
 from ...nn.linear import ColumnParallelLinear, Linear
+from ...nn.moe.algorithms import between
 from ...progress import compiling, task
 from .importance import Importance
 
@@ -127,13 +127,17 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
 
 def _add_experts(layer: SparseMLP, tokens: jax.Array, add: Any) -> None:
     """Adds the inputs of each expert's layers, of the tokens that chose it."""
-    chosen, _ = layer.choose(tokens)
-    wide = tokens.astype(jnp.float32)
+    chosen, shares = layer.choose(tokens)
+    given = tokens
     for number, expert in enumerate(layer.experts):
+        if layer.routing.on_inputs:
+            share = jnp.sum(jnp.where(chosen == number, shares, 0.0), axis=-1, keepdims=True)
+            tokens = given * share.astype(given.dtype)
+        wide = tokens.astype(jnp.float32)
         mask = jnp.any(chosen == number, axis=-1).astype(jnp.float32)  # [N]
         gate, up, down = expert.linears
         g, u = gate(tokens), up(tokens)
-        inner = (activation(expert.act)(g) * u.astype(g.dtype)).astype(jnp.float32)
+        inner = between(expert.kind, g, u).astype(jnp.float32)
         count = jnp.sum(mask)
         for one, x in ((gate, wide), (up, wide), (down, inner)):
             add(one, mask @ (x * x), count)

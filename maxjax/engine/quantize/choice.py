@@ -73,7 +73,9 @@ def chosen_types(
 def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
     """The weights that llama.cpp keeps in float32: routers, tables of positions and token types."""
     modules = [module for _, module in model.named_modules()]
-    routers = {id(module.gate.weight) for module in modules if isinstance(module, SparseMLP)}
+    routers = {
+        id(module.router_layer.weight) for module in modules if isinstance(module, SparseMLP)
+    }
     routers |= {id(module.gate_score.weight) for module in modules if isinstance(module, MoEGate)}
     found = {n for n, weight in model.raw_state_dict().items() if id(weight) in routers}
     config = getattr(model, "hf_config", None)

@@ -128,7 +128,7 @@ def _ranges(
     latest = jnp.max(jnp.where(blocks == _HIGHEST, -1, blocks), axis=2)
     sees = earliest[None, :, None] <= last[..., None]  # [n, B, tiles, blocks]
     if attending.window is not None:
-        sees = sees & (latest[None, :, None] > (first - attending.window)[..., None])
+        sees = sees & (latest[None, :, None] >= attending.first_seen(first)[..., None])
     number = jnp.arange(earliest.shape[1], dtype=jnp.int32)
     low = jnp.min(jnp.where(sees, number, _HIGHEST), axis=3)
     high = jnp.max(jnp.where(sees, number + 1, 0), axis=3)

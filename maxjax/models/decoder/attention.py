@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,58 +33,29 @@ from ...kernels.attention import (
     partial_attention,
     weighted_values,
 )
-from ...kernels.blocked_attention import Attending
+from ...kernels.blocked_attention import Attending, with_sinks
+from ...nn.kv_cache.kinds import Place
 from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
-from ...nn.norm import RMSNorm
 from ...nn.rotary_embedding import rotate
 from .config import DecoderConfig
-
-# The slots of layers that see all tokens and those of sliding layers, as in a KVCache; empty
-# without a cache.
-Cached = tuple[Slots | None, ...]
+from .norm import norm
+from .step import Cached as Cached
+from .step import Step as Step
+from .step import ends, numbers, own_slots, slot_positions
 
 # What a layer's ``rope`` may be.
 _ROPES = ("global", "local", "none")
-
-
-class Step(NamedTuple):
-    """What every layer needs to know about the tokens of one call.
-
-    Attributes:
-        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
-        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
-        rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
-        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its part of the cache, ``[L]``; None: the layer's own index.
-        capacity: number of positions of the cache, where weights of the attention to it are asked for.
-    """
-
-    starts: jax.Array
-    counts: jax.Array | None
-    rotations: dict[str, tuple[jax.Array, jax.Array]]
-    tokens: jax.Array | None = None
-    numbers: jax.Array | None = None
-    capacity: int | None = None
-
-    def positions(self, length: int) -> jax.Array:
-        """The positions of the tokens, ``[B or 1, T]``."""
-        return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-
-    def real(self, length: int) -> jax.Array | None:
-        """Which tokens are not padding, bools ``[B, T]``; None: all."""
-        if self.counts is None:
-            return None
-        return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
 
 
 class DecoderAttention(Module):
     """Self-attention with RoPE, configured by a DecoderConfig.
 
     A family that computes queries, keys and values differently overrides :meth:`make_projections`
-    and :meth:`project`; everything else, the cache included, uses their results.
+    and :meth:`project`, and :meth:`merged` for what comes between the heads and ``o_proj``; everything
+    else, the cache included, uses their results.
 
     Args:
         config: settings of the decoder.
@@ -93,15 +64,25 @@ class DecoderAttention(Module):
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: linear layers of queries, keys, values and output.
-        q_norm, k_norm: norms of each head, if ``config.qk_norm``.
+        q_norm, k_norm: norms of each head, if ``config.qk_norm``, or of all heads together.
         num_heads, num_kv_heads, head_dim: H, K and D.
         scale, soft_cap: factor and cap of the attention scores.
         sliding_window: number of tokens, itself included, that a token sees; None: all before it.
         rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
             ``config.local_rope``, "none" for no RoPE.
+        chunked: whether the window of a sliding layer is the chunk of ``sliding_window`` positions that
+            the token is in, instead of the tokens just before it.
+        sinks: Weight ``[H]`` of attention sinks, or None: scores that take part in the softmax and have
+            no value.
+        interleaved: whether that RoPE rotates neighbouring features.
+        scales_queries: whether queries are scaled by position (``config.query_scaling``).
     """
 
     _mx_carries = True
+    chunked: bool = False
+    sinks: Any = None
+    # Whether decode steps are those of ``kernels.decode_attention``, or prefills of one token.
+    uses_decode_kernel: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -111,8 +92,12 @@ class DecoderAttention(Module):
         self.scale, self.soft_cap = config.query_scale, config.attn_soft_cap
         self.sliding_window = config.sliding_window if slides else None
         self.rope = "local" if slides and config.local_rope is not None else "global"
+        own = config.local_rope if self.rope == "local" else config.rope
+        self.interleaved = own is not None and own.interleaved
+        self.scales_queries = config.query_scaling is not None
         self.softmax_dtype = promote(dtype, DType.float32)
         self.q_norm = self.k_norm = None
+        self.norms_all_heads = config.qk_norm == "all"
         self.make_projections(config, dtype)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,22 +117,27 @@ class DecoderAttention(Module):
         self.v_proj = linear(size, self.num_kv_heads * width, bias)
         self.o_proj = linear(self.num_heads * width, size, bool(config.output_bias))
         if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    width, dtype, config.rms_norm_eps, config.norm_offset,
-                    multiply_before_cast=bool(config.norm_offset),
-                )
-                for _ in range(2)
-            )  # fmt: skip
+            counts = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+            self.q_norm, self.k_norm = (norm(config, dtype, count * width) for count in counts)
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
-        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE."""
+        """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE.
+
+        A fourth array, as large as the queries, is a gate: the heads' results are multiplied by its sigmoid.
+        """
+        found = linears([self.q_proj, self.k_proj, self.v_proj], x)
+        return self.heads(*(y.astype(x.dtype) for y in found))
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         q, k, v = (
-            y.astype(x.dtype).reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in linears([self.q_proj, self.k_proj, self.v_proj], x)
+            y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if q_norm is not None and k_norm is not None and not self.norms_all_heads:
+            q, k = q_norm(q), k_norm(k)
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
@@ -164,6 +154,13 @@ class DecoderAttention(Module):
         over = [name for name in self.head_axes() if name != fsdp]
         count, kv_heads = self.num_heads, self.num_kv_heads
         return cache_layout(sharding.mesh, batch, count, kv_heads, over)
+
+    def cache_place(self, batch: int) -> Place:
+        """Where the keys and values of a cache of ``batch`` sequences lie."""
+        layout = self.cache_layout(batch)
+        if layout is None:
+            return Place(self.o_proj.weight.sharding)
+        return Place(layout.sharding, layout.rows, layout.slots)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
@@ -186,7 +183,7 @@ class DecoderAttention(Module):
         Args:
             x: hidden states.
             step: positions of the tokens.
-            cached: the cache, or ``()``.
+            cached: the cache; empty without one.
             layer: index of this layer, an integer scalar.
 
         Returns:
@@ -195,36 +192,53 @@ class DecoderAttention(Module):
         if self.rope not in _ROPES:
             known = ", ".join(map(repr, _ROPES))
             raise UserInputError(f"rope is {self.rope!r}: it must be one of {known}")
-        q, k, v = self.project(x)
+        q, k, v, *gate = self.project(x)
+        if self.sinks is not None:
+            step = step._replace(sinks=jnp.asarray(self.sinks))
+        if self.scales_queries:
+            q = _scaled(q, step)
         if cached:
-            if step.numbers is not None:
-                layer = jax.lax.dynamic_index_in_dim(step.numbers, layer, keepdims=False)
-            part = int(self._is_rotating(cached))
-            slots = cached[part]
-            assert slots is not None and cached[0] is not None
+            group = self.group(cached)
+            slots = cached[group]
+            layer = step.number(group, layer)
             if is_tapped("weights"):
-                step = step._replace(capacity=cached[0].size)
-            y, slots = self._with_cache(q, k, v, step, slots, layer, bool(part))
-            cached = (slots, cached[1]) if part == 0 else (cached[0], slots)
+                step = step._replace(capacity=cached["full"].size)
+            rotating = slots.window is not None
+            y, slots = self._with_cache(q, k, v, step, slots, layer, rotating)
+            cached = {**cached, group: slots}
         else:
             q, k = self._rotated(step, q, k)
             key_positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
             cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
-            y = self._attend(q, cache, 0, step.positions(x.shape[1]), key_positions)
-        y = tap("heads", y).reshape(*x.shape[:-1], self.num_heads * self.head_dim)
+            y = self._attend(q, cache, 0, step, step.positions(x.shape[1]), key_positions)
+        y = self.merged(tap("heads", y), *gate)
         return self.o_proj(y).astype(x.dtype), cached
 
-    def _is_rotating(self, cached: Cached) -> bool:
-        """Whether this layer uses the rotating part of the cache."""
-        return bool(cached) and self.sliding_window is not None and cached[1] is not None
+    def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """What enters ``o_proj``, from the heads' results ``[..., H, D]`` and a gate of :meth:`project`."""
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape)).astype(y.dtype)
+        return y.reshape(*y.shape[:-2], -1)
+
+    def group(self, cached: Cached) -> str:
+        """The name of the group of the cache that has this layer's keys and values."""
+        return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
+
+    def _has_kernel(self, rotating: bool) -> bool:
+        """Whether ``kernels.decode_attention`` computes a decode step."""
+        return self.uses_decode_kernel and (rotating or not self.chunked)
 
     def _rotated(self, step: Step, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE."""
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
-        q, k = (rotate(a, *angles, interleaved=False) for a in (q, k))
-        return q, k
+        rotated = 2 * angles[0].shape[-1]
+        heads = [rotate(a[..., :rotated], *angles, interleaved=self.interleaved) for a in (q, k)]
+        if rotated < self.head_dim:
+            rest = [a[..., rotated:] for a in (q, k)]
+            heads = [explicit.concatenate(both, -1) for both in zip(heads, rest, strict=True)]
+        return heads[0], heads[1]
 
     def _with_cache(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -234,8 +248,9 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
-            if q.ndim == 3 and is_tapped("weights"):
-                # As a prefill of one token, which computes by the definition.
+            if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
+                # As a prefill of one token, which computes by the definition; of a chunk that is not
+                # at the start of the slots, only that can leave out the tokens before.
                 q, k, v = (a[:, None] for a in (q, k, v))
                 q, k = self._rotated(step, q, k)
                 y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
@@ -253,7 +268,10 @@ class DecoderAttention(Module):
         by_row = lambda a: whole if a.shape[0] == batch else PartitionSpec()
         step = step._replace(numbers=None)
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
-        specs = (queries, whole, whole, jax.tree.map(by_row, step), cache, PartitionSpec())
+        steps = jax.tree.map(by_row, step._replace(sinks=None))
+        if step.sinks is not None:
+            steps = steps._replace(sinks=PartitionSpec())
+        specs = (queries, whole, whole, steps, cache, PartitionSpec())
         run = functools.partial(self._on_part, layout, rotating)
         out = (layout.results(q.ndim), cache)
         run = on_mesh(run, layout.mesh, specs, out, check_vma=False)
@@ -265,9 +283,10 @@ class DecoderAttention(Module):
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`_with_cache` for the part of one device."""
         part = Part(layout)
-        step = jax.tree.map(part.rows, step)
+        sinks = None if step.sinks is None else part.of_heads(step.sinks)
+        step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        if layout.slots == 1 and q.ndim == 3:
+        if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
             y, slots = self._decode(q, k, v, step, slots, layer, rotating)
             return part.results(y, None), slots
         is_step = q.ndim == 3
@@ -285,14 +304,19 @@ class DecoderAttention(Module):
             q = resharded(q, 1, ())  # as the heads of the cache
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
-            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, D/2]
+            rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
+        tokens = step.starts if step.tokens is None else step.tokens
+        window = self.sliding_window
+        if self.chunked and window is not None:
+            # The slots of a rotating cache are those of one chunk, which begins at the first.
+            tokens = jnp.where(tokens < 0, tokens, tokens % window)
+            window, rotating = None, False
         y, *new = decode_attention(
-            q, k, v, slots.keys, slots.values, step.starts if step.tokens is None else step.tokens,
-            layer=layer, rope=rotations,
-            scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
-            rotating=rotating, scales=slots.scales,
+            q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
+            interleaved=self.interleaved, scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
+            rotating=rotating, scales=slots.scales, sinks=step.sinks,
         )  # fmt: skip
-        return y, Slots(*new)
+        return y, slots.with_arrays(new)
 
     def _prefill_full(
         self, q: jax.Array, k: jax.Array, v: jax.Array, step: Step, slots: Slots, layer: Any,
@@ -307,18 +331,17 @@ class DecoderAttention(Module):
         """
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
-        slot, is_own = _own_slots(part, positions, size, rotating)
+        slot, is_own = own_slots(part, positions, size, rotating)
         if is_own is not None:
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         slots = slots.written(layer, k, v, slot)
         if rotating:
-            key_positions = _slot_positions(_ends(step, length), size, part)
+            key_positions = slot_positions(ends(step, length), size, part)
         else:
-            key_positions = _numbers(part, size)[None, :]
+            key_positions = numbers(part, size)[None, :]
         width = step.capacity if rotating else None
-        leaves = jax.tree.leaves(slots)
-        y = self._attend(q, leaves, layer, positions, key_positions, part, width)
+        y = self._attend(q, slots.arrays, layer, step, positions, key_positions, part, width)
         return y, slots
 
     def _prefill_sliding(
@@ -338,39 +361,46 @@ class DecoderAttention(Module):
             explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
             for a, b in zip(new, old.floats(q.dtype), strict=True)
         )
-        key_positions = _slot_positions(starts, size, part)
+        key_positions = slot_positions(starts, size, part)
         key_positions = explicit.concatenate([new_positions, key_positions], 1)
-        y = self._attend(q, list(keys), 0, positions, key_positions, part, step.capacity)
-        ends = _slot_positions(_ends(step, length), size, part)
-        source = jnp.where(ends == NO_KEY, -1, ends - starts)
+        y = self._attend(q, list(keys), 0, step, positions, key_positions, part, step.capacity)
+        last = slot_positions(ends(step, length), size, part)
+        source = jnp.where(last == NO_KEY, -1, last - starts)
         return y, slots.replaced(layer, old, k, v, source)
 
     def _attend(
-        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
-        key_positions: jax.Array, part: Part | None = None, width: int | None = None,
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, step: Step,
+        positions: jax.Array, key_positions: jax.Array, part: Part | None = None,
+        width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
         options: dict[str, Any] = {
-            "scale": self.scale, "sliding_window": self.sliding_window,
+            "scale": self.scale, "sliding_window": self.sliding_window, "chunked": self.chunked,
             "soft_cap": self.soft_cap, "softmax_dtype": self.softmax_dtype,
         }  # fmt: skip
         where = (q, cache, layer, positions, key_positions)
         if part is None and is_tapped("weights"):
-            return self._attend_by_weights(*where, width, **options)
+            return self._attend_by_weights(*where, width, step.sinks, **options)
         if part is not None and part.slots > 1:
-            return part.results(*partial_attention(*where, **options))
+            y, sums = partial_attention(*where, **options)
+            if step.sinks is not None:  # one more part, which one of the devices adds to its own
+                lowest = jnp.finfo(sums.dtype).min
+                scores = jnp.where(part.first == 0, step.sinks.astype(sums.dtype), lowest)
+                scores = jnp.broadcast_to(scores, sums.shape)
+                y, sums = with_sinks(y, sums, scores), jnp.logaddexp(sums, scores)
+            return part.results(y, sums)
         # Too few KV heads to split are on every device, and repeated for each query head.
         is_whole = part is None and self._heads_are_whole()
         y = causal_attention(
-            *where, **options, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
+            *where, **options, sinks=step.sinks, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
             strided=_splits_tokens(self.o_proj.weight.sharding),
         )  # fmt: skip
         return y if part is None else part.results(y, None)
 
     def _attend_by_weights(
         self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
-        key_positions: jax.Array, width: int | None, *, scale: Any, sliding_window: Any,
-        soft_cap: Any, softmax_dtype: Any,
+        key_positions: jax.Array, width: int | None, sinks: Any, *, scale: Any,
+        sliding_window: Any, chunked: bool, soft_cap: Any, softmax_dtype: Any,
     ) -> jax.Array:  # fmt: skip
         """:meth:`_attend` by its definition, whose weights ``[B, H, T, S]`` are tapped.
 
@@ -379,11 +409,11 @@ class DecoderAttention(Module):
         """
         repeats = self.num_heads // self.num_kv_heads if self._heads_are_whole() else 1
         keys, values = cached_rows(cache, layer, q.dtype, repeats)
-        attending = Attending(scale, sliding_window, soft_cap, softmax_dtype)
+        attending = Attending(scale, sliding_window, soft_cap, softmax_dtype, chunked=chunked)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
         weights = attention_weights(
             q, keys, jnp.broadcast_to(mask, (q.shape[0], *mask.shape[1:])),
-            scale=scale, soft_cap=soft_cap, softmax_dtype=softmax_dtype,
+            scale=scale, soft_cap=soft_cap, softmax_dtype=softmax_dtype, sinks=sinks,
         )  # fmt: skip
         if width is None:
             return weighted_values(tap("weights", weights), values)
@@ -409,36 +439,13 @@ def _splits_tokens(sharding: Any) -> bool:
     return axis is not None and sharding.mesh.shape[axis] > 1
 
 
-def _ends(step: Step, length: int) -> jax.Array:
-    """The number of tokens of each row after a step, ``[B, 1]``."""
-    return step.starts[:, None] + (length if step.counts is None else step.counts[:, None])
-
-
-def _own_slots(
-    part: Part | None, positions: jax.Array, size: int, rotating: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
-    parts = 1 if part is None else part.slots
-    slot = positions % (size * parts) if rotating else positions
-    if part is None or parts == 1:
-        return slot, None
-    return slot // parts, slot % parts == part.first
-
-
-def _numbers(part: Part | None, size: int) -> jax.Array:
-    """The numbers ``[S]`` of the slots on this device."""
-    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
-
-
-def _slot_positions(ends: jax.Array, size: int, part: Part | None = None) -> jax.Array:
-    """The position in each slot ``[B, S]`` of a rotating cache after ``ends`` ``[B, 1]`` tokens.
-
-    It is ``NO_KEY`` for an empty slot.
-    """
-    parts = 1 if part is None else part.slots
-    last = ends - 1
-    found = last - (last - _numbers(part, size)[None, :]) % (size * parts)
-    return jnp.where(found < 0, NO_KEY, found)
+def _scaled(q: jax.Array, step: Step) -> jax.Array:
+    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded once."""
+    factors = step.query_scales  # [B or 1, T]
+    if factors is None:
+        return q
+    factors = factors[:, 0] if q.ndim == 3 else factors
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
 
 
 def resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:

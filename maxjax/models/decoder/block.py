@@ -13,17 +13,9 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...nn.layer import Module
 from ...nn.linear import MLP
-from ...nn.norm import RMSNorm
 from .attention import Cached, DecoderAttention, Step
 from .config import DecoderConfig
-
-
-def norm(config: DecoderConfig, dtype: DType) -> RMSNorm:
-    """An RMSNorm over the hidden size. With an offset, as in Gemma, it rounds only once, at the end."""
-    return RMSNorm(
-        config.hidden_size, dtype, config.rms_norm_eps, config.norm_offset,
-        multiply_before_cast=bool(config.norm_offset),
-    )  # fmt: skip
+from .norm import norm
 
 
 class DecoderLayer(Module):
@@ -46,14 +38,22 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
         super().__init__()
-        self.self_attn = self.attention_class(config, config.slides[number], dtype)
+        self.make_mixer(config, number, dtype)
         self.mlp = self.make_mlp(config, number, dtype)
-        self.input_layernorm = norm(config, dtype)
-        self.post_attention_layernorm = norm(config, dtype)
-        self.post_norms = config.post_norms
-        if config.post_norms:
-            self.pre_feedforward_layernorm = norm(config, dtype)
-            self.post_feedforward_layernorm = norm(config, dtype)
+        self.residual_scale = config.residual_scale
+        self.make_norms(config, dtype)
+
+    def make_mixer(self, config: DecoderConfig, number: int, dtype: DType) -> None:
+        """Makes the attention, or what the layer has in its place, that :meth:`mixed` uses."""
+        self.self_attn = self.attention_class(config, config.slides[number], dtype)
+        if config.rotates and not config.rotates[number]:
+            self.self_attn.rope = "none"
+
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """What the tokens get from those before, and the cache with them."""
+        return self.self_attn(x, step, cached, layer)
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
         """The layer's MLP, which maps ``[..., E]`` to the same shape."""
@@ -62,15 +62,74 @@ class DecoderLayer(Module):
             has_bias=config.mlp_bias, activation_function=config.hidden_act,
         )  # fmt: skip
 
+    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes the norms that :meth:`__call__` uses."""
+        self.input_layernorm = norm(config, dtype)
+        self.post_attention_layernorm = norm(config, dtype)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.pre_feedforward_layernorm = norm(config, dtype)
+            self.post_feedforward_layernorm = norm(config, dtype)
+
+    def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The residual sum of hidden states and what attention or MLP adds to them."""
+        y = y.astype(x.dtype)
+        return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
+
     def __call__(
         self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
     ) -> tuple[jax.Array, Cached]:
         """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
         x, cached = carry
-        y, cached = self.self_attn(self.input_layernorm(x), step, cached, layer)
+        y, cached = self.mixed(self.input_layernorm(x), step, cached, layer)
         if not self.post_norms:
-            x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x)).astype(x.dtype), cached
-        x = x + self.post_attention_layernorm(y)
+            x = self.added(x, y)
+            return self.added(x, self.mlp(self.post_attention_layernorm(x))), cached
+        x = self.added(x, self.post_attention_layernorm(y))
         y = self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
-        return x + self.post_feedforward_layernorm(y), cached
+        return self.added(x, self.post_feedforward_layernorm(y)), cached
+
+
+class PostNormLayer(DecoderLayer):
+    """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))`` (OLMo 2, EXAONE 4)."""
+
+    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes the norms after attention and after the MLP."""
+        self.post_attention_layernorm = norm(config, dtype)
+        self.post_feedforward_layernorm = norm(config, dtype)
+
+    def __call__(
+        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        x, cached = carry
+        y, cached = self.self_attn(x, step, cached, layer)
+        x = self.added(x, self.post_attention_layernorm(y))
+        y = self.mlp(x).astype(x.dtype)
+        return self.added(x, self.post_feedforward_layernorm(y)), cached
+
+
+class ParallelLayer(DecoderLayer):
+    """``x + attention(norm(x)) + mlp(norm(x))`` (GPT-J, Cohere): attention and MLP in parallel.
+
+    Attributes:
+        norms: number of norms: with 2 the MLP has its own, ``post_attention_layernorm`` (GPT-NeoX).
+    """
+
+    norms: ClassVar[int] = 1
+
+    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes the norm of both, or one of each."""
+        self.input_layernorm = norm(config, dtype)
+        if self.norms == 2:
+            self.post_attention_layernorm = norm(config, dtype)
+
+    def __call__(
+        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        x, cached = carry
+        h = self.input_layernorm(x)
+        y, cached = self.self_attn(h, step, cached, layer)
+        h = self.post_attention_layernorm(x) if self.norms == 2 else h
+        return self.added(self.added(x, y), self.mlp(h)), cached

@@ -10,8 +10,11 @@ from typing import Any, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
+from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ..config import ModelConfig, setting
-from .rope import DEFAULT_THETA, Rope, read_rope
+from ..multimodal import text_settings
+from ..unread import Looked, warn_of_unread
+from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
 
 # The longest repeating pattern of layers that ``pattern`` finds.
 _LONGEST_PERIOD = 32
@@ -32,16 +35,23 @@ class DecoderConfig(ModelConfig):
         head_dim: ``hidden_size / num_heads`` by default.
         attention_bias, output_bias: whether the projections of queries, keys and values have
             biases, and whether the output projection has one (by default as they have).
-        qk_norm: whether each head of queries and keys is normalised before RoPE.
+        head_bias: whether the head, which computes the logits, has a bias.
+        qk_norm: whether each head of queries and keys is normalised before RoPE; "all": whether all
+            heads are normalised together.
         post_norms: whether attention and MLP are normalised after as well as before, as in Gemma 2.
+        norm: kind of all norms, a key of ``NORMS`` (``decoder/norm.py``); ``rms_norm_eps`` is the
+            epsilon of every kind.
         norm_offset: number added to the weights of norms: 1 in Gemma.
-        embedding_scale: factor of the embeddings.
+        embedding_scale, residual_scale, logit_scale: factors of the embeddings, of what attention and
+            MLP add, and of the logits.
         query_scale: factor of the attention scores, instead of ``1/√head_dim``.
         attn_soft_cap, logit_soft_cap: caps of scores and logits, which become
             ``cap · tanh(x / cap)``.
         sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
         slides: whether each layer has a sliding window; by default all do if there is a window.
+        rotates: whether each layer has RoPE; empty if all do.
         rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
+        query_scaling: factor of the queries that grows with their position.
     """
 
     vocab_size: int = setting(minimum=1, held="axis")
@@ -59,16 +69,22 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = setting(default=False)
     sliding_window: int | None = setting(default=None, minimum=1)
     output_bias: bool | None = own(None)
-    qk_norm: bool = own(False)
+    head_bias: bool = own(False)
+    qk_norm: bool | str = own(False)
     post_norms: bool = own(False)
+    norm: str = own("rms")
     norm_offset: float = own(0.0)
     embedding_scale: float = own(1.0)
+    residual_scale: float = own(1.0)
+    logit_scale: float = own(1.0)
     query_scale: float | None = own(None)
     attn_soft_cap: float | None = own(None)
     logit_soft_cap: float | None = own(None)
     slides: tuple = own(())
+    rotates: tuple = own(())
     rope: Rope = own(Rope())
     local_rope: Rope | None = own(None)
+    query_scaling: QueryScaling | None = own(None)
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -82,6 +98,7 @@ class DecoderConfig(ModelConfig):
             "num_kv_heads": self.num_kv_heads or self.num_heads,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
+            "rotates": () if all(self.rotates) else tuple(self.rotates),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -97,6 +114,11 @@ class DecoderConfig(ModelConfig):
         if len(self.slides) != self.num_layers:
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
+            )
+        if self.rotates and len(self.rotates) != self.num_layers:
+            raise ValueError(
+                f"{len(self.rotates)} entries say which of {self.num_layers} layers have RoPE "
+                "('no_rope_layers')"
             )
         if any(self.slides) and self.sliding_window is None:
             raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
@@ -116,17 +138,29 @@ class DecoderConfig(ModelConfig):
         assert self.num_kv_heads is not None
         return self.num_kv_heads
 
+    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What layer ``number`` keeps of the tokens before, by the name of its group in the cache."""
+        near = self.slides[number]
+        kept = KeysValues(self.kv_heads, self.width, self.sliding_window if near else None)
+        return {"sliding" if near else "full": kept}
+
     @classmethod
     def from_dict(
         cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Self:
         """:meth:`ModelConfig.from_dict` with :meth:`derived` settings and RoPE in both spellings.
 
+        Of a multimodal model, the settings of its text model are read.
+
         Raises:
             CheckpointFormatError: as for :meth:`ModelConfig.from_dict`.
             UnsupportedModelError: a setting changes results and is not supported; the message
                 names it.
         """
+        try:
+            raw = text_settings(raw)
+        except ValueError as error:
+            raise CheckpointFormatError(str(error), path=path) from None
         if raw.get("quantization_config"):
             method = raw["quantization_config"]
             method = method.get("quant_method") if isinstance(method, Mapping) else None
@@ -134,6 +168,7 @@ class DecoderConfig(ModelConfig):
                 f"'quantization_config' (quant_method {str(method)[:60]!r})"
             )
         raw = {**cls.unsaid, **raw}
+        looked = Looked(raw)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
@@ -142,11 +177,24 @@ class DecoderConfig(ModelConfig):
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
-                given |= cls.ropes(raw, context)
-            given |= cls.derived(raw)
+                given |= cls.ropes(looked, context)
+            given |= cls.derived(looked)
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
-        return super().from_dict(given, path=path)
+        found = super().from_dict(given, path=path)
+        read = [field for field in fields.values() if not field.metadata.get("own")]
+        known = {field.metadata.get("key") or field.name for field in read}
+        known |= {key for field in read for key in field.metadata.get("also", ())}
+        warn_of_unread(cls.model_type or cls.__name__, raw, known | looked.keys_seen)
+        return found
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """:meth:`ModelConfig.counted`; of a multimodal model, the text model's part."""
+        try:
+            return text_settings(raw), frozenset()
+        except ValueError:  # from_dict says so
+            return {}, frozenset()
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -196,6 +244,36 @@ def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
         if bodies < best[0]:
             best = (bodies, first, period)
     return best[1:]
+
+
+def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
+    """Whether each layer has RoPE: as ``no_rope_layers`` lists, or all but each ``interval``-th.
+
+    Args:
+        raw: content of the file. In ``no_rope_layers``, 1 stands for a layer with RoPE.
+        interval: ``no_rope_layer_interval`` of a file that has neither.
+
+    Raises:
+        ValueError: a value is of the wrong type.
+
+    Example:
+        >>> rotates_of({"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]})
+        (True, False, True)
+        >>> rotates_of({"num_hidden_layers": 3, "no_rope_layer_interval": 2})
+        (True, False, True)
+    """
+    listed, layers = raw.get("no_rope_layers"), raw.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= 1000:
+        return ()  # the check of this field raises later
+    if listed:
+        if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
+            raise ValueError("'no_rope_layers' is not a list of numbers")
+        return tuple(map(bool, listed[:layers]))
+    given = raw.get("no_rope_layer_interval")
+    given = interval if given is None else given
+    if type(given) is not int or given < 1:
+        raise ValueError(f"'no_rope_layer_interval' is {str(given)[:60]}, not a positive integer")
+    return tuple(bool((i + 1) % given) for i in range(layers))
 
 
 def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:

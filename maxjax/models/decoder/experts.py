@@ -1,7 +1,9 @@
-"""A mixture of experts that replaces a decoder's MLP, as in Mixtral and Qwen 3.
+"""A mixture of experts that replaces a decoder's MLP: what the families with experts share.
 
+A family says how experts are chosen (``SparseMLP.routes``, a ``Routing``), what they compute
+(``SparseMLP.kind``), what is beside them (``SparseMLP.shared``), and how its checkpoints name all that.
 Files hold each expert's linear layers as separate tensors, or those of all experts of a layer as
-one tensor (GGUF; transformers 5 in memory). The latter is sliced lazily, before anything is read.
+one tensor (``fused.py``).
 
 Shapes: N tokens, hidden size E, X experts with F inner features, k experts for each token.
 
@@ -11,36 +13,29 @@ Sources: arXiv:2401.04088, arXiv:2505.09388; transformers' ``MixtralSparseMoeBlo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual
 from ...graph.placement.specs import EXPERTS, mesh_of
 from ...graph.placement.strategy import ShardingStrategy
-from ...graph.weights import WeightData
+from ...graph.weight.weight import Weight
 from ...kernels import explicit
-from ...nn.activation import activation
 from ...nn.layer import ExpertStack, Module
-from ...nn.linear import Linear, linear_rules, linears
-from ...nn.moe import SHARES
-from ...nn.moe.algorithms import ExpertWeights, one_by_one
+from ...nn.linear import MLP, Linear, linear_rules, linears
+from ...nn.moe import Routing
+from ...nn.moe.algorithms import ExpertWeights, Kind, between, one_by_one
 from ...nn.moe.experts import Split, mixture, mixture_on_mesh, split_of
 from ...nn.quantized import QuantizedLinear
 from ..config import setting
-from ..gguf.layouts import Expert as ExpertLayout
-from ..gguf.names import Source
-from ..gguf.sources import Relaid
 from .block import DecoderLayer
 from .config import DecoderConfig, own
-from .model import DecoderFamily
 
 # Names of an expert's linear layers, in the order gate, up, down.
 MAPS_W = ("w1", "w3", "w2")
@@ -55,6 +50,7 @@ class MoEConfig(DecoderConfig):
         num_experts, num_experts_per_tok: X and k.
         moe_intermediate_size: F; ``intermediate_size`` by default.
         norm_topk_prob: whether the shares of the chosen experts are normalised to sum to 1.
+        shared_size: inner features of the MLP that every token goes through; None: there is none.
         sparse: whether each layer has experts; by default all have.
         maps: the checkpoint's names of an expert's gate, up and down projections.
     """
@@ -63,6 +59,7 @@ class MoEConfig(DecoderConfig):
     num_experts_per_tok: int = setting(default=2, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=None, minimum=1, held="axis")
     norm_topk_prob: bool = setting(default=True)
+    shared_size: int | None = own(None)
     sparse: tuple = own(())
     maps: tuple = own(MAPS_PROJ)
 
@@ -82,6 +79,19 @@ class MoEConfig(DecoderConfig):
         return self.moe_intermediate_size or self.intermediate_size
 
 
+def after_dense(raw: Mapping[str, Any], layers: int, default: int = 0) -> tuple[bool, ...]:
+    """Whether each layer has experts: all after the first ``first_k_dense_replace``.
+
+    Raises:
+        ValueError: the setting is not a number of layers.
+    """
+    dense = raw.get("first_k_dense_replace")
+    dense = default if dense is None else dense
+    if type(dense) is not int or dense < 0:
+        raise ValueError(f"'first_k_dense_replace' is {str(dense)[:60]}, not a number of layers")
+    return tuple(i >= dense for i in range(layers))
+
+
 def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
     """The number of experts, under either of the two keys that transformers accepts."""
     other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
@@ -96,17 +106,22 @@ class ExpertMLP(Module):
     Args:
         maps: names of the gate, up and down projections.
         size, inner: E and F.
-        act: name of the activation function.
+        kind: what is computed between the projections: the name of an activation function, or a
+            hashable function of the results of gate and up.
         dtype: dtype of the weights.
+        has_bias: whether each linear layer has a bias.
     """
 
-    def __init__(self, maps: tuple, size: int, inner: int, act: str, dtype: DType):
+    def __init__(
+        self, maps: tuple, size: int, inner: int, kind: Kind, dtype: DType, has_bias: bool = False
+    ):
         super().__init__()
-        self.maps, self.act = maps, act
+        self.maps, self.kind = maps, kind
         for name, (in_dim, out_dim) in zip(
             maps, ((size, inner), (size, inner), (inner, size)), strict=True
         ):
-            setattr(self, name, Linear(in_dim, out_dim, dtype, DeviceRef.CPU()))
+            layer = Linear(in_dim, out_dim, dtype, DeviceRef.CPU(), has_bias=has_bias)
+            setattr(self, name, layer)
 
     @property
     def linears(self) -> list[Linear]:
@@ -125,8 +140,7 @@ class ExpertMLP(Module):
         """
         if number is None:
             gate, up, down = self.linears
-            g, u = linears([gate, up], x)
-            return down(activation(self.act)(g) * u.astype(g.dtype))
+            return down(between(self.kind, *linears([gate, up], x)))
         tokens, total = x
         is_chosen = jnp.any(chosen == number)
         # Another expert is not even dequantised.
@@ -134,18 +148,36 @@ class ExpertMLP(Module):
         return tokens, total + jax.lax.cond(is_chosen, run, lambda x: jnp.zeros_like(total), tokens)
 
 
+class BalancedRouter(Linear):
+    """A router with numbers ``e_score_correction_bias`` ``[X]`` that take part in the choice only.
+
+    They balance how often experts are chosen (DeepSeek-V3, arXiv:2412.19437).
+    """
+
+    def __init__(self, size: int, count: int, dtype: DType):
+        super().__init__(size, count, dtype, DeviceRef.CPU())
+        self.e_score_correction_bias = Weight(
+            "e_score_correction_bias", DType.float32, (count,), DeviceRef.CPU()
+        )
+
+
 class SparseMLP(Module):
     """A mixture of experts that replaces an MLP: ``Σ share · expert(x)`` over the k chosen experts.
+
+    A family with other experts overrides :meth:`routes`, :meth:`kind`, :meth:`make_router`,
+    :meth:`make_shared` or :meth:`shared`, and the names.
 
     Args:
         config: settings of the decoder.
         dtype: dtype of the weights.
 
     Attributes:
-        gate: the router, a Linear of weight ``[X, E]``; the k experts with the highest scores are
-            chosen.
+        routing: how experts are chosen and weighed.
         experts: ExpertStack of X :class:`ExpertMLP`: one array for each projection. If a file holds
             experts of one layer in different dtypes, it is a LayerList of them.
+        router_name, shared_name: names of the router, a Linear of weight ``[X, E]``, and of the MLP that
+            every token goes through, if there is one.
+        expert_bias: whether the linear layers of experts have biases.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -156,16 +188,58 @@ class SparseMLP(Module):
         [(8, 8), (8, 16, 8), (8, 16, 8), (8, 8, 16)]
     """
 
+    router_name: ClassVar[str] = "gate"
+    shared_name: ClassVar[str] = "shared_expert"
+    expert_bias: ClassVar[bool] = False
+
     def __init__(self, config: MoEConfig, dtype: DType):
         super().__init__()
-        size = config.hidden_size
-        self.chosen, self.normalised, self.act = (
-            config.num_experts_per_tok, config.norm_topk_prob, config.hidden_act
-        )  # fmt: skip
-        self.gate = Linear(size, config.num_experts, dtype, DeviceRef.CPU())
-        first = ExpertMLP(config.maps, size, config.expert_size, config.hidden_act, dtype)
-        self.maps = config.maps
+        self.routing, kind = self.routes(config), self.kind(config)
+        self.routing.check(config.num_experts)
+        setattr(self, self.router_name, self.make_router(config, dtype))
+        first = ExpertMLP(
+            config.maps, config.hidden_size, config.expert_size, kind, dtype, self.expert_bias
+        )
+        self.maps, self.between = config.maps, kind
         self.experts: Any = ExpertStack(first, config.num_experts)
+        if (shared := self.make_shared(config, dtype)) is not None:
+            setattr(self, self.shared_name, shared)
+
+    def routes(self, config: Any) -> Routing:
+        """How experts are chosen and weighed."""
+        kind = "softmax of chosen" if config.norm_topk_prob else "softmax"
+        return Routing(config.num_experts_per_tok, kind)
+
+    def kind(self, config: Any) -> Kind:
+        """What an expert computes between its projections."""
+        return config.hidden_act
+
+    def make_router(self, config: Any, dtype: DType) -> Module:
+        """The linear layer that gives each expert a score."""
+        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+
+    def make_shared(self, config: Any, dtype: DType) -> Module | None:
+        """The MLP that every token goes through, if ``config.shared_size`` is a number."""
+        if not config.shared_size:
+            return None
+        return MLP(
+            dtype, None, config.hidden_size, config.shared_size, [DeviceRef.CPU()],
+            has_bias=config.mlp_bias, activation_function=config.hidden_act,
+        )  # fmt: skip
+
+    def correction(self) -> Any:
+        """The numbers ``[X]`` that take part in the choice of experts only, or None."""
+        return getattr(self.router_layer, "e_score_correction_bias", None)
+
+    def shared(self, x: jax.Array) -> jax.Array | None:
+        """What is added to the experts' results ``[..., E]``: of the shared expert, if there is one."""
+        layer = getattr(self, self.shared_name, None)
+        return None if layer is None else layer(x)
+
+    @property
+    def router_layer(self) -> Any:
+        """The layer that gives each expert a score."""
+        return getattr(self, self.router_name)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Deals whole experts over the mesh axis ``expert``, and splits their inner features over ``model``.
@@ -173,7 +247,7 @@ class SparseMLP(Module):
         If X does not divide, inner features are split over both axes together.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        rules = linear_rules("gate", ShardingStrategy.replicate(1))
+        rules = linear_rules(self.router_name, ShardingStrategy.replicate(1))
         whole = () if self._stacked_experts is None else ("expert",)
         for i in self.experts._mx_children:  # one that stands for all, or each
             for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
@@ -191,27 +265,38 @@ class SparseMLP(Module):
     def _mixed(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])  # [N, E]
         chosen, shares = self.choose(tokens)
+        k = self.routing.count
+        if self.routing.on_inputs:  # each choice is a token of its own
+            tokens = tokens[:, None] * shares[..., None].astype(tokens.dtype)
+            tokens, chosen = tokens.reshape(-1, x.shape[-1]), chosen.reshape(-1, 1)
+            shares = jnp.ones(chosen.shape, jnp.float32)
+        y = self._sum(tokens, chosen, shares)
+        if self.routing.on_inputs and k > 1:
+            y = jnp.sum(y.reshape(-1, k, y.shape[-1]), axis=1)
+        y = y.astype(x.dtype).reshape(x.shape)
+        shared = self.shared(x)
+        return y if shared is None else y + shared.astype(x.dtype)
+
+    def _sum(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """``Σ share · expert(token)``, ``[N, E]``."""
         if self._is_quantised:
-            y = self._one_by_one(tokens, chosen, shares)
-            return y.astype(x.dtype).reshape(x.shape)
+            return self._one_by_one(tokens, chosen, shares)
         mesh, split = self._split()
         if mesh is None:
-            y = mixture(tokens, chosen, shares, self._weights(), self.act)
-        elif split is None:
-            y = one_by_one(tokens, chosen, shares, list(self.experts))
-        else:
-            y = mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, split)
-        return y.astype(x.dtype).reshape(x.shape)
+            return mixture(tokens, chosen, shares, self._weights(), self.between)
+        if split is None:
+            return one_by_one(tokens, chosen, shares, list(self.experts))
+        weights = self._weights()
+        return mixture_on_mesh(tokens, chosen, shares, weights, self.between, mesh, split)
 
     def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[N, E]`` → indices of the chosen experts and their shares in float32, ``[N, k]`` each.
 
         The highest score comes first; of equal scores, the lower index.
         """
-        scores = self.gate(tokens).astype(jnp.float32)  # [N, X]
-        best, chosen = jax.lax.top_k(scores, self.chosen)
-        kind = "softmax of chosen" if self.normalised else "softmax"
-        return chosen, SHARES[kind](scores, best)
+        tokens = tokens.astype(jnp.float32) if self.routing.wide else tokens
+        scores = self.router_layer(tokens).astype(jnp.float32)  # [N, X]
+        return self.routing(scores, self.correction())
 
     @property
     def _is_quantised(self) -> bool:
@@ -241,9 +326,14 @@ class SparseMLP(Module):
 
     def _weights(self) -> Any:
         if (stacks := self._stacks) is not None:
-            return ExpertWeights(*(stack.operand() for stack in stacks))
+            biases = []
+            if self.expert_bias and (experts := self._stacked_experts) is not None:
+                biases = [experts.holder(f"{name}.bias").stored for name in self.maps]
+            return _operands(stacks, biases)
+        biased = [(e.linears if self.expert_bias else []) for e in self.experts]
         return [
-            ExpertWeights(*(m.weight.stored.operand() for m in e.linears)) for e in self.experts
+            _operands([m.weight.stored for m in e.linears], [m.bias.stored for m in bias])
+            for e, bias in zip(self.experts, biased, strict=True)
         ]
 
     def _split(self) -> tuple[Any, Split | None]:
@@ -262,73 +352,22 @@ class SparseMLP(Module):
         return mesh, None if packed else split_of(weights, mesh)
 
 
+def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
+    given = tuple(bias.operand() for bias in biases)
+    return ExpertWeights(*(w.operand() for w in weights), given or None)  # type: ignore[arg-type]
+
+
 class MoELayer(DecoderLayer):
-    """A decoder layer whose MLP is a mixture of experts if ``config.sparse`` says so."""
+    """A decoder layer whose MLP is a mixture of experts if ``config.sparse`` says so.
+
+    Attributes:
+        sparse_class: the class of mixtures of experts.
+    """
+
+    sparse_class: ClassVar[Any] = SparseMLP
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
         """The layer's MLP or mixture of experts, which maps ``[..., E]`` to the same shape."""
         if config.sparse[number]:
-            return SparseMLP(config, dtype)
+            return self.sparse_class(config, dtype)
         return super().make_mlp(config, number, dtype)
-
-
-# --- tensors of all experts of a layer -----------------------------------------------------------
-
-_FUSED = re.compile(
-    r"(.*\.)?(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?", re.DOTALL
-)
-
-
-@dataclass(frozen=True)
-class MoEFamily(DecoderFamily):
-    """A Family whose files may hold the experts of a layer as one tensor.
-
-    Attributes:
-        experts: name of an expert's weight, with ``#`` for its index and ``*`` for the linear layer.
-        maps: the checkpoint's names of an expert's gate, up and down projections.
-    """
-
-    experts: str = "mlp.experts.#.*.weight"
-    maps: tuple[str, str, str] = MAPS_PROJ
-
-    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`Family.adapt`, which also splits ``experts.gate_up_proj`` ``[X, 2 F, E]`` and
-        ``experts.down_proj`` ``[X, E, F]`` into weights of single experts; nothing is read.
-
-        Raises:
-            CheckpointFormatError: two tensors have the same name in the model, or a tensor of
-                stacked experts has another shape.
-        """
-        split: dict[str, Any] = {}
-        for name, value in checkpoint.items():
-            match = _FUSED.fullmatch(name)
-            parts = [(name, value)] if match is None else self._parts(match, name, value)
-            for part, data in parts:
-                if part in split:
-                    raise CheckpointFormatError(
-                        f"'{name}' and another tensor are both the weight '{part}'"
-                    )
-                split[part] = data
-        return super().adapt(split)
-
-    def _parts(self, match: re.Match[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        shape = tuple(int(n) for n in value.shape)
-        maps = self.maps[:2] if match[2] == "gate_up_proj" else self.maps[2:]
-        if len(shape) != 3 or not shape[0] or shape[1] % len(maps):
-            raise CheckpointFormatError(
-                "not a stack of experts", tensor=name, expected="[experts, out, in]", found=shape
-            )
-        for number in range(shape[0]):
-            for k, kind in enumerate(maps):
-                layout = ExpertLayout(number, shape[0], k, len(maps))
-                place = self.experts.replace("#", str(number)).replace("*", kind)
-                yield (match[1] or "") + place, _part(name, value, layout)
-
-
-def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
-    """One expert's slice of a stack; it stays lazy if the stack is lazy."""
-    if not isinstance(value, WeightData):
-        return layout.apply(value)
-    source = Relaid({name: value}, {name: Source(name, layout)})
-    dtype, shape = source.stored(name)
-    return WeightData.lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)

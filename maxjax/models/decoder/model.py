@@ -9,7 +9,8 @@ hidden size E, vocabulary size V.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+import functools
+from collections.abc import Collection, Hashable
 from typing import Any, ClassVar
 
 import jax
@@ -28,12 +29,15 @@ from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.embedding import Embedding
 from ...nn.kv_cache.cache import KVCache
+from ...nn.kv_cache.kinds import Group, KeysValues, Place, groups_of, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
-from .attention import Cached, DecoderAttention, Step
-from .block import DecoderLayer, norm
+from ..multimodal import PLACES
+from .attention import Cached, Step
+from .block import DecoderLayer
 from .config import DecoderConfig, pattern
+from .norm import norm
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
@@ -66,7 +70,7 @@ class DecoderModel(Module):
         Args:
             ids: integers ``[B, T]`` or ``[B]``.
             step: positions of the tokens.
-            cached: keys and values of all layers, or ``()``.
+            cached: the states of the cache by the names of its groups; empty without a cache.
             at: index ``[B]`` of the one token in each row whose state is returned; None: all tokens.
 
         Returns:
@@ -131,7 +135,11 @@ class Decoder(PretrainedModel):
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
         self.lm_head: Any = ColumnParallelLinear(
-            config.hidden_size, config.vocab_size, kind, [DeviceRef.CPU()]
+            config.hidden_size,
+            config.vocab_size,
+            kind,
+            [DeviceRef.CPU()],
+            has_bias=config.head_bias,
         )
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
@@ -219,23 +227,30 @@ class Decoder(PretrainedModel):
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
         """
-        config = self.config
-        sliding = sum(config.slides)
-        return KVCache.empty(
-            config.num_layers - sliding, batch=batch, num_kv_heads=config.kv_heads,
-            capacity=capacity, head_dim=config.width, dtype=self.dtype if dtype is None else dtype,
-            **self._cache_place(batch),
-            sliding_layers=sliding, window=config.sliding_window, abstract=abstract,
-        )  # fmt: skip
+        # KVCache.of refuses a batch that is no positive number.
+        rows = batch if isinstance(batch, int) and batch > 0 else 1
+        groups = {
+            name: (group.layers, group.kind, self._place(group, rows))
+            for name, group in self._groups.items()
+        }
+        if "full" not in groups:
+            group = next(iter(self._groups.values()))
+            place = next(iter(groups.values()))[2]
+            kind = group.kind if isinstance(group.kind, KeysValues) else KeysValues(1, 1)
+            groups["full"] = (0, dataclasses.replace(kind, window=None), place)
+        kind = self.dtype if dtype is None else dtype
+        return KVCache.of(groups, batch=batch, capacity=capacity, dtype=kind, abstract=abstract)
 
-    def _cache_place(self, batch: int) -> dict[str, Any]:
-        below = (layer for _, layer in self.model.layers[0].named_modules())
-        attention = next(layer for layer in below if isinstance(layer, DecoderAttention))
-        # KVCache.empty refuses a batch that is no positive number.
-        layout = attention.cache_layout(batch if isinstance(batch, int) and batch > 0 else 1)
-        if layout is None:
-            return {"sharding": attention.o_proj.weight.sharding}
-        return {"sharding": layout.sharding, "row_parts": layout.rows, "slot_parts": layout.slots}
+    @property
+    def _groups(self) -> dict[str, Group]:
+        """The groups of layers that keep the same, by name."""
+        return _groups(self.config)
+
+    def _place(self, group: Group, batch: int) -> Place:
+        """Where the state of a group of layers lies: as the layers that compute it say."""
+        below = (layer for _, layer in self.model.layers[group.first].named_modules())
+        mixer = next(layer for layer in below if callable(getattr(layer, "cache_place", None)))
+        return mixer.cache_place(batch)
 
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
@@ -268,7 +283,7 @@ class Decoder(PretrainedModel):
         if cache is not None:
             ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
         step = self._step(starts, counts, length, cache)
-        cached = () if cache is None else (cache.full, cache.sliding)
+        cached: Cached = {} if cache is None else cache.states
         is_step = cache is not None and length == 1
         at = None
         if last:
@@ -282,8 +297,7 @@ class Decoder(PretrainedModel):
             return logits
         logits = _nan_beyond(logits, step._replace(counts=counts), length, cache.capacity, at)
         lengths = cache.lengths + (length if counts is None else counts)
-        full, sliding = cached
-        return logits, dataclasses.replace(cache, full=full, sliding=sliding, lengths=lengths)
+        return logits, cache.with_states(cached, lengths)
 
     def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
         """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, from which logits follow.
@@ -308,7 +322,7 @@ class Decoder(PretrainedModel):
             real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
             ids = jnp.where(real, ids, 0)
         step = self._step(jnp.zeros(1, jnp.int32), counts, ids.shape[1], None)
-        return self.model(ids, step, (), None)[0]
+        return self.model(ids, step, {}, None)[0]
 
     def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
         counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
@@ -339,12 +353,18 @@ class Decoder(PretrainedModel):
         return jnp.asarray(given)
 
     def _check_layers(self, cache: KVCache) -> None:
-        count, expected = self.config.num_layers, sum(self.config.slides)
-        sliding = 0 if cache.sliding is None else cache.sliding.layers
-        if cache.num_layers != count or sliding not in (0, expected):
+        expected = {name: group.layers for name, group in self._groups.items()}
+        found = {name: state.layers for name, state in cache.states.items() if state.layers}
+        if found == expected:
+            return
+        # Sliding layers may keep all tokens.
+        every = {**expected, "full": expected.get("full", 0) + expected.pop("sliding", 0)}
+        if found != {name: every[name] for name in every if name != "sliding"}:
+            text = lambda counts: " and ".join(f"{n} layers {name}" for name, n in counts.items())
+            wanted = {name: group.layers for name, group in self._groups.items()}
             raise UserInputError(
-                f"the cache has {cache.num_layers} layers, {sliding} of them sliding, and this model "
-                f"has {count}, {expected} of them sliding: make the cache with model.cache(...)"
+                f"the cache has {text(found)}, and this model {text(wanted)}: make the cache with "
+                "model.cache(...)"
             )
 
     def _step(
@@ -356,8 +376,8 @@ class Decoder(PretrainedModel):
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
-            if cache.full.layers:
-                numbers = jnp.asarray(_numbers(config.slides))
+        if cache is not None and (cache.sliding is not None or cache.more):
+            numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
         step = Step(starts, counts, {}, numbers=numbers)
         if cache is not None and counts is not None:
             step = step._replace(tokens=jnp.where(counts > 0, starts, -1))
@@ -367,6 +387,9 @@ class Decoder(PretrainedModel):
             for name, rope in ropes.items()
             if rope is not None
         }
+        if config.query_scaling is not None:
+            factors = config.query_scaling.factors(step.positions(length))
+            step = step._replace(query_scales=factors)
         return step._replace(rotations=rotations)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -381,6 +404,8 @@ class Decoder(PretrainedModel):
                 "states (model.states(ids), maxjax.embed). Load a checkpoint that has the head"
             )
         logits = self.lm_head(x).astype(jnp.float32)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -397,10 +422,9 @@ def _nan_beyond(
     return jnp.where(fits[..., None], logits, jnp.nan)
 
 
-def _numbers(slides: Sequence[bool]) -> np.ndarray:
-    """For each layer, how many layers of its kind (full or sliding) come before it: ``[L]``."""
-    flags = np.array(slides, bool)
-    return np.where(flags, np.cumsum(flags), np.cumsum(~flags)).astype(np.int32) - np.int32(1)
+@functools.lru_cache(maxsize=128)
+def _groups(config: DecoderConfig) -> dict[str, Group]:
+    return groups_of([config.states(i) for i in range(config.num_layers)])
 
 
 def _kind(layer: Module) -> Hashable:
@@ -437,10 +461,26 @@ class DecoderFamily(Family):
     """A Family of decoders with the tensor names of Llama's files.
 
     Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
+
+    Attributes:
+        sight: patterns of the tensors that see or hear, of families that are also the text models of
+            multimodal ones (``multimodal.SIGHT``). They are ignored, and prefixes of the text
+            model are replaced.
     """
 
     bare: tuple[str, tuple[str, ...]] = BARE
     ignored: tuple[str, ...] = KNOWN
+    sight: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignored", (*self.ignored, *self.sight))
+
+    def name(self, tensor: str) -> str | None:
+        """:meth:`Family.name`, after the prefix of a multimodal model's text model is replaced."""
+        for place, instead in PLACES if self.sight else ():
+            if tensor.startswith(place):
+                return super().name(instead + tensor[len(place) :])
+        return super().name(tensor)
 
 
 # For models made in code; no checkpoint names this family.

@@ -1,7 +1,7 @@
 """The rotary position embedding (RoPE) of a decoder, as its configuration describes it.
 
 Configurations have two spellings: ``rope_theta`` with ``rope_scaling``, and since transformers 5
-one object ``rope_parameters``.
+one object ``rope_parameters``, which may hold one object for each kind of layer.
 
 Source: transformers' ``modeling_rope_utils``.
 """
@@ -30,6 +30,8 @@ from ...nn.rope_scaling import (
 from ...nn.rotary_embedding import dynamic_multipliers
 
 DEFAULT_THETA = 10_000.0
+# Settings of RoPE that files also hold outside of its object.
+_OUTER = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,43 @@ class Rope:
         theta: base of the frequencies.
         scaling: one of the ``…Params`` of ``nn.rope_scaling``, or None.
         magnitude: factor of cos and sin.
+        part: share of the features of a head that are rotated, the first ones; the rest stay as
+            they are.
+        interleaved: whether neighbouring features form pairs (GPT-J, GLM-4, Cohere); otherwise the
+            first half of the rotated features forms pairs with the second.
 
     Example:
         >>> cos, sin = Rope().cos_sin(jnp.array([[0, 1, 2]]), jnp.array([3]), 8)
-        >>> cos.shape
-        (1, 3, 4)
+        >>> cos.shape, Rope(part=0.5).rotated(8)
+        ((1, 3, 4), 4)
     """
 
     theta: float = DEFAULT_THETA
     scaling: Any = None
     magnitude: float = 1.0
+    part: float = 1.0
+    interleaved: bool = False
+
+    def rotated(self, width: int) -> int:
+        """The number of rotated features of a head of this width."""
+        return int(width * self.part + 1e-6)  # the share may be a rounded quotient
 
     def check(self, width: int) -> None:
         """Checks that heads of this width can be rotated.
 
         Raises:
-            ValueError: the width is odd, LongRoPE's lists do not have ``width / 2`` factors, or the
-                settings give no valid frequencies.
+            ValueError: the number of rotated features is odd, LongRoPE's lists do not have a factor
+                for each pair, or the settings give no valid frequencies.
         """
-        if width % 2:
+        if self.part == 1 and width % 2:
             raise ValueError(
                 f"RoPE rotates pairs of features, so the width of a head must be even, not {width}"
+            )
+        given, width = width, self.rotated(width)
+        if width % 2 or not 0 < width <= given:
+            raise ValueError(
+                f"RoPE rotates pairs of features, so {self.part:g} of the {given} features of a head "
+                f"must be an even number of them, not {width}"
             )
         if isinstance(self.scaling, LongRoPEScalingParams):
             for listed in (self.scaling.short_factor, self.scaling.long_factor):
@@ -80,7 +98,7 @@ class Rope:
     def cos_sin(
         self, positions: jax.Array, lengths: jax.Array, width: int
     ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin of the angle of each pair of features.
+        """cos and sin of the angle of each pair of features that is rotated.
 
         Args:
             positions: integers ``[B, T]``.
@@ -90,8 +108,9 @@ class Rope:
             width: D, the width of a head.
 
         Returns:
-            Two arrays ``[B, T, D/2]`` in float32.
+            Two arrays ``[B, T, R/2]`` in float32, where R is ``rotated(width)``.
         """
+        width = self.rotated(width)
         wide = positions.astype(jnp.float32)[..., None]  # [B, T, 1]
         angles = wide * jnp.asarray(self._freqs(width))[None, None, :]
         lengths = lengths.astype(jnp.float32)[:, None, None]  # [B, 1, 1]
@@ -107,13 +126,45 @@ class Rope:
         return inv_freqs(width, self.theta, self.scaling, length=length)
 
 
-def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAULT_THETA) -> Rope:
+@dataclass(frozen=True)
+class QueryScaling:
+    """A factor of queries that grows with their position, for contexts longer than in training.
+
+    It is ``1 + beta · log(1 + ⌊(position + offset) / length⌋)``: Llama 4's
+    ``attn_temperature_tuning`` and Ministral 3's ``llama_4_scaling_beta``.
+
+    Example:
+        >>> QueryScaling(0.5, 4).factors(jnp.arange(0, 8, 2)).round(3).tolist()
+        [1.0, 1.0, 1.347..., 1.347...]
+    """
+
+    beta: float
+    length: float
+    offset: float = 0.0
+
+    def factors(self, positions: jax.Array) -> jax.Array:
+        """The factor of the query at each position, float32 of the same shape."""
+        steps = jnp.floor((positions.astype(jnp.float32) + self.offset) / self.length)
+        return 1.0 + self.beta * jnp.log1p(steps)
+
+
+def read_rope(
+    raw: Mapping[str, Any],
+    context: int,
+    default_theta: float = DEFAULT_THETA,
+    *,
+    part: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
     """The Rope of a configuration.
 
     Args:
         raw: content of ``config.json``.
         context: ``max_position_embeddings``.
         default_theta: theta if the file has none.
+        part: share of each head that is rotated if the file has no ``partial_rotary_factor``. None:
+            the family rotates complete heads, and a file that says otherwise is refused.
+        interleaved: whether neighbouring features form pairs.
 
     Raises:
         UnsupportedModelError: the kind of scaling is not supported.
@@ -121,10 +172,61 @@ def read_rope(raw: Mapping[str, Any], context: int, default_theta: float = DEFAU
 
     Example:
         >>> read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 64)
-        Rope(theta=500000.0, scaling=LinearScalingParams(factor=2.0), magnitude=1.0)
+        Rope(theta=500000.0, scaling=LinearScalingParams(factor=2.0), magnitude=1.0, part=1.0,
+             interleaved=False)
+        >>> read_rope({"partial_rotary_factor": 0.25}, 64, part=0.5).part
+        0.25
     """
     name, given = rope_settings(raw)
-    return rope_of(given, name, context, raw, default_theta)
+    return rope_of(given, name, context, raw, default_theta, part=part, interleaved=interleaved)
+
+
+def ropes_by_kind(
+    raw: Mapping[str, Any], context: int, thetas: Mapping[str, float], **options: Any
+) -> dict[str, Rope]:
+    """The Ropes of a configuration with separate settings for the kinds of its layers.
+
+    ``rope_parameters`` holds one object for each kind. In the older spelling ``rope_theta`` is the
+    base of all kinds, and ``rope_scaling`` applies to the layers that see all tokens.
+
+    Args:
+        raw: content of ``config.json``.
+        context: ``max_position_embeddings``.
+        thetas: default base of each kind of layer ("full_attention", "sliding_attention").
+        options: further arguments of :func:`rope_of`.
+
+    Raises:
+        UnsupportedModelError, ValueError: as for :func:`read_rope`.
+
+    Example:
+        >>> ropes = ropes_by_kind({"rope_theta": 5e5}, 64, dict.fromkeys(["full_attention"], 1e4))
+        >>> ropes["full_attention"].theta
+        500000.0
+    """
+    given = object_of(raw, "rope_parameters")
+    wrong = [str(key)[:60] for key in given if key not in thetas]
+    if wrong and any(key in thetas for key in given):
+        raise UnsupportedModelError(f"'rope_parameters' with {wrong[0]!r} beside kinds of layers")
+    found = {}
+    for kind, theta in thetas.items():
+        own = given if wrong else object_of(given, kind)  # one object may hold for all kinds
+        if kind == "full_attention":
+            own = {**own, **object_of(raw, "rope_scaling")}
+        outer = {key: raw[key] for key in _OUTER if raw.get(key)}
+        found[kind] = rope_of({**outer, **own}, "rope_parameters", context, raw, theta, **options)
+    return found
+
+
+def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key of a configuration, or an empty one if the key is missing.
+
+    Raises:
+        ValueError: the value is not an object.
+    """
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"'{key}' must be an object, not {type(found).__name__}")
+    return found
 
 
 def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -141,7 +243,7 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     given = raw.get(name) or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"'{name}' must be an object, not {type(given).__name__}")
-    outer = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key)}
+    outer = {key: raw[key] for key in _OUTER if raw.get(key)}
     return name, {**outer, **given}
 
 
@@ -151,23 +253,29 @@ def rope_of(
     context: int,
     raw: Mapping[str, Any] | None = None,
     default_theta: float = DEFAULT_THETA,
+    *,
+    part: float | None = None,
+    interleaved: bool = False,
 ) -> Rope:
-    """The Rope of one object of settings, which error messages call ``name``."""
+    """The Rope of one object of settings, which error messages call ``name``; as :func:`read_rope`."""
     for key, value in given.items():
         if isinstance(value, Mapping):
             raise UnsupportedModelError(f"'{name}' with separate settings for {key!r}")
     found = _Given(given, name, context, raw or {})
-    if (part := found.number("partial_rotary_factor", 1.0)) != 1:
+    share = found.number("partial_rotary_factor", 1.0 if part is None else part)
+    if part is None and share != 1:
         raise UnsupportedModelError(
-            f"'partial_rotary_factor' {part:g}: only the rotation of complete heads is supported"
+            f"'partial_rotary_factor' {share:g}: only the rotation of complete heads is supported"
         )
+    if share > 1:
+        raise ValueError(f"'partial_rotary_factor' is {share:g}, more than a complete head")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise UnsupportedModelError(f"'{name}' of type {str(kind)[:80]!r}: supported are {known}")
     theta = found.number("rope_theta", default_theta, minimum=1e-3)
     scaling, magnitude = _KINDS[kind](found)
-    return Rope(theta, scaling, magnitude)
+    return Rope(theta, scaling, magnitude, share, interleaved)
 
 
 class _Given:
@@ -259,4 +367,6 @@ _KINDS: dict[str, Callable[[_Given], tuple[Any, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    # Sections of a head for the axes of images: a text has the same position on each of them.
+    "mrope": lambda given: (None, 1.0),
 }

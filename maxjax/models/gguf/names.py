@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,17 @@ QUERIES, KEYS, STACK, GATES, UPS = "queries", "keys", "stack", "gates", "ups"
 
 
 class Rule(NamedTuple):
-    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert."""
+    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert.
+
+    Attributes:
+        name: Hugging Face's name.
+        layout: the change of its values.
+        only: the one suffix that the GGUF tensor has, where Hugging Face's name has none.
+    """
 
     name: str
     layout: Layout | str = Same()
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,15 @@ Table = Mapping[str, Sequence[Rule]]
 _ONE_ADDED = Plus(-1.0)
 
 
-def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Table:
+Names = Mapping[str, str | Rule | Sequence[Rule] | None]
+
+
+def _table(layer: str, rules: Names) -> Table:
     """A Table with ``blk.*`` and ``layer`` put before each name that begins with a dot."""
     found = {}
     for key, value in rules.items():
+        if value is None:
+            continue
         several = [Rule(value)] if isinstance(value, str) else value
         several = [several] if isinstance(several, Rule) else several
         if key.startswith("."):
@@ -59,8 +71,16 @@ def _table(layer: str, rules: Mapping[str, str | Rule | Sequence[Rule]]) -> Tabl
     return found
 
 
-def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | None = None) -> Table:
-    """The names that all Llama-like decoders share, with those of one of them."""
+def decoder_table(
+    rules: Names, norm: Layout | None = None, layer: str = "model.layers.*."
+) -> Table:
+    """The names that all Llama-like decoders share, with those of one of them.
+
+    Args:
+        rules: names to add; None takes a name away.
+        norm: change of the values of norms.
+        layer: beginning of Hugging Face's names of a layer's tensors.
+    """
     norm = Same() if norm is None else norm
     shared = {
         "token_embd": "model.embed_tokens",
@@ -76,11 +96,27 @@ def _decoder(rules: Mapping[str, str | Rule | Sequence[Rule]], norm: Layout | No
         ".ffn_up": "mlp.up_proj",
         ".ffn_down": "mlp.down_proj",
     }
-    return _table("model.layers.*.", {**shared, **rules})
+    return _table(layer, {**shared, **rules})
 
 
-def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str, Any]:
-    """A layer's experts: stacked, or as separate tensors as in files before April 2024."""
+_decoder = decoder_table
+
+
+def expert_names(
+    layer: str = "mlp",
+    router: str = "gate",
+    maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "",
+) -> dict[str, Any]:
+    """The names of a layer's experts: stacked, or as separate tensors as in files before April 2024.
+
+    Args:
+        layer: the mixture of experts in a layer of the checkpoint.
+        router: the router in that.
+        maps: the projections of an expert.
+        shared: the MLP that every token goes through, if there is one.
+    """
+    gate, up, down = maps
     each = f"{layer}.experts.#."
     return {
         ".ffn_gate_inp": f"{layer}.{router}",
@@ -91,34 +127,36 @@ def _experts(layer: str, gate: str, up: str, down: str, router: str) -> dict[str
         ".ffn_gate.#": each + gate,
         ".ffn_up.#": each + up,
         ".ffn_down.#": each + down,
+        **{
+            f".ffn_{kind}_shexp": f"{layer}.{shared}.{name}"
+            for kind, name in zip(("gate", "up", "down"), maps, strict=True)
+            if shared
+        },
     }
 
 
 _HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
-_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj", "gate")
+_QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
     ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
     ".ffn_norm": Rule("pre_feedforward_layernorm", _ONE_ADDED),
     ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_ADDED),
 }
 
-ARCHITECTURES: Mapping[str, Table] = {
+ARCHITECTURES: MutableMapping[str, Table] = {
     # Llama 1 to 3, Mistral, Mixtral. Only here are queries and keys permuted.
     "llama": _decoder(
         {
             ".attn_q": Rule("self_attn.q_proj", QUERIES),
             ".attn_k": Rule("self_attn.k_proj", KEYS),
-            **_experts("block_sparse_moe", "w1", "w3", "w2", "gate"),
+            **expert_names("block_sparse_moe", maps=("w1", "w3", "w2")),
         }
     ),
     "qwen2": _decoder({}),
     "qwen2moe": _decoder(
         {
-            **_QWEN_EXPERTS,
+            **expert_names(shared="shared_expert"),
             ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
-            ".ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            ".ffn_up_shexp": "mlp.shared_expert.up_proj",
-            ".ffn_down_shexp": "mlp.shared_expert.down_proj",
         }
     ),
     "qwen3": _decoder(_HEAD_NORMS),
@@ -273,7 +311,9 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        name = rule.name.replace("*", layer or "", 1) + f".{suffix}"
+        if rule.only and rule.only != suffix:
+            continue
+        name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout
         if suffix == "bias" and isinstance(what, (Transposed, Plus)):
             what = Same()  # a vector cannot be transposed, and nothing was added to biases

@@ -18,7 +18,7 @@ from ...storage import aligned_empty
 from ...storage.blocks import decode
 from ...storage.boxes import Box, count, extents, whole
 from ...storage.parts import Part
-from .layouts import Layout, Matrix, Transposed
+from .layouts import Expert, Layout, Matrix, Transposed
 from .names import Source
 
 # Bytes that are read at a time of a tensor whose rows are reordered.
@@ -62,6 +62,11 @@ class Relaid(PartSource):
             values, total = read_box(data, whole(tuple(map(int, data.shape))))
             values = _decoded(data, values) if is_decoded else values
             array[...] = layout.apply(values)[tuple(slice(*span) for span in part.region)]
+            return total
+        if isinstance(layout, Expert) and len(shape) == 1:  # the bias of one expert
+            first, last = (layout.part * shape[0] + edge for edge in part.region[0])
+            values, total = read_box(data, ((layout.index, layout.index + 1), (first, last)))
+            array[...] = values[0]
             return total
         total = 0
         width = math.prod(shape[1:]) * dtype.itemsize

@@ -9,6 +9,7 @@ Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
@@ -24,6 +25,7 @@ from .config.llama_cpp import check_read
 from .config.read import POOLING, hf_config
 from .config.rope import rope_keys
 from .metadata import unsupported
+from .table import TABLES, GGUFTable
 from .tensors.types import MIXTURES, is_wide
 
 _LOG = logging.getLogger("maxjax")
@@ -140,24 +142,49 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    size = model.config
+    size, table = model.config, TABLES.get(model.architecture)
     found = {
         **_sizes(size),
         "attention.head_count_kv": size.kv_heads,
         "attention.key_length": size.width,
         "attention.value_length": size.width,
-        "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
-        "rope.dimension_count": size.width,
+        table.epsilon[0] if table else "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
+        "rope.dimension_count": model.rotated,
         "rope.freq_base": size.rope.theta,
-        **rope_keys(size.rope, rope_settings(model.settings)[1], path=path),
+        **rope_keys(
+            size.rope,
+            rope_settings(model.settings)[1],
+            path=path,
+            truncates=table is None or table.truncates,
+        ),
     }
     if model.experts:
         found |= _experts(model)
+    if table is not None:
+        return found | _of_table(table, model, path)
     if model.architecture in ("gemma2", "gemma3"):
         found |= _gemma(model, path)
     elif model.architecture == "llama" and size.sliding_window:  # Mistral and Mixtral
         found["attention.sliding_window"] = size.sliding_window
     return found
+
+
+def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
+    """The keys of one architecture, as its table says."""
+    size, found = model.config, {}
+    fields = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(size)}
+    for key, name in table.keys.items():
+        value = getattr(size, fields[name]) if name in fields else model.settings.get(name)
+        if value is not None:
+            found[key] = value
+    if any(size.slides) and not ("attention.sliding_window" in found and all(size.slides)):
+        if table.period is None or _period(list(size.slides), table.period) != table.period:
+            raise unsupported(
+                f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
+                path,
+            )
+        found["attention.sliding_window"] = size.sliding_window
+    return found | dict(table.write(size) if table.write is not None else {})
 
 
 def _experts(model: FamilyConfig) -> dict[str, Any]:
@@ -208,7 +235,8 @@ def _period(slides: list[bool], usual: int) -> int | None:
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.settings.get("layer_types")
-    if isinstance(listed, list) and model.architecture not in ("gemma2", "gemma3"):
+    own = ("gemma2", "gemma3", *TABLES)  # their layers are compared where keys are written
+    if isinstance(listed, list) and model.architecture not in own:
         kinds = {kind for kind in listed if isinstance(kind, str)}
         alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
         if kinds - {"full_attention"} and not alike:
@@ -246,7 +274,8 @@ def _check(
             settings.pop("sliding_window", None)  # of no layer
     if model.architecture == "bert":
         settings.pop("tie_word_embeddings", None)  # the model has no head
-    for key, value in {**_FIXED.get(model.architecture, _FIXED["llama"]), **again}.items():
+    fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])
+    for key, value in {**fixed, **again}.items():
         given = settings.get(key)
         if key in _NOT_COMPARED or given is None or _alike(given, value):
             continue

@@ -17,14 +17,16 @@ from ...graph.weights import WeightData
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import Layout, QuantizedLinear
+from ...nn.stacked_linear import StackedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
-from .methods import METHODS
+from .methods import BLOCKS, METHODS
+from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
 from .settings import Settings
 
 _FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
-_LINEAR = (Linear, ColumnParallelLinear)
+_LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,13 @@ class Quantization:
         """
         stacks = _unstacked(model)
         modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
-        linear: dict[str, Any] = {name: m for name, m in modules.items() if type(m) in _LINEAR}
+        linear: dict[str, Any] = {
+            name: m for name, m in modules.items() if type(m) in _LINEAR and hasattr(m, "weight")
+        }
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
+            if data.is_packed:
+                continue  # blocks, which every linear layer takes
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, Layout] = {}
@@ -114,13 +120,13 @@ class Quantization:
             module = linear[name]
             parent, _, attribute = name.rpartition(".")
             new = QuantizedLinear(
-                layout, module.device, has_bias=module.bias is not None, dtype=dtype
+                layout, module.weight.device, has_bias=module.bias is not None, dtype=dtype
             )
             setattr(modules[parent], attribute, new)
         for _, holder, attribute in stacks:
             experts = getattr(holder, attribute)
             setattr(holder, attribute, ExpertStack(experts[0], len(experts)))
-        if not used:
+        if not used and self.method not in BLOCKS:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
 

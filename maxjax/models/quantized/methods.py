@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from ...errors import CheckpointFormatError
 from ...nn.quantized import Exactly, Layout, QuantState, Tensor
 from ..config import short
 from .layouts import FLOATS8, SCALES, SINGLE, Found, LayoutOf, count_blocks, packed, scaled, tensor
-from .settings import Settings, positive
+from .settings import KEY, Settings, positive
 
 
 def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
@@ -265,6 +265,15 @@ def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> Layou
     return Layout("bitsandbytes4", out, inner, tuple(tensors), options)
 
 
+def _mxfp4(settings: Settings) -> Callable[[str], LayoutOf]:
+    """``mxfp4`` of gpt-oss: the experts' tensors, which its family reads as GGUF's blocks."""
+
+    def refused(name: str) -> LayoutOf:
+        raise settings.refused(f"'{name}', which is no expert")
+
+    return refused
+
+
 METHODS: dict[str, Callable[[Settings], Callable[[str], LayoutOf]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -272,5 +281,30 @@ METHODS: dict[str, Callable[[Settings], Callable[[str], LayoutOf]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
 """The methods that can be read: ``quant_method`` → the function that reads its settings."""
+
+# Methods whose weights are one tensor of blocks in a model, and what else a file says of them.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "mxfp4": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
+
+
+def with_blocks(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The configuration with what tensors of these names say of MXFP4: that they are, or are not.
+
+    Example:
+        >>> with_blocks({}, ["experts.down_proj_blocks"])["quantization_config"]["quant_method"]
+        'mxfp4'
+    """
+    method = config.get(KEY)
+    method = method.get("quant_method") if isinstance(method, Mapping) else method
+    if any(name.endswith("_blocks") for name in names):
+        new = {KEY: {"quant_method": "mxfp4", **BLOCKS["mxfp4"]}}
+        return dict(config) if method else {**config, **new}
+    return {key: value for key, value in config.items() if key != KEY or method not in BLOCKS}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
-from ...graph.placement.specs import Split, parts
+from ...graph.placement.specs import parts
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
@@ -23,7 +23,7 @@ from ..layer import Module
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
-from ..stacked_linear import StackedLinear
+from ..stacked_linear import StackedLinear, stacked_rules
 from .mask_config import MHAMaskVariant
 from .tapped_attention import tapped_attention
 
@@ -39,14 +39,10 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
     columns = ShardingStrategy.head_aware_columnwise(1, heads, width)
     rules = {"o_proj.weight": columns, "o_proj.bias": ShardingStrategy.replicate(1)}
     if qkv.stacked:
-        rows: dict[str, Any] = {
-            "": Split(ShardingStrategy.segmented(1, 0, segments), by_device=True)
-        }
-    else:
-        rows = {f"{name}.": ShardingStrategy.segmented(1, 0, [segment])
-                for name, segment in zip(qkv.names, segments, strict=True)}  # fmt: skip
-    for name, rule in rows.items():
-        rules[f"{at}{name}weight"] = rules[f"{at}{name}bias"] = rule
+        return rules | stacked_rules(at.removesuffix("."), qkv, segments)
+    for name, segment in zip(qkv.names, segments, strict=True):
+        rule = ShardingStrategy.segmented(1, 0, [segment])
+        rules[f"{at}{name}.weight"] = rules[f"{at}{name}.bias"] = rule
     return rules
 
 

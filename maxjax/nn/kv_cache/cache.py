@@ -1,7 +1,11 @@
-"""KVCache: the keys and values of all tokens so far and of all layers, as one pytree.
+"""KVCache: what all layers keep of all tokens so far, keys and values in most models, as one pytree.
 
 State is an argument and a result: a model takes a cache and returns the next one, and a jitted step
 that donates it updates it in place. Layers with sliding-window attention keep only the window.
+
+Layers that keep the same are a group with a name, such as "full" and "sliding", whose arrays have an
+axis of layers. What each group keeps is its kind (``kinds``): keys and values, latent vectors, or
+recurrent states.
 
 Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 """
@@ -9,6 +13,7 @@ Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,23 +28,23 @@ from ...graph.placement.arrays import put
 from ...graph.weight.rows import foreign, total
 from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text, counted
-from .slots import Slots
+from .kinds import KeysValues, Place, States
+from .recurrent import Recurrent
+from .slots import Latent, Slots
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class KVCache(Rendered):
-    """Keys and values of the tokens of B sequences of different lengths.
+    """What layers keep of the tokens of B sequences of different lengths: keys and values, and other states.
 
     Attributes:
         full: slots of the layers that attend to all tokens: token t of a sequence is in slot t of
             S. The content of slots after the last token is arbitrary. There may be 0 such layers.
         sliding: slots of the layers that attend to the last ``window`` tokens: W = min(window, S)
-            slots, with token t in slot t mod W. None if all layers are in ``full``.
+            slots, with token t in slot t mod W. None if there are no such layers.
         lengths: number of stored tokens of each sequence, int32 ``[B]``.
-        window: number of tokens that sliding layers attend to.
-        slot_parts: the number of parts that devices with the same KV heads divide the slots into
-            (``layout``); 1 elsewhere.
+        more: the states of other groups of layers, by name.
 
     Keys are stored after rotary embedding. In int8 each row of D numbers has one scale in float32,
     which takes (D + 4) / 2 D of the memory of bfloat16, 53 % for D = 64. Measured on five random
@@ -57,11 +62,61 @@ class KVCache(Rendered):
         ((1, 3, 1, 8, 4), (5, 3, 1, 6, 4))
     """
 
-    full: Slots
+    full: Slots | Latent
     sliding: Slots | None
     lengths: jax.Array
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    slot_parts: int = dataclasses.field(default=1, metadata={"static": True})
+    more: Mapping[str, Slots | Latent | Recurrent] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        groups: Mapping[str, tuple[int, KeysValues | States, Place]],
+        *,
+        batch: int,
+        capacity: int,
+        dtype: Any = DType.float32,
+        abstract: bool = False,
+    ) -> KVCache:
+        """An empty cache of these groups of layers.
+
+        Args:
+            groups: by name, the number of layers, what they keep, and where it lies. There is a
+                group "full", of 0 layers if none attends to all tokens.
+            batch, capacity, dtype, abstract: as for :meth:`empty`.
+
+        Raises:
+            UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8,
+                or int8 where no layer has keys and values.
+
+        Example:
+            >>> kinds = {"full": KeysValues(1, 4), "linear": States((("conv", (6, 3), "float32"),))}
+            >>> groups = {name: (2, kind, Place()) for name, kind in kinds.items()}
+            >>> cache = KVCache.of(groups, batch=3, capacity=8)
+            >>> cache.keys.shape, cache.more["linear"].arrays["conv"].shape
+            ((2, 3, 1, 8, 4), (2, 3, 6, 3))
+        """
+        _count("batch", batch)
+        _count("capacity", capacity)
+        kind = DType.of(dtype)
+        if not (kind.is_float() or kind == DType.int8):
+            raise UserInputError(f"a KV cache holds floats or int8, not {kind.name}")
+        rows = any(layers and isinstance(k, KeysValues) for layers, k, _ in groups.values())
+        if kind == DType.int8 and not rows:
+            raise UserInputError(
+                "int8 is for keys and values, and no layer of this model has them: its recurrent "
+                "states keep their own dtypes"
+            )
+        zeros: Any = _placeholder if abstract else jnp.zeros
+        states: dict[str, Any] = {
+            name: state.make(layers, batch, capacity, kind.np, place, zeros)
+            for name, (layers, state, place) in groups.items()
+        }
+        sharding = per_row = groups["full"][2].sharding
+        if isinstance(sharding, NamedSharding):
+            spec = (*sharding.spec, None, None)
+            per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
+        lengths = zeros((batch,), jnp.int32, device=per_row)
+        return cls(states.pop("full"), states.pop("sliding", None), lengths, states)
 
     @classmethod
     def empty(
@@ -98,37 +153,34 @@ class KVCache(Rendered):
         Raises:
             UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
         """
-        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
-        for name, size in {**sizes, "head_dim": head_dim}.items():
+        for name, size in {"num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
             _count(name, size)
         if num_layers or not sliding_layers:
             _count("num_layers", num_layers)
-        kind = DType.of(dtype)
-        if not (kind.is_float() or kind == DType.int8):
-            raise UserInputError(f"a KV cache holds floats or int8, not {kind.name}")
-        per_row = sharding
-        if isinstance(sharding, NamedSharding):
-            spec = (*sharding.spec, None, None)
-            per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
-        zeros: Any = _placeholder if abstract else jnp.zeros
-        rows, heads = batch // row_parts, num_kv_heads * row_parts * slot_parts
-        slots_of = lambda n, slots: Slots.empty(
-            (n, rows, heads, -(-slots // slot_parts), head_dim), kind.np, sharding, zeros
-        )
-        sliding = None
+        place = Place(sharding, row_parts, slot_parts)
+        groups = {"full": (num_layers, KeysValues(num_kv_heads, head_dim), place)}
         if sliding_layers:
             _count("sliding_layers", sliding_layers)
-            sliding = slots_of(sliding_layers, min(_count("window", window), capacity))
-        lengths = zeros((batch,), jnp.int32, device=per_row)
-        window = window if sliding_layers else None
-        return cls(slots_of(num_layers, capacity), sliding, lengths, window, slot_parts)
+            near = KeysValues(num_kv_heads, head_dim, _count("window", window))
+            groups["sliding"] = (sliding_layers, near, place)
+        return cls.of(groups, batch=batch, capacity=capacity, dtype=dtype, abstract=abstract)
+
+    @property
+    def states(self) -> dict[str, Slots | Latent | Recurrent]:
+        """What the layers keep, by the name of the group."""
+        near = {} if self.sliding is None else {"sliding": self.sliding}
+        return {"full": self.full, **near, **self.more}
+
+    def with_states(self, states: Mapping[str, Any], lengths: jax.Array) -> KVCache:
+        """This cache with other states of the same names, and other lengths."""
+        rest = dict(states)
+        return KVCache(rest.pop("full"), rest.pop("sliding", None), lengths, rest)
 
     def _mx_row(self) -> Row:
-        slots = {"full": self.full, "sliding": self.sliding}
         arrays = {
-            f"{name}.{field.name}": getattr(one, field.name)
-            for name, one in slots.items()
-            for field in ([] if one is None else dataclasses.fields(one))
+            f"{name}{jax.tree_util.keystr(path)}": leaf
+            for name, state in self.states.items()
+            for path, leaf in jax.tree.leaves_with_path(state)
         }
         return total("KVCache", {**arrays, "lengths": self.lengths})
 
@@ -144,7 +196,8 @@ class KVCache(Rendered):
             else f"{layers}, {sliding} of them with a window of {self.window}",
             f"batch {self.batch}",
             f"capacity {self.capacity}",
-            f"{counted(heads, 'KV head')} of {width}",
+            *([f"{counted(heads, 'KV head')} of {width}"] if self._main.layers else []),
+            *(f"{name} of {counted(state.layers, 'layer')}" for name, state in self.more.items()),
             row.dtype,
             bytes_text(row.nbytes),
             *row.notes,
@@ -165,12 +218,22 @@ class KVCache(Rendered):
         return self._main.values
 
     @property
-    def _main(self) -> Slots:
+    def window(self) -> int | None:
+        """Number of tokens that sliding layers attend to."""
+        return None if self.sliding is None else self.sliding.window
+
+    @property
+    def slot_parts(self) -> int:
+        """The number of parts that devices with the same KV heads divide the slots into (``layout``)."""
+        return self.full.parts
+
+    @property
+    def _main(self) -> Slots | Latent:
         return self.full if self.sliding is None or self.full.layers else self.sliding
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of both kinds."""
+        """Number of layers that attend to all tokens and that slide."""
         return self.full.layers + (0 if self.sliding is None else self.sliding.layers)
 
     @property
@@ -181,7 +244,7 @@ class KVCache(Rendered):
     @property
     def capacity(self) -> int:
         """Maximum number S of tokens of a sequence."""
-        return self.full.size * self.slot_parts
+        return self.full.capacity
 
     def grow(self, capacity: int) -> KVCache:
         """This cache with more slots and the same sharding.
@@ -200,16 +263,10 @@ class KVCache(Rendered):
             raise UserInputError(
                 f"a KV cache of capacity {self.capacity} cannot shrink to {capacity}"
             )
-        # Of a divided cache too: slot s is number s // parts of part s % parts.
-        more = -(-capacity // self.slot_parts) - self.full.size
-        if not more:
+        states = {name: state.grown(capacity) for name, state in self.states.items()}
+        if all(new is self.states[name] for name, new in states.items()):
             return self
-        sliding = self.sliding
-        if sliding is not None and self.window is not None:
-            # With fewer slots than the window nothing has wrapped round yet: token t is in slot t.
-            size = -(-min(self.window, capacity) // self.slot_parts)
-            sliding = sliding.longer(size - sliding.size)
-        return dataclasses.replace(self, full=self.full.longer(more), sliding=sliding)
+        return self.with_states(states, self.lengths)
 
     def rewind(self, lengths: Any) -> KVCache | None:
         """This cache with only the first tokens of each sequence, if it still holds what they need.
@@ -219,7 +276,8 @@ class KVCache(Rendered):
                 works only outside of ``jax.jit``.
 
         Returns:
-            The cache; None if sliding layers have overwritten tokens that the next one attends to.
+            The cache; None if sliding layers have overwritten tokens that the next one attends to,
+            or if a recurrent state would have to forget tokens, but not all.
 
         Raises:
             UserInputError: ``lengths`` are invalid.
@@ -235,15 +293,11 @@ class KVCache(Rendered):
             raise UserInputError(
                 f"a KV cache of {stored.tolist()} tokens cannot be rewound to {kept.tolist()}"
             )
-        if self.sliding is not None:
-            # The next token attends to one less than the window; the oldest of these may be lost.
-            complete = (
-                (stored <= self.sliding.size * self.slot_parts) | (kept >= stored - 1) | (kept == 0)
-            )
-            if not complete.all():
-                return None
+        if not all(state.holds(stored, kept).all() for state in self.states.values()):
+            return None
         rewound = put(kept.astype(np.int32), self.lengths.sharding)
-        return dataclasses.replace(self, lengths=rewound)
+        states = {name: state.rewound(kept) for name, state in self.states.items()}
+        return self.with_states(states, rewound)
 
     def check_room(self, counts: Any) -> None:
         """Checks that so many more tokens fit, if the numbers are concrete (outside of ``jax.jit``).

@@ -162,6 +162,11 @@ class Part:
         first = self._number // self.layout.group * size
         return self.rows(jax.lax.dynamic_slice_in_dim(array, first, size, array.ndim - 2))
 
+    def of_heads(self, array: jax.Array) -> jax.Array:
+        """What belongs to the query heads of :meth:`queries`, of an array ``[H]``."""
+        size = array.shape[0] // self.layout.heads
+        return jax.lax.dynamic_slice_in_dim(array, self._number // self.layout.group * size, size)
+
     def queries(self, array: jax.Array) -> jax.Array:
         """The queries ``[B, ..., H, D]`` that meet the device's keys."""
         if not self.layout.splits_queries:

@@ -1,4 +1,6 @@
-"""Slots: the keys and values of some layers of a ``KVCache``, as floats or as int8 with scales.
+"""Slots: what some layers of a ``KVCache`` keep of each token, as floats or as int8 with scales.
+
+``Slots`` has keys and values, ``Latent`` one array that is both, as in multi-head latent attention.
 
 Shapes: L layers, batch B, T tokens, K KV heads, S slots, head dimension D.
 """
@@ -7,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,55 +26,25 @@ from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class Slots(Rendered):
-    """Keys and values of L layers.
-
-    Attributes:
-        keys, values: arrays ``[L, B, K, S, D]``, floats or int8.
-        key_scales, value_scales: factors of the rows, float32 ``[L, B, K, S]``, for int8; otherwise None.
-
-    Example:
-        >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
-        >>> k = jnp.ones((1, 3, 1, 4))
-        >>> slots = slots.written(1, k, 2 * k, jnp.array([[5, 0, 8]]))
-        >>> slots.layer_slots(1).floats(jnp.float32)[1][0, 0, 0, :6, 0].round(3).tolist()
-        [2.0, 0.0, 0.0, 0.0, 0.0, 2.0]
-    """
+class _Tokens(Rendered):
+    """What all kinds of slots do; subclasses hold the arrays."""
 
     keys: jax.Array
-    values: jax.Array
-    key_scales: jax.Array | None = None
-    value_scales: jax.Array | None = None
-
-    @classmethod
-    def empty(
-        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros
-    ) -> Slots:
-        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales.
-
-        ``zeros`` makes an array as ``jnp.zeros`` does.
-        """
-        keys, values = (zeros(shape, dtype, device=sharding) for _ in range(2))
-        if dtype != jnp.int8:
-            return cls(keys, values)
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:4]))
-        scales = (zeros(shape[:4], jnp.float32, device=sharding) for _ in range(2))
-        return cls(keys, values, *scales)
+    key_scales: jax.Array | None
+    window: int | None
+    parts: int
 
     def _mx_row(self) -> Row:
-        return total(
-            "Slots", {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        )
+        arrays = {f.name: getattr(self, f.name) for f in _fields(self)}
+        return total(type(self).__name__, arrays)
 
     def _mx_title(self, row: Row) -> str:
-        if (other := foreign("Slots", row, self.keys, 5)) is not None:
+        name = type(self).__name__
+        if (other := foreign(name, row, self.keys, 5)) is not None:
             return other
         layers, batch, heads, slots, width = self.keys.shape
         return (
-            f"Slots({layers} layers, batch {batch}, {heads} KV heads, {slots} slots of {width}, {row.dtype}, "
+            f"{name}({layers} layers, batch {batch}, {heads} KV heads, {slots} slots of {width}, {row.dtype}, "
             f"{bytes_text(row.nbytes)}{''.join(f', {note}' for note in row.notes)})"
         )
 
@@ -88,38 +62,57 @@ class Slots(Rendered):
         return self.keys.shape[3]
 
     @property
-    def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        """The scales of keys and of values, or None."""
-        if self.key_scales is None or self.value_scales is None:
-            return None
-        return self.key_scales, self.value_scales
+    def capacity(self) -> int:
+        """The number of tokens that all parts hold."""
+        return self.size * self.parts
 
-    def longer(self, more: int) -> Slots:
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Keys and values ``[L, B, K, S, D]``, and for int8 their scales, as kernels take them."""
+        return jax.tree.leaves(self)
+
+    def longer(self, more: int) -> Self:
         """These slots followed by ``more`` slots of zeros, on the same devices."""
         return jax.tree.map(lambda a: _longer(a, more), self)
 
-    def written(self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array) -> Slots:
+    def grown(self, capacity: int) -> Self:
+        """These slots with room for ``capacity`` tokens, or for the window if that is less."""
+        # With fewer slots than the window nothing has wrapped round yet: token t is in slot t.
+        wanted = capacity if self.window is None else min(self.window, capacity)
+        # Of a divided cache too: slot s is number s // parts of part s % parts.
+        more = -(-wanted // self.parts) - self.size
+        return self.longer(more) if more > 0 else self
+
+    def holds(self, stored: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Whether rows of ``stored`` tokens still have what follows their first ``kept``; bools ``[B]``."""
+        if self.window is None:
+            return np.ones(stored.shape, bool)
+        # The next token attends to one less than the window; the oldest of these may be lost.
+        return (stored <= self.capacity) | (kept >= stored - 1) | (kept == 0)
+
+    def rewound(self, kept: np.ndarray) -> Self:
+        """These slots: what comes after the first ``kept`` tokens is overwritten."""
+        return self
+
+    def with_arrays(self, arrays: Iterable[jax.Array]) -> Self:
+        """The same kind of slots with other arrays, in the order of the leaves."""
+        return jax.tree.unflatten(jax.tree.structure(self), list(arrays))
+
+    def written(self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array) -> Self:
         """These slots with ``k``, ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
 
         Tokens with a place beyond S are dropped; the other places of a row must differ.
         """
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
-        return Slots(*(_written(array, new, layer, place) for array, new in pairs))
+        return self.with_arrays(_written(array, new, layer, place) for array, new in pairs)
 
-    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values in a float dtype."""
-        if self.scales is None:
-            return self.keys.astype(dtype), self.values.astype(dtype)
-        ks, vs = self.scales
-        return restored(self.keys, ks, dtype), restored(self.values, vs, dtype)
-
-    def layer_slots(self, layer: Any) -> Slots:
+    def layer_slots(self, layer: Any) -> Self:
         """The slots of one layer."""
         return jax.tree.map(lambda a: _at(a, layer, (1, *a.shape[1:])), self)
 
     def replaced(
-        self, layer: Any, old: Slots, k: jax.Array, v: jax.Array, source: jax.Array
-    ) -> Slots:
+        self, layer: Any, old: Self, k: jax.Array, v: jax.Array, source: jax.Array
+    ) -> Self:
         """These slots with all of one layer rewritten: new tokens, and those of ``old`` where there is none.
 
         Args:
@@ -130,20 +123,156 @@ class Slots(Rendered):
         """
         leaves, old_leaves = jax.tree.leaves(self), jax.tree.leaves(old)
         parts = zip(leaves, old_leaves, self._stored(k, v), strict=True)
-        return Slots(*(_replaced(*each, layer, source) for each in parts))
+        return self.with_arrays(_replaced(*each, layer, source) for each in parts)
 
     def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Keys and values in their stored form, in the order of the leaves."""
+        raise NotImplementedError
+
+    def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
+        """What :meth:`floats` would return had these ``[..., D]`` been written, in the same dtypes."""
+        if self.key_scales is None:
+            return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
+        return tuple(restored(*quantised(a), a.dtype) for a in new)
+
+
+def _static(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def _fields(slots: Any) -> list[Any]:
+    return [field for field in dataclasses.fields(slots) if not field.metadata.get("static")]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Slots(_Tokens):
+    """Keys and values of L layers.
+
+    Attributes:
+        keys, values: arrays ``[L, B, K, S, D]``, floats or int8.
+        key_scales, value_scales: factors of the rows, float32 ``[L, B, K, S]``, for int8; otherwise None.
+        window: number of tokens that the layers attend to; None: all.
+        parts: the number of parts that devices with the same KV heads divide the slots into (``layout``).
+
+    Example:
+        >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
+        >>> k = jnp.ones((1, 3, 1, 4))
+        >>> slots = slots.written(1, k, 2 * k, jnp.array([[5, 0, 8]]))
+        >>> slots.layer_slots(1).floats(jnp.float32)[1][0, 0, 0, :6, 0].round(3).tolist()
+        [2.0, 0.0, 0.0, 0.0, 0.0, 2.0]
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+    window: int | None = _static(None)
+    parts: int = _static(1)
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
+        window: int | None = None, parts: int = 1,
+    ) -> Slots:  # fmt: skip
+        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales.
+
+        ``zeros`` makes an array as ``jnp.zeros`` does.
+        """
+        keys, values = (zeros(shape, dtype, device=sharding) for _ in range(2))
+        key_scales, value_scales = (_scales(shape, dtype, sharding, zeros) for _ in range(2))
+        return cls(keys, values, key_scales, value_scales, window, parts)
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """The scales of keys and of values, or None."""
+        if self.key_scales is None or self.value_scales is None:
+            return None
+        return self.key_scales, self.value_scales
+
+    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values in a float dtype."""
+        if self.scales is None:
+            return self.keys.astype(dtype), self.values.astype(dtype)
+        ks, vs = self.scales
+        return restored(self.keys, ks, dtype), restored(self.values, vs, dtype)
+
+    def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         if self.scales is None:
             return [k, v]
         (k, ks), (v, vs) = quantised(k), quantised(v)
         return [k, v, ks, vs]
 
-    def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
-        """What :meth:`floats` would return had these ``[..., D]`` been written, in the same dtypes."""
-        if self.scales is None:
-            return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
-        return tuple(restored(*quantised(a), a.dtype) for a in new)
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Latent(_Tokens):
+    """One array of L layers that is keys and values at once: the latent vectors of tokens.
+
+    In multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) all heads attend to one vector for
+    each token, of which the first numbers are its value too.
+
+    Attributes:
+        keys: array ``[L, B, 1, S, D]``, floats or int8.
+        key_scales: factors of the rows, float32 ``[L, B, 1, S]``, for int8; otherwise None.
+        window, parts: as for :class:`Slots`.
+
+    Example:
+        >>> latent = Latent.empty((2, 1, 1, 8, 4), jnp.float32)
+        >>> k = jnp.ones((1, 1, 1, 4))
+        >>> latent = latent.written(1, k, k, jnp.array([[5]]))
+        >>> len(jax.tree.leaves(latent)), latent.values is latent.keys, latent.keys.sum().item()
+        (1, True, 4.0)
+    """
+
+    keys: jax.Array
+    key_scales: jax.Array | None = None
+    window: int | None = _static(None)
+    parts: int = _static(1)
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
+        window: int | None = None, parts: int = 1,
+    ) -> Latent:  # fmt: skip
+        """:meth:`Slots.empty` for one array."""
+        scales = _scales(shape, dtype, sharding, zeros)
+        return cls(zeros(shape, dtype, device=sharding), scales, window, parts)
+
+    @property
+    def values(self) -> jax.Array:
+        """The keys."""
+        return self.keys
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """The scales of keys and of values, or None."""
+        return None if self.key_scales is None else (self.key_scales, self.key_scales)
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """:attr:`Slots.arrays`: the one array twice."""
+        return [self.keys, self.keys, *(self.scales or ())]
+
+    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values in a float dtype."""
+        if self.key_scales is None:
+            found = self.keys.astype(dtype)
+        else:
+            found = restored(self.keys, self.key_scales, dtype)
+        return found, found
+
+    def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        return [k] if self.key_scales is None else list(quantised(k))
+
+
+def _scales(shape: tuple[int, ...], dtype: Any, sharding: Any, zeros: Any) -> Any:
+    """The scales of rows of int8; None for floats."""
+    if dtype != jnp.int8:
+        return None
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:4]))
+    return zeros(shape[:4], jnp.float32, device=sharding)
 
 
 def _longer(array: jax.Array, more: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """Mixtures of experts, under the names and paths of ``max.nn.moe``."""
 
-from .moe import SHARES as SHARES
 from .moe import MoE as MoE
 from .moe import MoEGate as MoEGate
+from .routing import SHARES as SHARES
+from .routing import Routing as Routing

@@ -9,7 +9,8 @@ one by one          every expert over all tokens: for derivatives on CPUs, and e
 ==================  ===============================================================================
 
 None drops a token, and no token depends on another. A chosen number that is not below X stands for no
-expert: its part is 0. On a mesh, that is an expert of another device.
+expert: its part is 0. On a mesh, that is an expert of another device. Biases of the down projections
+are not added here but by ``mixture``: where devices divide the inner features, one of them adds them.
 
 Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks without dropped tokens.
 
@@ -41,6 +42,11 @@ GPU_ROWS = (16, 128)
 _WRITTEN_OUT = 8
 
 
+# What an expert computes from the results of its gate and up projections: the activation of the gate,
+# by name, times the other; or a hashable function of both, ``(gate, up)``.
+Kind = str | Callable[[jax.Array, jax.Array], jax.Array]
+
+
 class ExpertWeights(NamedTuple):
     """The weights of one expert, as ``kernels.matmul`` takes them, or of all experts stacked.
 
@@ -49,11 +55,23 @@ class ExpertWeights(NamedTuple):
     Attributes:
         gate, up: ``[F, E]``, or ``[X, F, E]``.
         down: ``[E, F]``, or ``[X, E, F]``.
+        biases: their biases ``[F]``, ``[F]`` and ``[E]``, or with an axis X; None if there are none.
     """
 
     gate: Any
     up: Any
     down: Any
+    biases: tuple[Any, Any, Any] | None = None
+
+    @property
+    def matrices(self) -> tuple[Any, Any, Any]:
+        """The weights of the gate, up and down projections."""
+        return self[:3]
+
+    def each(self, run: Callable[[Any], Any]) -> ExpertWeights:
+        """The results of a function of each weight and each bias."""
+        biases = None if self.biases is None else tuple(map(run, self.biases))
+        return ExpertWeights(*map(run, self.matrices), biases)  # type: ignore[arg-type]
 
     def at(self, index: Any, taken: bool = False) -> ExpertWeights:
         """One of the stacked experts, where it lies.
@@ -62,12 +80,12 @@ class ExpertWeights(NamedTuple):
             taken: whether a quantised one is copied out, for platforms that would otherwise copy
                 the stack into an order of axes that suits its product.
         """
-        return ExpertWeights(*(_at(w, index, taken) for w in self))
+        return self.each(lambda w: _at(w, index, taken))
 
     @property
     def is_packed(self) -> bool:
         """Whether any is quantised."""
-        return any(isinstance(w, QuantArray) for w in self)
+        return any(isinstance(w, QuantArray) for w in self.matrices)
 
 
 # All experts stacked, or each by itself.
@@ -93,8 +111,21 @@ def stacked(experts: Experts) -> ExpertWeights:
     """
     if isinstance(experts, ExpertWeights):
         return experts
-    each = zip(*experts, strict=True)
-    return ExpertWeights(*(_stack([jnp.asarray(w) for w in weights]) for weights in each))
+    joined = lambda weights: _stack([jnp.asarray(w) for w in weights])
+    matrices = map(joined, zip(*(expert.matrices for expert in experts), strict=True))
+    biases = [expert.biases for expert in experts if expert.biases is not None]
+    return ExpertWeights(
+        *matrices,
+        tuple(map(joined, zip(*biases, strict=True))) if biases else None,  # type: ignore[arg-type]
+    )
+
+
+def down_bias(experts: Experts) -> jax.Array | None:
+    """The biases of the down projections, ``[X, E]``; None if there are none."""
+    if isinstance(experts, ExpertWeights):
+        return None if experts.biases is None else jnp.asarray(experts.biases[2])
+    found = [jnp.asarray(expert.biases[2]) for expert in experts if expert.biases is not None]
+    return _stack(found) if found else None
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -104,22 +135,47 @@ def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([array.astype(dtype.np) for array in arrays])
 
 
-def _gated(gate: jax.Array, up: jax.Array, kind: str) -> jax.Array:
+def between(kind: Kind, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What the down projection of an expert gets, from the results of the other two."""
     wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
-    return gated(gate.astype(wide), up.astype(wide), kind, 0.0)
+    gate, up = gate.astype(wide), up.astype(wide)
+    return gated(gate, up, kind, 0.0) if isinstance(kind, str) else kind(gate, up)
 
 
-def _expert(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
+def _biased(y: jax.Array, bias: Any) -> jax.Array:
+    """``y + bias``, of shapes that broadcast, in the dtype of ``y``."""
+    bias = jnp.asarray(bias)
+    bias = bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
+
+
+def _inner(
+    kind: Kind, gate: jax.Array, up: jax.Array, weights: ExpertWeights, place: Any = None
+) -> jax.Array:
+    """:func:`between` of products to which the biases are added first.
+
+    Args:
+        place: takes the biases that the rows need from an array of them.
+    """
+    if weights.biases is not None:
+        place = place or (lambda bias: bias)
+        gate, up = (
+            _biased(y, place(bias)) for y, bias in zip((gate, up), weights.biases[:2], strict=True)
+        )
+    return between(kind, gate, up)
+
+
+def _expert(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Array:
     """``[N, E]`` → ``[N, E]`` in float32."""
     gate, up = matmul(x, [weights.gate, weights.up])
-    return matmul(_gated(gate, up, kind), weights.down).astype(jnp.float32)
+    return matmul(_inner(kind, gate, up, weights), weights.down).astype(jnp.float32)
 
 
 # --- few choices --------------------------------------------------------------------------------
 
 
 def few_choices(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights,
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights,
     *, by_rows: bool, some: bool,
 ) -> jax.Array:  # fmt: skip
     """Each of the N k choices multiplies by its own expert: nothing is read but the chosen ones.
@@ -158,9 +214,9 @@ def _nothing(compute: Callable[[Any], jax.Array], row: jax.Array) -> jax.Array:
     return jnp.where(False, compute(row), 0.0)
 
 
-def _expert_by_rows(kind: str, x: jax.Array, weights: ExpertWeights) -> jax.Array:
+def _expert_by_rows(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Array:
     gate, up = (_row_product(x, w) for w in weights[:2])
-    return _row_product(_gated(gate, up, kind), weights.down).astype(jnp.float32)
+    return _row_product(_inner(kind, gate, up, weights), weights.down).astype(jnp.float32)
 
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
@@ -174,7 +230,7 @@ def _row_product(x: jax.Array, w: Any) -> jax.Array:
 
 
 def all_at_once(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
     """All experts over all tokens, each projection in one matmul that reads the weights once.
 
@@ -187,7 +243,8 @@ def all_at_once(
     )
     share = jnp.sum(mine, axis=1)[..., None]  # [N, X, 1]; 0 where it was not chosen
     gate, up = (_product(x, w, (1,), (2,)) for w in experts[:2])  # [N, X, F]
-    y = _product(_gated(gate, up, kind), experts.down, (2,), (2,), batch=True)  # [X, N, E]
+    h = _inner(kind, gate, up, experts, lambda bias: jnp.asarray(bias)[None])
+    y = _product(h, experts.down, (2,), (2,), batch=True)  # [X, N, E]
     y = jnp.moveaxis(y, 0, 1).astype(jnp.float32)
     return jnp.sum(jnp.where(share != 0, y * share, 0.0), axis=1)
 
@@ -208,7 +265,7 @@ def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -
 
 
 def sorted_mixture(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
     """One grouped matmul for each projection: ``[N, E]`` → ``[N, E]`` in float32."""
     count, k = chosen.shape
@@ -216,7 +273,9 @@ def sorted_mixture(
     order = jnp.argsort(owners)  # [N k], stable
     rows = x[order // k]  # [N k, E]
     gate, up = (_grouped(rows, w, owners, many) for w in experts[:2])  # [N k, F]
-    y = _grouped(_gated(gate, up, kind), experts.down, owners, many)  # [N k, E]
+    mine = lambda bias: jnp.asarray(bias)[jnp.minimum(owners[order], many - 1)]
+    h = _inner(kind, gate, up, experts, mine)
+    y = _grouped(h, experts.down, owners, many)  # [N k, E]
     # A gather restores the order of the tokens, so that every device sums in the same order.
     y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
     return _weighed(y, chosen, shares, many)
@@ -247,7 +306,7 @@ def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> j
 
 
 def in_blocks(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
     *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, taken: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Blocks of rows, each of which meets one expert where it lies: ``[N, E]`` → ``[N, E]``.
@@ -296,7 +355,7 @@ def block_rows(rows: int, experts: int, least: int, most: int) -> int:
 
 
 def _apply(
-    kind: str, owner: jax.Array, rows: jax.Array, experts: Experts, taken: bool = True
+    kind: Kind, owner: jax.Array, rows: jax.Array, experts: Experts, taken: bool = True
 ) -> jax.Array:
     """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
     many = count_of(experts)
@@ -318,7 +377,7 @@ def _apply(
     return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
 
 
-def _apply_kernel(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
+def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
     found, many = stacked(experts), count_of(experts)
 
     def product(x: jax.Array, w: Any) -> jax.Array:
@@ -328,7 +387,8 @@ def _apply_kernel(kind: str, owner: jax.Array, rows: jax.Array, experts: Experts
         return block_matmul(x.astype(dtype), w.astype(dtype), places)
 
     gate, up = (product(rows, w) for w in found[:2])
-    return product(_gated(gate, up, kind), found.down)
+    mine = lambda bias: jnp.asarray(bias)[jnp.minimum(owner, many - 1)][:, None]
+    return product(_inner(kind, gate, up, found, mine), found.down)
 
 
 # --- one by one ---------------------------------------------------------------------------------
@@ -348,13 +408,13 @@ def one_by_one(
 
 
 def all_experts(
-    kind: str, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
 ) -> jax.Array:
     """As :func:`one_by_one`, for the weights of experts."""
     if not isinstance(experts, ExpertWeights):
         each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
         return one_by_one(x, chosen, shares, each)
-    leaves, tree = jax.tree.flatten(ExpertWeights(*map(_array, experts)))
+    leaves, tree = jax.tree.flatten(experts.each(_array))
     *operands, zeros = same_varying([x, chosen, shares, *leaves, jnp.zeros(x.shape, jnp.float32)])
     x, chosen, shares, *leaves = operands
 

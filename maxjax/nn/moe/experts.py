@@ -36,9 +36,11 @@ from .algorithms import (
     GPU_ROWS,
     Experts,
     ExpertWeights,
+    Kind,
     all_at_once,
     all_experts,
     count_of,
+    down_bias,
     few_choices,
     in_blocks,
     sorted_mixture,
@@ -57,11 +59,11 @@ class _Options(NamedTuple):
     """What is known of a mixture beside its arrays.
 
     Attributes:
-        kind: name of the activation function.
+        kind: what an expert computes between its projections (``algorithms.Kind``).
         some: whether some chosen numbers stand for no expert.
     """
 
-    kind: str
+    kind: Kind
     some: bool = False
 
 
@@ -70,11 +72,13 @@ def mixture(
     chosen: jax.Array,
     shares: jax.Array,
     experts: Experts,
-    kind: str,
+    kind: Kind,
     *,
     some: bool = False,
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
+
+    Projections with biases add them.
 
     No token is dropped, however many choose the same expert, and no token depends on another.
 
@@ -82,7 +86,7 @@ def mixture(
         x: ``[N, E]``.
         chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
         experts: weights of the X experts: stacked, or each by itself.
-        kind: name of the activation function.
+        kind: what an expert computes between its projections (``algorithms.Kind``).
         some: whether ``chosen`` may have numbers from X on, which stand for no expert.
 
     Returns:
@@ -95,11 +99,29 @@ def mixture(
         Array([12., 12.], dtype=float32)
     """
     experts = experts if isinstance(experts, ExpertWeights) else list(experts)
+    y = _sum(_Options(kind, some), x, chosen, shares, experts)
+    bias = down_bias(experts)
+    return y if bias is None else y + _of_choices(chosen, shares, bias)
+
+
+def _of_choices(chosen: jax.Array, shares: jax.Array, bias: jax.Array) -> jax.Array:
+    """``Σ share · bias`` over the experts of each token: ``[N, E]`` in float32, from ``[X, E]``."""
+    numbers = jnp.arange(bias.shape[0], dtype=chosen.dtype)
+    mine = jnp.where(
+        chosen[..., None] == numbers[None, None], shares[..., None].astype(jnp.float32), 0.0
+    )
+    return jnp.sum(mine, axis=1) @ bias.astype(jnp.float32)
+
+
+def _sum(
+    options: _Options, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
+) -> jax.Array:
+    """:func:`mixture` without the biases of the down projections."""
     # The size of a block depends on the number of tokens, which must be known.
     if not isinstance(x.shape[0], int) or not x.shape[0]:
-        return sorted_mixture(kind, x, chosen, shares, _dense(experts))
+        return sorted_mixture(options.kind, x, chosen, shares, _dense(experts))
     run: Any = _mixture
-    return run(_Options(kind, some), x, chosen, shares, experts)
+    return run(options, x, chosen, shares, experts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -123,7 +145,7 @@ def _differentiable(options: _Options, *operands: Any) -> jax.Array:
 
 def _dense(experts: Experts) -> ExpertWeights:
     """The experts stacked in arrays, dequantised."""
-    return ExpertWeights(*map(jnp.asarray, stacked(experts)))
+    return stacked(experts).each(jnp.asarray)
 
 
 @functools.cache
@@ -192,7 +214,7 @@ def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Exp
         return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
     if not found.is_packed and x.shape[0] <= _AT_ONCE:
         return all_at_once(kind, x, chosen, shares, found)
-    if found.is_packed or any(w.shape[-1] % _LANES for w in found):
+    if found.is_packed or any(w.shape[-1] % _LANES for w in found.matrices):
         return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS)
     return sorted_mixture(kind, x, chosen, shares, found)
 
@@ -213,7 +235,7 @@ class Split(NamedTuple):
 
 
 def mixture_on_mesh(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: str, mesh: Any,
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: Kind, mesh: Any,
     split: Split,
 ) -> jax.Array:  # fmt: skip
     """:func:`mixture` for experts that are split over a mesh.
@@ -228,8 +250,11 @@ def mixture_on_mesh(
         return local_mixture(x, chosen, shares, experts, kind, split, rows)
 
     inner, whole = split.inner or None, split.whole or None
-    specs = [P(whole, inner), P(whole, inner), P(whole, None, inner)]
-    places = ExpertWeights(*(_spec(w, spec) for w, spec in zip(found, specs, strict=True)))
+    rules = ExpertWeights(P(whole, inner), P(whole, inner), P(whole, None, inner))
+    if found.biases is not None:
+        rules = rules._replace(biases=(P(whole, inner), P(whole, inner), P(whole)))
+    is_spec = lambda a: isinstance(a, P)
+    places = jax.tree.map(lambda rule, w: _spec(w, rule), rules, found, is_leaf=is_spec)
     wanted = (P(rows), P(rows), P(rows), places)
     return on_mesh(local, mesh, wanted, P(rows))(x, chosen, shares, found)
 
@@ -250,7 +275,7 @@ def _spec(w: Any, spec: P) -> Any:
 
 
 def local_mixture(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: str,
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: Kind,
     split: Split, rows: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     """One device's work in :func:`mixture_on_mesh`, inside ``shard_map``: of its tokens, the results.
@@ -259,6 +284,11 @@ def local_mixture(
         experts: the device's part of the experts.
         rows: mesh axes that the tokens are split over.
     """
+    if experts.biases is not None and split.inner:
+        # Of the devices that have parts of an expert, the first adds the bias of its result.
+        *inner, down = experts.biases
+        is_first = jax.lax.axis_index(split.inner) == 0
+        experts = experts._replace(biases=(*inner, jnp.where(is_first, jnp.asarray(down), 0)))
     both = (*split.whole, *split.inner)
     exchanged = tuple(name for name in rows if name in both)
     summed = tuple(name for name in both if name not in exchanged)

@@ -26,16 +26,7 @@ from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .algorithms import ExpertWeights, one_by_one
 from .experts import Split, mixture, split_of
-
-# Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
-SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "scores": lambda scores, best: best,
-    "softmax": lambda scores, best: jnp.exp(
-        best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    ),
-    "softmax of chosen": lambda scores, best: jax.nn.softmax(best, axis=-1),
-    "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
-}
+from .routing import Routing
 
 
 class MoEGate(Module):
@@ -77,9 +68,8 @@ class MoEGate(Module):
         shares: str = "scores",
     ):
         super().__init__()
-        if shares not in SHARES:
-            raise ValueError(f"shares must be one of {', '.join(SHARES)}, not {shares!r}")
         self.shares = shares
+        Routing(num_experts_per_token, shares)  # refuses other shares
         if not 0 < num_experts_per_token <= num_experts:
             raise ValueError(
                 f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
@@ -99,9 +89,8 @@ class MoEGate(Module):
         The highest score comes first; of equal scores, the lower index.
         """
         scores = unwrap(self.gate_score(hidden_state))
-        best, chosen = jax.lax.top_k(scores, self.num_experts_per_token)
-        wide = (a.astype(jnp.float32) for a in (scores, best))
-        shares = SHARES[self.shares](*wide).astype(scores.dtype)
+        chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
+        shares = shares.astype(scores.dtype)
         if wraps(hidden_state):
             return TensorValue(chosen), TensorValue(shares)
         return chosen, shares
@@ -218,7 +207,8 @@ class MoE(Module):
     def _stacked(self) -> ExpertWeights:
         """The weights of all experts, stacked."""
         each = zip(*map(_weights, self.experts), strict=True)
-        return ExpertWeights(*(jnp.stack([unwrap(w) for w in weights]) for weights in each))
+        gate, up, down = (jnp.stack([unwrap(w) for w in weights]) for weights in each)
+        return ExpertWeights(gate, up, down)
 
     @property
     def _activation(self) -> str:

@@ -31,6 +31,29 @@ LEFT_OUT = {
     "llama": {"rope_freqs", "blk.*.attn_rot_embd"},
     "qwen2": {"rope_freqs"},
     "qwen3": {"rope_freqs"},
+    # Of LongRoPE, and of files whose queries, keys and values are apart; refused.
+    "phi3": {
+        "rope_factors_long",
+        "rope_factors_short",
+        "blk.*.attn_q",
+        "blk.*.attn_k",
+        "blk.*.attn_v",
+    },
+    "smollm3": {"rope_freqs", "blk.*.attn_rot_embd"},
+    # Of the first ChatGLMs, and of GLM-4.5's draft layer; refused.
+    "chatglm": {"rope_freqs", "blk.*.attn_qkv"},
+    "glm4": {"rope_freqs", "blk.*.attn_qkv"}
+    | {
+        f"blk.*.nextn.{part}"
+        for part in (
+            "eh_proj",
+            "embed_tokens",
+            "enorm",
+            "hnorm",
+            "shared_head_head",
+            "shared_head_norm",
+        )
+    },
     # Of fused attention and of classifiers, which are no BertModel; refused.
     "bert": {"output_norm", "blk.*.attn_qkv", "cls", "cls.output"},
 }

@@ -38,7 +38,7 @@ def in_float64(x, chosen, shares, experts):
     out = np.zeros(x.shape)
     for i, token in enumerate(x.astype(np.float64)):
         for number, share in zip(chosen[i], shares[i], strict=True):
-            gate, up, down = (np.asarray(w, np.float64) for w in experts[number])
+            gate, up, down = (np.asarray(w, np.float64) for w in experts[number].matrices)
             g = gate @ token
             out[i] += share * (down @ (g / (1 + np.exp(-g)) * (up @ token)))
     return out
@@ -69,7 +69,9 @@ WAYS = {
 
 
 def together(experts):
-    return ExpertWeights(*(np.stack(weights) for weights in zip(*experts, strict=True)))
+    return ExpertWeights(
+        *(np.stack(weights) for weights in zip(*(e.matrices for e in experts), strict=True))
+    )
 
 
 @pytest.mark.slow
@@ -81,10 +83,10 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
     experts = experts_of(6)
     own = together(experts[:4])  # numbers 4 and 5 stand for none of them
     expected = in_float64(x, chosen, np.where(chosen < 4, shares, 0), experts)
-    layers = ExpertWeights(*(np.stack([w * np.nan, w, w * np.nan]) for w in own))
+    layers = ExpertWeights(*(np.stack([w * np.nan, w, w * np.nan]) for w in own.matrices))
 
     def in_a_stack(x, chosen, shares, layers, i):
-        sliced = ExpertWeights(*(StackSlice(w, i) for w in layers))
+        sliced = ExpertWeights(*(StackSlice(w, i) for w in layers.matrices))
         return WAYS[way]("silu", x, chosen, shares, sliced)
 
     found = jax.jit(functools.partial(WAYS[way], "silu"))(x, chosen, shares, own)
@@ -92,7 +94,7 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
     if way != "grouped":  # on CPUs XLA multiplies by the matrices of all groups
         found = jax.jit(in_a_stack)(x, chosen, shares, layers, 1)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    layers = ExpertWeights(*(np.stack([w * 2, w, w * 3]) for w in own))
+    layers = ExpertWeights(*(np.stack([w * 2, w, w * 3]) for w in own.matrices))
     found = jax.jit(in_a_stack)(x, chosen, shares, layers, 1)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -145,7 +147,7 @@ def test_rows_of_a_block():
 @pytest.mark.parametrize("n", [1, 50])
 def test_experts_that_nobody_chose_are_not_run(n):
     given, experts = tokens_of(n, 3, 2), experts_of(3)
-    broken = [np.full_like(w, np.nan) for w in experts[0]]
+    broken = [np.full_like(w, np.nan) for w in experts[0].matrices]
     found = mixture(*given, [*experts, ExpertWeights(*broken)], "silu")
     np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
 
@@ -209,11 +211,11 @@ def test_vmap_of_a_jitted_function_and_of_its_gradient(stacked):
 @pytest.mark.slow
 def test_vmap_over_experts_and_in_vmap():
     given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(3, 4, 2)], together(experts_of(4))
-    two = ExpertWeights(*(np.stack([w, w * 2]) for w in experts))
+    two = ExpertWeights(*(np.stack([w, w * 2]) for w in experts.matrices))
     run = lambda *a: mixture(*a, "silu")
     found = jax.jit(jax.vmap(run))(*given, two)
     for i in range(2):
-        expected = run(*(a[i] for a in given), ExpertWeights(*(w[i] for w in two)))
+        expected = run(*(a[i] for a in given), ExpertWeights(*(w[i] for w in two.matrices)))
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
     inner = jax.vmap(run, (0, 0, 0, None))
     again = jax.vmap(inner, (0, 0, 0, None))(*(a[None] for a in given), experts)
@@ -224,13 +226,17 @@ def test_vmap_over_experts_and_in_vmap():
 def test_slices_of_stacks_and_packed_weights():
     x, chosen, shares = tokens_of(9, 2, 1, e=32)
     experts = experts_of(2, e=32, f=64)
-    stacked = [ExpertWeights(*(StackSlice(jnp.stack([w, w * 0]), 0) for w in e)) for e in experts]
+    stacked = [
+        ExpertWeights(*(StackSlice(jnp.stack([w, w * 0]), 0) for w in e.matrices)) for e in experts
+    ]
     expected = in_float64(x, chosen, shares, experts)
     run = jax.jit(functools.partial(mixture, kind="silu"))
     found = run(x, chosen, shares, stacked)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
-    packed = [ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in e)) for e in experts]
-    decoded = [ExpertWeights(*map(jnp.asarray, e)) for e in packed]
+    packed = [
+        ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in e.matrices)) for e in experts
+    ]
+    decoded = [e.each(jnp.asarray) for e in packed]
     found, same = (run(x, chosen, shares, e) for e in (packed, decoded))
     np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-4)
 

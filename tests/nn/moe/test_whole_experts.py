@@ -151,7 +151,7 @@ def tokens_of(n, count, k, e=32, seed=1):
 def test_packed_experts_and_numbers_that_do_not_divide(n, packed):
     given, experts = tokens_of(n, 4, 2), weights_of(4)
     if packed:
-        experts = ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in experts))
+        experts = ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in experts.matrices))
     expected = mixture(*given, experts, "silu")
     mesh, split = mesh_of(expert=2, model=2), Split(("model",), ("expert",))
     run = jax.jit(lambda *a: module.mixture_on_mesh(*a, "silu", mesh, split))

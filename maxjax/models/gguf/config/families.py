@@ -11,21 +11,14 @@ import numpy as np
 from ....errors import CheckpointFormatError
 from ...config import ModelConfig
 from ...decoder.config import DecoderConfig
+from ...multimodal import text_settings
 from ..metadata import MAX_EXPERTS, unsupported
+from ..table import ARCHITECTURE_OF as ARCHITECTURE_OF
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
 # Other names of the same function.
 _TANHS = frozenset({_TANH, "gelu_new", "gelu_fast"})
-
-
-# Hugging Face's model_type → GGUF's architecture. The model type also names the configuration class.
-ARCHITECTURE_OF: Mapping[str, str] = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama",
-    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt2": "gpt2", "bert": "bert",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,11 @@ class FamilyConfig:
         return isinstance(self.config, DecoderConfig) and self.config.rope is not None
 
     @property
+    def rotated(self) -> int:
+        """The number of rotated features of a head."""
+        return self.config.rope.rotated(self.config.width)
+
+    @property
     def experts(self) -> int:
         """The number of experts in a layer that has experts; 0 for a dense model."""
         return getattr(self.config, "num_experts", 0)
@@ -59,9 +57,7 @@ class FamilyConfig:
 
     def divisors(self, path: Any = None) -> np.ndarray | None:
         """The values of ``rope_freqs.weight``, or None if the model needs none."""
-        return (
-            rope_divisors(self.config.rope, self.config.width, path=path) if self.has_rope else None
-        )
+        return rope_divisors(self.config.rope, self.rotated, path=path) if self.has_rope else None
 
 
 def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
@@ -77,6 +73,10 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
+    try:
+        config = text_settings(config)
+    except ValueError as error:
+        raise CheckpointFormatError(str(error), path=path) from None
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURE_OF:
         known = ", ".join(ARCHITECTURE_OF)

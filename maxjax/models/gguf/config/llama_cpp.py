@@ -9,7 +9,7 @@ Source: ``load_hparams``, ``load_tensors`` and the graphs in ``src/llama-model.c
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ..metadata import short, unsupported
@@ -27,7 +27,7 @@ _SWA = "attention.sliding_window attention.sliding_window_pattern final_logit_so
 _MOE = "expert_feed_forward_length"
 
 # The keys of each architecture, without its name in front.
-READ: Mapping[str, frozenset[str]] = {
+READ: MutableMapping[str, frozenset[str]] = {
     name: frozenset([*_COMMON, *keys.split()])
     for name, keys in {
         "llama": _RMS,
@@ -50,16 +50,39 @@ _SAID = {
 }
 # The tensors that may have a bias in an architecture; all, if the architecture is not listed.
 _HEADS = ("attn_q", "attn_k", "attn_v")
-_BIASES: Mapping[str, Collection[str]] = {
+_BIASES: MutableMapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": _HEADS, "qwen2moe": _HEADS,
     "qwen3": (), "qwen3moe": (), "gemma": (), "gemma2": (), "gemma3": (),
 }  # fmt: skip
 # Architectures whose head is always the embedding table, whatever else is in the file.
-_TIED = ("gemma", "gemma2")
+_TIED = {"gemma", "gemma2"}
 # Architectures whose RoPE frequencies may have divisors.
-_DIVIDED = ("llama",)
+_DIVIDED = {"llama"}
 _LAYER = re.compile(r"blk\.\d+\.")
+
+
+def describe(
+    architecture: str,
+    keys: Collection[str],
+    biases: Collection[str],
+    *,
+    is_tied: bool = False,
+    is_divided: bool = False,
+) -> None:
+    """Adds an architecture of a Llama-like decoder.
+
+    Args:
+        architecture: GGUF's name of the architecture.
+        keys: the metadata keys that llama.cpp reads beside those of all decoders.
+        biases: the tensors of a layer that it reads a bias of.
+        is_tied: whether the head is always the embedding table.
+        is_divided: whether RoPE's frequencies may have divisors.
+    """
+    READ[architecture] = frozenset([*_COMMON, *keys])
+    _BIASES[architecture] = tuple(biases)
+    for of, names in ((is_tied, _TIED), (is_divided, _DIVIDED)):
+        (names.add if of else names.discard)(architecture)
 
 
 def check_read(

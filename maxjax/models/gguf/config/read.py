@@ -10,7 +10,7 @@ reader, ``Keys`` in gguf-py's ``constants.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,10 @@ class Architecture:
         fixed: settings that are the same in every model of the architecture.
         more: function that reads the settings that only this architecture has.
         has_rope: whether it is a Llama-like decoder, which uses RoPE.
+        epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
+        keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
+        is_partial: whether RoPE may rotate a part of each head.
+        period: n, where every n-th layer sees all tokens if the file has a sliding window.
     """
 
     model_type: str
@@ -49,6 +53,10 @@ class Architecture:
     fixed: Config = field(default_factory=dict)
     more: Callable[[Settings, Shapes, Config], Config] | None = None
     has_rope: bool = True
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    keys: Mapping[str, str] = field(default_factory=dict)
+    is_partial: bool = False
+    period: int | None = None
 
 
 def hf_config(
@@ -95,7 +103,7 @@ def hf_config(
     config["vocab_size"] = _rows("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.has_rope:
-        config |= _decoder(given, tensors, required(rope_freqs, tensors))
+        config |= _decoder(given, tensors, required(rope_freqs, tensors), model)
     if model.more is not None:
         config |= model.more(given, tensors, config)
     file_type = Settings(metadata, "general.", path).count("file_type", None, minimum=0)
@@ -123,11 +131,15 @@ def pooling(
 # --- what several architectures have -----------------------------------------------------------
 
 
-def _decoder(given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None) -> Config:
+def _decoder(
+    given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
+) -> Config:
     heads = given.count("attention.head_count")
-    head_dim = _head_dim(given, heads)
+    head_dim = _head_dim(given, heads, model.is_partial)
     theta = given.number("rope.freq_base", 10_000.0)
-    return {
+    rotated = given.count("rope.dimension_count", head_dim)
+    epsilon, name = model.epsilon
+    found: Config = {
         "hidden_size": given.count("embedding_length"),
         # Some files leave out the MLP's width if every layer has experts.
         "intermediate_size": given.count(
@@ -138,15 +150,25 @@ def _decoder(given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None) ->
         "num_key_value_heads": given.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": given.count("context_length"),
-        "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
+        name: given.number(epsilon),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(given, head_dim, theta, rope_freqs),
+        "rope_scaling": rope_scaling(given, rotated, theta, rope_freqs),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
+    if model.is_partial:
+        found["partial_rotary_factor"] = rotated / head_dim
+    for key, name in model.keys.items():
+        if given.has(key):
+            found[name] = given.any(key)  # its family checks type and range
+    window = given.count("attention.sliding_window", 0, minimum=0) if model.period else 0
+    if model.period and window:
+        found["sliding_window"] = window
+        found["layer_types"] = _layer_types(given, found, model.period)
+    return found
 
 
-def _head_dim(given: Settings, heads: int) -> int:
-    """The width of a head, which must be the same for keys, values and RoPE."""
+def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:
+    """The width of a head, which must be the same for keys and values, and mostly for RoPE."""
     width = given.count("attention.key_length", None)
     if width is None:
         hidden = given.count("embedding_length")
@@ -155,7 +177,7 @@ def _head_dim(given: Settings, heads: int) -> int:
                 "embedding_length", f"a multiple of {heads} heads", hidden, "does not fit"
             )
         width = hidden // heads
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *([] if is_partial else ["rope.dimension_count"])):
         if (other := given.count(key, width)) != width:
             raise given.unsupported(
                 f"a model whose '{given.prefix}{key}' is {other} and whose heads are {width} wide"
@@ -323,7 +345,7 @@ _SILU: Config = {"hidden_act": "silu"}
 _QWEN: Config = {**_SILU, "use_sliding_window": False}
 _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
-MODELS: Mapping[str, Architecture] = {
+MODELS: MutableMapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _SILU, _llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _QWEN),
     # Whether the shares of the chosen experts are normalised is only in llama.cpp's graphs.

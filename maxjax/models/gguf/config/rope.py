@@ -151,13 +151,16 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
     return np.asarray(scaling.short_factor, np.float32)
 
 
-def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict[str, Any]:
+def rope_keys(
+    rope: Rope, given: Mapping[str, Any], *, path: Any = None, truncates: bool = True
+) -> dict[str, Any]:
     """The metadata of RoPE scaling, without the architecture's prefix.
 
     Args:
         rope: the RoPE.
         given: settings that it was read from.
         path: path of the checkpoint, for messages.
+        truncates: whether YaRN is the one with ``truncate`` in files of the architecture.
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.
@@ -169,8 +172,9 @@ def rope_keys(rope: Rope, given: Mapping[str, Any], *, path: Any = None) -> dict
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
     if not isinstance(scaling, YarnScalingParams):
         raise unsupported("rope scaling of type 'dynamic' in a GGUF file", path)
-    if given.get("mscale") or given.get("mscale_all_dim") or not scaling.truncate:
-        raise unsupported("yarn with 'mscale' or without 'truncate' in a GGUF file", path)
+    if given.get("mscale") or given.get("mscale_all_dim") or scaling.truncate != truncates:
+        how = "without" if truncates else "with"
+        raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
     if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
         raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)

@@ -20,7 +20,7 @@ import numpy as np
 from ....storage.blocks import ENCODERS, LAYOUTS
 
 # Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables.
-_WIDE = re.compile(r".*_norm|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types")
+_WIDE = re.compile(r".*_norm|.*attn_sinks|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types")
 # The encoding for rows whose length is not a multiple of the block size of a mixture's encoding.
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # The same for names of a type alone.
@@ -253,7 +253,11 @@ def is_wide(name: str, shape: Sequence[int]) -> bool:
         >>> is_wide("blk.0.ffn_gate_inp.weight", (8, 64)), is_wide("output.weight", (64, 64))
         (True, False)
     """
-    return len(shape) < 2 or _WIDE.fullmatch(name.rpartition(".")[0]) is not None
+    return (
+        len(shape) < 2
+        or name.endswith(".bias")
+        or _WIDE.fullmatch(name.rpartition(".")[0]) is not None
+    )
 
 
 assert {mixture.encoding for mixture in MIXTURES.values()} <= ENCODERS.keys()

@@ -17,6 +17,7 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError, some
 from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
 from ....storage.boxes import whole
+from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
 from ..layouts import Layout, Permuted, Plus, Same, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
@@ -92,6 +93,7 @@ def gguf_tensors(
         ...
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
     """
+    tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
     known = _known(architecture)
@@ -151,7 +153,11 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Pl
     """
     model = read_config(config)
     known = _known(model.architecture)
-    places = {name: _place(known, _canonical(model.architecture, name), model) for name in names}
+    text = text_tensors(config, {name: name for name in names})
+    places = {
+        name: _place(known, _canonical(model.architecture, inner), model)
+        for inner, name in text.items()
+    }
     return {name: place for name, place in places.items() if place is not None}
 
 
@@ -212,7 +218,8 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
         for rule in rules:
             # Only other writers store experts one by one, or gate and up as one tensor.
             if "#" not in key and rule.layout not in (GATES, UPS):
-                found[rule.name] = (order, key, rule.layout)
+                name, key = (rule.name, f"{key}.{rule.only}") if rule.only else (rule.name, key)
+                found[name] = (order, key, rule.layout)
     return found
 
 
@@ -231,11 +238,13 @@ def _place(
 ) -> Place | None:
     """A tensor's place in the file; None if its name is unknown."""
     stem, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, suffix = name, ""
     numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
     entry = known.get(generic)
-    if entry is None or suffix not in ("weight", "bias"):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1
@@ -245,7 +254,7 @@ def _place(
     return Place(
         layer,
         order,
-        f"{key.replace('*', str(layer))}.{suffix}",
+        key.replace("*", str(layer)) + (f".{suffix}" if suffix else ""),
         _inverse(what, suffix, model),
         expert,
     )
@@ -263,8 +272,9 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
 
 
 def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
-    """Checks that all layers have the same tensors, and that stacks have all experts."""
-    layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(model.config.num_layers)}
+    """Checks that all layers of a kind have the same tensors, and that stacks have all experts."""
+    count = model.config.num_layers
+    layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(count)}
     for place in places:
         if place.layer >= 0:
             layers[place.layer].add(
@@ -275,11 +285,13 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
         raise CheckpointMismatchError(
             f"tensors of layers {empty[0]} to {empty[-1]} are missing", path=path
         )
-    every = set.union(*layers.values())
-    stacks = {name for name, expert in every if expert >= 0}
-    every |= {(name, i) for name in stacks for i in range(model.experts)}
+    kinds = getattr(model.config, "sparse", (False,) * count)
+    alike = {kind: set.union(*(layers[i] for i in layers if kinds[i] == kind)) for kind in kinds}
+    for every in alike.values():
+        stacks = {name for name, expert in every if expert >= 0}
+        every |= {(name, i) for name in stacks for i in range(model.experts)}
     for i, names in layers.items():
-        if missing := sorted(every - names):
+        if missing := sorted(alike[kinds[i]] - names):
             absent = [
                 f"blk.{i}.{name}" + (f" of expert {e}" if e >= 0 else "") for name, e in missing
             ]

@@ -1,0 +1,196 @@
+"""Command-R, Command-R+ (``cohere``), Command-A and R7B (``cohere2``): attention beside the MLP.
+
+Both have one norm for a layer, LayerNorm without bias, and RoPE of neighbouring pairs. The layers of
+``cohere2`` that see all tokens have no RoPE, the others a sliding window.
+
+Sources: transformers' ``modeling_cohere`` and ``modeling_cohere2``; arXiv:2504.00698.
+
+Shapes: H query heads and K KV heads of width D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.placement.specs import Split
+from ..graph.placement.strategy import ShardingStrategy
+from ..graph.weight.weight import Weight
+from ..nn.layer import Module
+from .config import setting
+from .decoder.attention import DecoderAttention
+from .decoder.block import ParallelLayer
+from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope, read_rope
+from .gguf.metadata import unsupported
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class CohereConfig(DecoderConfig):
+    """The settings of a Command-R."""
+
+    model_type = "cohere"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"rope_theta": 5e5}
+
+    max_position_embeddings: int = setting(default=8192, minimum=1)
+    rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
+    tie_word_embeddings: bool = setting(default=True)
+    logit_scale: float = setting(default=0.0625)
+    qk_norm: bool | str = setting("use_qk_norm", default=False)
+    norm: str = own("layer_without_bias")
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A Command-R has no sliding window, and its MLP no biases."""
+        return {"mlp_bias": False, "sliding_window": None}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of neighbouring features."""
+        return {"rope": read_rope(raw, context, interleaved=True)}
+
+
+@dataclass(frozen=True)
+class Cohere2Config(CohereConfig):
+    """The settings of a Command-A: all but every fourth layer have the sliding window and RoPE."""
+
+    model_type = "cohere2"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096, "sliding_window_pattern": 4}
+
+    qk_norm: bool | str = own(False)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with the sliding window, which are those with RoPE."""
+        layers, period = raw.get("num_hidden_layers"), raw.get("sliding_window_pattern")
+        if type(period) is not int or period < 1:
+            raise ValueError(f"'sliding_window_pattern' is {str(period)[:60]}, not a number")
+        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        slides = slides_of(raw, [bool((i + 1) % period) for i in range(layers)])
+        window = raw.get("sliding_window") if any(slides) else None
+        return {"mlp_bias": False, "slides": slides, "rotates": slides, "sliding_window": window}
+
+
+class HeadNorms(Module):
+    """LayerNorm of each head, with a weight for each feature of each head.
+
+    Attributes:
+        weight: Weight ``[heads, D]``.
+    """
+
+    def __init__(self, heads: int, width: int, dtype: DType, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = Weight("weight", dtype, (heads, width), DeviceRef.CPU())
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the weight, which is small."""
+        return {"weight": Split(ShardingStrategy.replicate(1))}
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., heads, D]`` → the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        weight = jnp.asarray(self.weight).astype(jnp.float32)
+        weight = weight.reshape((1,) * (x.ndim - 2) + weight.shape)
+        return (weight * centred * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+
+    def initializer(self, name: str) -> Any:
+        """Ones."""
+        return jax.nn.initializers.ones
+
+
+class CohereAttention(DecoderAttention):
+    """Self-attention whose norms of queries and keys, if it has them, differ from head to head."""
+
+    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes the projections and the norms of each head."""
+        super().make_projections(config, dtype)
+        if config.qk_norm:
+            heads = (self.num_heads, self.num_kv_heads)
+            self.q_norm, self.k_norm = (
+                HeadNorms(count, self.head_dim, dtype, config.rms_norm_eps) for count in heads
+            )
+
+
+class CohereLayer(ParallelLayer):
+    """A decoder layer with attention and MLP in parallel, after one norm."""
+
+    attention_class: ClassVar[Any] = CohereAttention
+
+
+class Cohere(Decoder):
+    """A Command-R language model.
+
+    Example:
+        >>> config = CohereConfig(100, 8, 16, num_layers=1, num_heads=2)
+        >>> [n for n in Cohere(config).raw_state_dict() if "norm" in n]
+        ['model.norm.weight', 'model.layers.0.input_layernorm.weight']
+    """
+
+    layer_class: ClassVar[Any] = CohereLayer
+
+
+class Cohere2(Cohere):
+    """A Command-A language model."""
+
+
+_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
+# llama.cpp reads norms of queries and keys in models of so many layers.
+_DEEP = 64
+
+
+def _write(config: CohereConfig) -> dict[str, Any]:
+    if bool(config.qk_norm) is not (config.num_layers >= _DEEP):
+        raise unsupported(f"'use_qk_norm' in a GGUF file of {config.num_layers} layers", None)
+    return {}
+
+
+COHERE = Cohere.family = DecoderFamily(
+    model_type=CohereConfig.model_type,
+    architectures=("CohereForCausalLM", "CohereModel"),
+    config=CohereConfig,
+    make=make(Cohere),
+    gguf=GGUFTable(
+        "command-r",
+        {
+            ".ffn_norm": None,
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+        },
+        keys={"logit_scale": "logit_scale"},
+        fixed={"hidden_act": "silu"},
+        read=lambda given, tensors, config: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
+        write=_write,
+        biases=(),
+        epsilon=_EPSILON,
+        is_tied=True,
+    ),
+)
+COHERE2 = Cohere2.family = DecoderFamily(
+    model_type=Cohere2Config.model_type,
+    architectures=("Cohere2ForCausalLM", "Cohere2Model"),
+    config=Cohere2Config,
+    make=make(Cohere2),
+    gguf=GGUFTable(
+        "cohere2",
+        {".ffn_norm": None},
+        keys={"logit_scale": "logit_scale"},
+        fixed={"hidden_act": "silu"},
+        biases=(),
+        epsilon=_EPSILON,
+        period=4,
+        is_tied=True,
+    ),
+)

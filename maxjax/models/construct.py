@@ -1,0 +1,146 @@
+"""``build``: a lazy Module from the headers of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..dtype import DType
+from ..errors import CheckpointMissingError, UserInputError
+from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..graph.weights.given import data_of
+from ..storage.limits import allowing
+from ..storage.open import orbax_checkpoint
+from .bounds import check_bounds
+from .config import read_object
+from .decoder.model import Decoder
+from .family import PretrainedModel, one_head, tensors
+from .gguf import config_of
+from .quantized import KEY as _QUANTIZATION
+from .quantized import Quantization, unquantised
+from .registry import find_family, text_of
+from .ties import is_tied, with_tie
+from .weights import main_dtype
+
+
+def build(
+    weights: Weights | Mapping[str, Any],
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+    *,
+    reduce_dtype: Any = DType.float32,
+    stacked: bool = True,
+    tie: bool | None = None,
+) -> PretrainedModel:
+    """A lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
+
+    ``model.load_state_dict(weights)`` then fills it. Values are read in one case only: if the
+    configuration ties the head to the embedding table and the file holds both, with the same dtype
+    and shape. Then they are compared, up to the first value that differs.
+
+    Args:
+        weights: checkpoint, of which only headers are read; or arrays by a checkpoint's names, with a ``config``.
+        config: content of ``config.json``, or the path of one; by default the one
+            beside the weights, or the metadata of a GGUF file.
+        dtype: dtype of all weights; None keeps each tensor's own from the checkpoint, also
+            quantised ones in layers that compute with them. Loading another dtype than the
+            file's needs ``load_state_dict(..., cast=True)``.
+        reduce_dtype: dtype in which norms, softmax and pooling are computed; decoders always use
+            float32.
+        stacked: whether the layers of a decoder are a LayerStack, compiled once, or each has
+            its own weights.
+        tie: whether the head is the embedding table. None follows the configuration unless the
+            file holds a different head: then the head gets a weight of its own, and a warning is
+            logged.
+
+    Raises:
+        UnsupportedModelError: the configuration names a model that maxjax does not have.
+        CheckpointError: the configuration is missing or broken.
+    """
+    given = not isinstance(weights, Weights)
+    with allowing(None if given else weights._family.limits):
+        raw, path = _config(weights, config)
+    family = find_family(raw, path=path)
+    raw = text_of(raw, path)
+    named = {n: data_of(n, v) for n, v in weights.items()} if given else tensors(weights)
+    found = family.adapt(named)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
+    check_bounds(family.config, raw, shapes, path=path)
+    quantization = Quantization.of(raw, path=path)
+    plain = raw
+    if quantization is not None and not isinstance(weights, GGUFWeights):
+        plain = {key: value for key, value in raw.items() if key != _QUANTIZATION}
+    settings = family.config.from_dict(plain, path=path)
+    tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
+    if tie_setting is not None:
+        tied = is_tied(family, found, tie_setting, tie=tie, path=None if given else weights._path)
+        if tied is not tie_setting:
+            settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
+        found = one_head(found, family.tied) if tied else found
+        headless = not tied and family.tied[0] not in found and family.is_bare(named)
+    main = _main(found) if dtype is None else DType.of(dtype)
+    if dtype is None and quantization is not None:
+        main = main_dtype(unquantised(found)) or DType.float32
+    model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
+    packed: set[str] = set()
+    if quantization is not None:
+        if isinstance(model, Decoder):
+            model.unstack()  # a family of the user's may have stacked its layers
+        packed = quantization.apply(model, found, main)
+    if isinstance(model, Decoder) and headless:
+        model.lm_head = None
+    model.hf_config = raw
+    if dtype is None:
+        model._take_dtypes({name: data for name, data in found.items() if name not in packed})
+    if stacked and isinstance(model, Decoder):
+        model.stack()
+    return model
+
+
+def _main(found: Mapping[str, WeightData]) -> DType:
+    """The dtype of activations: the dtype of most values, or float32 if any are quantised."""
+    if any(data.is_packed for data in found.values()):
+        return DType.float32  # the few float tensors of such a file do not tell the others' range
+    return main_dtype(found) or DType.float32
+
+
+def _config(
+    weights: Weights | Mapping[str, Any], config: Any
+) -> tuple[Mapping[str, Any], Path | None]:
+    if isinstance(config, Mapping):
+        return config, None
+    if config is not None:
+        path = Path(os.fsdecode(config))
+        return read_object(path), path
+    if isinstance(weights, GGUFWeights):
+        return config_of(weights), Path(weights._path)
+    if not isinstance(weights, Weights):
+        raise UserInputError("arrays by name do not say what model they are of: pass its config")
+    with weights._beside.files("config.json") as folder:
+        path = config_beside(folder)
+        return read_object(path), path
+
+
+def config_beside(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
+
+    Raises:
+        CheckpointMissingError: there is no such file.
+    """
+    path = Path(os.fsdecode(path))
+    directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
+    config = directory / "config.json"
+    if not config.exists():
+        if (directory / "adapter_config.json").exists():
+            raise CheckpointMissingError(
+                "there is no config.json: this is a LoRA adapter", path=directory,
+                hint="Load its base model, and then maxjax.lora.load(model, path).",
+            )  # fmt: skip
+        raise CheckpointMissingError(
+            "there is no config.json, which says what model this is", path=directory,
+            hint="Put it there, or in Python pass its content or its path as config=.",
+        )  # fmt: skip
+    return config

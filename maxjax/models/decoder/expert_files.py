@@ -1,0 +1,455 @@
+"""The experts of a layer in one tensor of a file, as single experts of a model; and back.
+
+A model has a weight for each projection of each expert. Files of some families have those of all
+experts of a layer in one tensor, gate and up together, also transposed, with the rows of both in turn,
+or quantised (MXFP4). Parts of such tensors are read as weights of single experts, and those are put
+together where such a file is written; both are lazy, and neither holds a second copy.
+
+Shapes: X experts; a projection is ``[out, in]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointFormatError
+from ...graph.quantization import QuantizationEncoding
+from ...graph.weights import WeightData
+from ...graph.weights.weight_data import PartSource
+from ...storage.boxes import Box, count, extents
+from ...storage.parts import Part
+from ..gguf.layouts import Expert as ExpertLayout
+from ..gguf.names import Source
+from ..gguf.sources import Relaid, read_box
+from .experts import MAPS_PROJ
+from .model import DecoderFamily
+
+# Numbers, and bytes of packed numbers, of a block of MXFP4; in a GGUF block the scale is first.
+_NUMBERS, _BYTES = 32, 16
+_MXFP4 = QuantizationEncoding.MXFP4
+_SUFFIXES = ("_blocks", "_scales", "_bias", ".weight", "")
+
+
+@dataclass(frozen=True)
+class Together:
+    """The tensors in which a file has all experts of a layer.
+
+    Attributes:
+        gate_up, down: their names after the layer's; the first is written, all are read.
+        suffix: what follows the name of a written weight.
+        transposed: whether a float tensor is ``[X, in, out]``, not ``[X, out, in]``.
+        interleaved: whether rows of gate and up are in turn, not one after the other.
+        written: whether files have experts like this, or only transformers' models in memory.
+    """
+
+    gate_up: tuple[str, ...] = tuple(
+        f"{mlp}.experts.gate_up_proj" for mlp in ("mlp", "block_sparse_moe")
+    )
+    down: tuple[str, ...] = tuple(f"{mlp}.experts.down_proj" for mlp in ("mlp", "block_sparse_moe"))
+    suffix: str = ""
+    transposed: bool = False
+    interleaved: bool = False
+    written: bool = False
+
+    def found(self, name: str) -> tuple[str, bool, str] | None:
+        """What is before a tensor's name in the layer, whether it is gate and up, and its suffix."""
+        for suffix in _SUFFIXES:
+            stem = name.removesuffix(suffix)
+            if stem == name and suffix:
+                continue
+            for is_gate_up, names in ((True, self.gate_up), (False, self.down)):
+                for one in names:
+                    if stem == one or stem.endswith(f".{one}"):
+                        return stem.removesuffix(one), is_gate_up, suffix
+        return None
+
+
+@dataclass(frozen=True)
+class MoEFamily(DecoderFamily):
+    """A Family whose files may hold the experts of a layer as one tensor.
+
+    Attributes:
+        experts: name of an expert's weight, with ``#`` for its index and ``*`` for the linear layer.
+        maps: the checkpoint's names of an expert's gate, up and down projections.
+        together: the tensors that hold all experts of a layer.
+    """
+
+    experts: str = "mlp.experts.#.*.weight"
+    maps: tuple[str, str, str] = MAPS_PROJ
+    together: Together = Together()
+
+    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`Family.adapt`, which also makes weights of single experts of tensors that hold all
+        of a layer; nothing is read.
+
+        Raises:
+            CheckpointFormatError: two tensors have the same name in the model, or a tensor of
+                stacked experts has another shape.
+        """
+        return super().adapt(self.apart(checkpoint))
+
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a checkpoint, with one for each projection of each expert.
+
+        Raises:
+            CheckpointFormatError: as for :meth:`adapt`.
+        """
+        split: dict[str, Any] = {}
+        for name, value in checkpoint.items():
+            found = self.together.found(name)
+            if found is None:
+                parts: Any = [(name, value)]
+            elif found[2] == "_scales":
+                if name.removesuffix("_scales") + "_blocks" not in checkpoint:
+                    raise CheckpointFormatError("scales without their blocks", tensor=name)
+                continue
+            elif found[2] == "_blocks":
+                scales = checkpoint.get(name.removesuffix("_blocks") + "_scales")
+                parts = self._packed(found, name, value, scales)
+            else:
+                parts = self._floats(found, name, value)
+            for part, data in parts:
+                if part in split:
+                    raise CheckpointFormatError(
+                        f"'{name}' and another tensor are both the weight '{part}'"
+                    )
+                split[part] = data
+        return split
+
+    def _names(self, found: tuple[str, bool, str], experts: int) -> Iterator[tuple[int, int, str]]:
+        """(Number of the expert, of the part, name) of what a tensor holds."""
+        front, is_gate_up, suffix = found
+        pattern = self.experts
+        if suffix == "_bias":
+            pattern = pattern.removesuffix(".weight") + ".bias"
+        for number in range(experts):
+            for k, kind in enumerate(self.maps[:2] if is_gate_up else self.maps[2:]):
+                yield number, k, front + pattern.replace("#", str(number)).replace("*", kind)
+
+    def _floats(self, found: Any, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        shape, is_bias = tuple(int(n) for n in value.shape), found[2] == "_bias"
+        parts = 2 if found[1] else 1
+        transposed = self.together.transposed and not is_bias
+        rank = 2 if is_bias else 3
+        if len(shape) != rank or not shape[0] or shape[2 if transposed else 1] % parts:
+            expected = "[experts, in, out]" if transposed else "[experts, out, in]"
+            raise CheckpointFormatError(
+                "not a stack of experts", tensor=name,
+                expected="[experts, out]" if is_bias else expected, found=shape,
+            )  # fmt: skip
+        interleaved = self.together.interleaved and parts > 1
+        for number, k, new in self._names(found, shape[0]):
+            layout = ExpertLayout(number, shape[0], k, parts)
+            if not transposed and not interleaved:
+                yield new, _part(name, value, layout)
+            else:
+                cut = _Cut(number, k, parts, transposed, interleaved)
+                yield new, cut.of(name, value)
+
+    def _packed(
+        self, found: Any, name: str, blocks: Any, scales: Any
+    ) -> Iterator[tuple[str, WeightData]]:
+        shape = tuple(int(n) for n in blocks.shape)
+        rows = None if scales is None else tuple(int(n) for n in scales.shape)
+        parts = 2 if found[1] else 1
+        if len(shape) != 4 or not shape[0] or shape[3] != _BYTES or shape[1] % parts:
+            raise CheckpointFormatError(
+                "not a stack of experts in MXFP4", tensor=name,
+                expected=f"[experts, out, in / {_NUMBERS}, {_BYTES}]", found=shape,
+            )  # fmt: skip
+        if rows != shape[:3]:
+            raise CheckpointFormatError(
+                "blocks without a scale for each", tensor=name, expected=shape[:3], found=rows
+            )
+        pair = _data(name, blocks), _data(name.removesuffix("_blocks") + "_scales", scales)
+        interleaved = self.together.interleaved and parts > 1
+        for number, k, new in self._names(found, shape[0]):
+            source = _Blocks(*pair, _Cut(number, k, parts, False, interleaved))
+            dtype, sizes = source.stored(name)
+            yield new, WeightData.lazy(source, name, DType.of(dtype), sizes, _MXFP4)
+
+    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+        """The tensors of a model by the names, and in the shapes, of the family's files.
+
+        Experts that are quantised otherwise than in MXFP4 stay apart.
+        """
+        if not self.together.written:
+            return dict(tensors)
+        pattern = re.escape(self.experts.removesuffix("weight"))
+        names = "|".join(map(re.escape, self.maps))
+        pattern = pattern.replace(r"\#", "([0-9]+)").replace("#", "([0-9]+)")
+        expert = re.compile(rf"(.*?){pattern.replace(re.escape('*'), f'({names})')}(weight|bias)")
+        groups: dict[tuple[str, bool, str], dict[tuple[int, int], str]] = {}
+        where: dict[str, tuple[str, bool, str]] = {}
+        for name in tensors:
+            if (match := expert.fullmatch(name)) is not None:
+                front, number, kind, what = match.groups()
+                part = self.maps.index(kind)
+                key = where[name] = front, part < 2, what
+                groups.setdefault(key, {})[int(number), part % 2] = name
+        made = {key: self._joined(key, names, tensors) for key, names in groups.items()}
+        found: dict[str, WeightData] = {}
+        for name, data in tensors.items():
+            new = made.get(where[name]) if name in where else None
+            found |= {name: data} if new is None else new
+        return found
+
+    def _joined(
+        self, key: tuple[str, bool, str], names: Mapping[tuple[int, int], str], tensors: Any
+    ) -> dict[str, WeightData] | None:
+        """The tensor, or in MXFP4 the two, of all experts of a layer; None if they do not fit together."""
+        (front, is_gate_up, what), parts = key, 2 if key[1] else 1
+        experts = len(names) // parts
+        order = [(x, k) for x in range(experts) for k in range(parts)]
+        if any(place not in names for place in order) or len(order) != len(names):
+            return None
+        each = [tensors[names[place]] for place in order]
+        first = each[0]
+        facts = {(d.dtype, d.quantization_encoding, tuple(map(int, d.shape))) for d in each}
+        if len(facts) > 1 or (first.is_packed and first.quantization_encoding is not _MXFP4):
+            return None
+        name = front + (self.together.gate_up if is_gate_up else self.together.down)[0]
+        interleaved = self.together.interleaved and parts > 1
+        transposed = self.together.transposed and what == "weight"
+        if first.is_packed:
+            packed: Any = _Unpacked(each, parts, interleaved)
+            kinds = [f"{name}_blocks", f"{name}_scales"]
+        else:
+            packed = _Joined(each, parts, transposed, interleaved)
+            kinds = [name + ("_bias" if what == "bias" else self.together.suffix)]
+        made = {}
+        for kind in kinds:
+            dtype, shape = packed.stored(kind)
+            made[kind] = WeightData.lazy(packed, kind, DType.of(dtype), shape)
+        return made
+
+
+def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
+    """One expert's slice of a stack; it stays lazy if the stack is lazy."""
+    if not isinstance(value, WeightData):
+        return layout.apply(value)
+    source = Relaid({name: value}, {name: Source(name, layout)})
+    dtype, shape = source.stored(name)
+    return WeightData.lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)
+
+
+def _data(name: str, value: Any) -> WeightData:
+    return (
+        value
+        if isinstance(value, WeightData)
+        else WeightData.from_numpy(np.asarray(value).view(np.uint8), name)
+    )
+
+
+# --- one expert of several ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The place of one projection of one expert in a tensor of all.
+
+    Attributes:
+        expert: number of the expert.
+        part, parts: number of the part of its rows, and of all parts.
+        transposed, interleaved: as of :class:`Together`.
+    """
+
+    expert: int
+    part: int
+    parts: int
+    transposed: bool
+    interleaved: bool
+
+    def rows(self, span: tuple[int, int], size: int) -> tuple[tuple[int, int], slice]:
+        """The rows of the expert's matrix that hold rows of a part of ``size``, and the step of these."""
+        first, last = span
+        if self.interleaved:
+            return (
+                (self.part + self.parts * first, self.part + self.parts * (last - 1) + 1),
+                slice(None, None, self.parts),
+            )
+        return (self.part * size + first, self.part * size + last), slice(None)
+
+    def of(self, name: str, value: Any) -> Any:
+        """The projection; it stays lazy if the tensor is lazy."""
+        if isinstance(value, WeightData):
+            source = _Expert(value, self)
+            dtype, shape = source.stored(name)
+            return WeightData.lazy(source, name, DType.of(dtype), shape)
+        found = value[self.expert]
+        found = found.T if self.transposed else found
+        (first, last), step = self.rows((0, len(found) // self.parts), len(found) // self.parts)
+        return found[first:last][step]
+
+
+class _Expert(PartSource):
+    """One projection of one expert, of a float tensor that holds all of a layer."""
+
+    def __init__(self, data: WeightData, cut: _Cut):
+        self._data, self._cut = data, cut
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the projection."""
+        _, *sizes = (int(n) for n in self._data.shape)
+        sizes = sizes[::-1] if self._cut.transposed else sizes
+        return self._data.dtype.np, (sizes[0] // self._cut.parts, *sizes[1:])
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        return sum(self._read(part) for part in parts)
+
+    def _read(self, part: Part) -> int:
+        dtype, shape = self.stored(part.name)
+        if not count(part.region):
+            return 0
+        cut, (rows, *rest) = self._cut, part.region
+        span, step = cut.rows(rows, shape[0])
+        box = (*rest, span) if cut.transposed else (span, *rest)
+        values, total = read_box(self._data, ((cut.expert, cut.expert + 1), *box))
+        values = values[0].T if cut.transposed else values[0]
+        part.memory.view(dtype).reshape(extents(part.region))[...] = values[step]
+        return total
+
+
+class _Blocks(PartSource):
+    """One projection of one expert in blocks of MXFP4 as GGUF files have them.
+
+    Of the 16 bytes of a block, files of gpt-oss hold two neighbouring numbers in each, GGUF files
+    numbers i and i + 16.
+    """
+
+    def __init__(self, blocks: WeightData, scales: WeightData, cut: _Cut):
+        self._blocks, self._scales, self._cut = blocks, scales, cut
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the blocks."""
+        _, rows, blocks = (int(n) for n in self._scales.shape)
+        return np.dtype(np.uint8), (rows // self._cut.parts, blocks * (_BYTES + 1))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        return sum(self._read(part) for part in parts)
+
+    def _read(self, part: Part) -> int:
+        if not count(part.region):
+            return 0
+        rows, (first, last) = part.region
+        cut, (height, _) = self._cut, self.stored(part.name)[1]
+        span, step = cut.rows(rows, height)
+        start, stop = first // (_BYTES + 1), -(-last // (_BYTES + 1))
+        box = ((cut.expert, cut.expert + 1), span, (start, stop))
+        packed, total = read_box(self._blocks, (*box, (0, _BYTES)))
+        scales, more = read_box(self._scales, box)
+        found = np.empty((rows[1] - rows[0], stop - start, _BYTES + 1), np.uint8)
+        found[..., 0] = scales[0][step]
+        packed = packed[0][step]
+        numbers = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], _NUMBERS)
+        found[..., 1:] = numbers[..., :_BYTES] | numbers[..., _BYTES:] << 4
+        flat = found.reshape(len(found), -1)
+        offset = start * (_BYTES + 1)
+        memory = part.memory.view(np.uint8).reshape(extents(part.region))
+        memory[...] = flat[:, first - offset : last - offset]
+        return total + more
+
+
+# --- all experts of single ones -----------------------------------------------------------------
+
+
+class _All(PartSource):
+    """A tensor of all experts of a layer, from those of each: in turn expert 0's parts, expert 1's, …"""
+
+    def __init__(self, each: Sequence[WeightData], parts: int, interleaved: bool):
+        self._each, self._parts, self._interleaved = each, parts, interleaved
+
+    def _fill(
+        self, expert: int, rows: tuple[int, int], into: np.ndarray,
+        read: Callable[[WeightData, tuple[int, int]], tuple[np.ndarray, int]],
+    ) -> int:  # fmt: skip
+        """Writes rows of one expert's matrix, which ``read`` reads from one of its parts."""
+        first, parts, total = rows[0], self._parts, 0
+        size = int(self._each[0].shape[0])
+        for k in range(parts):
+            if self._interleaved:
+                low, high = (max(0, -(-(edge - k) // parts)) for edge in rows)
+                place = slice(low * parts + k - first, None, parts)
+            else:
+                low, high = (min(max(edge - k * size, 0), size) for edge in rows)
+                place = slice(low + k * size - first, high + k * size - first)
+            if low < high:
+                values, nbytes = read(self._each[expert * parts + k], (low, high))
+                into[place][: high - low] = values
+                total += nbytes
+        return total
+
+
+class _Joined(_All):
+    """A float tensor of all experts."""
+
+    def __init__(self, each: Sequence[WeightData], parts: int, transposed: bool, interleaved: bool):
+        super().__init__(each, parts, interleaved)
+        self._transposed = transposed
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the tensor."""
+        out, *inner = (int(n) for n in self._each[0].shape)
+        shape = (out * self._parts, *inner)
+        shape = shape[::-1] if self._transposed else shape
+        return self._each[0].dtype.np, (len(self._each) // self._parts, *shape)
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        return sum(self._read(part) for part in parts)
+
+    def _read(self, part: Part) -> int:
+        if not count(part.region):
+            return 0
+        (first, last), *box = part.region
+        array = part.memory.view(self.stored(part.name)[0]).reshape(extents(part.region))
+        rows, *rest = box[::-1] if self._transposed else box
+
+        def read(data: WeightData, span: tuple[int, int]) -> tuple[np.ndarray, int]:
+            return read_box(data, (span, *rest))
+
+        return sum(
+            self._fill(i, rows, array[i - first].T if self._transposed else array[i - first], read)
+            for i in range(first, last)
+        )
+
+
+class _Unpacked(_All):
+    """The blocks and the scales of MXFP4 of all experts, as files of gpt-oss have them."""
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the blocks or of the scales."""
+        rows, width = (int(n) for n in self._each[0].shape)
+        shape = (len(self._each) // self._parts, rows * self._parts, width // (_BYTES + 1))
+        return np.dtype(np.uint8), (*shape, _BYTES) if name.endswith("_blocks") else shape
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        return sum(self._read(part) for part in parts)
+
+    def _read(self, part: Part) -> int:
+        if not count(part.region):
+            return 0
+        (first, last), rows, (start, stop), *inside = part.region
+        array = part.memory.view(np.uint8).reshape(extents(part.region))
+
+        def read(data: WeightData, span: tuple[int, int]) -> tuple[np.ndarray, int]:
+            box: Box = (span, (start * (_BYTES + 1), stop * (_BYTES + 1)))
+            values, nbytes = read_box(data, box)
+            blocks = values.reshape(len(values), stop - start, _BYTES + 1)
+            if not inside:
+                return blocks[..., 0], nbytes
+            packed = blocks[..., 1:]
+            numbers = np.concatenate([packed & 15, packed >> 4], -1)
+            found = numbers[..., ::2] | numbers[..., 1::2] << 4
+            return found[..., slice(*inside[0])], nbytes
+
+        return sum(self._fill(i, rows, array[i - first], read) for i in range(first, last))

@@ -1,0 +1,239 @@
+"""A linear attention by the gated delta rule, with a convolution before it (Qwen3-Next, Qwen 3.5).
+
+Shapes: B sequences, T tokens, hidden size E, G heads of queries and keys, H heads of values, which are
+a multiple of them, key width Dk, value width Dv, C = 2 G Dk + H Dv channels, K taps of the convolution.
+
+Source: arXiv:2412.06464; transformers' ``Qwen3NextGatedDeltaNet``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...errors import UnsupportedModelError
+from ...graph.device import DeviceRef
+from ...graph.placement.specs import Split
+from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...graph.weight.weight import Weight
+from ...nn.kv_cache.kinds import KeysValues, Shared, States
+from ...nn.layer import Module
+from ...nn.linear import Linear, linear_rules
+from ...nn.ssm.convolution import CausalConv
+from ...nn.ssm.delta import delta_chunks, delta_step
+from ..config import setting
+from .attention import DecoderAttention
+from .config import DecoderConfig, own
+from .mixer import RecurrentMixer
+
+_KINDS = {"linear_attention": True, "full_attention": False}
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig(DecoderConfig):
+    """The settings of a decoder with the gated delta rule in most layers.
+
+    Attributes:
+        linear_num_key_heads, linear_num_value_heads: G and H.
+        linear_key_head_dim, linear_value_head_dim: Dk and Dv.
+        linear_conv_kernel_dim: K.
+        linear: whether each layer has the delta rule, and not attention; by default all but every
+            fourth have.
+    """
+
+    linear_num_key_heads: int = setting(default=16, minimum=1, held="axis")
+    linear_num_value_heads: int = setting(default=32, minimum=1, held="axis")
+    linear_key_head_dim: int = setting(default=128, minimum=1, held="axis")
+    linear_value_head_dim: int = setting(default=128, minimum=1, held="axis")
+    linear_conv_kernel_dim: int = setting(default=4, minimum=2, held="axis")
+    norm_offset: float = own(1.0)
+    qk_norm: bool | str = own(True)
+    linear: tuple = own(())
+
+    def __post_init__(self) -> None:
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"'linear_num_value_heads' {self.linear_num_value_heads} is not a multiple of "
+                f"'linear_num_key_heads' {self.linear_num_key_heads}"
+            )
+        linear = self.linear or tuple(bool((i + 1) % 4) for i in range(self.num_layers))
+        object.__setattr__(self, "linear", tuple(linear))
+        if len(self.linear) != self.num_layers:
+            raise ValueError(
+                f"'layer_types' has {len(self.linear)} entries for {self.num_layers} layers"
+            )
+        super().__post_init__()
+
+    @property
+    def channels(self) -> int:
+        """C, the channels of the convolution."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+        """The state of the delta rule and the convolution's last inputs; keys and values elsewhere."""
+        if not self.linear[number]:
+            return super().states(number)
+        widths = self.linear_key_head_dim, self.linear_value_head_dim
+        conv = ("conv", (self.channels, self.linear_conv_kernel_dim - 1), "float32")
+        delta = ("delta", (self.linear_num_value_heads, *widths), "float32")
+        return {GatedDelta.group: States((conv, delta))}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with the delta rule: as ``layer_types`` or ``full_attention_interval`` says."""
+        found = {**super().derived(raw), "sliding_window": None}
+        kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+        every = raw.get("full_attention_interval")
+        every = 4 if every is None else every
+        if kinds is None and type(layers) is int and 0 < layers <= 1000:
+            if type(every) is not int or every < 1:
+                raise ValueError("'full_attention_interval' is not a positive integer")
+            return {**found, "linear": tuple(bool((i + 1) % every) for i in range(layers))}
+        if kinds is not None:
+            if not isinstance(kinds, list):
+                raise ValueError("'layer_types' is not a list of strings")
+            for kind in kinds:
+                if kind not in _KINDS:
+                    raise UnsupportedModelError(f"'layer_types' with {str(kind)[:80]!r}")
+            found["linear"] = tuple(_KINDS[kind] for kind in kinds)
+        return found
+
+
+class GatedAttention(DecoderAttention):
+    """Attention whose heads' results are multiplied by a gate, which ``q_proj`` gives beside each query."""
+
+    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
+        """:meth:`DecoderAttention.make_projections` with a ``q_proj`` twice as wide."""
+        super().make_projections(config, dtype)
+        width = 2 * self.num_heads * self.head_dim
+        self.q_proj = Linear(
+            config.hidden_size, width, dtype, DeviceRef.CPU(), has_bias=config.attention_bias
+        )
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Queries, keys, values and gates ``[..., heads, D]``."""
+        both = q.reshape(*q.shape[:-1], self.num_heads, 2, self.head_dim)
+        flat = both[..., 0, :].reshape(*q.shape[:-1], -1)
+        return [*super().heads(flat, k, v), both[..., 1, :]]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """:meth:`DecoderAttention.sharding_rules` with the gates beside the queries."""
+        segment = Segment.head_aware(self.num_heads, 2 * self.head_dim)
+        rule = linear_rules("q_proj", ShardingStrategy.segmented(1, 0, [segment]))
+        return super().sharding_rules() | rule
+
+
+class GatedNorm(Module):
+    """``weight · x / rms(x) · silu(gate)`` over the last axis."""
+
+    def __init__(self, width: int, dtype: DType, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = Weight("weight", dtype, (width,), DeviceRef.CPU())
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """``[..., width]`` → the same shape, in float32."""
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        weight = jnp.asarray(self.weight).astype(jnp.float32)
+        x = x * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+        return x * jax.nn.silu(gate.astype(jnp.float32))
+
+
+class GatedDelta(RecurrentMixer):
+    """The gated delta rule over convolved queries, keys and values, configured by a GatedDeltaConfig.
+
+    A family that names its projections differently overrides :meth:`make_projections`, :meth:`project`
+    and ``split``.
+
+    Attributes:
+        conv1d: the convolution of queries, keys and values.
+        A_log, dt_bias: numbers ``[H]`` that the decay is computed with.
+        norm, out_proj: gated norm of each head, and output projection.
+        split: how many heads each of the projections has, and with how many features.
+    """
+
+    group: ClassVar[str] = "linear"
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__()
+        self.key_heads, self.value_heads = (
+            config.linear_num_key_heads, config.linear_num_value_heads
+        )  # fmt: skip
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.make_projections(config.hidden_size, dtype)
+        self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
+        for name in ("A_log", "dt_bias"):
+            setattr(self, name, Weight(name, dtype, (self.value_heads,), DeviceRef.CPU()))
+        self.norm = GatedNorm(self.value_dim, dtype, config.rms_norm_eps)
+        self.out_proj = Linear(
+            self.value_heads * self.value_dim, config.hidden_size, dtype, DeviceRef.CPU()
+        )
+
+    def make_projections(self, size: int, dtype: DType) -> None:
+        """Makes the linear layers that :meth:`project` uses."""
+        raise NotImplementedError(f"{type(self).__name__} does not define make_projections")
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """``[B, T, E]`` → queries, keys and values ``[B, T, C]``, gate ``[B, T, H, Dv]``, and the logits
+        of the share and of the decay, ``[B, T, H]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define project")
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits ``out_proj`` between heads; the numbers of heads are on every device."""
+        rules: dict[str, Any] = linear_rules(
+            "out_proj",
+            ShardingStrategy.head_aware_columnwise(1, self.value_heads, self.value_dim),
+        )
+        whole = Split(ShardingStrategy.replicate(1))
+        return rules | dict.fromkeys(("A_log", "dt_bias", "norm.weight"), whole)
+
+    def mix(
+        self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As :meth:`RecurrentMixer.mix`; the states are "conv" and "delta"."""
+        batch, length, _ = x.shape
+        mixed, gate, share, decay = self.project(x)
+        mixed, conv = self.conv1d(mixed, states and states["conv"], counts)
+        mixed = jax.nn.silu(mixed)
+        keys = self.key_heads * self.key_dim
+        q, k, v = (
+            a.reshape(batch, length, -1, width)
+            for a, width in zip(
+                jnp.split(mixed, (keys, 2 * keys), axis=-1),
+                (self.key_dim, self.key_dim, self.value_dim), strict=True,
+            )
+        )  # fmt: skip
+        each = self.value_heads // self.key_heads
+        q, k = (jnp.repeat(_unit(a), each, axis=2) for a in (q, k))
+        rate, offset = (
+            jnp.asarray(w).astype(jnp.float32)[None, None] for w in (self.A_log, self.dt_bias)
+        )
+        g = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
+        beta = jax.nn.sigmoid(share.astype(jnp.float32))
+        if counts is not None:  # padding changes no state
+            real = jnp.arange(length, dtype=jnp.int32)[None] < counts[:, None]
+            g, beta = (jnp.where(real[..., None], a, 0) for a in (g, beta))
+        if states is None:
+            delta = jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
+        else:
+            delta = states["delta"]
+        operands = (q * self.key_dim**-0.5, k, v, g, beta)
+        if length == 1:
+            y, delta = delta_step(*(a[:, 0] for a in operands), delta)
+            y = y[:, None]
+        else:
+            y, delta = delta_chunks(*operands, delta)
+        y = self.norm(y, gate).astype(x.dtype).reshape(batch, length, -1)
+        return self.out_proj(y), {"conv": conv, "delta": delta}
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Vectors along the last axis of length 1."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

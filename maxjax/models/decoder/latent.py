@@ -1,0 +1,154 @@
+"""Multi-head latent attention (MLA), whose cache has one short vector for each token.
+
+The vector is a compressed latent c, from which keys and values of all heads follow by ``kv_b_proj``,
+and a key part with RoPE that all heads share. ``kv_b_proj`` is absorbed: queries are mapped to the
+space of the latents, so that all heads attend to the vectors themselves as to one KV head, and what
+they get is mapped to values. So nothing is expanded, in no prefill and no decode step.
+
+Shapes: B sequences, T tokens, H heads, hidden size E, latent size C, R features with RoPE and N without
+in a head's query and key, V in its value.
+
+Source: DeepSeek-V2, arXiv:2405.04434.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...graph.weight.weight import Weight
+from ...kernels import explicit
+from ...nn.kv_cache.kinds import LatentVectors
+from ...nn.linear import Linear, linear_rules
+from ...nn.norm import RMSNorm
+from ..config import setting
+from .attention import DecoderAttention
+from .config import DecoderConfig
+
+# The norms of latents have this epsilon, whatever the configuration says of the other norms.
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class LatentConfig(DecoderConfig):
+    """The settings of a decoder with latent attention.
+
+    Attributes:
+        kv_lora_rank: C.
+        q_lora_rank: size of the vector that queries are computed from; None: from the hidden state.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V; ``head_dim`` is R.
+    """
+
+    kv_lora_rank: int = setting(default=512, minimum=1, held="axis")
+    q_lora_rank: int | None = setting(default=None, minimum=1, held="axis")
+    qk_nope_head_dim: int = setting(default=128, minimum=1, held="axis")
+    qk_rope_head_dim: int = setting(default=64, minimum=2, held="axis")
+    v_head_dim: int = setting(default=128, minimum=1, held="axis")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.query_scale is None:
+            width = self.qk_nope_head_dim + self.qk_rope_head_dim
+            object.__setattr__(self, "query_scale", width**-0.5)
+        super().__post_init__()
+
+    def states(self, number: int) -> Mapping[str, LatentVectors]:
+        """One vector of each token, ``[R + C]``."""
+        return {"full": LatentVectors(1, self.qk_rope_head_dim + self.kv_lora_rank)}
+
+
+class LatentAttention(DecoderAttention):
+    """Multi-head latent attention, configured by a LatentConfig.
+
+    Attributes:
+        q_proj: linear layer of queries; or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``.
+        kv_a_proj_with_mqa, kv_a_layernorm: linear layer of latent and key part, and the latent's norm.
+        kv_b_proj: linear layer from a latent to keys and values of all heads.
+    """
+
+    # Its kernel has keys and values of their own.
+    uses_decode_kernel: ClassVar[bool] = False
+
+    def make_projections(self, config: Any, dtype: DType) -> None:
+        """Makes the layers that :meth:`project` uses, and ``o_proj``."""
+        size, heads, bias = config.hidden_size, self.num_heads, config.attention_bias
+        self.nope, self.rotated, self.latent, self.value = (
+            config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim
+        )  # fmt: skip
+        self.num_kv_heads, self.head_dim = 1, self.rotated + self.latent
+        width, rank = self.nope + self.rotated, config.q_lora_rank
+
+        def linear(in_dim: int, out_dim: int, has_bias: bool = False) -> Linear:
+            return Linear(in_dim, out_dim, dtype, DeviceRef.CPU(), has_bias=has_bias)
+
+        self.q_rank = rank
+        if rank is None:
+            self.q_proj = linear(size, heads * width)
+        else:
+            self.q_a_proj = linear(size, rank, bias)
+            self.q_a_layernorm = RMSNorm(rank, dtype, _EPSILON)
+            self.q_b_proj = linear(rank, heads * width)
+        self.kv_a_proj_with_mqa = linear(size, self.latent + self.rotated, bias)
+        self.kv_a_layernorm = RMSNorm(self.latent, dtype, _EPSILON)
+        self.kv_b_proj: Any = linear(self.latent, heads * (self.nope + self.value))
+        self.o_proj = linear(heads * self.value, size, bias)
+
+    def project(self, x: jax.Array) -> list[jax.Array]:
+        """``[..., E]`` → queries ``[..., H, R + C]``, and the vectors ``[..., 1, R + C]`` twice."""
+        if self.q_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype)))
+        q = q.astype(x.dtype).reshape(*x.shape[:-1], self.num_heads, self.nope + self.rotated)
+        kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)  # [..., C + R]
+        keys = self._expansion(x.dtype)[:, : self.nope]  # [H, N, C]
+        mixed = _mapped("...hn,hnc->...hc", q[..., : self.nope], keys)
+        q = explicit.concatenate([q[..., self.nope :], mixed], -1)
+        latent = self.kv_a_layernorm(kv[..., : self.latent])
+        k = explicit.concatenate([kv[..., self.latent :], latent], -1)[..., None, :]
+        return [q, k, k]
+
+    def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """The values of the latents ``[..., H, R + C]`` that heads have got: ``[..., H · V]``."""
+        values = self._expansion(y.dtype)[:, self.nope :]  # [H, V, C]
+        y = _mapped("...hc,hvc->...hv", y[..., self.rotated :], values)
+        return super().merged(y, gate)
+
+    def _expansion(self, dtype: Any) -> jax.Array:
+        """The weight of ``kv_b_proj`` as ``[H, N + V, C]``."""
+        self.kv_b_proj.refuse_update("latent attention")
+        weight = self.kv_b_proj.weight
+        if isinstance(weight, Weight):
+            weight = weight.stored.operand()
+        array = jnp.asarray(weight).astype(dtype)
+        return array.reshape(self.num_heads, self.nope + self.value, self.latent)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits queries, keys, values and the columns of ``o_proj`` between heads; latents are whole."""
+        heads = self.num_heads
+        rules = linear_rules("o_proj", ShardingStrategy.head_aware_columnwise(1, heads, self.value))
+        widths = {"kv_b_proj": self.nope + self.value}
+        widths["q_proj" if self.q_rank is None else "q_b_proj"] = self.nope + self.rotated
+        for name, width in widths.items():
+            segment = Segment.head_aware(heads, width)
+            rules |= linear_rules(name, ShardingStrategy.segmented(1, 0, [segment]))
+        for name in ("kv_a_proj_with_mqa",) + (() if self.q_rank is None else ("q_a_proj",)):
+            rules |= linear_rules(name, ShardingStrategy.replicate(1))
+        return rules
+
+
+def _mapped(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """An einsum of ``[..., H, n]`` with a weight of each head; its heads are split as those of ``x``."""
+    mesh = explicit.mesh_of(x, weight)
+    run = lambda x, weight: jnp.einsum(equation, x, weight)
+    if mesh is not None:
+        run = explicit.automatic(run, mesh, [*explicit.entries(x)[:-1], ()])
+    return run(x, weight)

@@ -1,0 +1,84 @@
+"""A layer that mixes tokens by a recurrent state in place of attention, with and without a cache.
+
+Shapes: B sequences, T tokens, hidden size E.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import NamedSharding
+
+from ...graph.placement.specs import axis_of, batch_axes, mesh_of, spec_of
+from ...kernels import explicit
+from ...nn.kv_cache.kinds import Place
+from ...nn.kv_cache.recurrent import Recurrent
+from ...nn.layer import Module
+from .attention import Cached, Step
+
+
+class RecurrentMixer(Module):
+    """Mixes tokens by named states, which the configuration lists in ``states(number)`` under ``group``.
+
+    Subclasses define :meth:`mix`. Padding and rows without a token leave the states untouched.
+
+    Attributes:
+        group: name of the group of the cache that has the states.
+    """
+
+    group: ClassVar[str] = "recurrent"
+    _mx_carries = True
+
+    def mix(
+        self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Hidden states ``[B, T, E]`` → the same shape, and the states after the real tokens.
+
+        Args:
+            x: hidden states.
+            states: the states before, by name ``[B, ...]``; None: of no token.
+            counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define mix")
+
+    def cache_place(self, batch: int) -> Place:
+        """Where the states of ``batch`` sequences lie: rows on the batch axes, channels on ``model``."""
+        where = [weight.sharding for weight in self.raw_state_dict().values()]
+        mesh = mesh_of(where)
+        if mesh is None:
+            return Place(next((one for one in where if one is not None), None))
+        model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
+        over = () if model is None or model in rows else (model,)
+        return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
+
+    def __call__(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """Hidden states ``[B, T, E]``, or ``[B, E]`` for one token per sequence → the same shape.
+
+        Args and result are those of ``DecoderAttention``.
+        """
+        before = cached.get(self.group) if cached else None
+        number = layer if before is None else step.number(self.group, layer)
+        mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
+        if mesh is None:
+            y, after = _mixed(self, x, step.counts, before, number)
+        else:
+            wanted = [explicit.entries(a) for a in (x, *jax.tree.leaves(before))]
+            run = lambda *given: jax.tree.leaves(_mixed(*given))
+            run = explicit.automatic(run, mesh, wanted)
+            y, *arrays = run(self, x, step.counts, before, number)
+            after = jax.tree.unflatten(jax.tree.structure(before), arrays)
+        return y, cached if after is None else {**cached, self.group: after}
+
+
+def _mixed(
+    mixer: RecurrentMixer, x: jax.Array, counts: Any, before: Recurrent | None, number: Any
+) -> tuple[jax.Array, Recurrent | None]:
+    tokens = x[:, None] if x.ndim == 2 else x
+    y, new = mixer.mix(tokens, None if before is None else before.at(number), counts)
+    y = y.astype(x.dtype).reshape(x.shape)
+    if before is None:
+        return y, None
+    return y, before.replaced(number, new, None if counts is None else counts > 0)

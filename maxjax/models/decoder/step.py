@@ -1,0 +1,93 @@
+"""What every layer of a decoder needs to know about the tokens of one call, and the slots they are in.
+
+Shapes: L layers, B sequences, T tokens, S slots of the cache, head width D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...kernels.attention import NO_KEY
+from ...nn.kv_cache.layout import Part
+
+# The states of a KVCache by the names of its groups; empty without a cache.
+Cached = Mapping[str, Any]
+
+
+class Step(NamedTuple):
+    """What every layer needs to know about the tokens of one call.
+
+    Attributes:
+        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
+        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
+        rotations: (cos, sin) of each token's angles ``[B or 1, T, R/2]``, by the kind of RoPE; the
+            first R features of a head are rotated.
+        query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
+        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
+        numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
+            where they differ; None: the layer's own index.
+        capacity: number of positions of the cache, where weights of the attention to it are asked for.
+        sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
+    """
+
+    starts: jax.Array
+    counts: jax.Array | None
+    rotations: dict[str, tuple[jax.Array, jax.Array]]
+    tokens: jax.Array | None = None
+    numbers: jax.Array | dict[str, jax.Array] | None = None
+    capacity: int | None = None
+    sinks: jax.Array | None = None
+    query_scales: jax.Array | None = None
+
+    def positions(self, length: int) -> jax.Array:
+        """The positions of the tokens, ``[B or 1, T]``."""
+        return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+    def number(self, group: str, layer: Any) -> Any:
+        """The index of a layer in its group of the cache."""
+        numbers = self.numbers[group] if isinstance(self.numbers, dict) else self.numbers
+        if numbers is None:
+            return layer
+        return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
+
+    def real(self, length: int) -> jax.Array | None:
+        """Which tokens are not padding, bools ``[B, T]``; None: all."""
+        if self.counts is None:
+            return None
+        return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
+
+
+def ends(step: Step, length: int) -> jax.Array:
+    """The number of tokens of each row after a step, ``[B, 1]``."""
+    return step.starts[:, None] + (length if step.counts is None else step.counts[:, None])
+
+
+def own_slots(
+    part: Part | None, positions: jax.Array, size: int, rotating: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
+    parts = 1 if part is None else part.slots
+    slot = positions % (size * parts) if rotating else positions
+    if part is None or parts == 1:
+        return slot, None
+    return slot // parts, slot % parts == part.first
+
+
+def numbers(part: Part | None, size: int) -> jax.Array:
+    """The numbers ``[S]`` of the slots on this device."""
+    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
+
+
+def slot_positions(after: jax.Array, size: int, part: Part | None = None) -> jax.Array:
+    """The position in each slot ``[B, S]`` of a rotating cache after ``after`` ``[B, 1]`` tokens.
+
+    It is ``NO_KEY`` for an empty slot.
+    """
+    parts = 1 if part is None else part.slots
+    last = after - 1
+    found = last - (last - numbers(part, size)[None, :]) % (size * parts)
+    return jnp.where(found < 0, NO_KEY, found)

@@ -1,0 +1,231 @@
+"""DeepSeek V2, V3 and R1, Kimi K2 and Moonlight: latent attention, and experts after the first layers.
+
+Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v2`` and ``_v3``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from ..nn.moe import Routing
+from ..nn.rope_scaling import yarn_mscale
+from .config import setting
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.latent import LatentAttention, LatentConfig
+from .decoder.model import Decoder, make
+from .decoder.rope import read_rope, rope_settings
+
+# The layers of multi-token prediction, which come after the model's own, have one of these.
+_PREDICTING = re.compile(r"(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(LatentConfig, MoEConfig):
+    """The settings of a DeepSeek V3.
+
+    Attributes:
+        n_group, topk_group: number of groups of experts, and of those that a token chooses from.
+        routed_scaling_factor: what the shares of the chosen experts are multiplied by.
+        n_shared_experts: number of experts that every token goes through, which are one MLP.
+    """
+
+    model_type = "deepseek_v3"
+    unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
+    scoring: ClassVar[str] = "sigmoid"
+    first_dense: ClassVar[int] = 3
+
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    num_experts: int = setting(
+        "n_routed_experts", default=256, held="axis", also=("num_local_experts",)
+    )
+    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=2048, minimum=1, held="axis")
+    n_shared_experts: int = setting(default=1, held="axis")
+    routed_scaling_factor: float = setting(default=2.5)
+    n_group: int = setting(default=8, minimum=1)
+    topk_group: int = setting(default=4, minimum=1)
+    best_of_group: int = own(2)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """RoPE of neighbouring features unless ``rope_interleave`` says otherwise."""
+        return {
+            "rope": read_rope(raw, context, interleaved=raw.get("rope_interleave") is not False)
+        }
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with experts, the shared one's size, and the scale of scores with YaRN's factor."""
+        scoring = raw.get("scoring_func", cls.scoring)
+        if scoring != cls.scoring:
+            raise UnsupportedModelError(
+                f"'scoring_func' {str(scoring)[:60]!r} of a {cls.model_type}"
+            )
+        found: dict[str, Any] = {"sliding_window": None}
+        layers, size, shared = (
+            raw.get(key, default) for key, default in (
+                ("num_hidden_layers", 0), ("moe_intermediate_size", cls.moe_intermediate_size),
+                ("n_shared_experts", cls.n_shared_experts),
+            )
+        )  # fmt: skip
+        if type(layers) is int and 0 < layers <= 1000:
+            found["sparse"] = after_dense(raw, layers, cls.first_dense)
+        if type(size) is int and type(shared) is int and 0 <= shared <= 1000:
+            found["shared_size"] = size * shared or None
+        nope, rope = (
+            raw.get(f"qk_{kind}_head_dim", n) for kind, n in (("nope", 128), ("rope", 64))
+        )
+        _, given = rope_settings(raw)
+        factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
+        scaled = given.get("rope_type", given.get("type", "default")) != "default"
+        if scaled and all_dim and all(type(n) is int and n > 0 for n in (nope, rope)):
+            good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
+            if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
+                raise ValueError(
+                    "'factor' and 'mscale_all_dim' of the RoPE must be positive numbers"
+                )
+            found["query_scale"] = (nope + rope) ** -0.5 * yarn_mscale(factor, all_dim) ** 2
+        return found
+
+    def routing(self) -> Routing:
+        """How experts are chosen: by sigmoids, from the best groups."""
+        return Routing(
+            self.num_experts_per_tok, self.scoring, normalised=self.norm_topk_prob,
+            factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
+            best_of_group=self.best_of_group, wide=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config(DeepseekV3Config):
+    """The settings of a DeepSeek V2, whose experts are chosen by a softmax.
+
+    Attributes:
+        topk_method: "greedy", or "group_limited_greedy" for experts from the best groups.
+    """
+
+    model_type = "deepseek_v2"
+    scoring: ClassVar[str] = "softmax"
+    first_dense: ClassVar[int] = 0
+
+    max_position_embeddings: int = setting(default=2048, minimum=1)
+    num_experts: int = setting(
+        "n_routed_experts", default=64, held="axis", also=("num_local_experts",)
+    )
+    num_experts_per_tok: int = setting(default=6, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=1407, minimum=1, held="axis")
+    norm_topk_prob: bool = setting(default=False)
+    n_shared_experts: int = setting(default=2, held="axis")
+    routed_scaling_factor: float = setting(default=1.0)
+    n_group: int = setting(default=1, minimum=1)
+    topk_group: int = setting(default=1, minimum=1)
+    topk_method: str = setting(default="greedy")
+    best_of_group: int = own(1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        methods = {"greedy": False, "group_limited_greedy": True}
+        if self.topk_method not in methods:
+            raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {' or '.join(methods)}")
+        if not methods[self.topk_method]:
+            for name in ("n_group", "topk_group"):
+                object.__setattr__(self, name, 1)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """RoPE of neighbouring features."""
+        return super().ropes({**raw, "rope_interleave": True}, context)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`DeepseekV3Config.derived`; shares are not normalised."""
+        if raw.get("norm_topk_prob"):
+            raise UnsupportedModelError("'norm_topk_prob' of a deepseek_v2")
+        return super().derived(raw)
+
+
+class DeepseekMLP(SparseMLP):
+    """Experts chosen from the best groups, and an MLP that every token goes through."""
+
+    shared_name: ClassVar[str] = "shared_experts"
+
+    def routes(self, config: Any) -> Routing:
+        """``config.routing()``."""
+        return config.routing()
+
+
+class DeepseekV3MLP(DeepseekMLP):
+    """The same, with numbers that balance how often experts are chosen."""
+
+    def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
+        """The linear layer that gives each expert a score, and the numbers."""
+        return BalancedRouter(config.hidden_size, config.num_experts, dtype)
+
+
+class DeepseekV2Layer(MoELayer):
+    """A layer of a DeepSeek V2."""
+
+    attention_class: ClassVar[Any] = LatentAttention
+    sparse_class: ClassVar[Any] = DeepseekMLP
+
+
+class DeepseekV3Layer(DeepseekV2Layer):
+    """A layer of a DeepSeek V3."""
+
+    sparse_class: ClassVar[Any] = DeepseekV3MLP
+
+
+class DeepseekV2(Decoder):
+    """A DeepSeek V2 language model."""
+
+    layer_class: ClassVar[Any] = DeepseekV2Layer
+
+
+class DeepseekV3(Decoder):
+    """A DeepSeek V3 language model; R1, Kimi K2 and Moonlight are such.
+
+    Example:
+        >>> config = DeepseekV3Config(100, 8, 16, num_layers=4, num_heads=2, kv_lora_rank=6,
+        ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, num_experts=8,
+        ...     num_experts_per_tok=2, moe_intermediate_size=4, n_group=1, topk_group=1)
+        >>> cache = DeepseekV3(config).cache(batch=1, capacity=16)
+        >>> cache.keys.shape, cache.values is cache.keys
+        ((4, 1, 1, 16, 8), True)
+    """
+
+    layer_class: ClassVar[Any] = DeepseekV3Layer
+
+
+@dataclass(frozen=True)
+class DeepseekFamily(MoEFamily):
+    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
+
+    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`MoEFamily.adapt` of the model's own layers."""
+        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
+        fronts = tuple({match[1] for match in found if match is not None})
+        kept = {n: v for n, v in checkpoint.items() if not fronts or not n.startswith(fronts)}
+        return super().adapt(kept)
+
+
+DEEPSEEK_V2 = DeepseekV2.family = DeepseekFamily(
+    model_type=DeepseekV2Config.model_type,
+    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
+    config=DeepseekV2Config,
+    make=make(DeepseekV2),
+)
+DEEPSEEK_V3 = DeepseekV3.family = DeepseekFamily(
+    model_type=DeepseekV3Config.model_type,
+    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    config=DeepseekV3Config,
+    make=make(DeepseekV3),
+)
+# Kimi K2's files name DeepSeek's architecture, and this model type.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=())

@@ -1,0 +1,162 @@
+"""ERNIE 4.5 with experts, which are balanced for the choice; some layers have none.
+
+Source: ERNIE 4.5 Technical Report; transformers' ``modeling_ernie4_5_moe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.weight.weight import Weight
+from ..nn.layer import Module
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MoEConfig, MoELayer, SparseMLP
+from .decoder.model import Decoder, make
+from .decoder.rope import Rope, read_rope
+from .gguf.layouts import Matrix
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class Ernie45MoEConfig(MoEConfig):
+    """The settings of an ERNIE 4.5 with experts.
+
+    Attributes:
+        n_shared: number of experts' widths that the shared expert has.
+        norm_min: the least number that shares are divided by.
+    """
+
+    model_type = "ernie4_5_moe"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "rope_theta": 5e5}
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    tie_word_embeddings: bool = setting(default=True)
+    num_experts: int = setting("moe_num_experts", default=64, minimum=1, held="axis")
+    num_experts_per_tok: int = setting("moe_k", default=6, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=1536, minimum=1, held="axis")
+    n_shared: int = setting("moe_num_shared_experts", default=2, maximum=1000)
+    norm_min: float = setting("moe_norm_min", default=1e-12)
+    attention_bias: bool = setting("use_bias", default=False)
+    mlp_bias: bool = setting("use_bias", default=False)
+    head_bias: bool = setting("use_bias", default=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
+        super().__post_init__()
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of neighbouring features."""
+        return {"rope": read_rope(raw, context, 5e5, interleaved=True)}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with experts.
+
+        Raises:
+            ValueError: a number that says which these are is no integer.
+        """
+        keys = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
+        given = {
+            key: default if raw.get(key) is None else raw[key] for key, default in keys.items()
+        }
+        for key, value in given.items():
+            if type(value) is not int or value < -1 or (key.endswith("interval") and value < 1):
+                raise ValueError(f"{key!r} is {str(value)[:60]}, not a number of layers")
+        first, last, interval = given.values()
+        layers = raw.get("num_hidden_layers")
+        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        last = count - 1 if last == -1 else last
+        sparse = tuple((i + 1) % interval == 0 and first <= i <= last for i in range(count))
+        return {"sparse": sparse, "sliding_window": None}
+
+
+class Statics(Module):
+    """The numbers that balance the experts, as files hold them: ``[1, X]``."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.e_score_correction_bias = Weight(
+            "e_score_correction_bias", DType.float32, (1, count), DeviceRef.CPU()
+        )
+
+    def __call__(self) -> jax.Array:
+        """The numbers ``[X]``."""
+        return self.e_score_correction_bias.__jax_array__()[0]
+
+
+class Ernie45MLP(SparseMLP):
+    """Experts whose softmax is balanced for the choice, and an MLP for all tokens."""
+
+    shared_name: ClassVar[str] = "shared_experts"
+
+    def __init__(self, config: Ernie45MoEConfig, dtype: DType):
+        super().__init__(config, dtype)
+        self.moe_statics = Statics(config.num_experts)
+
+    def routes(self, config: Any) -> Routing:
+        """The softmax, whose shares are normalised."""
+        count = config.num_experts_per_tok
+        return Routing(count, "softmax", normalised=True, least=config.norm_min, wide=True)
+
+    def correction(self) -> jax.Array:
+        """The balancing numbers."""
+        return self.moe_statics()
+
+
+class Ernie45Layer(MoELayer):
+    """A layer of an ERNIE 4.5."""
+
+    sparse_class: ClassVar[Any] = Ernie45MLP
+
+
+class Ernie45MoE(Decoder):
+    """An ERNIE 4.5 language model with experts.
+
+    Example:
+        >>> config = Ernie45MoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> [n for n in Ernie45MoE(config).raw_state_dict() if "1.mlp.moe_statics" in n]
+        ['model.layers.1.mlp.moe_statics.e_score_correction_bias']
+    """
+
+    layer_class: ClassVar[Any] = Ernie45Layer
+
+
+ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
+    model_type=Ernie45MoEConfig.model_type,
+    architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
+    config=Ernie45MoEConfig,
+    make=make(Ernie45MoE),
+    gguf=GGUFTable(
+        "ernie4_5-moe",
+        {
+            ".exp_probs_b": Rule("mlp.moe_statics.e_score_correction_bias", Matrix(), "bias"),
+            **expert_names(shared="shared_experts"),
+        },
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        fixed={"hidden_act": "silu", "moe_layer_end_index": -1, "use_bias": False},
+        write=lambda config: {"expert_shared_feed_forward_length": config.shared_size or 0},
+        written=("expert_shared_feed_forward_length",),
+        biases=("exp_probs_b",),
+    ),
+    renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
+    ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
+)

@@ -1,0 +1,114 @@
+"""``GGUFTable``: the GGUF files of a model family, as data that ``register`` takes.
+
+It says how llama.cpp names the architecture, its tensors and its settings. A family without one is
+neither read from GGUF files nor written to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config.llama_cpp import describe
+from .config.read import MODELS, Architecture, Config, Shapes
+from .metadata import Settings
+from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
+
+# Hugging Face's model_type → GGUF's architecture. The model type also names the configuration class.
+ARCHITECTURE_OF: MutableMapping[str, str] = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama",
+    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "gpt2": "gpt2", "bert": "bert",
+}  # fmt: skip
+
+# Queries and keys whose rows are permuted, because llama.cpp rotates neighbouring features.
+PERMUTED: Mapping[str, Rule] = {
+    ".attn_q": Rule("self_attn.q_proj", QUERIES),
+    ".attn_k": Rule("self_attn.k_proj", KEYS),
+}
+# One linear layer for gate and up.
+GATE_UP: Mapping[str, str | None] = {".ffn_gate": None, ".ffn_up": "mlp.gate_up_proj"}
+
+
+@dataclass(frozen=True)
+class GGUFTable:
+    """How a GGUF file names a family's architecture, tensors and settings.
+
+    Attributes:
+        architecture: llama.cpp's name of the architecture, ``general.architecture``.
+        tensors: GGUF's name of a tensor, without ``.weight`` and with a dot in front for one of a
+            layer → the checkpoint's name, or a ``Rule`` with a change of the values. It adds to the
+            names that Llama-like decoders share; None takes one away.
+        keys: metadata keys of numbers and flags, without the architecture → keys of ``config.json``.
+            It adds to those that Llama-like decoders share.
+        fixed: settings that are the same in every file, because llama.cpp's code has them.
+        read: further settings, from the file's metadata, the shapes of its tensors and the
+            configuration so far.
+        write: further metadata, from the family's config; it raises UnsupportedModelError for one
+            that a file cannot hold.
+        biases: the tensors of a layer that llama.cpp reads a bias of.
+        epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
+        layer: beginning of the checkpoint's names of a layer's tensors, ``*`` being its number.
+        period: n, where every n-th layer sees all tokens if there is a sliding window.
+        is_partial: whether RoPE may rotate a part of each head.
+        is_tied: whether the head is always the embedding table.
+        is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
+        unused: those of ``keys`` that llama.cpp has no use for.
+        written: metadata keys that ``write`` gives and llama.cpp reads.
+        truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
+        model_types: ``model_type`` of further configurations that are written as this architecture.
+
+    Example:
+        >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
+        (Rule(name='model.layers.*.norm_2', layout=Same()),)
+    """
+
+    architecture: str
+    tensors: Mapping[str, str | Rule | Sequence[Rule] | None] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Settings, Shapes, Config], Config] | None = None
+    write: Callable[[Any], Mapping[str, Any]] | None = None
+    biases: Collection[str] = ("attn_q", "attn_k", "attn_v")
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    layer: str = "model.layers.*."
+    period: int | None = None
+    is_partial: bool = False
+    is_tied: bool = False
+    is_divided: bool = False
+    unused: Collection[str] = ()
+    written: Collection[str] = ()
+    truncates: bool = True
+    model_types: Collection[str] = ()
+
+    @property
+    def names(self) -> Mapping[str, Sequence[Rule]]:
+        """GGUF's names of all tensors, with ``blk.*`` for a layer → the checkpoint's."""
+        return decoder_table(self.tensors, layer=self.layer)
+
+
+TABLES: dict[str, GGUFTable] = {}
+"""The tables that were added, by architecture."""
+
+
+def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
+    """Makes the GGUF files of a family known.
+
+    Args:
+        table: the table.
+        model_type, architecture: the family's names as in ``config.json``.
+    """
+    name = table.architecture
+    TABLES[name] = table
+    ARCHITECTURES[name] = table.names
+    MODELS[name] = Architecture(
+        model_type, architecture, dict(table.fixed), table.read, epsilon=table.epsilon,
+        keys=table.keys, is_partial=table.is_partial, period=table.period,
+    )  # fmt: skip
+    window = ["attention.sliding_window"] if table.period else []
+    keys = {table.epsilon[0], *table.keys, *table.written, *window} - set(table.unused)
+    describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
+    for kind in (model_type, *table.model_types):
+        ARCHITECTURE_OF[kind] = name

@@ -1,0 +1,128 @@
+"""GLM-4 (``glm``) and GLM-4-0414 (``glm4``): half of each head is rotated, by neighbouring pairs.
+
+Their MLPs have one linear layer for gate and up; GLM-4-0414 has norms after attention and MLP too.
+
+Sources: arXiv:2406.12793; transformers' ``modeling_glm`` and ``modeling_glm4``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from .config import setting
+from .decoder.attention import Cached, Step
+from .decoder.block import DecoderLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.mlp import FusedMLP
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.norm import norm
+from .decoder.rope import Rope, read_rope
+from .gguf.table import GATE_UP, GGUFTable
+
+
+@dataclass(frozen=True)
+class GLMConfig(DecoderConfig):
+    """The settings of a GLM-4: its projections of queries, keys and values have biases."""
+
+    model_type = "glm"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1.5625e-7)
+    attention_bias: bool = setting(default=True)
+    output_bias: bool | None = own(False)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A GLM-4 has no sliding window, and its MLP no biases."""
+        return {"mlp_bias": False, "sliding_window": None}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of the first part of each head."""
+        return {"rope": read_rope(raw, context, part=0.5, interleaved=True)}
+
+
+@dataclass(frozen=True)
+class GLM4Config(GLMConfig):
+    """The settings of a GLM-4-0414."""
+
+    model_type = "glm4"
+
+
+class GLMLayer(DecoderLayer):
+    """A decoder layer whose MLP has one linear layer for gate and up."""
+
+    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> FusedMLP:
+        """The layer's MLP."""
+        return FusedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
+
+
+class GLM4Layer(GLMLayer):
+    """The same with norms after attention and MLP, ``post_self_attn_layernorm`` and ``post_mlp_layernorm``."""
+
+    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes the four norms."""
+        super().make_norms(config, dtype)
+        self.post_self_attn_layernorm = norm(config, dtype)
+        self.post_mlp_layernorm = norm(config, dtype)
+
+    def __call__(
+        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        x, cached = carry
+        y, cached = self.self_attn(self.input_layernorm(x), step, cached, layer)
+        x = self.added(x, self.post_self_attn_layernorm(y))
+        y = self.mlp(self.post_attention_layernorm(x)).astype(x.dtype)
+        return self.added(x, self.post_mlp_layernorm(y)), cached
+
+
+class GLM(Decoder):
+    """A GLM-4 language model.
+
+    Example:
+        >>> config = GLMConfig(100, 8, 16, num_layers=2, num_heads=2, head_dim=4)
+        >>> [n for n in GLM(config).raw_state_dict() if "layers.0.mlp" in n]
+        ['model.layers.0.mlp.gate_up_proj.weight', 'model.layers.0.mlp.down_proj.weight']
+    """
+
+    layer_class: ClassVar[Any] = GLMLayer
+
+
+class GLM4(Decoder):
+    """A GLM-4-0414 language model."""
+
+    layer_class: ClassVar[Any] = GLM4Layer
+
+
+GLM_FAMILY = GLM.family = DecoderFamily(
+    model_type=GLMConfig.model_type,
+    architectures=("GlmForCausalLM", "GlmModel"),
+    config=GLMConfig,
+    make=make(GLM),
+    gguf=GGUFTable("chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True),
+)
+GLM4_FAMILY = GLM4.family = DecoderFamily(
+    model_type=GLM4Config.model_type,
+    architectures=("Glm4ForCausalLM", "Glm4Model"),
+    config=GLM4Config,
+    make=make(GLM4),
+    gguf=GGUFTable(
+        "glm4",
+        {
+            **GATE_UP,
+            ".post_attention_norm": "post_self_attn_layernorm",
+            ".post_ffw_norm": "post_mlp_layernorm",
+        },
+        fixed={"hidden_act": "silu"},
+        is_partial=True,
+    ),
+)

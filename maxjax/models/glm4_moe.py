@@ -1,0 +1,162 @@
+"""GLM-4.5 to 4.7: experts chosen by balanced sigmoids, after a few layers without experts.
+
+Their files also hold layers that predict further tokens, which are not needed for the next one.
+
+Source: arXiv:2508.06471; transformers' ``modeling_glm4_moe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.model import Decoder, make
+from .decoder.rope import Rope, read_rope
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class GLM4MoEConfig(MoEConfig):
+    """The settings of a GLM-4.5.
+
+    Attributes:
+        n_shared: number of experts' widths that the shared expert has.
+        n_group, topk_group, routed_scaling_factor: as ``groups``, ``chosen_groups`` and ``factor`` of a
+            ``Routing``.
+    """
+
+    model_type = "glm4_moe"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting("n_routed_experts", default=128, minimum=1, held="axis")
+    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
+    n_shared: int = setting("n_shared_experts", default=1, maximum=1000)
+    n_group: int = setting(default=1, minimum=1)
+    topk_group: int = setting(default=1, minimum=1)
+    routed_scaling_factor: float = setting(default=1.0)
+    qk_norm: bool | str = setting("use_qk_norm", default=False)
+    output_bias: bool | None = own(False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
+        super().__post_init__()
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of the first half of each head."""
+        return {"rope": read_rope(raw, context, part=0.5)}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with experts: all but the first ``first_k_dense_replace``."""
+        layers = raw.get("num_hidden_layers")
+        sparse = after_dense(raw, layers, 1) if type(layers) is int and layers <= 1000 else ()
+        return {"sparse": sparse, "sliding_window": None, "mlp_bias": False}
+
+
+class GLM4MoEMLP(SparseMLP):
+    """Experts by balanced sigmoids, and an MLP for all tokens."""
+
+    shared_name: ClassVar[str] = "shared_experts"
+
+    def routes(self, config: Any) -> Routing:
+        """Sigmoids, whose shares are normalised and scaled."""
+        return Routing(
+            config.num_experts_per_tok, "sigmoid", normalised=config.norm_topk_prob,
+            factor=config.routed_scaling_factor, groups=config.n_group,
+            chosen_groups=config.topk_group, wide=True,
+        )  # fmt: skip
+
+    def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
+        """The router with the numbers that balance it."""
+        return BalancedRouter(config.hidden_size, config.num_experts, dtype)
+
+
+class GLM4MoELayer(MoELayer):
+    """A layer of a GLM-4.5."""
+
+    sparse_class: ClassVar[Any] = GLM4MoEMLP
+
+
+class GLM4MoE(Decoder):
+    """A GLM-4.5 language model.
+
+    Example:
+        >>> config = GLM4MoEConfig(100, 8, 16, num_layers=3, num_heads=2, sparse=(False, True, True))
+        >>> [type(layer.mlp).__name__ for layer in GLM4MoE(config, stacked=False).model.layers]
+        ['MLP', 'GLM4MoEMLP', 'GLM4MoEMLP']
+    """
+
+    layer_class: ClassVar[Any] = GLM4MoELayer
+
+
+@dataclass(frozen=True)
+class _GLM4MoEFamily(MoEFamily):
+    """A family whose files hold more layers than the model has."""
+
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`MoEFamily.apart` without layers that predict further tokens: those with ``eh_proj``."""
+        more = {n.rpartition(".eh_proj.")[0] + "." for n in checkpoint if ".eh_proj." in n}
+        kept = {n: value for n, value in checkpoint.items() if not n.startswith(tuple(more))}
+        return super().apart(kept)
+
+
+# What GGUF files have of layers that predict further tokens.
+_NEXT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+
+
+def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the tensors tell; layers that predict further tokens do not count."""
+    more = given.count("nextn_predict_layers", 0, minimum=0)
+    return {
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "num_hidden_layers": config["num_hidden_layers"] - more,
+        "num_nextn_predict_layers": more,
+    }
+
+
+GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
+    model_type=GLM4MoEConfig.model_type,
+    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    config=GLM4MoEConfig,
+    make=make(GLM4MoE),
+    gguf=GGUFTable(
+        "glm4moe",
+        {
+            ".ffn_norm": None,
+            ".post_attention_norm": "post_attention_layernorm",
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+            ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
+            **expert_names(shared="shared_experts"),
+            **{f".nextn.{name}": name for name in _NEXT},
+        },
+        keys={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
+        read=_of_gguf,
+        write=lambda config: {"expert_gating_func": 2},
+        written=("expert_gating_func",),
+        biases=("attn_q", "attn_k", "attn_v", "exp_probs_b"),
+        is_partial=True,
+    ),
+)

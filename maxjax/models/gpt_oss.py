@@ -1,0 +1,182 @@
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, and a window in every second layer.
+
+Its files hold the experts of a layer together, in MXFP4, which stay packed in memory.
+
+Source: arXiv:2508.10925; transformers' ``modeling_gpt_oss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.placement.specs import TENSOR, Split
+from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.weight.weight import Weight
+from ..nn.linear import Linear
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.attention import DecoderAttention
+from .decoder.config import own, slides_of
+from .decoder.expert_files import MoEFamily, Together
+from .decoder.experts import MoEConfig, MoELayer, SparseMLP, expert_count
+from .decoder.model import Decoder, make
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
+
+# What the class of transformers has where a file says nothing of RoPE.
+_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GptOssConfig(MoEConfig):
+    """The settings of a gpt-oss; ``intermediate_size`` is that of an expert."""
+
+    model_type = "gpt_oss"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0,
+    }  # fmt: skip
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting(default=128, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
+    attention_bias: bool = setting(default=True)
+    alpha: float = setting("swiglu_alpha", default=1.702)
+    limit: float = setting("swiglu_limit", default=7.0)
+    norm_topk_prob: bool = own(True)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """YaRN where the file says nothing."""
+        if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+            raw = {**raw, "rope_scaling": _ROPE}
+        return super().ropes(raw, context)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """``moe_intermediate_size`` is not used."""
+        return raw, frozenset({"moe_intermediate_size"})
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The experts, and the layers with a window: every second one, from the first on."""
+        layers = raw.get("num_hidden_layers")
+        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        return {
+            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
+            "moe_intermediate_size": None, "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``(up + 1) · gate · σ(alpha · gate)``, of gate and up within a limit."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Two arrays of one shape → one."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+class GptOssMLP(SparseMLP):
+    """The experts of a gpt-oss."""
+
+    router_name: ClassVar[str] = "router"
+    expert_bias: ClassVar[bool] = True
+
+    def routes(self, config: Any) -> Routing:
+        """The softmax of the chosen scores."""
+        return Routing(config.num_experts_per_tok, "softmax of chosen")
+
+    def kind(self, config: Any) -> ClampedSwiGLU:
+        """The clamped gate."""
+        return ClampedSwiGLU(config.alpha, config.limit)
+
+    def make_router(self, config: Any, dtype: DType) -> Linear:
+        """A linear layer with a bias."""
+        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU(), has_bias=True)
+
+
+class GptOssAttention(DecoderAttention):
+    """Attention with a sink for each query head."""
+
+    def make_projections(self, config: Any, dtype: DType) -> None:
+        """The projections, and the sinks ``[H]``."""
+        super().make_projections(config, dtype)
+        self.sinks = Weight("sinks", dtype, (self.num_heads,), DeviceRef.CPU())
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """The sinks are split as the query heads are."""
+        heads = ShardingStrategy.segmented(1, 0, [Segment.head_aware(self.num_heads, 1)])
+        return {**super().sharding_rules(), "sinks": Split(heads, TENSOR)}
+
+
+class GptOssLayer(MoELayer):
+    """A layer of a gpt-oss."""
+
+    attention_class: ClassVar[Any] = GptOssAttention
+    sparse_class: ClassVar[Any] = GptOssMLP
+
+
+class GptOss(Decoder):
+    """A gpt-oss language model.
+
+    Example:
+        >>> config = GptOssConfig(100, 8, 16, num_layers=2, num_heads=2, sliding_window=4)
+        >>> [name for name in GptOss(config).raw_state_dict() if "layers.1.self_attn.s" in name]
+        ['model.layers.1.self_attn.sinks']
+    """
+
+    layer_class: ClassVar[Any] = GptOssLayer
+
+
+def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE as in gpt-oss's own files, of whose YaRN GGUF files do not say that it rounds no range."""
+    rope = config["rope_scaling"]
+    if rope is None:
+        return {"rope_scaling": {"rope_type": "default"}}
+    return {"rope_scaling": {**rope, "truncate": False}}
+
+
+GPT_OSS = GptOss.family = MoEFamily(
+    model_type=GptOssConfig.model_type,
+    architectures=("GptOssForCausalLM", "GptOssModel"),
+    config=GptOssConfig,
+    make=make(GptOss),
+    gguf=GGUFTable(
+        "gpt-oss",
+        {
+            ".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm",
+            ".attn_sinks": Rule("self_attn.sinks", only="weight"), **expert_names(router="router"),
+        },
+        keys={
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        read=_of_gguf,
+        biases=(
+            "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps",
+            "ffn_down_exps",
+        ),
+        period=2, truncates=False,
+    ),
+    together=Together(
+        ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",),
+        transposed=True, interleaved=True, written=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,71 @@
+"""Granite 3: a Llama whose embeddings, scores, residual sums and logits have factors of their own.
+
+Source: arXiv:2408.13359; transformers' ``modeling_granite``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import setting
+from .decoder.config import DecoderConfig
+from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.table import PERMUTED, GGUFTable
+
+
+@dataclass(frozen=True)
+class GraniteConfig(DecoderConfig):
+    """The settings of a Granite.
+
+    Attributes:
+        logits_scaling: divisor of the logits; ``logit_scale`` is computed from it.
+    """
+
+    model_type = "granite"
+
+    embedding_scale: float = setting("embedding_multiplier", default=1.0)
+    query_scale: float | None = setting("attention_multiplier", default=1.0)
+    residual_scale: float = setting("residual_multiplier", default=1.0)
+    logits_scaling: float = setting(default=1.0, minimum=1e-9)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_scale", 1 / self.logits_scaling)
+        super().__post_init__()
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A Granite has no sliding window, whatever its file says."""
+        return {"sliding_window": None}
+
+
+class Granite(Decoder):
+    """A Granite language model.
+
+    Example:
+        >>> Granite(GraniteConfig(100, 8, 16, num_layers=2, num_heads=2)).config.query_scale
+        1.0
+    """
+
+
+GRANITE = Granite.family = DecoderFamily(
+    model_type=GraniteConfig.model_type,
+    architectures=("GraniteForCausalLM", "GraniteModel"),
+    config=GraniteConfig,
+    make=make(Granite),
+    gguf=GGUFTable(
+        "granite",
+        PERMUTED,
+        keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        fixed={"hidden_act": "silu"},
+        read=lambda given, tensors, config: {"mlp_bias": "blk.0.ffn_gate.bias" in tensors},
+        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+        is_divided=True,
+    ),
+)

@@ -1,0 +1,114 @@
+"""Granite 3 MoE: a Granite 3 whose MLPs are mixtures of experts.
+
+Source: transformers' ``modeling_granitemoe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..nn.layer import Module
+from ..nn.linear import Linear
+from .config import setting
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily, Together
+from .decoder.experts import MoEConfig, SparseMLP, expert_count
+from .decoder.model import make
+from .gguf.names import expert_names
+from .granite import GRANITE, Granite, GraniteConfig
+from .mixtral import MixtralLayer
+
+
+@dataclass(frozen=True)
+class GraniteMoEConfig(GraniteConfig, MoEConfig):
+    """The settings of a Granite 3 MoE; ``intermediate_size`` is that of an expert."""
+
+    model_type = "granitemoe"
+
+    num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    norm_topk_prob: bool = own(True)
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """``moe_intermediate_size`` is not used."""
+        return raw, frozenset({"moe_intermediate_size"})
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The experts, in all layers."""
+        return {
+            **super().derived(raw), "moe_intermediate_size": None, "mlp_bias": False,
+            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
+        }  # fmt: skip
+
+
+class GraniteRouter(Module):
+    """A router, whose linear layer files call ``layer``."""
+
+    def __init__(self, size: int, count: int, dtype: DType):
+        super().__init__()
+        self.layer = Linear(size, count, dtype, DeviceRef.CPU())
+
+    def __call__(self, x: jax.Array) -> Any:
+        """``[..., E]`` → ``[..., X]``."""
+        return self.layer(x)
+
+
+class GraniteMoEMLP(SparseMLP):
+    """The experts of a Granite 3 MoE."""
+
+    router_name: ClassVar[str] = "router"
+
+    def make_router(self, config: Any, dtype: DType) -> GraniteRouter:
+        """The router."""
+        return GraniteRouter(config.hidden_size, config.num_experts, dtype)
+
+
+class GraniteMoELayer(MixtralLayer):
+    """A layer of a Granite 3 MoE, whose files call the mixture of experts ``block_sparse_moe``."""
+
+    sparse_class: ClassVar[Any] = GraniteMoEMLP
+
+
+class GraniteMoE(Granite):
+    """A Granite 3 MoE language model.
+
+    Example:
+        >>> model = GraniteMoE(GraniteMoEConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "0.block_sparse_moe.router" in name]
+        ['model.layers.0.block_sparse_moe.router.layer.weight']
+    """
+
+    layer_class: ClassVar[Any] = GraniteMoELayer
+
+
+_SPARSE = "block_sparse_moe"
+GRANITEMOE = GraniteMoE.family = MoEFamily(
+    model_type=GraniteMoEConfig.model_type,
+    architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
+    config=GraniteMoEConfig,
+    make=make(GraniteMoE),
+    gguf=None if GRANITE.gguf is None else replace(
+        GRANITE.gguf,
+        architecture="granitemoe",
+        tensors={**GRANITE.gguf.tensors, **expert_names(_SPARSE, "router.layer")},
+        keys={
+            **GRANITE.gguf.keys, "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        read=None, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
+    ),
+    renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
+    experts=f"{_SPARSE}.experts.#.*.weight",
+    together=Together(
+        (f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
+        (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
+        suffix=".weight", written=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,204 @@
+"""Llama 4, the text model: experts beside an MLP, and attention in chunks.
+
+Three of four layers rotate neighbouring features, normalise queries and keys, and see the tokens of a
+chunk; the fourth has no RoPE, sees all tokens, and scales its queries by position.
+
+Source: transformers' ``modeling_llama4``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from ..graph.device import DeviceRef
+from ..nn.layer import Module
+from ..nn.linear import MLP, Linear
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.attention import DecoderAttention
+from .decoder.config import own, rotates_of
+from .decoder.expert_files import MoEFamily, Together
+from .decoder.experts import MoEConfig, MoELayer, SparseMLP
+from .decoder.model import Decoder, make
+from .decoder.rope import QueryScaling, read_rope
+from .multimodal import SIGHT
+
+
+@dataclass(frozen=True)
+class Llama4Config(MoEConfig):
+    """The settings of a Llama 4's text model; ``intermediate_size`` is that of an expert.
+
+    Attributes:
+        dense_size: inner features of the MLPs of layers without experts.
+        qk_norm_l2: whether queries and keys of layers with RoPE are divided by their root mean square.
+    """
+
+    model_type = "llama4_text"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8, "rope_theta": 5e5, "attention_chunk_size": 8192,
+    }  # fmt: skip
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting("num_local_experts", default=16, minimum=1, held="axis")
+    num_experts_per_tok: int = setting(default=1, minimum=1, held="axis")
+    dense_size: int = setting("intermediate_size_mlp", default=16384, minimum=1)
+    qk_norm_l2: bool = setting("use_qk_norm", default=True)
+    shared_size: int | None = own(None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_size", self.intermediate_size)
+        super().__post_init__()
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """The RoPE, and the growth of queries in layers without it."""
+        found: dict[str, Any] = {"rope": read_rope(raw, context, 5e5, interleaved=True)}
+        if raw.get("attn_temperature_tuning") is not False:
+            given = {"attn_scale": 0.1, "floor_scale": 8192}
+            given |= {key: raw[key] for key in given if raw.get(key) is not None}
+            for key, value in given.items():
+                if type(value) not in (int, float) or not 0 < value < 1e30:
+                    raise ValueError(f"{key!r} is {str(value)[:60]}, not a positive number")
+            found["query_scaling"] = QueryScaling(given["attn_scale"], given["floor_scale"], 1.0)
+        return found
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """The numbers of the text model; ``moe_intermediate_size`` is not used."""
+        found, unused = super().counted(raw)
+        return found, unused | {"moe_intermediate_size"}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with RoPE, with chunks and with experts.
+
+        Raises:
+            ValueError: a setting is of the wrong type.
+            UnsupportedModelError: ``layer_types`` names another kind of layer.
+        """
+        layers, chunk = raw.get("num_hidden_layers"), raw.get("attention_chunk_size")
+        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        rotates = rotates_of(raw)
+        kinds = raw.get("layer_types")
+        if kinds is None:
+            kinds = ["chunked_attention" if one else "full_attention" for one in rotates]
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            if kind not in ("chunked_attention", "full_attention"):
+                raise UnsupportedModelError(f"'layer_types' with {str(kind)[:80]!r}")
+        slides = tuple(kind == "chunked_attention" and chunk is not None for kind in kinds)
+        listed, step = raw.get("moe_layers"), raw.get("interleave_moe_layer_step")
+        step = 1 if step is None else step
+        if type(step) is not int or step < 1:
+            raise ValueError(f"'interleave_moe_layer_step' is {str(step)[:60]}, not a number")
+        listed = list(range(step - 1, count, step)) if listed is None else listed
+        if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+            raise ValueError("'moe_layers' is not a list of integers")
+        return {
+            "rotates": rotates, "slides": slides, "sliding_window": chunk if any(slides) else None,
+            "sparse": tuple(i in set(listed) for i in range(count)), "mlp_bias": False,
+            "moe_intermediate_size": None,
+        }  # fmt: skip
+
+
+class Llama4Attention(DecoderAttention):
+    """Attention in chunks, of normalised queries and keys."""
+
+    chunked = True
+
+    def __init__(self, config: Llama4Config, slides: bool, dtype: DType):
+        super().__init__(config, slides, dtype)
+        self.epsilon: float | None = config.rms_norm_eps if config.qk_norm_l2 else None
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Normalised before RoPE: it does not change the length of a head."""
+        q, k, v = super().heads(q, k, v)
+        if self.epsilon is None or self.rope == "none":
+            return [q, k, v]
+        return [_divided(q, self.epsilon), _divided(k, self.epsilon), v]
+
+
+def _divided(x: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
+
+
+class Llama4MLP(SparseMLP):
+    """Experts whose inputs are multiplied by sigmoids, and an MLP for all tokens."""
+
+    router_name: ClassVar[str] = "router"
+
+    def routes(self, config: Any) -> Routing:
+        """Sigmoids, on inputs."""
+        return Routing(config.num_experts_per_tok, "sigmoid", on_inputs=True)
+
+    def make_router(self, config: Any, dtype: DType) -> Linear:
+        """The router."""
+        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+
+
+class Llama4Layer(MoELayer):
+    """A layer of a Llama 4, whose files call the MLP ``feed_forward``."""
+
+    attention_class: ClassVar[Any] = Llama4Attention
+    sparse_class: ClassVar[Any] = Llama4MLP
+
+    def __init__(self, config: Llama4Config, number: int, dtype: DType):
+        super().__init__(config, number, dtype)
+        self.self_attn.scales_queries = (
+            not config.rotates[number] and config.query_scaling is not None
+        )
+
+    @property
+    def mlp(self) -> Any:
+        """The MLP or the mixture of experts, ``feed_forward``."""
+        return self.feed_forward
+
+    @mlp.setter
+    def mlp(self, layer: Module) -> None:
+        self.feed_forward = layer
+
+    def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
+        """The mixture of experts, or an MLP of its own width."""
+        if config.sparse[number]:
+            return super().make_mlp(config, number, dtype)
+        return MLP(
+            dtype, None, config.hidden_size, config.dense_size, [DeviceRef.CPU()],
+            activation_function=config.hidden_act,
+        )  # fmt: skip
+
+
+class Llama4(Decoder):
+    """A Llama 4 language model.
+
+    Example:
+        >>> config = Llama4Config(100, 8, 16, num_layers=4, num_heads=2, head_dim=4)
+        >>> [name for name in Llama4(config).raw_state_dict() if "3.feed_forward.router" in name]
+        ['model.layers.3.feed_forward.router.weight']
+    """
+
+    layer_class: ClassVar[Any] = Llama4Layer
+
+
+LLAMA4 = Llama4.family = MoEFamily(
+    model_type=Llama4Config.model_type,
+    architectures=("Llama4ForCausalLM", "Llama4TextModel"),
+    config=Llama4Config,
+    make=make(Llama4),
+    experts="feed_forward.experts.#.*.weight",
+    together=Together(
+        ("feed_forward.experts.gate_up_proj",), ("feed_forward.experts.down_proj",),
+        transposed=True, written=True,
+    ),
+    sight=SIGHT,
+)  # fmt: skip

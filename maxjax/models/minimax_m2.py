@@ -1,0 +1,144 @@
+"""MiniMax M2: experts chosen by balanced sigmoids, and norms over all heads of queries and keys.
+
+Source: transformers' ``modeling_minimax_m2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.weight.weight import Weight
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MAPS_W, MoEConfig, SparseMLP, expert_count
+from .decoder.model import Decoder, make
+from .decoder.rope import Rope, read_rope
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
+from .mixtral import MixtralLayer
+
+
+@dataclass(frozen=True)
+class MiniMaxM2Config(MoEConfig):
+    """The settings of a MiniMax M2; ``intermediate_size`` is that of an expert."""
+
+    model_type = "minimax_m2"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=196608, minimum=1)
+    num_experts: int = setting(default=256, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
+    maps: tuple = own(MAPS_W)
+    qk_norm: bool | str = own("all")
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of a part of each head, which published files give as ``rotary_dim``."""
+        width, head = raw.get("rotary_dim"), raw.get("head_dim")
+        head = cls.head_dim if head is None else head
+        part = 1.0
+        if width is not None:
+            if not all(type(n) is int and n > 0 for n in (width, head)):
+                raise ValueError(f"'rotary_dim' is {str(width)[:60]}, not a part of 'head_dim'")
+            part = width / head
+        return {"rope": read_rope(raw, context, 5e6, part=part)}
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """``moe_intermediate_size`` is not used."""
+        return raw, frozenset({"moe_intermediate_size"})
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The experts; a MiniMax M2 has neither biases nor a window, whatever its file says.
+
+        Raises:
+            ValueError: queries and keys are normalised in another way.
+        """
+        if raw.get("qk_norm_type") not in (None, "per_layer") or raw.get("use_qk_norm") is False:
+            raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
+        return {
+            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
+            "moe_intermediate_size": None, "attention_bias": False, "mlp_bias": False,
+            "sliding_window": None,
+        }  # fmt: skip
+
+
+class MiniMaxM2MLP(SparseMLP):
+    """Experts by sigmoids, whose balancing numbers are beside the router."""
+
+    def __init__(self, config: MiniMaxM2Config, dtype: DType):
+        super().__init__(config, dtype)
+        self.e_score_correction_bias = Weight(
+            "e_score_correction_bias", dtype, (config.num_experts,), DeviceRef.CPU()
+        )
+
+    def routes(self, config: Any) -> Routing:
+        """Sigmoids, whose shares are normalised."""
+        return Routing(config.num_experts_per_tok, "sigmoid", normalised=True)
+
+    def correction(self) -> Weight:
+        """The balancing numbers."""
+        return self.e_score_correction_bias
+
+
+class MiniMaxM2Layer(MixtralLayer):
+    """A layer of a MiniMax M2, whose files call the mixture of experts ``block_sparse_moe``."""
+
+    sparse_class: ClassVar[Any] = MiniMaxM2MLP
+
+
+class MiniMaxM2(Decoder):
+    """A MiniMax M2 language model.
+
+    Example:
+        >>> config = MiniMaxM2Config(100, 8, 16, num_layers=2, num_heads=2, num_experts=8, head_dim=4)
+        >>> [n for n in MiniMaxM2(config).raw_state_dict() if "layers.1" in n and "_bias" in n]
+        ['model.layers.1.block_sparse_moe.e_score_correction_bias']
+    """
+
+    layer_class: ClassVar[Any] = MiniMaxM2Layer
+
+
+MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
+    model_type=MiniMaxM2Config.model_type,
+    architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
+    config=MiniMaxM2Config,
+    make=make(MiniMaxM2),
+    gguf=GGUFTable(
+        "minimax-m2",
+        {
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+            ".exp_probs_b": Rule("block_sparse_moe.e_score_correction_bias", only="bias"),
+            **expert_names("block_sparse_moe", maps=MAPS_W),
+        },
+        keys={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed={"hidden_act": "silu"},
+        read=lambda given, tensors, config: {
+            "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
+        },
+        write=lambda config: {"expert_gating_func": 2},
+        written=("expert_gating_func",),
+        biases=("exp_probs_b",),
+        is_partial=True,
+    ),
+    renamed=(
+        (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
+        (".mlp.e_score_correction_bias", ".block_sparse_moe.e_score_correction_bias"),
+    ),
+    experts="block_sparse_moe.experts.#.*.weight",
+    maps=MAPS_W,
+)

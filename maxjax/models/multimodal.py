@@ -1,0 +1,154 @@
+"""The text models in checkpoints of multimodal models, which have prefixes and nested settings there.
+
+A multimodal model is read as the language model that it contains: ``text_settings`` takes its
+configuration out, and ``DecoderFamily`` its tensors. Tensors that see or hear are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+# Prefixes of a text model's tensors, and their replacements; the first that matches holds.
+PLACES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+# The other parts of multimodal models, in files of any age.
+SIGHT = tuple(
+    f"{prefix}{part}.*"
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower")
+)
+_SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
+T = TypeVar("T")
+# Keys beside ``text_config`` that hold for the text model too.
+_TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+# Settings of the positions of images: the tokens of a text have one position for all sections.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text model of a kind of multimodal model.
+
+    Attributes:
+        model_type, architecture: names of the text model alone.
+        unsaid: its values of keys that a file leaves out, where they are not those of ``model_type``.
+        flat: whether old files hold its settings among those of the complete model.
+    """
+
+    model_type: str
+    architecture: str
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
+
+
+_MISTRAL = Text("mistral", "MistralForCausalLM", {"sliding_window": None})
+_MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
+_QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
+_QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
+_QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
+_QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
+_DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
+_GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
+_LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
+
+# ``model_type`` of a multimodal model → its text model, by ``model_type`` in ``text_config``; None for
+# files that name no other there, or hold the text model's settings among their own.
+TEXTS: dict[str, dict[str | None, Text]] = {
+    "mistral3": {None: _MISTRAL, "mistral": _MISTRAL, "ministral3": _MINISTRAL},
+    "qwen2_vl": {None: _QWEN2},
+    "qwen2_5_vl": {None: _QWEN2},
+    "qwen3_vl": {None: _QWEN3},
+    "qwen3_5": {None: _QWEN35},
+    "qwen3_5_moe": {None: _QWEN35_MOE},
+    "kimi_k25": {None: _DEEPSEEK_V3},
+    "gemma3": {None: _GEMMA3},
+    "llama4": {None: _LLAMA4},
+}
+# ``architectures`` of multimodal models → their ``model_type``.
+ARCHITECTURES: dict[str, str] = {
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Llama4ForConditionalGeneration": "llama4",
+}
+
+
+def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model in that of a multimodal model; any other as it is.
+
+    Raises:
+        ValueError: the settings of the text model are missing or no object.
+
+    Example:
+        >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
+        {'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}
+    """
+    listed = raw.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
+    texts, given = TEXTS.get(kind) if isinstance(kind, str) else None, raw.get("text_config")
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
+    if texts is None:
+        return raw
+    if given is None:
+        if not texts[None].flat or "hidden_size" not in raw:
+            raise ValueError("'text_config' is missing")
+        given = {key: value for key, value in raw.items() if not key.endswith("_config")}
+    inner = given.get("model_type")
+    text = texts.get(inner) if isinstance(inner, str) else None
+    text = text or texts[None]
+    shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
+    names = {"architectures": [text.architecture], "model_type": text.model_type}
+    return {**text.unsaid, **_without_sections(given), **shared, **names}
+
+
+def is_multimodal(raw: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a multimodal model whose text model is known."""
+    return text_settings(raw) is not raw
+
+
+def text_name(tensor: str) -> str | None:
+    """The name of a tensor in the text model alone; None if it belongs to another part.
+
+    Example:
+        >>> text_name("language_model.model.norm.weight"), text_name("vision_tower.ln_pre.weight")
+        ('model.norm.weight', None)
+    """
+    for place, instead in PLACES:
+        if tensor.startswith(place):
+            return instead + tensor[len(place) :]
+    return None if _SEEN.fullmatch(tensor) else tensor
+
+
+def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
+    """The tensors of the text model by its own names, of a multimodal configuration's; any other's as they are."""
+    if not is_multimodal(raw):
+        return tensors
+    named = {text_name(name): value for name, value in tensors.items()}
+    return {name: value for name, value in named.items() if name is not None}
+
+
+def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, of which RoPE has no sections of images."""
+    found = dict(given)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = found.get(name)
+        if isinstance(rope, Mapping) and any(key in rope for key in _SECTIONS):
+            kept = {key: value for key, value in rope.items() if key not in _SECTIONS}
+            plain = ("mrope", "default")
+            kept = {key: "default" if value in plain else value for key, value in kept.items()}
+            found[name] = kept if set(kept) - {"type", "rope_type"} else None
+    return found

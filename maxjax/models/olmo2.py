@@ -1,0 +1,124 @@
+"""OLMo 2 and 3: norms after attention and MLP, and over all heads of queries and keys.
+
+OLMo 3 adds a sliding window to three of four layers, whose RoPE may have settings of its own.
+
+Sources: arXiv:2501.00656; transformers' ``modeling_olmo2`` and ``modeling_olmo3``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.block import PostNormLayer
+from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope, ropes_by_kind
+from .gguf.metadata import Settings, unsupported
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class Olmo2Config(DecoderConfig):
+    """The settings of an OLMo 2."""
+
+    model_type = "olmo2"
+
+    rms_norm_eps: float = setting(default=1e-5)
+    norm: str = own("wide_rms")
+    qk_norm: bool | str = own("all")
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """An OLMo 2 has no sliding window and no biases in its MLP, whatever its file says."""
+        return {"mlp_bias": False, "sliding_window": None}
+
+
+@dataclass(frozen=True)
+class Olmo3Config(Olmo2Config):
+    """The settings of an OLMo 3: all but every fourth layer have the sliding window."""
+
+    model_type = "olmo3"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with the sliding window."""
+        layers = raw.get("num_hidden_layers")
+        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        slides = slides_of(raw, [bool((i + 1) % 4) for i in range(layers)])
+        window = raw.get("sliding_window") if any(slides) else None
+        return {"mlp_bias": False, "slides": slides, "sliding_window": window}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of layers that see all tokens and that of sliding layers."""
+        kinds: dict[str, float] = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
+        found = ropes_by_kind(raw, context, kinds)
+        return {"rope": found["full_attention"], "local_rope": found["sliding_attention"]}
+
+
+class Olmo2(Decoder):
+    """An OLMo 2 language model.
+
+    Example:
+        >>> config = Olmo2Config(100, 8, 16, num_layers=2, num_heads=2)
+        >>> Olmo2(config, stacked=False).model.layers[0].self_attn.q_norm.weight.shape
+        [Dim(8)]
+    """
+
+    layer_class: ClassVar[Any] = PostNormLayer
+
+
+class Olmo3(Olmo2):
+    """An OLMo 3 language model."""
+
+
+def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A file with a sliding window holds an OLMo 3."""
+    if not config.get("sliding_window"):
+        return {}
+    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
+
+
+def _write(config: Olmo2Config) -> dict[str, Any]:
+    """llama.cpp rotates sliding layers by the same base as the others, without scaling."""
+    near = config.local_rope
+    if near is not None and near != Rope(config.rope.theta):
+        raise unsupported("rope settings of sliding layers alone in a GGUF file", None)
+    return {}
+
+
+_GGUF = GGUFTable(
+    "olmo2",
+    {
+        ".attn_norm": None,
+        ".ffn_norm": None,
+        ".attn_q_norm": "self_attn.q_norm",
+        ".attn_k_norm": "self_attn.k_norm",
+        ".post_attention_norm": "post_attention_layernorm",
+        ".post_ffw_norm": "post_feedforward_layernorm",
+    },
+    fixed={"hidden_act": "silu"},
+    read=_read,
+    write=_write,
+    biases=(),
+    period=4,
+    model_types=("olmo3",),
+)
+OLMO2 = Olmo2.family = DecoderFamily(
+    model_type=Olmo2Config.model_type,
+    architectures=("Olmo2ForCausalLM", "Olmo2Model"),
+    config=Olmo2Config,
+    make=make(Olmo2),
+    gguf=_GGUF,
+)
+OLMO3 = Olmo3.family = DecoderFamily(
+    model_type=Olmo3Config.model_type,
+    architectures=("Olmo3ForCausalLM", "Olmo3Model"),
+    config=Olmo3Config,
+    make=make(Olmo3),
+)

@@ -1,0 +1,101 @@
+"""OLMoE: many small experts, and norms over all heads of queries and keys.
+
+Source: arXiv:2409.02060; transformers' ``modeling_olmoe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from .config import setting
+from .decoder.attention import DecoderAttention
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MoEConfig, MoELayer
+from .decoder.model import Decoder, make
+from .gguf.names import expert_names
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class OLMoEConfig(MoEConfig):
+    """The settings of an OLMoE; ``clip_qkv`` bounds queries, keys and values."""
+
+    model_type = "olmoe"
+
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting(default=64, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
+    norm_topk_prob: bool = setting(default=False)
+    clip_qkv: float | None = setting(default=None)
+    qk_norm: bool | str = own("all")
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """``moe_intermediate_size`` is not used: its experts have the width ``intermediate_size``."""
+        return raw, frozenset({"moe_intermediate_size"})
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """An OLMoE has no sliding window, and its experts are as wide as an MLP."""
+        return {"sliding_window": None, "moe_intermediate_size": None, "mlp_bias": False}
+
+
+class OLMoEAttention(DecoderAttention):
+    """Attention whose queries, keys and values may be clipped."""
+
+    def __init__(self, config: OLMoEConfig, slides: bool, dtype: DType):
+        super().__init__(config, slides, dtype)
+        self.clip = config.clip_qkv
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Normalised, then within ``±clip_qkv``."""
+        found = super().heads(q, k, v)
+        return found if self.clip is None else [jnp.clip(a, -self.clip, self.clip) for a in found]
+
+
+class OLMoELayer(MoELayer):
+    """A layer of an OLMoE."""
+
+    attention_class: ClassVar[Any] = OLMoEAttention
+
+
+class OLMoE(Decoder):
+    """An OLMoE language model.
+
+    Example:
+        >>> config = OLMoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> OLMoE(config, stacked=False).model.layers[0].self_attn.k_norm.weight.shape
+        [Dim(8)]
+    """
+
+    layer_class: ClassVar[Any] = OLMoELayer
+
+
+OLMOE = OLMoE.family = MoEFamily(
+    model_type=OLMoEConfig.model_type,
+    architectures=("OlmoeForCausalLM", "OlmoeModel"),
+    config=OLMoEConfig,
+    make=make(OLMoE),
+    gguf=GGUFTable(
+        "olmoe",
+        {
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+            ".ffn_gate": None,
+            ".ffn_up": None,
+            ".ffn_down": None,
+            **expert_names(),
+        },
+        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": False},
+        biases=(),
+    ),
+)

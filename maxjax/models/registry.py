@@ -1,0 +1,189 @@
+"""The model families that maxjax can run: ``FAMILIES``, :func:`register`, :func:`find_family`.
+
+There is one file per family.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, closest
+from .bert import BERT, BERT_HEAD
+from .cohere import COHERE, COHERE2
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from .distilbert import DISTILBERT, DISTILBERT_HEAD
+from .ernie4_5_moe import ERNIE4_5_MOE
+from .family import Family
+from .gemma import GEMMA, GEMMA2, GEMMA3
+from .gguf.table import ARCHITECTURE_OF, add_table
+from .glm4 import GLM4_FAMILY, GLM_FAMILY
+from .glm4_moe import GLM4_MOE
+from .gpt2 import GPT2_FAMILY
+from .gpt_oss import GPT_OSS
+from .granite import GRANITE
+from .granitemoe import GRANITEMOE
+from .gte import GTE, GTE_HEAD
+from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
+from .llama import LLAMA
+from .llama4 import LLAMA4
+from .minimax_m2 import MINIMAX_M2
+from .mistral import MINISTRAL3, MISTRAL
+from .mixtral import MIXTRAL
+from .modernbert import MODERNBERT, MODERNBERT_HEAD
+from .mpnet import MPNET, MPNET_HEAD
+from .multimodal import ARCHITECTURES as _MULTIMODAL
+from .multimodal import TEXTS as _TEXTS
+from .multimodal import text_settings
+from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
+from .olmo2 import OLMO2, OLMO3
+from .olmoe import OLMOE
+from .phi3 import PHI3
+from .qwen import QWEN2, QWEN3
+from .qwen2_moe import QWEN2_MOE
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
+from .roberta import ROBERTA, ROBERTA_HEAD, XLM_ROBERTA, XLM_ROBERTA_HEAD
+from .smollm3 import SMOLLM3
+
+# fmt: off
+FAMILIES: list[Family] = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, OLMO2, OLMO3, PHI3, SMOLLM3, GRANITE, GLM_FAMILY,
+    GLM4_FAMILY, COHERE, COHERE2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2,
+    DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4,
+    MINIMAX_M2, ERNIE4_5_MOE, GEMMA, GEMMA2, GEMMA3, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT,
+    DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
+    XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
+    MODERNBERT, MODERNBERT_HEAD,
+]
+# fmt: on
+"""The families that maxjax can run; :func:`register` adds to them."""
+
+for _family in FAMILIES:
+    if _family.gguf is not None:
+        add_table(_family.gguf, _family.model_type, _family.architectures[0])
+
+
+def register(family: Family) -> Family:
+    """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
+
+    Args:
+        family: the family to add. It replaces a family of the same model type, also one of
+            maxjax's own.
+
+    Returns:
+        The family.
+
+    Raises:
+        UserInputError: one of its architectures belongs to another family.
+
+    Example:
+        >>> import dataclasses
+        >>> from maxjax.models import Llama
+        >>> mine = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
+        >>> register(mine) is find_family({"architectures": ["Mine"]})
+        True
+        >>> FAMILIES.remove(mine)
+    """
+    others = [other for other in FAMILIES if other.model_type != family.model_type]
+    for other in others:
+        taken = set(other.architectures) & set(family.architectures)
+        if taken:
+            raise UserInputError(
+                f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
+            )
+    FAMILIES[:] = [*others, family]
+    if family.gguf is not None:
+        add_table(family.gguf, family.model_type, family.architectures[0])
+    return family
+
+
+def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
+    """The family of a configuration, by its first architecture, or by its model type without one.
+
+    Raises:
+        UnsupportedModelError: maxjax does not have the model; the message lists the families.
+        CheckpointFormatError: the configuration names neither, or not as strings.
+    """
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
+    ):
+        raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
+    if model_type is not None and not isinstance(model_type, str):
+        raise CheckpointFormatError("'model_type' is not a string", path=path)
+    # An unknown architecture of a known model type is other code under an old name.
+    if architectures:
+        if architectures[0] in _MULTIMODAL:
+            architectures = text_of(config, path)["architectures"]
+        for family in FAMILIES:
+            if architectures[0] in family.architectures and family.claims(config):
+                return family
+        raise _unsupported(f"the architecture {architectures[0]!r}", architectures[0], path)
+    if model_type:
+        if model_type in _TEXTS:
+            model_type = text_of(config, path)["model_type"]
+        for family in FAMILIES:
+            if model_type == family.model_type and family.claims(config):
+                return family
+        raise _unsupported(f"the model type {model_type!r}", model_type, path)
+    raise CheckpointFormatError(
+        "neither 'architectures' nor 'model_type' says what the model is", path=path
+    )
+
+
+def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
+    """The configuration of the text model, of a multimodal one."""
+    try:
+        return text_settings(config)
+    except ValueError as error:
+        raise CheckpointFormatError(str(error), path=path) from None
+
+
+class FamilyNames(NamedTuple):
+    """The names of one model family.
+
+    Attributes:
+        family: name of its classes in ``maxjax.models``, without ``Config``.
+        model_type, architectures: names in a ``config.json``.
+        gguf: llama.cpp's name of the architecture; None if there are no GGUF files of the family.
+    """
+
+    family: str
+    model_type: str
+    architectures: tuple[str, ...]
+    gguf: str | None
+
+
+def families() -> list[FamilyNames]:
+    """The model families that maxjax can run, those that :func:`register` added among them.
+
+    Example:
+        >>> families()[0]
+        FamilyNames(family='Llama', model_type='llama',
+                    architectures=('LlamaForCausalLM', 'LlamaModel'), gguf='llama')
+    """
+    return [
+        FamilyNames(
+            one.config.__name__.removesuffix("Config"), one.model_type, one.architectures,
+            ARCHITECTURE_OF.get(one.model_type),
+        )
+        for one in FAMILIES
+    ]  # fmt: skip
+
+
+def _unsupported(what: str, name: str, path: Any) -> UnsupportedModelError:
+    """The error for a name that no family has, with the family whose name is the most similar."""
+    names = {n: one for one in FAMILIES for n in (*one.architectures, one.model_type)}
+    like = closest(name[:200], names)
+    near = f" The nearest is {names[like].model_type!r} ({like})." if like is not None else ""
+    where = f"{os.fspath(path)}: " if path is not None else ""
+    what = "".join(c if c.isprintable() else "?" for c in what[:200])
+    known = ", ".join(dict.fromkeys(one.model_type for one in FAMILIES))
+    return UnsupportedModelError(
+        f"{where}{what} is not supported.{near} Supported are {known}; maxjax.models.families() lists "
+        "their architectures. maxjax.models.register(family) adds one of your own: docs/families.md "
+        "shows how"
+    )

@@ -1,0 +1,69 @@
+"""SmolLM3: a Llama in which every fourth layer has no rotary position embedding.
+
+Source: transformers' ``modeling_smollm3``; the idea is arXiv:2501.18795.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.config import DecoderConfig, rotates_of, slides_of
+from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.metadata import unsupported
+from .gguf.table import PERMUTED, GGUFTable
+
+
+@dataclass(frozen=True)
+class SmolLM3Config(DecoderConfig):
+    """The settings of a SmolLM3: a sliding window, if used, is that of the layers without RoPE."""
+
+    model_type = "smollm3"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "rope_theta": 2e6}
+
+    max_position_embeddings: int = setting(default=32768, minimum=1)
+    tie_word_embeddings: bool = setting(default=True)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with RoPE and those with the sliding window."""
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        rotates = rotates_of(raw)
+        slides = slides_of(raw, [window is not None and not one for one in rotates])
+        window = window if any(slides) else None
+        return {"rotates": rotates, "slides": slides, "sliding_window": window}
+
+
+class SmolLM3(Decoder):
+    """A SmolLM3 language model.
+
+    Example:
+        >>> config = SmolLM3Config(100, 8, 16, num_layers=2, num_heads=2, rotates=(True, False))
+        >>> [layer.self_attn.rope for layer in SmolLM3(config, stacked=False).model.layers]
+        ['global', 'none']
+    """
+
+
+def _write(config: SmolLM3Config) -> dict[str, Any]:
+    """llama.cpp knows one pattern of layers without RoPE."""
+    if config.rotates != tuple(bool((i + 1) % 4) for i in range(config.num_layers)):
+        raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file", None)
+    return {}
+
+
+SMOLLM3 = SmolLM3.family = DecoderFamily(
+    model_type=SmolLM3Config.model_type,
+    architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
+    config=SmolLM3Config,
+    make=make(SmolLM3),
+    gguf=GGUFTable(
+        "smollm3",
+        PERMUTED,
+        fixed={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
+        write=_write,
+        biases=(),
+    ),
+)

@@ -1,0 +1,101 @@
+"""Keys of a configuration that change results in some model families, and that its own does not look at.
+
+Such a key means that the file is of a variant that its family here does not compute, so the results
+may be wrong. It is logged once by name; files hold so many other keys that not all can be known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+_LOG = logging.getLogger("maxjax")
+
+# Each key, and the values with which it changes nothing. null never does.
+EFFECTS: Mapping[str, tuple[Any, ...]] = {
+    # attention
+    "clip_qkv": (), "use_qk_norm": (False,), "qk_layernorm": (False,), "qk_norm": (False,),
+    "attention_chunk_size": (), "attn_temperature_tuning": (False, 0), "alibi": (False,),
+    "attn_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (),
+    "attn_output_gate": (False,), "gating": (False,), "use_bidirectional_attention": (False,),
+    "kv_lora_rank": (), "q_lora_rank": (), "sliding_window_pattern": (),
+    "num_kv_shared_layers": (0,), "use_attention_sinks": (False,),
+    # rotary position embedding
+    "no_rope_layers": ((),), "no_rope_layer_interval": (0,), "rope_interleave": (False,),
+    "rope_interleaved": (False,), "rotary_pct": (1,), "rotary_dim": (), "rope_local_base_freq": (),
+    "mrope_section": (), "position_embedding_type": ("absolute", "rope", "rotary"),
+    # factors
+    "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
+    "logit_scale": (1,), "lm_head_multiplier": (1,), "scale_emb": (1,), "scale_depth": (),
+    "dim_model_base": (), "final_logit_softcapping": (), "mup_scale": (1,), "use_mup": (False,),
+    # blocks
+    "use_parallel_residual": (False,), "parallel_attn": (False,), "lm_head_bias": (False,),
+    "use_post_norm": (False,), "layer_types": (), "block_types": (), "hybrid_override_pattern": (),
+    "hidden_size_per_layer_input": (0,), "laurel_rank": (), "altup_num_inputs": (),
+    # experts
+    "num_local_experts": (0, 1), "num_experts": (0, 1), "n_routed_experts": (0, 1),
+    "n_shared_experts": (0,), "num_shared_experts": (0,), "first_k_dense_replace": (0,),
+    "shared_expert_intermediate_size": (0,), "routed_scaling_factor": (1,),
+    "moe_layer_freq": (), "scoring_func": (), "topk_method": (),
+    # states
+    "mamba_d_state": (), "ssm_state_size": (), "linear_num_value_heads": (), "conv_L_cache": (),
+}  # fmt: skip
+
+_told: set[tuple[str, str]] = set()
+
+
+class Looked(Mapping[str, Any]):
+    """A configuration that remembers which of its keys were looked at, one by one.
+
+    Example:
+        >>> looked = Looked({"a": 1, "b": 2})
+        >>> looked.get("a"), looked.get("c"), sorted(looked.keys_seen)
+        (1, None, ['a', 'c'])
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+        self.keys_seen: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_seen.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def unread(raw: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The keys of a configuration with an effect, beside the known ones.
+
+    Example:
+        >>> unread({"clip_qkv": 8.0, "logits_scaling": 1.0, "hidden_size": 8}, {"hidden_size"})
+        ['clip_qkv']
+    """
+    return [key for key in EFFECTS if key not in known and _has_effect(key, raw.get(key))]
+
+
+def _has_effect(key: str, value: Any) -> bool:
+    if value is None:
+        return False
+    if key == "layer_types":
+        return isinstance(value, list) and any(kind != "full_attention" for kind in value)
+    if isinstance(value, list):
+        return not all(value)  # of layers without RoPE, 1 stands for one that has it
+    return not any(value == same for same in EFFECTS[key])
+
+
+def warn_of_unread(family: str, raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Logs each key that :func:`unread` finds, once in a process for a family."""
+    for key in unread(raw, known):
+        if (family, key) not in _told:
+            _told.add((family, key))
+            _LOG.warning(
+                "the configuration has '%s': %.60r, which changes results in some models and which "
+                "maxjax does not look at in a model of type '%s': results may be wrong",
+                key, raw[key], family,
+            )  # fmt: skip

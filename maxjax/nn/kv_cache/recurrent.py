@@ -1,0 +1,114 @@
+"""Recurrent: what layers keep of a whole sequence in arrays that do not grow with it.
+
+Such are the state of a linear attention (gated delta rule), of a state space model, and the last
+inputs of a causal convolution. They cannot be rewound: what a token did to them is not kept.
+
+Shapes: L layers, batch B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...graph.weight.rows import total
+from ...kernels import explicit
+from ...rendering.rendered import Rendered, summary
+from ...rendering.row import Row, bytes_text
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Recurrent(Rendered):
+    """The named states of L layers.
+
+    Attributes:
+        arrays: by name, arrays ``[L, B, ...]``; zeros before the first token.
+
+    Example:
+        >>> state = Recurrent({"conv": jnp.zeros((2, 3, 4, 8))})
+        >>> new = {"conv": jnp.ones((3, 4, 8))}
+        >>> state = state.replaced(1, new, jnp.array([True, False, True]))
+        >>> state.layers, state.at(1)["conv"][:, 0, 0].tolist()
+        (2, [1.0, 0.0, 1.0])
+    """
+
+    arrays: Mapping[str, jax.Array]
+
+    def _mx_row(self) -> Row:
+        return total("Recurrent", self.arrays)
+
+    def _mx_title(self, row: Row) -> str:
+        shapes = (f"{name} {list(np.shape(a))}" for name, a in self.arrays.items())
+        return f"Recurrent({', '.join([*shapes, bytes_text(row.nbytes), *row.notes])})"
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    @property
+    def layers(self) -> int:
+        """Number L of layers."""
+        return next(iter(self.arrays.values())).shape[0]
+
+    def at(self, layer: Any) -> dict[str, jax.Array]:
+        """The states of one layer, by name: arrays ``[B, ...]``."""
+        index = functools.partial(
+            jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+        )
+        return {name: index(a, layer) for name, a in self.arrays.items()}
+
+    def replaced(self, layer: Any, new: Mapping[str, jax.Array], rows: Any = None) -> Recurrent:
+        """These states with those of one layer replaced.
+
+        Args:
+            layer: index of the layer.
+            new: the new states by name, ``[B, ...]``; rounded to the dtypes of ``arrays``.
+            rows: bools ``[B]``: rows that had a token; the others keep their state. None: all.
+        """
+        old = self.at(layer)
+        found = {}
+        for name, array in self.arrays.items():
+            value = new[name].astype(array.dtype)
+            if rows is not None:
+                value = jnp.where(rows.reshape(-1, *(1,) * (value.ndim - 1)), value, old[name])
+            start = (layer, *(jnp.int32(0),) * (array.ndim - 1))
+            found[name] = jax.lax.dynamic_update_slice(
+                array, value[None], start, allow_negative_indices=False
+            )
+        return Recurrent(found)
+
+    def grown(self, capacity: int) -> Recurrent:
+        """The same states: their size does not depend on the number of tokens."""
+        return self
+
+    def holds(self, stored: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Whether rows of ``stored`` tokens still have the state after their first ``kept``; bools ``[B]``."""
+        return (kept == stored) | (kept == 0)
+
+    def rewound(self, kept: np.ndarray) -> Recurrent:
+        """These states, of zeros for rows of which no token is kept."""
+        if (kept > 0).all():
+            return self
+        emptied = (_emptied(a.sharding, a.ndim)(a, kept > 0) for a in self.arrays.values())
+        return Recurrent(dict(zip(self.arrays, emptied, strict=True)))
+
+
+@functools.lru_cache(maxsize=128)
+def _emptied(where: Any, rank: int) -> Any:
+    """A jitted program that keeps some rows of ``[L, B, ...]`` and sets the others to zeros."""
+
+    def run(array: jax.Array, kept: jax.Array) -> jax.Array:
+        kept = jnp.asarray(kept).reshape(1, -1, *(1,) * (rank - 2))
+        keep = lambda array, kept: jnp.where(kept, array, jnp.zeros_like(array))
+        mesh = explicit.mesh_of(array)
+        if mesh is not None:
+            keep = explicit.automatic(keep, mesh, explicit.entries(array))
+        return keep(array, kept)
+
+    return jax.jit(run, out_shardings=where)

@@ -1,0 +1,134 @@
+"""Routing: which experts a token gets, and with which shares, from the scores of a router.
+
+Sources: Mixtral (arXiv:2401.04088); the bias that balances experts and takes part in the choice only,
+and groups of experts, DeepSeek-V3 (arXiv:2412.19437); transformers' routers.
+
+Shapes: N tokens, X experts, k experts for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+# Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
+SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "scores": lambda scores, best: best,
+    "softmax": lambda scores, best: jnp.exp(
+        best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    ),
+    "softmax of chosen": lambda scores, best: jax.nn.softmax(best, axis=-1),
+    "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen by their scores, and what their results are multiplied by.
+
+    Attributes:
+        count: k, the number of experts of each token.
+        shares: how scores become shares, a key of ``SHARES``: the "softmax" over all experts, the
+            "softmax of chosen", their "sigmoid", or the "scores" themselves.
+        normalised: whether the shares of a token are divided by their sum.
+        least: the least number that they are divided by.
+        factor: what shares are multiplied by at last.
+        groups, chosen_groups: numbers of equal groups of experts, in order, and of those that a token
+            chooses its experts from: the groups whose ``best_of_group`` highest scores have the
+            largest sum.
+        best_of_group: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        on_inputs: whether an expert's input is multiplied by its share, instead of its result (Llama 4).
+        wide: whether scores are computed in float32, whatever the dtype of the model.
+
+    Example:
+        >>> route, scores = Routing(2, "sigmoid", normalised=True), jnp.array([[0.0, 1.0, 2.0, -1.0]])
+        >>> chosen, shares = route(scores)
+        >>> chosen.tolist(), [f"{share:.3f}" for share in shares[0]]
+        ([[2, 1]], ['0.546', '0.454'])
+        >>> route(scores, bias=jnp.array([9.0, 0.0, 0.0, 0.0]))[0].tolist()
+        [[0, 2]]
+    """
+
+    count: int
+    shares: str = "softmax"
+    normalised: bool = False
+    least: float = 1e-20
+    factor: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    best_of_group: int = 2
+    on_inputs: bool = False
+    wide: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shares not in SHARES:
+            raise ValueError(f"shares must be one of {', '.join(SHARES)}, not {self.shares!r}")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise ValueError(
+                f"a token chooses from {self.chosen_groups} of {self.groups} groups of experts: it must "
+                "be from 1 to all of them"
+            )
+
+    def check(self, experts: int) -> None:
+        """Checks that X experts can be chosen from in this way.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        size, rest = divmod(experts, self.groups)
+        if rest:
+            raise ValueError(f"{experts} experts do not form {self.groups} equal groups")
+        if self.groups > 1 and size < self.best_of_group:
+            raise ValueError(
+                f"groups of {size} experts are chosen by the {self.best_of_group} best of each"
+            )
+        if not 0 < self.count <= self.chosen_groups * size:
+            raise ValueError(
+                f"{self.count} experts for each token: it must be from 1 to "
+                f"{self.chosen_groups * size}, the number of experts that it chooses from"
+            )
+
+    def __call__(
+        self, scores: jax.Array, bias: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Scores ``[..., X]`` → indices of the chosen experts, and their shares in float32, ``[..., k]`` each.
+
+        The best comes first; of equal ones, the lower index.
+
+        Args:
+            scores: the router's results.
+            bias: numbers ``[X]`` that are added to the shares for the choice, and for it only.
+        """
+        if bias is None and self.groups == 1:
+            best, chosen = jax.lax.top_k(scores, self.count)
+            shares = SHARES[self.shares](scores.astype(jnp.float32), best.astype(jnp.float32))
+        else:
+            scores = scores.astype(jnp.float32)
+            every = SHARES[self.shares](scores, scores)
+            wanted = every if bias is None else every + _along(bias, every)
+            chosen = jax.lax.top_k(self._in_groups(wanted), self.count)[1]
+            shares = jnp.take_along_axis(every, chosen, axis=-1)
+        if self.normalised:
+            total = jnp.sum(shares, axis=-1, keepdims=True)
+            shares = shares / jnp.maximum(total, self.least)
+        return chosen, shares if self.factor == 1.0 else shares * self.factor
+
+    def _in_groups(self, wanted: jax.Array) -> jax.Array:
+        """``wanted`` with the experts of other groups than the chosen ones at -inf."""
+        if self.groups == 1:
+            return wanted
+        apart = wanted.reshape(*wanted.shape[:-1], self.groups, -1)
+        value = jnp.sum(jax.lax.top_k(apart, self.best_of_group)[0], axis=-1)  # [..., groups]
+        chosen = jax.lax.top_k(value, self.chosen_groups)[1]
+        numbers = jnp.arange(self.groups, dtype=chosen.dtype)
+        numbers = numbers.reshape((1,) * (chosen.ndim - 1) + (-1, 1))
+        is_chosen = jnp.any(chosen[..., None, :] == numbers, axis=-1)
+        return jnp.where(is_chosen[..., None], apart, -jnp.inf).reshape(wanted.shape)
+
+
+def _along(bias: jax.Array, scores: jax.Array) -> jax.Array:
+    bias = jnp.asarray(bias).astype(scores.dtype)
+    return bias.reshape((1,) * (scores.ndim - 1) + (-1,))

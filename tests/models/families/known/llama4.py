@@ -1,0 +1,23 @@
+"""Llama 4: scores on inputs, chunks, layers without RoPE, growing queries."""
+
+from tests.models.families.cases import Case
+
+_MOE = {
+    "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
+    "intermediate_size_mlp": 48, "head_dim": 16, "num_hidden_layers": 4,
+}  # fmt: skip
+_KINDS = ("llama4_text", "Llama4ForCausalLM", "Llama4TextConfig")
+
+CASES = [
+    Case(*_KINDS, {**_MOE, "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.3,
+                   "num_key_value_heads": 1}, gguf=False),
+    Case(*_KINDS, {
+        **_MOE, "num_experts_per_tok": 2, "attention_chunk_size": 7, "interleave_moe_layer_step": 2,
+        "use_qk_norm": False, "no_rope_layer_interval": 2, "attn_temperature_tuning": False,
+    }, "interleaved", gguf=False),
+    Case(*_KINDS, {**_MOE, "attention_chunk_size": 64, "head_dim": 8, "tie_word_embeddings": True,
+                   "rope_parameters": {
+                       "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                       "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                   }}, "tied", gguf=False),
+]  # fmt: skip
