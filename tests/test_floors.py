@@ -88,7 +88,7 @@ models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
 models/gguf: table
-models/gguf/tokenizer: splits tokens bpe wordpiece read write
+models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
 models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
@@ -107,7 +107,7 @@ models: __init__
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files render
 text: stream_decoders
-text/tokenizer: patterns limits added vocab files tokenizer
+text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults

@@ -31,6 +31,18 @@ PERMUTED: Mapping[str, Rule] = {
 # One linear layer for gate and up.
 GATE_UP: Mapping[str, str | None] = {".ffn_gate": None, ".ffn_up": "mlp.gate_up_proj"}
 
+# The names of encoders, in place of those that Llama-like decoders share.
+ENCODER_NAMES: Mapping[str, str | None] = {
+    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
+    "output": None, "output_norm": None, ".attn_norm": None, ".ffn_norm": None,
+    ".attn_q": None, ".attn_k": None, ".attn_v": None,
+}  # fmt: skip
+# The tensors of encoders that llama.cpp reads a bias of.
+ENCODER_BIASES = (
+    "token_embd_norm", "attn_qkv", "attn_output", "attn_output_norm", "ffn_gate", "ffn_up", "ffn_down",
+    "layer_output_norm",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GGUFTable:
