@@ -30,7 +30,7 @@ from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.model import DecoderFamily, make
 from .decoder.norm import norm
-from .gemma4 import SharingConfig, SharingDecoder, SharingLayer, SharingModel
+from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
 from .multimodal import SIGHT
 
 # The least mean square of a hidden state that is brought to the size of another.
@@ -213,8 +213,8 @@ class Gemma3nLayer(SharingLayer):
         y, cached = self.mixed(h, step._replace(inputs=None), cached, layer)
         x = x + self.post_attention_layernorm(y)
         x = (x + self.laurel(h)) * jnp.asarray(2**-0.5, x.dtype)
-        y = self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
-        states = self.altup.correct(predictions, x + self.post_feedforward_layernorm(y))
+        y = self.post_feedforward_layernorm(self.fed(x))
+        states = self.altup.correct(predictions, x + y)
         y = self.own_input(self.altup.scaled(states[self.altup.active]), step, layer)
         others = jnp.arange(states.shape[0]) > 0
         others = others.reshape(-1, *(1,) * (states.ndim - 1))
