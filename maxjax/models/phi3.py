@@ -56,7 +56,8 @@ class Phi3Config(DecoderConfig):
             for key in ("type", "rope_type"):
                 if given.get(key) in _LONGROPE:
                     changed[name] = given = {**given, key: "longrope"}
-        return {"rope": read_rope(ChainMap(changed, raw), context, part=1.0)}
+        both = ChainMap(changed, raw)  # type: ignore[arg-type]
+        return {"rope": read_rope(both, context, part=1.0)}
 
 
 class Phi3Attention(DecoderAttention):
