@@ -49,9 +49,19 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
     moe_intermediate_size: int | None = setting(default=2048, minimum=1, held="axis")
     n_shared_experts: int = setting(default=1, held="axis")
     routed_scaling_factor: float = setting(default=2.5)
-    n_group: int = setting(default=8, minimum=1)
-    topk_group: int = setting(default=4, minimum=1)
+    n_group: int = setting(default=8, minimum=1, held="axis")
+    topk_group: int = setting(default=4, minimum=1, held="axis")
     best_of_group: int = own(2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            self.routing().check(self.num_experts)
+        except ValueError as error:
+            raise ValueError(
+                "'n_routed_experts', 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit "
+                f"together: {error}"
+            ) from None
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -124,19 +134,19 @@ class DeepseekV2Config(DeepseekV3Config):
     norm_topk_prob: bool = setting(default=False)
     n_shared_experts: int = setting(default=2, held="axis")
     routed_scaling_factor: float = setting(default=1.0)
-    n_group: int = setting(default=1, minimum=1)
-    topk_group: int = setting(default=1, minimum=1)
+    n_group: int = setting(default=1, minimum=1, held="axis")
+    topk_group: int = setting(default=1, minimum=1, held="axis")
     topk_method: str = setting(default="greedy")
     best_of_group: int = own(1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         methods = {"greedy": False, "group_limited_greedy": True}
         if self.topk_method not in methods:
             raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {' or '.join(methods)}")
         if not methods[self.topk_method]:
             for name in ("n_group", "topk_group"):
                 object.__setattr__(self, name, 1)
+        super().__post_init__()
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -68,9 +68,10 @@ class MoEConfig(DecoderConfig):
         object.__setattr__(self, "sparse", tuple(sparse))
         super().__post_init__()
         if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
+            field = type(self).__dataclass_fields__["num_experts"]
             raise ValueError(
-                f"'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
-                f"{self.num_experts} experts"
+                f"'num_experts_per_tok' {self.num_experts_per_tok} is more than "
+                f"'{field.metadata.get('key') or field.name}' {self.num_experts}"
             )
 
     @property

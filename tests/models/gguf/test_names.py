@@ -44,6 +44,13 @@ LEFT_OUT = {
         "blk.*.attn_k",
         "blk.*.attn_v",
     },
+    # Of experts, which no published Ministral 3 has.
+    "mistral3": {
+        "rope_freqs",
+        "blk.*.attn_rot_embd",
+        "blk.*.ffn_gate_inp",
+        *(f"blk.*.ffn_{part}_exps" for part in ("gate", "up", "down")),
+    },
     "exaone4": {"rope_freqs"},
     "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of norms of single heads; refused.

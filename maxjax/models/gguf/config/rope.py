@@ -172,16 +172,20 @@ def rope_keys(
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
     if not isinstance(scaling, YarnScalingParams):
         raise unsupported("rope scaling of type 'dynamic' in a GGUF file", path)
-    if given.get("mscale") or given.get("mscale_all_dim") or scaling.truncate != truncates:
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    unlike = above not in (None, 0, 1) or bool(above) is not bool(below)
+    if unlike or scaling.truncate != truncates:
         how = "without" if truncates else "with"
         raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
-    # llama.cpp multiplies by the default factor, whatever the file says.
-    if not math.isclose(rope.magnitude, yarn_mscale(scaling.factor), rel_tol=1e-6):
+    # llama.cpp multiplies by the default factor, divided by that of a coefficient of the logarithm.
+    usual = yarn_mscale(scaling.factor) / (yarn_mscale(scaling.factor, below) if below else 1.0)
+    if not math.isclose(rope.magnitude, usual, rel_tol=1e-6):
         raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": scaling.factor,
         "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+        **({"rope.scaling.yarn_log_multiplier": float(below)} if below else {}),
         **{f"rope.scaling.yarn_{k}": beta for k, beta in betas.items() if given.get(k) is not None},
     }
