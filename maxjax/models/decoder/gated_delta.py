@@ -169,8 +169,10 @@ class GatedDelta(RecurrentMixer):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.make_projections(config.hidden_size, dtype)
         self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
-        for name in ("A_log", "dt_bias"):
-            setattr(self, name, Weight(name, dtype, (self.value_heads,), DeviceRef.CPU()))
+        self.A_log, self.dt_bias = (
+            Weight(name, dtype, (self.value_heads,), DeviceRef.CPU())
+            for name in ("A_log", "dt_bias")
+        )
         self.norm = GatedNorm(self.value_dim, dtype, config.rms_norm_eps)
         self.out_proj = Linear(
             self.value_heads * self.value_dim, config.hidden_size, dtype, DeviceRef.CPU()
@@ -200,7 +202,7 @@ class GatedDelta(RecurrentMixer):
         """As :meth:`RecurrentMixer.mix`; the states are "conv" and "delta"."""
         batch, length, _ = x.shape
         mixed, gate, share, decay = self.project(x)
-        mixed, conv = self.conv1d(mixed, states and states["conv"], counts)
+        mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
         mixed = jax.nn.silu(mixed)
         keys = self.key_heads * self.key_dim
         q, k, v = (
@@ -224,12 +226,12 @@ class GatedDelta(RecurrentMixer):
             delta = jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
         else:
             delta = states["delta"]
-        operands = (q * self.key_dim**-0.5, k, v, g, beta)
+        q = q * self.key_dim**-0.5
         if length == 1:
-            y, delta = delta_step(*(a[:, 0] for a in operands), delta)
+            y, delta = delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], delta)
             y = y[:, None]
         else:
-            y, delta = delta_chunks(*operands, delta)
+            y, delta = delta_chunks(q, k, v, g, beta, delta)
         y = self.norm(y, gate).astype(x.dtype).reshape(batch, length, -1)
         return self.out_proj(y), {"conv": conv, "delta": delta}
 

@@ -32,6 +32,10 @@ LEFT_OUT = {
     "llama": {"rope_freqs", "blk.*.attn_rot_embd"},
     "qwen2": {"rope_freqs"},
     "qwen3": {"rope_freqs"},
+    # Of other models of the kind: learned positions, a last norm, and heads, which are left out.
+    "nomic-bert": {"output_norm", "position_embd"},
+    "jina-bert-v3": {"output_norm"},
+    "modern-bert": {"cls", "cls.norm", "cls.output"},
     # Of LongRoPE, and of files whose queries, keys and values are apart; refused.
     "phi3": {
         "rope_factors_long",

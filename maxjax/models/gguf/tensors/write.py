@@ -44,7 +44,7 @@ _HEADS = {
     "bert": re.compile(r"(bert\.)?pooler\..*|cls\..*"),
     "nomic-bert": re.compile(r"cls\..*"),
     "jina-bert-v3": re.compile(r"(roberta\.)?pooler\..*|lm_head\..*"),
-    "modern-bert": re.compile(r"head\..*|decoder\..*"),
+    "modern-bert": re.compile(r"head\..*|decoder\..*|classifier\..*"),
 }
 
 
