@@ -199,6 +199,8 @@ _PERIOD = 4
 
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths, and what llama.cpp has in its code."""
+    if given.count("attention.sliding_window", 1, minimum=0) == 0:
+        raise given.unsupported("a Llama 4 without chunks")
     chunked = [bool((i + 1) % _PERIOD) for i in range(config["num_hidden_layers"])]
     return {
         "intermediate_size": given.count("expert_feed_forward_length"),
