@@ -156,6 +156,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
+            has_mscale=table is not None and table.has_mscale,
         ),
     }
     if model.experts:
