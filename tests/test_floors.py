@@ -88,14 +88,15 @@ models/decoder: rope
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
 models/gguf: table
-models/gguf/tokenizer: splits tokens bpe wordpiece read write
+models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
 models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
-models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gemma4 gemma3n gpt2 olmo2 phi3 smollm3 granite glm4 cohere
-models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe
+models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma4 gemma3n
+models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models: registry construct
 models/gguf/config: families
@@ -106,7 +107,7 @@ models: __init__
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files render
 text: stream_decoders
-text/tokenizer: patterns limits added vocab files tokenizer
+text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,7 +25,7 @@ from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
-from ..models.pooling import gguf_pooling
+from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
 from ..progress import short, task
@@ -243,6 +244,7 @@ def _prepared(
             )
             if isinstance(weights, GGUFWeights):
                 pooling = gguf_pooling(weights.metadata, path=path) or pooling
+                pooling = _with_dense(weights, pooling)
             text = _tokenizer(weights, path, folder) if tokenizer else None
             if pooling is not None:
                 model.pooling = pooling
@@ -253,6 +255,16 @@ def _prepared(
         weights.close()
         raise
     return weights, model, text
+
+
+def _with_dense(weights: GGUFWeights, pooling: Pooling | None) -> Pooling | None:
+    """The pooling with the dense layers of EmbeddingGemma, which a GGUF file has among its tensors."""
+    found = dict(weights._named_data()) if pooling is not None else {}
+    layers = [found[name] for name in ("dense_2.weight", "dense_3.weight") if name in found]
+    if pooling is None or not layers:
+        return pooling
+    matrices = [np.asarray(layer.astype(DType.float32)) for layer in layers]
+    return replace(pooling, dense=tuple(Dense.of(matrix, None) for matrix in matrices))
 
 
 def _transformer(directory: Path) -> Path:

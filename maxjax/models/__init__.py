@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from .construct import config_beside as config_beside
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
+    from .decoder.model import DecoderFamily as DecoderFamily
     from .deepseek import DeepseekV2 as DeepseekV2
     from .deepseek import DeepseekV2Config as DeepseekV2Config
     from .deepseek import DeepseekV3 as DeepseekV3
@@ -32,8 +33,12 @@ if _TYPE_CHECKING:
     from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
+    from .ernie4_5 import Ernie45 as Ernie45
+    from .ernie4_5 import Ernie45Config as Ernie45Config
     from .ernie4_5_moe import Ernie45MoE as Ernie45MoE
     from .ernie4_5_moe import Ernie45MoEConfig as Ernie45MoEConfig
+    from .exaone4 import Exaone4 as Exaone4
+    from .exaone4 import Exaone4Config as Exaone4Config
     from .family import Family as Family
     from .family import PretrainedModel as PretrainedModel
     from .family import one_head as one_head
@@ -48,6 +53,7 @@ if _TYPE_CHECKING:
     from .gemma3n import Gemma3nConfig as Gemma3nConfig
     from .gemma4 import Gemma4 as Gemma4
     from .gemma4 import Gemma4Config as Gemma4Config
+    from .gguf.table import GGUFTable as GGUFTable
     from .glm4 import GLM as GLM
     from .glm4 import GLM4 as GLM4
     from .glm4 import GLM4Config as GLM4Config
@@ -64,6 +70,8 @@ if _TYPE_CHECKING:
     from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .hunyuan_moe import HunyuanMoE as HunyuanMoE
+    from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
     from .jina import JinaV3Model as JinaV3Model
     from .llama import Llama as Llama
@@ -115,8 +123,14 @@ if _TYPE_CHECKING:
     from .roberta import RobertaModel as RobertaModel
     from .roberta import XLMRobertaConfig as XLMRobertaConfig
     from .roberta import XLMRobertaModel as XLMRobertaModel
+    from .seed_oss import SeedOSS as SeedOSS
+    from .seed_oss import SeedOSSConfig as SeedOSSConfig
     from .smollm3 import SmolLM3 as SmolLM3
     from .smollm3 import SmolLM3Config as SmolLM3Config
+    from .stablelm import StableLM as StableLM
+    from .stablelm import StableLMConfig as StableLMConfig
+    from .starcoder2 import Starcoder2 as Starcoder2
+    from .starcoder2 import Starcoder2Config as Starcoder2Config
     from .ties import is_tied as is_tied
     from .ties import with_tie as with_tie
     from .weights import main_dtype as main_dtype
@@ -129,14 +143,17 @@ __getattr__, __dir__, __all__ = _attributes(
         "config": "ModelConfig read_object",
         "construct": "build config_beside",
         "decoder.config": "DecoderConfig",
-        "decoder.model": "Decoder",
+        "decoder.model": "Decoder DecoderFamily",
         "deepseek": "DeepseekV2 DeepseekV2Config DeepseekV3 DeepseekV3Config",
         "distilbert": "DistilBertConfig DistilBertModel",
         "encoder.config": "EncoderConfig",
         "encoder.model": "Encoder EncoderOutput",
+        "ernie4_5": "Ernie45 Ernie45Config",
         "ernie4_5_moe": "Ernie45MoE Ernie45MoEConfig",
+        "exaone4": "Exaone4 Exaone4Config",
         "family": "Family PretrainedModel one_head tensors",
         "gemma": "Gemma Gemma2 Gemma2Config Gemma3 Gemma3Config GemmaConfig",
+        "gguf.table": "GGUFTable",
         "gemma3n": "Gemma3n Gemma3nConfig",
         "gemma4": "Gemma4 Gemma4Config",
         "glm4": "GLM GLM4 GLM4Config GLMConfig",
@@ -146,6 +163,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "granite": "Granite GraniteConfig",
         "granitemoe": "GraniteMoE GraniteMoEConfig",
         "gte": "GteConfig GteModel",
+        "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",
@@ -165,7 +183,10 @@ __getattr__, __dir__, __all__ = _attributes(
         "qwen3_next": "Qwen3Next Qwen3NextConfig",
         "registry": "FAMILIES FamilyNames families find_family register",
         "roberta": "RobertaConfig RobertaModel XLMRobertaConfig XLMRobertaModel",
+        "seed_oss": "SeedOSS SeedOSSConfig",
         "smollm3": "SmolLM3 SmolLM3Config",
+        "stablelm": "StableLM StableLMConfig",
+        "starcoder2": "Starcoder2 Starcoder2Config",
         "ties": "is_tied with_tie",
         "weights": "main_dtype",
     },

@@ -47,6 +47,7 @@ class CohereConfig(DecoderConfig):
     logit_scale: float = setting(default=0.0625)
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     norm: str = own("layer_without_bias")
+    rope: Rope = own(Rope(5e5, interleaved=True))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class Cohere2Config(CohereConfig):
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096, "sliding_window_pattern": 4}
 
     qk_norm: bool | str = own(False)
+    rope: Rope = own(Rope(interleaved=True))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
 from .gguf.layouts import Matrix
+from .gguf.metadata import unsupported
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
 
@@ -33,6 +34,7 @@ class Ernie45MoEConfig(MoEConfig):
     Attributes:
         n_shared: number of experts' widths that the shared expert has.
         norm_min: the least number that shares are divided by.
+        first, interval: where layers with experts begin, and of how many layers there one has them.
     """
 
     model_type = "ernie4_5_moe"
@@ -45,6 +47,8 @@ class Ernie45MoEConfig(MoEConfig):
     num_experts: int = setting("moe_num_experts", default=64, minimum=1, held="axis")
     num_experts_per_tok: int = setting("moe_k", default=6, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1536, minimum=1, held="axis")
+    first: int = setting("moe_layer_start_index", default=1)
+    interval: int = setting("moe_layer_interval", default=1, minimum=1)
     n_shared: int = setting("moe_num_shared_experts", default=2, maximum=1000)
     norm_min: float = setting("moe_norm_min", default=1e-12)
     attention_bias: bool = setting("use_bias", default=False)
@@ -133,6 +137,16 @@ class Ernie45MoE(Decoder):
     layer_class: ClassVar[Any] = Ernie45Layer
 
 
+def _to_gguf(config: Any) -> dict[str, Any]:
+    """Metadata that only this architecture has."""
+    numbers = range(config.num_layers)
+    if config.sparse != tuple(
+        (i + 1) % config.interval == 0 and i >= config.first for i in numbers
+    ):
+        raise unsupported("'moe_layer_end_index' before the last layer in a GGUF file", None)
+    return {"expert_shared_feed_forward_length": config.shared_size or 0}
+
+
 ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
     model_type=Ernie45MoEConfig.model_type,
     architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
@@ -152,8 +166,8 @@ ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
             "leading_dense_block_count": "moe_layer_start_index",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
-        fixed={"hidden_act": "silu", "moe_layer_end_index": -1, "use_bias": False},
-        write=lambda config: {"expert_shared_feed_forward_length": config.shared_size or 0},
+        fixed={"hidden_act": "silu", "use_bias": False},
+        write=_to_gguf,
         written=("expert_shared_feed_forward_length",),
         biases=("exp_probs_b",),
     ),

@@ -21,7 +21,7 @@ from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own, slides_of
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, rope_of
 from .encoder.attention import both_ways
 from .multimodal import SIGHT
@@ -277,5 +277,7 @@ GEMMA3 = Gemma3.family = DecoderFamily(
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config=Gemma3Config,
     make=make(Gemma3),
+    # EmbeddingGemma's dense layers in GGUF files, which are a part of its pooling.
+    ignored=(*KNOWN, "dense_2.*", "dense_3.*"),
     sight=SIGHT,
 )

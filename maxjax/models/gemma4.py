@@ -319,7 +319,8 @@ class SharingDecoder(Decoder):
         if len(parts) < 5 or parts[:2] != ["model", "layers"] or not parts[2].isdecimal():
             return False
         is_kv = parts[3] == "self_attn" and parts[4] in ("k_proj", "v_proj", "k_norm", "v_norm")
-        return is_kv and self.config.first_sharing <= int(parts[2]) < self.config.num_layers
+        config: Any = self.config
+        return is_kv and config.first_sharing <= int(parts[2]) < config.num_layers
 
 
 class Gemma4(SharingDecoder):

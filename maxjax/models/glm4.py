@@ -38,6 +38,7 @@ class GLMConfig(DecoderConfig):
     rms_norm_eps: float = setting(default=1.5625e-7)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = own(False)
+    rope: Rope = own(Rope(part=0.5, interleaved=True))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,9 @@ GLM_FAMILY = GLM.family = DecoderFamily(
     architectures=("GlmForCausalLM", "GlmModel"),
     config=GLMConfig,
     make=make(GLM),
-    gguf=GGUFTable("chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True),
+    gguf=GGUFTable(
+        "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
+    ),
 )
 GLM4_FAMILY = GLM4.family = DecoderFamily(
     model_type=GLM4Config.model_type,

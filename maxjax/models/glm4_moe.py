@@ -123,7 +123,6 @@ def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, A
     return {
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         "num_hidden_layers": config["num_hidden_layers"] - more,
-        "num_nextn_predict_layers": more,
     }
 
 

@@ -19,6 +19,7 @@ from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP, expert_count
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
+from .gguf.metadata import unsupported
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
 from .mixtral import MixtralLayer
@@ -108,6 +109,13 @@ class MiniMaxM2(Decoder):
     layer_class: ClassVar[Any] = MiniMaxM2Layer
 
 
+def _to_gguf(config: Any) -> dict[str, Any]:
+    """Metadata that only this architecture has: the shares are sigmoids."""
+    if config.tie_word_embeddings:
+        raise unsupported("a tied head in a GGUF file of a MiniMax M2", None)
+    return {"expert_gating_func": 2}
+
+
 MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
     model_type=MiniMaxM2Config.model_type,
     architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
@@ -130,7 +138,7 @@ MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
         read=lambda given, tensors, config: {
             "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
         },
-        write=lambda config: {"expert_gating_func": 2},
+        write=_to_gguf,
         written=("expert_gating_func",),
         biases=("exp_probs_b",),
         is_partial=True,

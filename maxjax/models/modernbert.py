@@ -26,6 +26,9 @@ from .encoder.block import EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import Encoder, in_turn, make, with_head
 from .family import Family
+from .gguf.config.read import Config, Shapes
+from .gguf.metadata import Settings, unsupported
+from .gguf.table import ENCODER_NAMES, GGUFTable
 
 _KINDS = ("full_attention", "sliding_attention")
 _THETAS = {"global": 160_000.0, "local": 10_000.0}
@@ -37,7 +40,7 @@ class ModernBertConfig(EncoderConfig):
 
     Attributes:
         local_attention: number of tokens in a window, half of them on each side.
-        slides: whether each layer has a window; by default all but every third.
+        local_layers: whether each layer has a window; by default all but every third.
     """
 
     model_type = "modernbert"
@@ -53,22 +56,27 @@ class ModernBertConfig(EncoderConfig):
     classifier_pooling: str = setting(default="cls")
     classifier_bias: bool = setting(default=False)
     classifier_activation: str = setting(default="gelu")
-    slides: tuple = own(())
+    local_layers: tuple = own(())
     rope: Rope | None = own(Rope(_THETAS["global"]))
     local_rope: Rope | None = own(Rope(_THETAS["local"]))
 
     def __post_init__(self) -> None:
-        if not self.slides:
+        if not self.local_layers:
             slides = tuple(bool(i % 3) for i in range(self.num_layers))
-            object.__setattr__(self, "slides", slides)
-        if len(self.slides) != self.num_layers:
+            object.__setattr__(self, "local_layers", slides)
+        if len(self.local_layers) != self.num_layers:
             raise ValueError(
-                f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
+                f"'layer_types' has {len(self.local_layers)} entries for {self.num_layers} layers"
             )
         check_activation("classifier_activation", self.classifier_activation)
         if self.classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"'classifier_pooling' is {self.classifier_pooling[:60]!r}")
         super().__post_init__()
+
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """The layers whose tensors differ from those of the others: the first, which has a norm less."""
+        return tuple(i == 0 for i in range(self.num_layers))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +100,50 @@ class ModernBertConfig(EncoderConfig):
             part |= {**(raw.get("rope_scaling") or {}), **(given.get(kind) or {})}
             ropes.append(rope_of(part, "rope_parameters", context, raw))
         slides = slides_of(raw, [bool(i % period) for i in range(layers)])
-        return {"slides": slides, "rope": ropes[0], "local_rope": ropes[1]}
+        return {"local_layers": slides, "rope": ropes[0], "local_rope": ropes[1]}
+
+
+def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The settings in a GGUF file that only this architecture has."""
+    return {
+        "local_attention": given.count("attention.sliding_window", 128),
+        "global_rope_theta": config["rope_theta"],
+        "local_rope_theta": given.number("rope.freq_base_swa", _THETAS["local"]),
+        "norm_bias": "output_norm.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+    }
+
+
+def _write(config: Any) -> dict[str, Any]:
+    """The metadata of a GGUF file that only this architecture has."""
+    if config.local_layers != tuple(bool(i % 3) for i in range(config.num_layers)):
+        raise unsupported("a ModernBERT whose windows are not in all layers but every third", None)
+    if config.local_rope.scaling is not None or config.rope.scaling is not None:
+        raise unsupported("a ModernBERT with 'rope_scaling' in a GGUF file", None)
+    return {
+        "attention.sliding_window": config.local_attention, "attention.causal": False,
+        "rope.freq_base_swa": config.local_rope.theta,
+    }  # fmt: skip
+
+
+_GGUF = GGUFTable(
+    "modern-bert",
+    {
+        **ENCODER_NAMES, "token_embd": "embeddings.tok_embeddings", "token_types": None,
+        "token_embd_norm": "embeddings.norm", "output_norm": "final_norm", ".attn_norm": "attn_norm",
+        ".attn_qkv": "attn.Wqkv", ".attn_output": "attn.Wo", ".ffn_norm": "mlp_norm",
+        ".ffn_gate": None, ".ffn_up": "mlp.Wi", ".ffn_down": "mlp.Wo",
+    },
+    read=_read,
+    write=_write,
+    biases=(),
+    epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+    layer="layers.*.",
+    written=(
+        "attention.causal", "pooling_type", "attention.sliding_window", "rope.freq_base_swa"
+    ),
+)  # fmt: skip
 
 
 class ModernBertAttention(EncoderAttention):
@@ -128,7 +179,7 @@ class ModernBertLayer(Module):
 
     def __init__(self, config: ModernBertConfig, number: int, types: Types):
         super().__init__()
-        slides, bias = config.slides[number], config.norm_bias
+        slides, bias = config.local_layers[number], config.norm_bias
         self.attn_norm = types.norm(config, bias) if number else None
         self.attn = ModernBertAttention(
             config, types, has_bias=config.attention_bias,
@@ -163,7 +214,7 @@ class ModernBertModel(Encoder):
 
     Example:
         >>> model = ModernBertModel(ModernBertConfig(100, 8, 16, num_layers=4, num_heads=2))
-        >>> model.config.slides, model.max_length
+        >>> model.config.local_layers, model.max_length
         ((False, True, True, False), 8192)
     """
 
@@ -211,6 +262,7 @@ MODERNBERT = ModernBertModel.family = Family(
     make=make(ModernBertModel),
     prefixes=("model.",),
     ignored=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
+    gguf=_GGUF,
 )  # fmt: skip
 MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(
     MODERNBERT, ModernBertForSequenceClassification, "ModernBertForSequenceClassification"

@@ -20,6 +20,9 @@ from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, make, with_head
 from .family import Family
+from .gguf.config.read import Config, Shapes, rows_of
+from .gguf.metadata import Settings
+from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
 
 _USUAL = {
     "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -74,20 +77,45 @@ class NomicBertConfig(EncoderConfig):
                 raise ValueError("'n_inner' is missing")
         context = found.get("max_position_embeddings", raw.get("max_position_embeddings"))
         if type(context) is int and context > 0:
-            found["rope"] = read_rope(_rope(raw), context, 1000.0)
+            found["rope"] = _rope(raw, context)
         return found
 
 
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of RoPE in the usual spelling."""
+def _rope(raw: Mapping[str, Any], context: int) -> Rope:
+    """RoPE, whose settings the published files have under keys of their own."""
     given = dict(raw)
     if raw.get("rotary_emb_base") is not None:
         given["rope_theta"] = raw["rotary_emb_base"]
     factor, trained = raw.get("rotary_scaling_factor"), raw.get("max_trained_positions")
-    if factor is not None and trained is not None:
-        given["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
-        given["max_position_embeddings"] = trained
-    return given
+    if factor is not None and type(trained) is int and trained > 0:
+        given["rope_scaling"], context = {"rope_type": "dynamic", "factor": factor}, trained
+    return read_rope(given, context, 1000.0)
+
+
+def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The settings in a GGUF file that only this architecture has."""
+    return {
+        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
+        "qkv_proj_bias": "blk.0.attn_qkv.bias" in tensors,
+        "mlp_fc1_bias": "blk.0.ffn_up.bias" in tensors,
+        "mlp_fc2_bias": "blk.0.ffn_down.bias" in tensors,
+    }
+
+
+_GGUF = GGUFTable(
+    "nomic-bert",
+    {
+        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "attn.Wqkv",
+        ".attn_output": "attn.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": "mlp.fc12",
+        ".ffn_up": "mlp.fc11", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
+    },
+    read=_read,
+    write=lambda config: {"attention.causal": False},
+    biases=ENCODER_BIASES,
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    layer="encoder.layers.*.",
+    written=("attention.causal", "pooling_type"),
+)  # fmt: skip
 
 
 class NomicBertAttention(EncoderAttention):
@@ -154,6 +182,7 @@ NOMIC_BERT = NomicBertModel.family = Family(
     make=make(NomicBertModel),
     prefixes=("nomic_bert.", "bert."),
     ignored=("cls.*", "classifier.*", "*rotary_emb.inv_freq"),
+    gguf=_GGUF,
 )  # fmt: skip
 NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
     NOMIC_BERT, NomicBertForSequenceClassification, "NomicBertForSequenceClassification"

@@ -44,6 +44,9 @@ class Olmo3Config(Olmo2Config):
 
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
+    rope: Rope = own(Rope(5e5))
+    local_rope: Rope | None = own(Rope(5e5))
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window."""
@@ -107,6 +110,7 @@ _GGUF = GGUFTable(
     write=_write,
     biases=(),
     period=4,
+    has_head=True,
     model_types=("olmo3",),
 )
 OLMO2 = Olmo2.family = DecoderFamily(

@@ -95,7 +95,7 @@ OLMOE = OLMoE.family = MoEFamily(
             **expert_names(),
         },
         keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": False},
+        fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
         biases=(),
     ),
 )

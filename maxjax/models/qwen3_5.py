@@ -70,9 +70,10 @@ class Qwen35Delta(GatedDelta):
         """Makes ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
         heads, keys = self.value_heads, self.key_heads * self.key_dim
         values = heads * self.value_dim
-        sizes = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
-        for name, width in sizes.items():
-            setattr(self, f"in_proj_{name}", Linear(size, width, dtype, DeviceRef.CPU()))
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = (
+            Linear(size, width, dtype, DeviceRef.CPU())
+            for width in (2 * keys + values, values, heads, heads)
+        )
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """As :meth:`GatedDelta.project`."""

@@ -60,9 +60,9 @@ class Qwen3NextDelta(GatedDelta):
         """Makes ``in_proj_qkvz`` and ``in_proj_ba``."""
         each = self.value_heads // self.key_heads
         self.widths = (2 * self.key_dim + 2 * each * self.value_dim, 2 * each)
-        for name, width in zip(("in_proj_qkvz", "in_proj_ba"), self.widths, strict=True):
-            layer = Linear(size, self.key_heads * width, dtype, DeviceRef.CPU())
-            setattr(self, name, layer)
+        self.in_proj_qkvz, self.in_proj_ba = (
+            Linear(size, self.key_heads * width, dtype, DeviceRef.CPU()) for width in self.widths
+        )
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """As :meth:`GatedDelta.project`."""

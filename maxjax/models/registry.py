@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, closest
 from .bert import BERT, BERT_HEAD
 from .cohere import COHERE, COHERE2
+from .config import ModelConfig
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from .distilbert import DISTILBERT, DISTILBERT_HEAD
+from .ernie4_5 import ERNIE45
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .exaone4 import EXAONE4
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma3n import GEMMA3N
@@ -27,6 +30,7 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
 from .gte import GTE, GTE_HEAD
+from .hunyuan_moe import HUNYUAN_MOE
 from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
 from .llama import LLAMA
 from .llama4 import LLAMA4
@@ -48,14 +52,18 @@ from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
 from .roberta import ROBERTA, ROBERTA_HEAD, XLM_ROBERTA, XLM_ROBERTA_HEAD
+from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
+from .stablelm import STABLELM
+from .starcoder2 import STARCODER2
 
 # fmt: off
 FAMILIES: list[Family] = [
     LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, OLMO2, OLMO3, PHI3, SMOLLM3, GRANITE, GLM_FAMILY,
-    GLM4_FAMILY, COHERE, COHERE2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2,
-    DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4,
-    MINIMAX_M2, ERNIE4_5_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT,
+    GLM4_FAMILY, COHERE, COHERE2, SEED_OSS, EXAONE4, STARCODER2, STABLELM, ERNIE45, MIXTRAL,
+    QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5,
+    QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4, MINIMAX_M2, ERNIE4_5_MOE, GEMMA, GEMMA2,
+    GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
     DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
     XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
     MODERNBERT, MODERNBERT_HEAD,
@@ -98,6 +106,7 @@ def register(family: Family) -> Family:
             )
     FAMILIES[:] = [*others, family]
     if family.gguf is not None:
+        ModelConfig.by_model_type[family.model_type] = family.config
         add_table(family.gguf, family.model_type, family.architectures[0])
     return family
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, rotates_of, slides_of
+from .decoder.config import DecoderConfig, own, rotates_of, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope
 from .gguf.metadata import unsupported
 from .gguf.table import PERMUTED, GGUFTable
 
@@ -26,6 +27,7 @@ class SmolLM3Config(DecoderConfig):
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
     tie_word_embeddings: bool = setting(default=True)
+    rope: Rope = own(Rope(2e6))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

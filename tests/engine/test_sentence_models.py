@@ -1,11 +1,23 @@
 """Embeddings and scores of every kind of model, against what sentence-transformers made of the same files."""
 
+import json
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
 
 import maxjax
 from maxjax.checkpoint import convert
-from tests.engine.sentence_models import EMBEDDERS, QUERY, RERANKERS, TEXTS, write
+from maxjax.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    UserInputError,
+)
+from maxjax.models.pooling import Dense
+from tests.engine.sentence_models import EMBEDDERS, QUERY, RERANKERS, TEXTS, drawn, write
+from tests.models.gguf import llama_cpp
 from tests.oracles.recorded import FOLDER
 
 pytestmark = pytest.mark.slow
@@ -58,3 +70,135 @@ def test_saved_and_converted(tmp_path, golden, name):
         again, text = maxjax.load(tmp_path / place)
         assert again.pooling == model.pooling
         same(maxjax.embed(again, text, TEXTS[:3]), golden[f"embed {name}"][:3])
+
+
+GGUFS = {
+    "nomic_bert": EMBEDDERS["nomic_bert"],
+    "modernbert": EMBEDDERS["modernbert"],
+    "jina": EMBEDDERS["jina"],
+    "embeddinggemma": replace(
+        EMBEDDERS["embeddinggemma"],
+        settings=EMBEDDERS["embeddinggemma"].settings | {"num_hidden_layers": 7, "sliding_window_pattern": 6},
+        dense=(),
+    ),
+}  # fmt: skip
+
+
+def gguf_of(tmp_path, name):
+    """The model, its tokenizer and a GGUF file of it, with the state of the first token as the vector."""
+    kind = replace(GGUFS[name], tokenizer="wordpiece", modes=("cls",), more=("normalize",))
+    model, tokenizer = maxjax.load(write(kind, tmp_path / "a"))
+    if name == "embeddinggemma":  # its dense layers are in the file, as they have no biases
+        layers = (Dense.of(drawn("a", (24, 32)), None), Dense.of(drawn("b", (32, 24)), None))
+        model.pooling = replace(model.pooling, dense=layers, modes=("mean",))
+        maxjax.save_pretrained(model, tmp_path / "b", tokenizer=tokenizer)
+    convert(tmp_path / ("b" if name == "embeddinggemma" else "a"), tmp_path / "m.gguf")
+    return model, tokenizer, tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize("name", GGUFS)
+def test_gguf(tmp_path, name):
+    model, tokenizer, path = gguf_of(tmp_path, name)
+    again, text = maxjax.load(path)
+    assert again.pooling.dense == model.pooling.dense
+    expected = maxjax.embed(model, tokenizer, TEXTS[:3])
+    same(maxjax.embed(again, text, TEXTS[:3]), expected)
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
+@pytest.mark.parametrize("name", GGUFS)
+def test_gguf_in_llama_cpp(tmp_path, name):
+    model, tokenizer, path = gguf_of(tmp_path, name)
+    texts = [text for text in TEXTS if text and len(tokenizer.encode(text)) < 60]
+    found = np.array(llama_cpp.hidden(path, texts, 1 if name == "embeddinggemma" else 2))
+    assert cosines(found, maxjax.embed(model, tokenizer, texts)).min() >= 0.99999
+
+
+def test_what_a_gguf_file_cannot_hold(tmp_path, caplog):
+    kind = replace(EMBEDDERS["bert"], dense=("Tanh",))
+    convert(write(kind, tmp_path / "a"), tmp_path / "m.gguf")
+    assert "Dense" in caplog.text
+
+
+def test_a_decoder_reranks_by_its_answer(tmp_path):
+    model, tokenizer = maxjax.load(write(EMBEDDERS["qwen3"], tmp_path))
+    texts = [f"<s>{QUERY} the {text}?" for text in TEXTS[:3]]
+    found = maxjax.rerank(
+        model,
+        tokenizer,
+        QUERY,
+        TEXTS[:3],
+        template="<s>{query} the {document}?",
+        answers=("a", "b"),
+    )
+    a, b = (tokenizer.encode(answer, special=False)[0] for answer in "ab")
+    rows = tokenizer.tokens(texts, special=False)
+    batch = tokenizer.pad(rows)
+    call = jax.jit(lambda model, ids, lengths: model(ids, lengths=lengths, last=True))
+    logits = call(model, batch.input_ids, batch.attention_mask.sum(1))
+    np.testing.assert_allclose(found, logits[:, a] - logits[:, b], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({}, "answers="),
+        ({"answers": ("a", "b")}, "template="),
+        ({"answers": ("a", "b"), "template": "{query}"}, "template="),
+        ({"answers": ("a", "b"), "template": "{query.x} {document}"}, "template="),
+        ({"answers": ("a", "b"), "template": "{"}, "format"),
+        ({"answers": ("aa", "b"), "template": "{query}{document}"}, "one"),
+        ({"activation": "tanh"}, "activation"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_wrong_options_of_rerank(tmp_path, options, named):
+    model, tokenizer = maxjax.load(write(EMBEDDERS["qwen3"], tmp_path))
+    with pytest.raises(UserInputError, match=named):
+        maxjax.rerank(model, tokenizer, QUERY, TEXTS, **options)
+
+
+def test_what_rerank_needs(tmp_path):
+    model, tokenizer = maxjax.load(write(EMBEDDERS["bert"], tmp_path / "a"))
+    with pytest.raises(UserInputError, match="classification head"):
+        maxjax.rerank(model, tokenizer, QUERY, TEXTS)
+    kind = replace(RERANKERS["bert"], settings={"num_labels": 2})
+    two, _ = maxjax.load(write(kind, tmp_path / "b"))
+    with pytest.raises(UserInputError, match="2 labels"):
+        maxjax.rerank(two, tokenizer, QUERY, TEXTS)
+    one, _ = maxjax.load(write(RERANKERS["bert"], tmp_path / "c"))
+    with pytest.raises(UserInputError, match=r"documents\[3\] has 83 tokens|truncate"):
+        maxjax.rerank(one, tokenizer, QUERY, [*TEXTS[:3], "the " * 90])
+    with pytest.raises(UserInputError, match="decoders"):
+        maxjax.rerank(one, tokenizer, QUERY, TEXTS, template="{query}")
+    with pytest.raises(TypeError, match=r"documents\[1\]"):
+        maxjax.rerank(one, tokenizer, QUERY, ["a", 3])
+    with pytest.raises(TypeError, match="brackets"):
+        maxjax.rerank(one, tokenizer, QUERY, "a")
+    with pytest.raises(TypeError, match="truncate"):
+        maxjax.rerank(one, tokenizer, QUERY, TEXTS, truncat=True)
+    assert maxjax.rerank(one, tokenizer, QUERY, []).shape == (0,)
+    vectors = maxjax.embed(one, tokenizer, TEXTS[:1])  # the encoder below the head
+    assert vectors.shape == (1, 32)
+
+
+def test_bad_dense_modules(tmp_path):
+    place = write(EMBEDDERS["distilbert"], tmp_path) / "2_Dense"
+    config = json.loads((place / "config.json").read_text())
+    for change, error, named in (
+        ({"out_features": 7}, CheckpointMismatchError, "2_Dense"),
+        ({"in_features": "x"}, CheckpointFormatError, "in_features"),
+        ({"bias": False}, CheckpointMismatchError, "linear.bias"),
+    ):
+        (place / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(error, match=named):
+            maxjax.load(tmp_path)
+    for change in ({"activation_function": "torch.nn.Softplus"}, {"use_residual": True}):
+        (place / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(NotImplementedError, match="Dense"):
+            maxjax.embed(*maxjax.load(tmp_path), ["a"])
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "model.safetensors").unlink()
+    with pytest.raises(CheckpointMissingError, match="2_Dense"):
+        maxjax.load(tmp_path)

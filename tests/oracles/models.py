@@ -9,6 +9,7 @@ NumPy's, of a seed and each tensor's name, so that they need no room. An answer 
 asked of which model: tests that ask the same share it.
 """
 
+import copy
 import hashlib
 import json
 import tempfile
@@ -196,7 +197,8 @@ def content(directory: Path) -> str:
 def _files(kind: str, config: str, settings: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    made = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+    # Copied, because its classes of settings change what is in them.
+    made = getattr(transformers, kind)(getattr(transformers, config)(**copy.deepcopy(settings)))
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.save_pretrained(directory)

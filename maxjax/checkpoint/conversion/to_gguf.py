@@ -168,10 +168,12 @@ def _bytes_of(table: TensorTable, entry: TensorEntry) -> Iterator[memoryview]:
     return file_range(table.files[entry.file], entry.offset, entry.offset + entry.nbytes)
 
 
-def _not_in_gguf(pooling: Pooling) -> str:
+def _not_in_gguf(pooling: Pooling, architecture: str) -> str:
     """The part of an embedding model's pooling that GGUF cannot express, as a clause."""
     if pooling.unsupported is not None:
         return f"that embeddings need {pooling.unsupported}"
+    if pooling.dense and architecture != "gemma-embedding":
+        return "that embeddings pass through Dense modules"
     if gguf_mode(pooling) is None:
         return f"that tokens are pooled by {', '.join(pooling.modes)}"
     return "" if pooling.normalize else "that embeddings are not scaled to length 1"
@@ -200,13 +202,19 @@ def _new_gguf(
             some(made.left_out, 5),
         )
     pooling, _ = read_pooling(found.folder)
-    if pooling is not None and (lost := _not_in_gguf(pooling)):
+    if pooling is not None and (lost := _not_in_gguf(pooling, model.architecture)):
         _LOG.warning("%s: a GGUF file cannot say %s", path, lost)
+    dense = pooling.dense if pooling is not None and model.architecture == "gemma-embedding" else ()
     metadata = gguf_metadata(
         config, made.tensors, encoding=encoding, dtype=dtype,
         name=path.resolve().name if path.is_dir() else path.resolve().stem,
         pooling=None if pooling is None else gguf_mode(pooling), path=path,
     )  # fmt: skip
+    for number, layer in enumerate(dense, 2):  # EmbeddingGemma's, which have no biases
+        name = f"dense_{number}.weight"
+        made.tensors[name] = WeightData.from_numpy(layer.matrix, name)
+        metadata[f"gemma-embedding.dense_{number}_feat_in"] = layer.in_features
+        metadata[f"gemma-embedding.dense_{number}_feat_out"] = layer.out_features
     tokenizer, settings = _tokenizer(found.folder)
     template = beside.get("chat_template.jinja")
     embedding = made.tensors.get("token_embd.weight")

@@ -54,8 +54,8 @@ class DecoderAttention(Module):
     """Self-attention with RoPE, configured by a DecoderConfig.
 
     A family that computes queries, keys and values differently overrides :meth:`make_projections`
-    and :meth:`project`, and :meth:`merged` for what comes between the heads and ``o_proj``; everything
-    else, the cache included, uses their results.
+    and :meth:`project`, :meth:`placed` for what comes with RoPE, and :meth:`merged` for what comes
+    between the heads and ``o_proj``; everything else, the cache included, uses their results.
 
     Args:
         config: settings of the decoder.
@@ -197,8 +197,7 @@ class DecoderAttention(Module):
         q, k, v, *gate = self.project(x)
         if self.sinks is not None:
             step = step._replace(sinks=jnp.asarray(self.sinks))
-        if self.scales_queries:
-            q = _scaled(q, step)
+        q, k, step = self.placed(q, k, step)
         if cached:
             group = self.group(cached)
             slots = cached[group]
@@ -215,6 +214,21 @@ class DecoderAttention(Module):
             y = self._attend(q, cache, 0, step, step.positions(x.shape[1]), key_positions)
         y = self.merged(tap("heads", y), *gate)
         return self.o_proj(y).astype(x.dtype), cached
+
+    def placed(self, q: jax.Array, k: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, Step]:
+        """Queries and keys, and the step, after what depends on positions and comes before RoPE."""
+        return (_scaled(q, step) if self.scales_queries else q), k, step
+
+    def rotated_now(
+        self, q: jax.Array, k: jax.Array, step: Step
+    ) -> tuple[jax.Array, jax.Array, Step]:
+        """Queries and keys ``[B, (T,) heads, D]`` after RoPE, and the step in which it is done."""
+        if q.ndim == 3:
+            q, k = self._rotated(step, q[:, None], k[:, None])
+            q, k = q[:, 0], k[:, 0]
+        else:
+            q, k = self._rotated(step, q, k)
+        return q, k, step._replace(rotations={})
 
     def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """What enters ``o_proj``, from the heads' results ``[..., H, D]`` and a gate of :meth:`project`."""

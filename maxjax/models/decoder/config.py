@@ -286,13 +286,13 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
         (True, False, True)
     """
     listed, layers = raw.get("no_rope_layers"), raw.get("num_hidden_layers")
+    given = raw.get("no_rope_layer_interval")
     if type(layers) is not int or not 0 < layers <= 1000:
         return ()  # the check of this field raises later
     if listed:
         if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
             raise ValueError("'no_rope_layers' is not a list of numbers")
         return tuple(map(bool, listed[:layers]))
-    given = raw.get("no_rope_layer_interval")
     given = interval if given is None else given
     if type(given) is not int or given < 1:
         raise ValueError(f"'no_rope_layer_interval' is {str(given)[:60]}, not a positive integer")

@@ -170,8 +170,10 @@ class GatedDelta(RecurrentMixer):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.make_projections(config.hidden_size, dtype)
         self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
-        for name in ("A_log", "dt_bias"):
-            setattr(self, name, Weight(name, dtype, (self.value_heads,), DeviceRef.CPU()))
+        self.A_log, self.dt_bias = (
+            Weight(name, dtype, (self.value_heads,), DeviceRef.CPU())
+            for name in ("A_log", "dt_bias")
+        )
         self.norm = GatedNorm(self.value_dim, dtype, config.rms_norm_eps)
         self.out_proj = Linear(
             self.value_heads * self.value_dim, config.hidden_size, dtype, DeviceRef.CPU()
@@ -203,7 +205,7 @@ class GatedDelta(RecurrentMixer):
         mixed, gate, share, decay = self.project(x)
         # Shards of the projections do not end where queries, keys and values do.
         mixed = replicate_last_axis(mixed, self.out_proj.weight, 1)
-        mixed, conv = self.conv1d(mixed, states and states["conv"], counts)
+        mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
         mixed = jax.nn.silu(mixed)
         keys = self.key_heads * self.key_dim
         q, k, v = (

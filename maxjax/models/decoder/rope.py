@@ -350,7 +350,8 @@ class _Given:
     def factor(self) -> float:
         """Factor by which the context is extended; by default the ratio of the two lengths."""
         found = self.maybe("factor")
-        return self.context / self.original() if found is None else found
+        # Far above any limit of the context, which is checked with the other settings.
+        return min(self.context, 1 << 62) / self.original() if found is None else found
 
 
 def _linear(given: _Given) -> tuple[Any, float]:

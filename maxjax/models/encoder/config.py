@@ -63,6 +63,11 @@ class EncoderConfig(ModelConfig):
         return self.hidden_size // self.num_heads
 
     @property
+    def kv_heads(self) -> int:
+        """The number of KV heads: as many as query heads."""
+        return self.num_heads
+
+    @property
     def max_length(self) -> int:
         """The maximum number of tokens in a sequence."""
         return self.max_position_embeddings

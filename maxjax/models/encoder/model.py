@@ -240,5 +240,5 @@ def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Famil
         if name not in ("classifier.*", "pre_classifier.*", "head.*")
     )
     return dataclasses.replace(
-        family, architectures=architectures, make=make(kind), ignored=ignored
+        family, architectures=architectures, make=make(kind), ignored=ignored, gguf=None
     )

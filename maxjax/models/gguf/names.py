@@ -167,6 +167,15 @@ ARCHITECTURES: MutableMapping[str, Table] = {
         {**_GEMMA2_NORMS, **{k: Rule(v, _ONE_ADDED) for k, v in _HEAD_NORMS.items()}},
         norm=_ONE_ADDED,
     ),
+    "gemma-embedding": _decoder(
+        {
+            **_GEMMA2_NORMS,
+            "dense_2": "dense_2",
+            "dense_3": "dense_3",
+            **{k: Rule(v, _ONE_ADDED) for k, v in _HEAD_NORMS.items()},
+        },
+        norm=_ONE_ADDED,
+    ),
     "gpt2": _table(
         "transformer.h.*.",
         {

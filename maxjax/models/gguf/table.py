@@ -31,6 +31,18 @@ PERMUTED: Mapping[str, Rule] = {
 # One linear layer for gate and up.
 GATE_UP: Mapping[str, str | None] = {".ffn_gate": None, ".ffn_up": "mlp.gate_up_proj"}
 
+# The names of encoders, in place of those that Llama-like decoders share.
+ENCODER_NAMES: Mapping[str, str | None] = {
+    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
+    "output": None, "output_norm": None, ".attn_norm": None, ".ffn_norm": None,
+    ".attn_q": None, ".attn_k": None, ".attn_v": None,
+}  # fmt: skip
+# The tensors of encoders that llama.cpp reads a bias of.
+ENCODER_BIASES = (
+    "token_embd_norm", "attn_qkv", "attn_output", "attn_output_norm", "ffn_gate", "ffn_up", "ffn_down",
+    "layer_output_norm",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GGUFTable:
@@ -54,6 +66,8 @@ class GGUFTable:
         period: n, where every n-th layer sees all tokens if there is a sliding window.
         is_partial: whether RoPE may rotate a part of each head.
         is_tied: whether the head is always the embedding table.
+        has_head: whether llama.cpp needs a head that is not the embedding table.
+        is_square: whether it needs heads that are together as wide as the hidden states.
         is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
@@ -78,6 +92,8 @@ class GGUFTable:
     is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
+    has_head: bool = False
+    is_square: bool = False
     unused: Collection[str] = ()
     written: Collection[str] = ()
     truncates: bool = True

@@ -41,7 +41,7 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
              "add_cross_attention": False},
     "bert": {"is_decoder": False, "add_cross_attention": False},
-    "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "llama": _ROPE,
+    "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "gemma-embedding": _ROPE, "llama": _ROPE,
 }  # fmt: skip
 # Settings that are stored elsewhere, may be spelled differently, or are checked separately.
 _NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
@@ -95,7 +95,7 @@ def gguf_metadata(
     for line in check_read(model.architecture, keys, tensors, path=path):
         _LOG.warning("%s%s", "" if path is None else f"{path}: ", line)
     found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}
-    if model.architecture == "bert":
+    if getattr(model.config, "type_vocab_size", 0):
         found["tokenizer.ggml.token_type_count"] = model.config.type_vocab_size
     _check(model, found, tensors, path)
     return found
@@ -148,7 +148,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         "attention.head_count_kv": size.kv_heads,
         "attention.key_length": size.width,
         "attention.value_length": size.width,
-        table.epsilon[0] if table else "attention.layer_norm_rms_epsilon": size.rms_norm_eps,
+        **_epsilon(table, size),
         "rope.dimension_count": model.rotated,
         "rope.freq_base": size.rope.theta,
         **rope_keys(
@@ -162,23 +162,37 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         found |= _experts(model)
     if table is not None:
         return found | _of_table(table, model, path)
-    if model.architecture in ("gemma2", "gemma3"):
+    if model.architecture in ("gemma2", "gemma3", "gemma-embedding"):
         found |= _gemma(model, path)
     elif model.architecture == "llama" and size.sliding_window:  # Mistral and Mixtral
         found["attention.sliding_window"] = size.sliding_window
     return found
 
 
+def _epsilon(table: GGUFTable | None, size: Any) -> dict[str, float]:
+    """The number that norms add to the variance."""
+    key = table.epsilon[0] if table else "attention.layer_norm_rms_epsilon"
+    return {key: size.rms_norm_eps if hasattr(size, "rms_norm_eps") else size.layer_norm_eps}
+
+
 def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The keys of one architecture, as its table says."""
     size, found = model.config, {}
+    if table.has_head and size.tie_word_embeddings:
+        raise unsupported(f"a tied head in a GGUF file of {table.architecture!r}", path)
+    if table.is_square and size.num_heads * size.width != size.hidden_size:
+        raise unsupported(
+            f"'head_dim' {size.width} in a GGUF file of {table.architecture!r}, whose heads are together "
+            "as wide as the hidden states", path,
+        )  # fmt: skip
     fields = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(size)}
     for key, name in table.keys.items():
         value = getattr(size, fields[name]) if name in fields else model.settings.get(name)
         if value is not None:
             found[key] = value
-    if any(size.slides) and not ("attention.sliding_window" in found and all(size.slides)):
-        if table.period is None or _period(list(size.slides), table.period) != table.period:
+    slides = getattr(size, "slides", ())
+    if any(slides) and not ("attention.sliding_window" in found and all(slides)):
+        if table.period is None or _period(list(slides), table.period) != table.period:
             raise unsupported(
                 f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
                 path,
@@ -200,7 +214,7 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
 def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The soft caps, the sliding window and its layers of Gemma 2 and 3."""
     found: dict[str, Any] = {}
-    size, is_third = model.config, model.architecture == "gemma3"
+    size, is_third = model.config, model.architecture != "gemma2"
     if size.attn_soft_cap:
         found["attn_logit_softcapping"] = size.attn_soft_cap
     if size.logit_soft_cap:
@@ -235,7 +249,12 @@ def _period(slides: list[bool], usual: int) -> int | None:
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.settings.get("layer_types")
-    own = ("gemma2", "gemma3", *TABLES)  # their layers are compared where keys are written
+    own = (
+        "gemma2",
+        "gemma3",
+        "gemma-embedding",
+        *TABLES,
+    )  # their layers are compared where keys are written
     if isinstance(listed, list) and model.architecture not in own:
         kinds = {kind for kind in listed if isinstance(kind, str)}
         alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
@@ -272,8 +291,8 @@ def _check(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):
             settings.pop("sliding_window", None)  # of no layer
-    if model.architecture == "bert":
-        settings.pop("tie_word_embeddings", None)  # the model has no head
+    if hasattr(model.config, "type_vocab_size"):
+        settings.pop("tie_word_embeddings", None)  # an encoder has no head
     fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])
     for key, value in {**fixed, **again}.items():
         given = settings.get(key)

@@ -196,8 +196,9 @@ def _growth(steps: list[Mapping[str, Any]]) -> int:
         elif kind == "BertNormalizer":
             after.any_gets(2 * after.of(" "))  # on both sides of each Chinese character
         elif kind == "Precompiled":
-            for entry in _entries(step.get("precompiled_charsmap")):
-                after.any_becomes(after.of(entry))
+            # Each character becomes one entry: all are computed before the first counts.
+            entries = _entries(step.get("precompiled_charsmap"))
+            after.any_becomes(max(map(after.of, entries), default=1))
         elif kind in ("BPEDecoder", "CTC", "WordPiece"):
             after.any_gets(after.of(" "))  # in the place of a mark; an empty mark is everywhere
         elif kind == "Nmt":

@@ -1,6 +1,7 @@
-"""Reads tokenizers without a ``tokenizer.json``: ``vocab.json`` with ``merges.txt``, or ``vocab.txt``.
+"""Reads tokenizers without a ``tokenizer.json``: ``vocab.json`` with ``merges.txt``, ``vocab.txt``, and others.
 
-Such files have only the tokens. How text is split, and which special tokens surround it, depends on
+SentencePiece's models and Mistral's ``tekken.json`` have files of their own here. The other files have only the
+tokens. How text is split, and which special tokens surround it, depends on
 the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here these classes
 are written as the content of a ``tokenizer.json``.
 
@@ -21,21 +22,19 @@ from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import open_regular
 from ...storage.limits import in_force
+from .sentencepiece import FILES as SENTENCEPIECE
+from .sentencepiece import read_sentencepiece
+from .tekken import FILE as TEKKEN
+from .tekken import read_tekken
 
 VOCAB, MERGES, WORDS = "vocab.json", "merges.txt", "vocab.txt"
 # Files of tokenizers that are not supported, with their formats.
 _OTHERS = {
-    "tokenizer.model": "SentencePiece or tiktoken",
-    "spiece.model": "SentencePiece",
-    "sentencepiece.bpe.model": "SentencePiece",
-    "sentencepiece.model": "SentencePiece",
-    "spm.model": "SentencePiece",
     "tiktoken.model": "tiktoken",
     "qwen.tiktoken": "tiktoken",
-    "tekken.json": "Mistral's Tekken",
     "vocab.bpe": "GPT-2's first format",
 }
-VOCABULARIES = (VOCAB, MERGES, WORDS, *_OTHERS)
+VOCABULARIES = (VOCAB, MERGES, WORDS, *SENTENCEPIECE, TEKKEN, *_OTHERS)
 """The files that have a vocabulary if there is no ``tokenizer.json``."""
 
 _END = "<|endoftext|>"
@@ -48,8 +47,8 @@ class TokenizerClass:
     Attributes:
         parts: a function from settings to its normalizer, pre_tokenizer and decoder.
         special: its default special tokens.
-        post_processor: the special tokens around a text: those of "bert" or "roberta", or "flags" for those
-            that the settings ``add_bos_token`` and ``add_eos_token`` ask for.
+        post_processor: the special tokens around a text: those of "bert" or "roberta", "flags" for those
+            that the settings ``add_bos_token`` and ``add_eos_token`` ask for, or "own" for those of the document.
         words: whether its vocabulary is a list of words (WordPiece).
     """
 
@@ -123,6 +122,12 @@ _OF_MODELS: dict[str, str] = {
 }
 
 
+# Classes whose tokens have the ids of the file, or fairseq's.
+_UNIGRAMS = ("", "XLMRoberta", "T5", "PreTrained", "TokenizersBackend")
+_XLM_ROBERTA = ("xlm-roberta", "jina_embeddings_v3", "gte", "new")
+_LLAMA_TOKENS = _named("unk=<unk> bos=<s> eos=</s>")
+
+
 @dataclass
 class Read:
     """A tokenizer read from such files: the content of a ``tokenizer.json``, and its class."""
@@ -162,6 +167,14 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         kind = _kind(directory, settings, WORDS, words=True)
         model = _wordpiece(words, settings, kind)
         return Read(_document(model, kind.parts(settings)), kind, words)
+    for name in SENTENCEPIECE:
+        if (file := directory / name).is_file():
+            return _sentencepiece(file, settings)
+    if (file := directory / TEKKEN).is_file():
+        document = read_tekken(file, settings)
+        texts = [item["content"] for item in document["added_tokens"]]
+        names = {f"{n}_token": text for n, text in zip(("unk", "bos", "eos"), texts, strict=False)}
+        return Read(document, TokenizerClass(_own, names, "own"), file)
     for name, what in _OTHERS.items():
         if (directory / name).is_file():
             raise UnsupportedModelError(
@@ -169,6 +182,28 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
                 f" support: put the model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
             )
     return None
+
+
+def _sentencepiece(file: Path, settings: Mapping[str, Any]) -> Read:
+    """The tokenizer of a SentencePiece model."""
+    named, model_type = _class_of(file.parent, settings)
+    name = named or ("XLMRoberta" if model_type in _XLM_ROBERTA else "")
+    document = read_sentencepiece(file, settings, name)
+    if document["model"]["type"] == "Unigram" and name not in _UNIGRAMS:
+        raise UnsupportedModelError(
+            f"{file}: the tokenizer is SentencePiece's Unigram, of the class {name[:60] + 'Tokenizer'!r}, which "
+            f"may number its tokens in another way; maxjax supports {', '.join(filter(None, _UNIGRAMS))}. Put the "
+            f"model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
+        )
+    texts = {item["content"] for item in document["added_tokens"]}
+    usual = _ROBERTA.special if name == "XLMRoberta" else _LLAMA_TOKENS
+    gemma = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    special = {n: t for n, t in (gemma if "<bos>" in texts else usual).items() if t in texts}
+    return Read(document, TokenizerClass(_own, special, "own"), file)
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
 
 
 _WRITE = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it"
@@ -179,17 +214,13 @@ def _kind(
     directory: Path, settings: Mapping[str, Any], files: str, *, words: bool
 ) -> TokenizerClass:
     """The tokenizer class that the files of a directory name."""
-    config = directory / "config.json"
-    model = read_object(config) if config.is_file() else {}
-    named = settings.get("tokenizer_class") or model.get("tokenizer_class")
-    name = named.removesuffix("Fast").removesuffix("Tokenizer") if isinstance(named, str) else None
-    if name is None:
-        name = _OF_MODELS.get(str(model.get("model_type")))
+    named, model_type = _class_of(directory, settings)
+    name = named or _OF_MODELS.get(model_type)
     found = _KINDS.get(name or "")
     if found is None or found.words != words:
         known = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
         what = (
-            f"the class {str(named)[:80]!r}"
+            f"the class {(named + 'Tokenizer')[:80]!r}"
             if named
             else "no class that tokenizer_config.json names"
         )
@@ -198,6 +229,16 @@ def _kind(
             f" {some(known, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
         )
     return found
+
+
+def _class_of(directory: Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The tokenizer's class without "Tokenizer" or None, and the model's type, as the files name them."""
+    config = directory / "config.json"
+    model = read_object(config) if config.is_file() else {}
+    named = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    if not isinstance(named, str):
+        return None, str(model.get("model_type"))
+    return named.removesuffix("Fast").removesuffix("Tokenizer"), str(model.get("model_type"))
 
 
 def _document(model: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
@@ -295,6 +336,9 @@ def post_processor(
         id_of: a function from a token to its id.
     """
     from tokenizers import processors
+
+    if kind.post_processor == "own":
+        return None
 
     def marked(name: str) -> tuple[str, int]:
         text = special[f"{name}_token"]

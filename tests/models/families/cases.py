@@ -39,6 +39,7 @@ class Case:
         length: tokens of each text.
         is_whole: whether ``settings`` are all there are, and nothing of ``decoders.SMALL``.
         gguf: whether llama.cpp has the architecture, and files are written and read.
+        like_llama_cpp: whether llama.cpp computes the same of such a file.
         exact: whether greedy tokens are compared; not where experts' choices are near ties.
     """
 
@@ -53,6 +54,7 @@ class Case:
     length: int = 24
     is_whole: bool = False
     gguf: bool = True
+    like_llama_cpp: bool = True
     exact: bool = True
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -31,6 +32,10 @@ LEFT_OUT = {
     "llama": {"rope_freqs", "blk.*.attn_rot_embd"},
     "qwen2": {"rope_freqs"},
     "qwen3": {"rope_freqs"},
+    # Of other models of the kind: learned positions, a last norm, and heads, which are left out.
+    "nomic-bert": {"output_norm", "position_embd"},
+    "jina-bert-v3": {"output_norm"},
+    "modern-bert": {"cls", "cls.norm", "cls.output"},
     # Of LongRoPE, and of files whose queries, keys and values are apart; refused.
     "phi3": {
         "rope_factors_long",
@@ -39,6 +44,10 @@ LEFT_OUT = {
         "blk.*.attn_k",
         "blk.*.attn_v",
     },
+    "exaone4": {"rope_freqs"},
+    "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
+    # Of norms of single heads; refused.
+    "stablelm": {"rope_freqs", "blk.*.attn_q_norm", "blk.*.attn_k_norm"},
     "smollm3": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of the first ChatGLMs, and of GLM-4.5's draft layer; refused.
     "chatglm": {"rope_freqs", "blk.*.attn_qkv"},

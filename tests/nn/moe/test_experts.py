@@ -99,6 +99,37 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def with_a_limit(gate, up):
+    """Another function between the projections than an activation times the other."""
+    return jnp.minimum(gate, 1.0) * (up + 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.default("grouped", "blocks for a kernel", "each by rows")
+@pytest.mark.parametrize("way", WAYS)
+def test_biases_and_a_function_of_both_projections(way):
+    x, chosen, shares = tokens_of(9, 4, 2)
+    rng, experts = np.random.default_rng(5), experts_of(4)
+    biases = [tuple(rng.normal(size=n).astype(np.float32) for n in (F, F, E)) for _ in experts]
+    own = together(experts)._replace(biases=tuple(map(np.stack, zip(*biases, strict=True))))
+    expected = np.zeros(x.shape)
+    for i, token in enumerate(x.astype(np.float64)):
+        for number, share in zip(chosen[i], shares[i], strict=True):
+            (g, u, d), (bg, bu, bd) = experts[number].matrices, biases[number]
+            h = np.minimum(g @ token + bg, 1.0) * (u @ token + bu + 1.0)
+            expected[i] += share * (d @ h + bd)
+    of_down = sum(
+        shares[:, j, None] * np.stack([biases[c][2] for c in chosen[:, j]]) for j in range(2)
+    )
+    found = jax.jit(functools.partial(WAYS[way], with_a_limit))(x, chosen, shares, own)
+    np.testing.assert_allclose(found + of_down, expected, rtol=1e-4, atol=1e-4)
+    if way == "blocks":  # the way of this platform; the mixture adds the last biases
+        apart = [e._replace(biases=b) for e, b in zip(experts, biases, strict=True)]
+        for given in (own, apart):
+            found = jax.jit(functools.partial(mixture, kind=with_a_limit))(x, chosen, shares, given)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def program(platform, n, dtype=jnp.bfloat16, count=8, e=128, f=256):
     """The program of a mixture for a platform that is not here."""
     shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)

@@ -158,6 +158,18 @@ def test_packed_experts_and_numbers_that_do_not_divide(n, packed):
     np.testing.assert_allclose(run(*given, experts), expected, rtol=1e-4, atol=1e-3)
 
 
+def test_biases_are_added_once():
+    given, experts = tokens_of(3, 4, 2), weights_of(4)
+    rng = np.random.default_rng(7)
+    sizes = ((4, 64), (4, 64), (4, 32))
+    biases = tuple(rng.normal(size=size).astype(np.float32) for size in sizes)
+    experts = experts._replace(biases=biases)
+    expected = mixture(*given, experts, "silu")
+    mesh, split = mesh_of(expert=2, model=2), Split(("model",), ("expert",))
+    run = jax.jit(lambda *a: module.mixture_on_mesh(*a, "silu", mesh, split))
+    np.testing.assert_allclose(run(*given, experts), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_many_tokens_are_taken_in_parts(monkeypatch):
     monkeypatch.setattr(module, "_MOST_ROWS", 24)
     given, experts = tokens_of(22, 4, 2), weights_of(4)

@@ -10,7 +10,6 @@ import numpy as np
 
 from ....errors import CheckpointFormatError
 from ...config import ModelConfig
-from ...decoder.config import DecoderConfig
 from ...multimodal import text_settings
 from ..metadata import MAX_EXPERTS, unsupported
 from ..table import ARCHITECTURE_OF as ARCHITECTURE_OF
@@ -37,8 +36,8 @@ class FamilyConfig:
 
     @property
     def has_rope(self) -> bool:
-        """Whether the model is a Llama-like decoder, which uses RoPE."""
-        return isinstance(self.config, DecoderConfig) and self.config.rope is not None
+        """Whether the model uses RoPE."""
+        return getattr(self.config, "rope", None) is not None
 
     @property
     def rotated(self) -> int:
@@ -83,6 +82,8 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
         raise unsupported(what, path)
     architecture, family = ARCHITECTURE_OF[kind], ModelConfig.by_model_type[kind]
+    if kind == "gemma3_text" and config.get("use_bidirectional_attention"):
+        architecture = "gemma-embedding"
     values = {**family.defaults(), **config}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if kind == "gemma2" and not values[key]:  # llama.cpp would use its default then
@@ -98,7 +99,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
             "'num_experts' is out of range", path=path,
             expected=f"1 to {MAX_EXPERTS}", found=model.experts,
         )  # fmt: skip
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "gemma-embedding"):
         values["rope_local_base_freq"] = read.local_rope.theta
     if architecture.startswith("gemma"):
         act = _TANH if read.hidden_act in _TANHS else read.hidden_act

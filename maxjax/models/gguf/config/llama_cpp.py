@@ -38,6 +38,7 @@ READ: MutableMapping[str, frozenset[str]] = {
         "gemma": _RMS,
         "gemma2": f"{_RMS} {_SWA} attn_logit_softcapping",
         "gemma3": f"{_RMS} {_SWA} rope.freq_base_swa",
+        "gemma-embedding": f"{_RMS} {_SWA} rope.freq_base_swa pooling_type attention.causal",
         "gpt2": _MEAN,
         "bert": f"{_MEAN} attention.causal pooling_type",
     }.items()
@@ -54,6 +55,7 @@ _BIASES: MutableMapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": _HEADS, "qwen2moe": _HEADS,
     "qwen3": (), "qwen3moe": (), "gemma": (), "gemma2": (), "gemma3": (),
+    "gemma-embedding": (),
 }  # fmt: skip
 # Architectures whose head is always the embedding table, whatever else is in the file.
 _TIED = {"gemma", "gemma2"}

@@ -30,7 +30,7 @@ _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
 # another number than the width of a head.
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def hf_config(
         raise unsupported(what, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
     config |= model.fixed
-    config["vocab_size"] = _rows("token_embd.weight", tensors, path)
+    config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.has_rope:
         config |= _decoder(given, tensors, required(rope_freqs, tensors), model)
@@ -185,7 +185,7 @@ def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:
     return width
 
 
-def _rows(tensor: str, tensors: Shapes, path: Any) -> int:
+def rows_of(tensor: str, tensors: Shapes, path: Any) -> int:
     """The number of rows of an embedding table."""
     if tensor not in tensors:
         raise CheckpointFormatError("the tensor is missing", path=path, tensor=tensor)
@@ -242,7 +242,7 @@ def _qwen_moe(given: Settings, tensors: Shapes, config: Config) -> Config:
         width = _expert_rows(given, tensors)
     shared = given.count("expert_shared_feed_forward_length", None)
     if shared is None and "blk.0.ffn_gate_shexp.weight" in tensors:
-        shared = _rows("blk.0.ffn_gate_shexp.weight", tensors, given.path)
+        shared = rows_of("blk.0.ffn_gate_shexp.weight", tensors, given.path)
     found = {**_experts(given), "moe_intermediate_size": width}
     if config["intermediate_size"] is None:
         found["intermediate_size"] = width
@@ -318,7 +318,7 @@ def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
         "n_layer": given.count("block_count", maximum=MAX_LAYERS),
         "n_head": given.count("attention.head_count"),
         "n_inner": given.count("feed_forward_length"),
-        "n_positions": _rows("position_embd.weight", tensors, given.path),
+        "n_positions": rows_of("position_embd.weight", tensors, given.path),
         "layer_norm_epsilon": given.number("attention.layer_norm_epsilon"),
     }
 
@@ -334,8 +334,8 @@ def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
         "intermediate_size": given.count("feed_forward_length"),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": given.count("attention.head_count"),
-        "max_position_embeddings": _rows("position_embd.weight", tensors, given.path),
-        "type_vocab_size": _rows("token_types.weight", tensors, given.path),
+        "max_position_embeddings": rows_of("position_embd.weight", tensors, given.path),
+        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
         "layer_norm_eps": given.number("attention.layer_norm_epsilon"),
     }
 
@@ -359,6 +359,12 @@ MODELS: MutableMapping[str, Architecture] = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", _GEMMA_ACTS),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
+    "gemma-embedding": Architecture(
+        "gemma3_text",
+        "Gemma3TextModel",
+        {**_GEMMA_ACTS, "use_bidirectional_attention": True},
+        _gemma3,
+    ),
     "gpt2": Architecture(
         "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, has_rope=False
     ),

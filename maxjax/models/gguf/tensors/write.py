@@ -27,13 +27,25 @@ from .types import Traits, is_wide
 
 # Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
-_PREFIX = {"bert": "bert."}
+_PREFIX = {
+    "bert": "bert.",
+    "nomic-bert": "bert.",
+    "jina-bert-v3": "roberta.",
+    "modern-bert": "model.",
+}
 _MISSING = {"gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f."))}
 _DECODER = ("model.", ("embed_tokens.", "layers.", "norm."))
+# Architectures whose names are those of the model without a head.
+_ENCODERS = ("bert", "nomic-bert", "jina-bert-v3", "modern-bert")
 # Computed from the configuration, not learned.
 _BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 # Learned weights that llama.cpp does not run.
-_HEADS = {"bert": re.compile(r"(bert\.)?pooler\..*|cls\..*")}
+_HEADS = {
+    "bert": re.compile(r"(bert\.)?pooler\..*|cls\..*"),
+    "nomic-bert": re.compile(r"cls\..*"),
+    "jina-bert-v3": re.compile(r"(roberta\.)?pooler\..*|lm_head\..*"),
+    "modern-bert": re.compile(r"head\..*|decoder\..*|classifier\..*"),
+}
 
 
 class GGUFTensors(NamedTuple):
@@ -228,7 +240,7 @@ def _canonical(architecture: str, name: str) -> str:
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
     prefix, starts = _MISSING.get(architecture, _DECODER)
-    if architecture != "bert" and name.startswith(starts):
+    if architecture not in _ENCODERS and name.startswith(starts):
         return prefix + name
     return name.removeprefix(_PREFIX.get(architecture, ""))
 
@@ -286,6 +298,7 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
             f"tensors of layers {empty[0]} to {empty[-1]} are missing", path=path
         )
     kinds = getattr(model.config, "sparse", (False,) * count)
+    kinds = getattr(model.config, "layer_kinds", kinds)
     alike = {kind: set.union(*(layers[i] for i in layers if kinds[i] == kind)) for kind in kinds}
     for every in alike.values():
         stacks = {name for name, expert in every if expert >= 0}

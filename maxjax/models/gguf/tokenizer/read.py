@@ -17,6 +17,7 @@ from ....storage.strict_json import load_json
 from ..metadata import Settings
 from .bpe import ENDS, byte_level, sentencepiece
 from .tokens import SPECIAL, special_id
+from .unigram import unigram
 from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
 
@@ -28,6 +29,7 @@ _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "bert": wordpiece,
     "gpt2": byte_level,
     "llama": sentencepiece,
+    "t5": unigram,
 }
 
 
@@ -37,7 +39,7 @@ def tokenizer_json(
     """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
 
     A complete ``tokenizer.json`` in the file is returned. Otherwise tokenizers of the kinds "bert",
-    "gpt2" and "llama" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
+    "gpt2", "llama" and "t5" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
     loses its accents; with others it is, unless the vocabulary has upper-case words.
 
     Args:

@@ -62,7 +62,12 @@ def added(index: int, token: str, special: bool) -> dict[str, Any]:
 
 
 def template(
-    tokens: list[str], before: int | None, after: int | None, second: int | None
+    tokens: list[str],
+    before: int | None,
+    after: int | None,
+    second: int | None,
+    *,
+    segments: bool = True,
 ) -> dict[str, Any]:
     """The post-processor that puts special tokens around a text, and around both texts of a pair.
 
@@ -70,6 +75,7 @@ def template(
         tokens: tokens by id.
         before, after: ids of the tokens before and after a text, or None.
         second: id of the token before the second text of a pair, or None.
+        segments: whether the second text of a pair is segment 1; otherwise both are 0.
     """
 
     def mark(index: int | None, segment: int) -> list[dict[str, Any]]:
@@ -82,11 +88,11 @@ def template(
         return [*mark(first, segment), text, *mark(after, segment)]
 
     single = sequence("A", 0, before)
-    used = {index for index in (before, after) if index is not None}
+    used = {index for index in (before, after, second) if index is not None}
     return {
         "type": "TemplateProcessing",
         "single": single,
-        "pair": [*single, *sequence("B", 1, second)],
+        "pair": [*single, *sequence("B", int(segments), second)],
         "special_tokens": {
             tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in sorted(used)
         },

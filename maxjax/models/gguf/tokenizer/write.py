@@ -1,4 +1,4 @@
-"""``tokenizer.json`` → the metadata of a GGUF file: BERT's, GPT-2's and Llama's kinds.
+"""``tokenizer.json`` → the metadata of a GGUF file: BERT's, GPT-2's and Llama's kinds, and Unigram.
 
 llama.cpp implements a way of splitting text for each name in "tokenizer.ggml.pre"; the names of the
 patterns are in ``splits``.
@@ -9,6 +9,8 @@ converter, ``SpecialVocab`` in gguf-py's ``vocab.py``; its llama-vocab.cpp for t
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from collections.abc import Mapping
@@ -174,6 +176,13 @@ def gguf_tokenizer_metadata(
             found = (_sentencepiece if is_llama else _byte_level)(tokenizer, tokens)
             found |= special_ids(tokens.ids, settings, config, SPECIAL)
             found |= added_around(tokenizer, settings, found)
+        elif kind == "Unigram":
+            found = _unigram(tokenizer, tokens)
+            found |= special_ids(tokens.ids, settings, config, SPECIAL)
+            if "unknown_token_id" not in found and type(model.get("unk_id")) is int:
+                found["unknown_token_id"] = model["unk_id"]
+            found |= _marks(tokenizer, tokens.ids)
+            found |= added_around(tokenizer, settings, found)
         else:
             raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)
     found = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
@@ -190,7 +199,7 @@ class _Vocabulary:
         self, tokenizer: Mapping[str, Any], model: Mapping[str, Any], size: int | None, path: Any
     ):
         self.model, self.path = model, path
-        vocab = typed(model, "vocab", dict, path)
+        vocab = _numbered(model, path)
         added = typed(tokenizer, "added_tokens", list, path, [])
         self.ids: dict[str, int] = {}
         special: dict[str, bool] = {}
@@ -255,7 +264,21 @@ class _Vocabulary:
         return found
 
 
-# --- the three kinds ----------------------------------------------------------------------------
+def _numbered(model: Mapping[str, Any], path: Any) -> Mapping[str, int]:
+    """The vocabulary as token → id; that of Unigram is a list of tokens and scores."""
+    if model.get("type") != "Unigram":
+        return typed(model, "vocab", dict, path)
+    found: dict[str, int] = {}
+    for index, item in enumerate(typed(model, "vocab", list, path)):
+        is_pair = isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)
+        if not is_pair or type(item[1]) not in (int, float):
+            raise wrong("vocab", "tokens with their scores", item, path)
+        if found.setdefault(item[0], index) != index:
+            raise wrong("vocab", "different tokens", item[0], path)
+    return found
+
+
+# --- the kinds ----------------------------------------------------------------------------------
 
 
 def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
@@ -315,3 +338,70 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[st
         "token_type": types,
         "add_space_prefix": prefix,
     }
+
+
+def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
+    """SentencePiece's Unigram: scores, and the table that normalises text."""
+    steps = _flat(tokenizer.get("normalizer"), "normalizers")
+    pre = _flat(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    tables = [step for step in steps if step.get("type") == "Precompiled"]
+    kinds = {str(step.get("type")) for step in steps} - {
+        "Precompiled",
+        "Replace",
+        "Strip",
+        "Prepend",
+    }
+    kinds |= {str(step.get("type")) for step in pre} - {"WhitespaceSplit", "Metaspace"}
+    if kinds or len(tables) > 1:
+        raise unsupported(
+            f"a Unigram tokenizer with {', '.join(sorted(kinds))[:80]} in a GGUF file", tokens.path
+        )
+    squeezes = any(
+        step.get("type") in ("Strip", "WhitespaceSplit")
+        or (step.get("type") == "Replace" and "{2,}" in str(step.get("pattern")))
+        for step in (*steps, *pre)
+    )
+    schemes = {
+        step.get("prepend_scheme", "always") for step in pre if step.get("type") == "Metaspace"
+    }
+    prefix = any(step.get("type") == "Prepend" for step in steps) or bool(schemes - {"never"})
+    scores, types = np.zeros(len(tokens.texts), np.float32), tokens.types.copy()
+    for index, (text, score) in enumerate(tokens.model["vocab"]):
+        scores[index] = score
+        if _BYTE_TOKEN.fullmatch(text) and tokens.model.get("byte_fallback") is True:
+            types[index] = BYTE
+    unknown = tokens.model.get("unk_id")
+    if type(unknown) is int and 0 <= unknown < len(types):
+        types[unknown] = UNKNOWN
+    found: dict[str, Any] = {
+        "model": "t5", "pre": "default", "tokens": tokens.texts, "scores": scores, "token_type": types,
+        "add_space_prefix": prefix, "remove_extra_whitespaces": squeezes,
+    }  # fmt: skip
+    if tables:
+        try:
+            table = base64.b64decode(str(tables[0].get("precompiled_charsmap")), validate=True)
+        except (binascii.Error, ValueError):
+            raise wrong("precompiled_charsmap", "base64", "other text", tokens.path) from None
+        found["precompiled_charsmap"] = np.frombuffer(table, np.uint8)
+    return found
+
+
+def _marks(tokenizer: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids of the tokens that the template puts before and after a text, whatever they are called."""
+    around = tokenizer.get("post_processor")
+    single = around.get("single") if isinstance(around, dict) else None
+    if not isinstance(single, list) or len(single) != 3:
+        return {}
+    names = [item.get("SpecialToken", {}).get("id") for item in (single[0], single[2])]
+    return {
+        f"{key}_token_id": ids[name]
+        for key, name in zip(("bos", "eos"), names, strict=True) if name in ids
+    }  # fmt: skip
+
+
+def _flat(value: Any, inner: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, with a sequence flattened."""
+    if not isinstance(value, dict):
+        return []
+    listed = value.get(inner) if value.get("type") == "Sequence" else [value]
+    return [step for step in listed if isinstance(step, dict)] if isinstance(listed, list) else []

@@ -17,10 +17,16 @@ def glm4(**settings):
 CASES = [
     Case(*glm(head_dim=8, num_key_value_heads=1), name="9b"),
     Case(
-        *glm(head_dim=16, attention_bias=False, tie_word_embeddings=True, rope_parameters=HALF),
+        *glm(
+            hidden_size=64,
+            head_dim=16,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=HALF,
+        ),
         name="quarter",
     ),
-    Case(*glm(head_dim=12), name="12"),
+    Case(*glm(head_dim=12), name="12", gguf=False),
     Case(*glm4(head_dim=16, attention_bias=False), name="32b"),
     Case(*glm4(head_dim=8, num_key_value_heads=1), name="9b"),
     Case(*glm4(head_dim=12, num_key_value_heads=4, tie_word_embeddings=True), name="tied"),

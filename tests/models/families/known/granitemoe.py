@@ -11,5 +11,5 @@ CASES = [
         "logits_scaling": 2.0, "tie_word_embeddings": True, "num_key_value_heads": 1,
     }),
     Case(*_KINDS, {**_MOE, "num_experts_per_tok": 6, "attention_multiplier": 0.35}, "all"),
-    Case(*_KINDS, {**_MOE, "attention_bias": True, "attention_multiplier": 0.35}, "biases", gguf=False),
+    Case(*_KINDS, {**_MOE, "attention_bias": True, "attention_multiplier": 0.35}, "biases"),
 ]  # fmt: skip

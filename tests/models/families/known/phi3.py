@@ -7,9 +7,9 @@ def phi(**settings):
     return ("phi3", "Phi3ForCausalLM", "Phi3Config", settings)
 
 
-def longrope(pairs, kind="longrope"):
+def longrope(pairs):
     short, long = ([first + step * i for i in range(pairs)] for first, step in ((1, 0.1), (2, 0.3)))
-    return {"type": kind, "short_factor": short, "long_factor": long}
+    return {"type": "longrope", "short_factor": short, "long_factor": long}
 
 
 CASES = [
@@ -22,9 +22,9 @@ CASES = [
         # where transformers computes them anew.
         name="mini", gguf=False, exact=False,
     ),
-    Case(*phi(num_key_value_heads=4, sliding_window=9), name="window"),
+    Case(*phi(num_key_value_heads=4, sliding_window=12), name="window"),
     Case(
-        *phi(original_max_position_embeddings=128, rope_scaling=longrope(4, "su")), name="su",
+        *phi(original_max_position_embeddings=128, rope_scaling=longrope(4)), name="long",
         gguf=False,
     ),
     Case(*phi(num_key_value_heads=1, rope_theta=250000.0), name="4"),

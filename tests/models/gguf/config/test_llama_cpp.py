@@ -10,6 +10,7 @@ import logging
 import pytest
 
 import maxjax
+import maxjax.models.registry
 from maxjax.checkpoint import convert
 from maxjax.errors import UnsupportedModelError
 from maxjax.graph.weights import load_weights
@@ -73,7 +74,6 @@ REFUSED = {
         {},
         "layer_types",
     ),
-    "both ways": ("Gemma3", GEMMA3, {"use_bidirectional_attention": True}, "bidirectional"),
     "biases": ("Qwen3", {"attention_bias": True, "head_dim": 16}, {}, "a bias of 'blk.0.attn"),
     "divisors": ("Qwen2", {"rope_parameters": LLAMA3}, {}, "divisor"),
     "routing": (

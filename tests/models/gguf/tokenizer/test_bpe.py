@@ -295,7 +295,8 @@ def test_no_merge_makes_or_uses_a_special_token():
         ({"model": "gpt2", "merges": ["a"]}, CheckpointFormatError, "wrong merge"),
         ({"model": "gpt2", "merges": 3}, CheckpointFormatError, "wrong type"),
         ({"model": "gpt2", "pre": 3}, CheckpointFormatError, "wrong type"),
-        ({"model": "t5"}, UnsupportedModelError, "'t5'"),
+        ({"model": "t5", "scores": [0.0]}, CheckpointFormatError, "scores"),
+        ({"model": "plamo2"}, UnsupportedModelError, "plamo2"),
     ],
 )
 def test_keys_that_are_missing_or_wrong(change, error, says):

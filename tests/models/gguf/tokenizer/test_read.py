@@ -142,7 +142,7 @@ def test_places_kept_free_are_no_upper_case_words():
     assert tokenizer_json(metadata(words, **ids))["normalizer"]["lowercase"] is True
 
 
-@pytest.mark.parametrize("kind", ["t5", "rwkv", "none"])
+@pytest.mark.parametrize("kind", ["plamo2", "rwkv", "none"])
 def test_other_tokenizers_are_named(kind):
     with pytest.raises(NotImplementedError, match=f"m.gguf: the tokenizer '{kind}'"):
         tokenizer_json({"tokenizer.ggml.model": kind}, path="m.gguf")

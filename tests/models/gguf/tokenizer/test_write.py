@@ -82,7 +82,10 @@ def test_berts_is_what_the_converter_writes(minilm, tmp_path):
         ({"normalizer": {"type": "Lowercase"}}, "BERT's normalizer"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "BERT's normalizer"),
         ({"normalizer": {"type": "BertNormalizer", "clean_text": False}}, "'clean_text'"),
-        ({"model": {"type": "Unigram", "vocab": {}}}, "type 'Unigram'"),
+        (
+            {"model": {"type": "Unigram", "vocab": []}, "normalizer": {"type": "Lowercase"}},
+            "Lowercase",
+        ),
         ({"model": {"type": "WordLevel", "vocab": {}}}, "type 'WordLevel'"),
         ({"model": {"vocab": {}}}, "type NoneType"),
     ],

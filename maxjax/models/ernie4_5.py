@@ -1,0 +1,67 @@
+"""ERNIE 4.5 (dense): a Llama whose RoPE rotates neighbouring features.
+
+Source: transformers' ``modeling_ernie4_5``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope, read_rope
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class Ernie45Config(DecoderConfig):
+    """The settings of an ERNIE 4.5: all linear layers have biases, or none."""
+
+    model_type = "ernie4_5"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "rope_theta": 5e5}
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=131_072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    tie_word_embeddings: bool = setting(default=True)
+    attention_bias: bool = setting("use_bias", default=False)
+    mlp_bias: bool = own(False)
+    rope: Rope = own(Rope(5e5, interleaved=True))
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The biases; an ERNIE 4.5 has no sliding window."""
+        return {"mlp_bias": bool(raw.get("use_bias")), "sliding_window": None}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of neighbouring features."""
+        return {"rope": read_rope(raw, context, interleaved=True)}
+
+
+class Ernie45(Decoder):
+    """An ERNIE 4.5 language model.
+
+    Example:
+        >>> config = Ernie45Config(100, 8, 16, num_layers=2, num_heads=2, head_dim=8)
+        >>> config.rope.interleaved
+        True
+    """
+
+
+ERNIE45 = Ernie45.family = DecoderFamily(
+    model_type=Ernie45Config.model_type,
+    architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model"),
+    config=Ernie45Config,
+    make=make(Ernie45),
+    gguf=GGUFTable(
+        "ernie4_5",
+        fixed={"hidden_act": "silu"},
+        read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
+        biases=(),
+    ),
+)

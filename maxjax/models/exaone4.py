@@ -1,0 +1,109 @@
+"""EXAONE 4: norms after attention and MLP and of each head, and RoPE only in sliding layers, if there are any.
+
+Source: arXiv:2507.11407; transformers' ``modeling_exaone4``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.block import PostNormLayer
+from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.metadata import unsupported
+from .gguf.table import GGUFTable
+
+# llama.cpp has the sliding window in models of so many layers alone.
+_LAYERS = 64
+
+
+@dataclass(frozen=True)
+class Exaone4Config(DecoderConfig):
+    """The settings of an EXAONE 4."""
+
+    model_type = "exaone4"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "sliding_window": 4096, "sliding_window_pattern": 4, "num_key_value_heads": 32,
+    }  # fmt: skip
+
+    rms_norm_eps: float = setting(default=1e-5)
+    qk_norm: bool | str = own(True)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with the sliding window; the others have no RoPE, where there is a window."""
+        layers, window = raw.get("num_hidden_layers"), raw.get("sliding_window")
+        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        slides = slides_of(raw, _pattern(raw.get("sliding_window_pattern"), layers))
+        found = {"attention_bias": False, "mlp_bias": False, "slides": slides}
+        if window is None:
+            return {**found, "slides": (False,) * layers}
+        # A window that no layer uses still takes RoPE from all of them.
+        return {**found, "rotates": slides, "sliding_window": window if any(slides) else None}
+
+
+def _pattern(given: Any, layers: int) -> list[bool]:
+    """Whether layers slide: all but every n-th, or as letters say ("LLLG": three local, one global)."""
+    if given is None or given == 0:
+        return [False] * layers
+    if isinstance(given, str) and given and set(given) <= set("LG"):
+        return [given[i % len(given)] == "L" for i in range(layers)]
+    if type(given) is not int or given < 1:
+        raise ValueError(
+            f"'sliding_window_pattern' is {str(given)[:60]}, neither a number nor letters"
+        )
+    return [bool((i + 1) % given) for i in range(layers)]
+
+
+class Exaone4(Decoder):
+    """An EXAONE 4 language model.
+
+    Example:
+        >>> config = Exaone4Config(100, 8, 16, num_layers=1, num_heads=2)
+        >>> [n for n in Exaone4(config).raw_state_dict() if "0.post" in n]
+        ['model.layers.0.post_attention_layernorm.weight',
+         'model.layers.0.post_feedforward_layernorm.weight']
+    """
+
+    layer_class: ClassVar[Any] = PostNormLayer
+
+
+def _write(config: Exaone4Config) -> dict[str, Any]:
+    is_plain = not any(config.slides) and all(config.rotates)
+    is_deep = config.slides == config.rotates and any(config.slides)
+    if not (is_deep if config.num_layers == _LAYERS else is_plain):
+        raise unsupported(
+            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file",
+            None,
+        )
+    return {}
+
+
+EXAONE4 = Exaone4.family = DecoderFamily(
+    model_type=Exaone4Config.model_type,
+    architectures=("Exaone4ForCausalLM", "Exaone4Model"),
+    config=Exaone4Config,
+    make=make(Exaone4),
+    gguf=GGUFTable(
+        "exaone4",
+        {
+            ".attn_norm": None,
+            ".ffn_norm": None,
+            ".attn_q_norm": "self_attn.q_norm",
+            ".attn_k_norm": "self_attn.k_norm",
+            ".post_attention_norm": "post_attention_layernorm",
+            ".post_ffw_norm": "post_feedforward_layernorm",
+        },
+        fixed={"hidden_act": "silu"},
+        read=lambda given, tensors, config: {"sliding_window": config.get("sliding_window")},
+        write=_write,
+        biases=(),
+        period=4,
+        is_divided=True,
+        is_square=True,
+    ),
+)

@@ -1,0 +1,109 @@
+"""Unigram tokenizers of SentencePiece, from the metadata of a GGUF file ("t5") or of a ``tokenizer.model``.
+
+Each token has a score, and a text is cut into the tokens whose scores add up to most. The text is first
+normalised by a table that the file holds (NFKC for most models).
+
+Sources: ``llm_tokenizer_ugm`` of llama.cpp, ``SpmConverter`` of transformers 5.23, and sentencepiece's
+``normalizer.cc`` and ``unigram_model.cc``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+from ..metadata import Settings
+from .tokens import CONTROL, NORMAL, UNKNOWN, USER, WORD, added, special_id, template, token_types
+
+_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
+# Not Strip, which would take newlines too. At the end, sentencepiece removes what spaces became as well.
+_ENDS = {"type": "Replace", "pattern": {"Regex": r"\A +|[ ▁]+\z"}, "content": ""}
+_SEVERAL = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+
+
+def unigram(given: Settings) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for a Unigram tokenizer.
+
+    Raises:
+        CheckpointFormatError: a key is missing or wrong.
+    """
+    tokens, scores = given.items("tokens", str), given.items("scores", float)
+    if not tokens or len(scores) != len(tokens):
+        raise given.wrong(
+            "scores", f"{len(tokens)} values", len(scores), "is of another length", shown=True
+        )
+    if not all(map(math.isfinite, scores)):
+        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+    types = token_types(given, len(tokens)) or [NORMAL] * len(tokens)
+    named = {key: special_id(given, tokens, key) for key in ("bos", "eos", "unknown", "seperator")}
+    unknown = named["unknown"]
+    if unknown is None:
+        unknown = types.index(UNKNOWN) if UNKNOWN in types else None
+    prefix = given.flag("add_space_prefix", True)
+    squeezes = given.flag("remove_extra_whitespaces", True)
+    has_bytes = "<0x00>" in tokens
+    found = [
+        added(i, token, kind != USER)
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD))
+    ]
+    before = named["bos"] if given.flag("add_bos_token", True) else None
+    after = named["eos"] if given.flag("add_eos_token", True) else None
+    pair = [i for i in (named["seperator"], before) if i is not None]
+    around = None if before is None and after is None else template(
+        tokens, before, after, second=pair[0] if pair else None, segments=False
+    )  # fmt: skip
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [item for item in found if item["content"]],
+        "normalizer": {"type": "Sequence", "normalizers": _steps(given, prefix, squeezes)},
+        "pre_tokenizer": {
+            "type": "Metaspace", "replacement": WORD, "split": True, "prepend_scheme": "never"
+        },
+        "post_processor": around,
+        "decoder": _decoder(prefix, has_bytes),
+        "model": {
+            "type": "Unigram", "unk_id": unknown, "byte_fallback": has_bytes,
+            "vocab": [list(pair) for pair in zip(tokens, map(float, scores), strict=True)],
+        },
+    }  # fmt: skip
+
+
+def _steps(given: Settings, prefix: bool, squeezes: bool) -> list[dict[str, Any]]:
+    """The normalizers: the table of the file, then what becomes of spaces."""
+    steps: list[dict[str, Any]] = []
+    if given.has("precompiled_charsmap") and (table := charsmap(given)):
+        text = base64.b64encode(table).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": text})
+    if squeezes:
+        steps += [_ENDS, _SEVERAL]
+    if prefix:
+        steps.append({"type": "Prepend", "prepend": WORD})
+    return [*steps, _SPACE]
+
+
+def charsmap(given: Settings) -> bytes:
+    """The table of replacements, as the bytes that sentencepiece writes."""
+    found = given.any("precompiled_charsmap")
+    if isinstance(found, bytes):
+        return found
+    numbers = given.items("precompiled_charsmap", int)
+    if any(not -128 <= n < 256 for n in numbers):
+        raise given.wrong("precompiled_charsmap", "bytes", "another number", shown=True)
+    return bytes(n & 255 for n in numbers)
+
+
+def _decoder(prefix: bool, has_bytes: bool) -> dict[str, Any]:
+    if not has_bytes:
+        scheme = "always" if prefix else "never"
+        return {"type": "Metaspace", "replacement": WORD, "prepend_scheme": scheme, "split": True}
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": WORD}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}

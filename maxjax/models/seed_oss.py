@@ -1,0 +1,58 @@
+"""Seed-OSS: a Llama with biases of queries, keys and values, and heads of a width of their own.
+
+Source: transformers' ``modeling_seed_oss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.config import DecoderConfig
+from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class SeedOSSConfig(DecoderConfig):
+    """The settings of a Seed-OSS: the output projection has a bias of its own setting."""
+
+    model_type = "seed_oss"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=524_288, minimum=1)
+    attention_bias: bool = setting(default=True)
+    output_bias: bool | None = setting("attention_out_bias", default=False)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A Seed-OSS has no sliding window, whatever its file says."""
+        return {"sliding_window": None}
+
+
+class SeedOSS(Decoder):
+    """A Seed-OSS language model.
+
+    Example:
+        >>> config = SeedOSSConfig(100, 8, 16, num_layers=2, num_heads=2, head_dim=8)
+        >>> [n for n in SeedOSS(config).raw_state_dict() if "0.self_attn" in n and "bias" in n]
+        ['model.layers.0.self_attn.q_proj.bias', 'model.layers.0.self_attn.k_proj.bias',
+         'model.layers.0.self_attn.v_proj.bias']
+    """
+
+
+SEED_OSS = SeedOSS.family = DecoderFamily(
+    model_type=SeedOSSConfig.model_type,
+    architectures=("SeedOssForCausalLM", "SeedOssModel"),
+    config=SeedOSSConfig,
+    make=make(SeedOSS),
+    gguf=GGUFTable(
+        "seed_oss",
+        {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
+        fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
+    ),
+)

@@ -1,0 +1,94 @@
+"""StableLM 2: LayerNorm, RoPE of a quarter of each head, and in some sizes the MLP beside attention.
+
+Source: arXiv:2402.17834; transformers' ``modeling_stablelm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from .config import setting
+from .decoder.block import DecoderLayer, ParallelLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope, read_rope
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class StableLMConfig(DecoderConfig):
+    """The settings of a StableLM 2.
+
+    Attributes:
+        use_parallel_residual: whether attention and MLP are added to the same hidden states.
+
+    Raises:
+        UnsupportedModelError: a file has a norm for each head (``qk_layernorm``).
+    """
+
+    model_type = "stablelm"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
+    attention_bias: bool = setting("use_qkv_bias", default=False)
+    output_bias: bool | None = own(False)
+    use_parallel_residual: bool = setting(default=False)
+    norm: str = own("layer")
+    rope: Rope = own(Rope(part=0.25))
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A StableLM has no sliding window, and its MLP no biases."""
+        if raw.get("qk_layernorm"):
+            raise UnsupportedModelError("'qk_layernorm' of a StableLM, a norm for each head")
+        return {"mlp_bias": False, "sliding_window": None}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of the first part of each head."""
+        return {"rope": read_rope(raw, context, part=0.25)}
+
+
+def layer(config: StableLMConfig, number: int, dtype: DType) -> DecoderLayer:
+    """A layer, with attention and MLP one after the other or in parallel."""
+    kind = ParallelLayer if config.use_parallel_residual else DecoderLayer
+    return kind(config, number, dtype)
+
+
+class StableLM(Decoder):
+    """A StableLM 2 language model.
+
+    Example:
+        >>> config = StableLMConfig(100, 32, 16, num_layers=1, num_heads=2, use_parallel_residual=True)
+        >>> [n for n in StableLM(config).raw_state_dict() if "0.post" in n]
+        []
+    """
+
+    layer_class: ClassVar[Any] = staticmethod(layer)
+
+
+STABLELM = StableLM.family = DecoderFamily(
+    model_type=StableLMConfig.model_type,
+    architectures=("StableLmForCausalLM", "StableLmModel"),
+    config=StableLMConfig,
+    make=make(StableLM),
+    gguf=GGUFTable(
+        "stablelm",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        fixed={"hidden_act": "silu", "qk_layernorm": False},
+        read=lambda given, tensors, config: {
+            "use_qkv_bias": config["attention_bias"],
+            "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+        },
+        biases=("attn_q", "attn_k", "attn_v", "attn_norm", "ffn_norm", "output_norm"),
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        is_partial=True,
+        has_head=True,
+    ),
+)

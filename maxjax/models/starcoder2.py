@@ -1,0 +1,94 @@
+"""StarCoder 2: LayerNorm, biases everywhere, and an MLP without a gate.
+
+Source: arXiv:2402.19173; transformers' ``modeling_starcoder2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from .config import setting
+from .decoder.block import DecoderLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.mlp import PlainMLP
+from .decoder.model import Decoder, DecoderFamily, make
+from .gguf.metadata import unsupported
+from .gguf.table import GGUFTable
+
+NAMES = ("c_fc", "c_proj")
+
+
+@dataclass(frozen=True)
+class Starcoder2Config(DecoderConfig):
+    """The settings of a StarCoder 2: all layers have the sliding window, if there is one."""
+
+    model_type = "starcoder2"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
+
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    rms_norm_eps: float = setting("norm_epsilon", default=1e-5)
+    hidden_act: str = setting(default="gelu_pytorch_tanh")
+    tie_word_embeddings: bool = setting(default=True)
+    attention_bias: bool = setting("use_bias", default=True)
+    mlp_bias: bool = own(True)
+    norm: str = own("layer")
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """All linear layers have biases, or none."""
+        bias = raw.get("use_bias")
+        return {"mlp_bias": True if bias is None else bias}
+
+
+class Starcoder2Layer(DecoderLayer):
+    """A decoder layer whose MLP has no gate."""
+
+    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
+        """The layer's MLP."""
+        sizes = config.hidden_size, config.intermediate_size
+        return PlainMLP(NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+
+
+class Starcoder2(Decoder):
+    """A StarCoder 2 language model.
+
+    Example:
+        >>> config = Starcoder2Config(100, 8, 16, num_layers=1, num_heads=2)
+        >>> [n for n in Starcoder2(config).raw_state_dict() if "0.mlp" in n]
+        ['model.layers.0.mlp.c_fc.weight', 'model.layers.0.mlp.c_fc.bias',
+         'model.layers.0.mlp.c_proj.weight', 'model.layers.0.mlp.c_proj.bias']
+    """
+
+    layer_class: ClassVar[Any] = Starcoder2Layer
+
+
+def _write(config: Starcoder2Config) -> dict[str, Any]:
+    if not config.attention_bias:
+        raise unsupported("'use_bias' false in a GGUF file of 'starcoder2'", None)
+    return {}
+
+
+STARCODER2 = Starcoder2.family = DecoderFamily(
+    model_type=Starcoder2Config.model_type,
+    architectures=("Starcoder2ForCausalLM", "Starcoder2Model"),
+    config=Starcoder2Config,
+    make=make(Starcoder2),
+    gguf=GGUFTable(
+        "starcoder2",
+        {".ffn_gate": None, ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj"},
+        keys={"attention.sliding_window": "sliding_window"},
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+        read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
+        write=_write,
+        biases=(
+            *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
+            *("attn_norm", "ffn_norm", "output_norm"),
+        ),
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
+        unused=("attention.sliding_window",),
+    ),
+)

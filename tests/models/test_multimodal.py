@@ -1,0 +1,124 @@
+"""The text models of multimodal checkpoints: their settings, their tensors, and what is saved."""
+
+import numpy as np
+import pytest
+
+import maxjax
+from maxjax.checkpoint import convert
+from maxjax.errors import CheckpointFormatError
+from maxjax.models import find_family
+from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
+from tests.models import decoders
+from tests.models.decoders import SMALL, call, ids_of, logits_of, same
+from tests.oracles.models import OracleModel
+
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 8, "image_size": 16, "patch_size": 4,
+}  # fmt: skip
+SEEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 16,
+}
+SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}.items()
+WIDE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+# transformers' class → that of its settings, the text model's settings, the vision part's, and others.
+KINDS = {
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN}, PIXTRAL,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "Qwen2_5_VLConfig", {"rope_scaling": dict(SECTIONS), "rope_theta": 1e6}, SEEN,
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3VLConfig", {"head_dim": 16, "rope_scaling": WIDE, "rope_theta": 5e6},
+        {**SEEN, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+}  # fmt: skip
+
+
+def theirs(kind, directory):
+    config, text, vision = KINDS[kind]
+    settings = {
+        "text_config": {**SMALL, **text}, "vision_config": vision, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+    def scaled(tensors, by):
+        (name,) = (n for n in tensors if text_name(n) == "model.norm.weight")
+        return tensors | {name: tensors[name] / np.float32(by)}
+
+    made = OracleModel(
+        kind, config, settings, draw=decoders.drawn, measure=spread, scale=scaled,
+        file="models.test_multimodal",
+    )  # fmt: skip
+    made.save(directory)
+    return made
+
+
+def spread(model):
+    """The deviation of the logits."""
+    from tests.oracles.recorded import torch
+
+    with torch.no_grad():
+        return float(model(torch.tensor(ids_of(4, 24)).long()).logits.std())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_model_of_a_multimodal_checkpoint(kind, tmp_path):
+    oracle = theirs(kind, tmp_path / "seeing")
+    model, _ = maxjax.load(tmp_path / "seeing")
+    ids = ids_of(2, 24)
+    same(call(model, ids), logits_of(oracle, ids))
+    # Saved it is the text model alone.
+    maxjax.save_pretrained(model, tmp_path / "text")
+    again, _ = maxjax.load(tmp_path / "text")
+    config = again.hf_config
+    assert config["model_type"] == model.family.model_type and "vision_config" not in config
+    np.testing.assert_array_equal(call(again, ids), call(model, ids))
+    if model.family.model_type != "ministral3":
+        convert(tmp_path / "seeing", tmp_path / "text.gguf")
+        found, _ = maxjax.load(tmp_path / "text.gguf")
+        same(call(found, ids), logits_of(oracle, ids))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_finds_the_family_of_its_text(architecture):
+    config = {"architectures": [architecture], "text_config": {"hidden_size": 8}}
+    family = find_family(config)
+    assert family.architectures[0] == text_settings(config)["architectures"][0]
+
+
+def test_settings_of_old_files_stand_among_the_others():
+    """As Qwen2.5-VL was published, without ``text_config``."""
+    sections = dict(SECTIONS)  # transformers changes what it is given
+    flat = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        **SMALL, "vision_config": {"hidden_size": 99}, "rope_scaling": sections,
+    }  # fmt: skip
+    found = text_settings(flat)
+    assert found["model_type"] == "qwen2" and found["hidden_size"] == 32
+    assert found["rope_scaling"] is None and found["rms_norm_eps"] == 1e-5
+    assert find_family(flat).config.from_dict(flat).hidden_size == 32
+
+
+@pytest.mark.parametrize("text", [[1], "small", 3])
+def test_a_text_config_that_is_none_is_refused(text):
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    with pytest.raises(CheckpointFormatError, match="text_config"):
+        find_family(config)
+
+
+def test_names_of_any_age():
+    for prefix in ("language_model.model.", "model.language_model.", "model."):
+        assert text_name(f"{prefix}norm.weight") == "model.norm.weight"
+    for part in ("visual.blocks.0.x", "model.vision_tower.x", "multi_modal_projector.w"):
+        assert text_name(part) is None

@@ -1,0 +1,68 @@
+"""Keys of a configuration that change results and that its family does not look at."""
+
+import logging
+
+import pytest
+
+from maxjax.models import GraniteConfig, LlamaConfig, Olmo2Config, SmolLM3Config, unread
+from tests.models.families.cases import every
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def said(caplog):
+    unread._told.clear()
+    caplog.set_level(logging.WARNING, "maxjax")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    "family, key, value",
+    [
+        (LlamaConfig, "clip_qkv", 8.0),
+        (LlamaConfig, "logits_scaling", 8.0),
+        (LlamaConfig, "residual_multiplier", 0.22),
+        (LlamaConfig, "no_rope_layers", [1, 1, 0]),
+        (LlamaConfig, "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        (Olmo2Config, "num_experts", 8),
+        (GraniteConfig, "num_local_experts", 4),
+    ],
+)
+def test_a_key_that_nobody_looks_at_is_named_once(said, family, key, value):
+    for _ in range(2):
+        family.from_dict({**SMALL, key: value})
+    (line,) = said()
+    assert f"'{key}'" in line and family.model_type in line
+
+
+@pytest.mark.parametrize(
+    "family, settings",
+    [
+        (LlamaConfig, {"pretraining_tp": 1, "attention_dropout": 0.0, "rope_interleaved": False}),
+        (LlamaConfig, {"no_rope_layers": [1, 1, 1], "layer_types": ["full_attention"] * 3}),
+        (LlamaConfig, {"clip_qkv": None, "logits_scaling": 1, "num_local_experts": 0}),
+        (GraniteConfig, {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        (SmolLM3Config, {"no_rope_layers": [1, 1, 0]}),
+    ],
+)
+def test_keys_that_are_looked_at_or_change_nothing_are_not(said, family, settings):
+    family.from_dict({**SMALL, **settings})
+    assert not said()
+
+
+@pytest.mark.slow
+def test_files_of_transformers_have_no_such_key(said):
+    """Whatever it writes for a family that there is, the family looks at it."""
+    from maxjax.models import find_family
+
+    seen = set()
+    for case in every():
+        if case.family not in seen and not case.is_whole:
+            seen.add(case.family)
+            config = case.model().config.settings
+            find_family(config).config.from_dict(config)
+    assert len(seen) > 10 and not said()
