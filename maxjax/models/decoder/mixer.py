@@ -5,11 +5,13 @@ Shapes: B sequences, T tokens, hidden size E.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, mesh_of, spec_of
 from ...kernels import explicit
 from ...nn.kv_cache.kinds import Place
@@ -51,6 +53,35 @@ class RecurrentMixer(Module):
         model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
         over = () if model is None or model in rows else (model,)
         return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
+
+    def by_heads(
+        self, run: Callable[..., Any], operands: Sequence[jax.Array], axes: Sequence[int],
+        out: Sequence[tuple[int, int]],
+    ) -> Any:  # fmt: skip
+        """``run`` of the operands; on a mesh, each device runs it for its own sequences and heads.
+
+        Left to XLA, a recurrence over tokens would exchange shards at every one of its steps.
+
+        Args:
+            run: a function of arrays whose sequences and heads do not depend on each other.
+            operands: arrays ``[B, ...]``.
+            axes: the axis of the heads in each operand.
+            out: for each result its number of axes, and that of the heads.
+        """
+        batch, heads = operands[0].shape[0], operands[0].shape[axes[0]]
+        mesh = mesh_of([weight.sharding for weight in self.raw_state_dict().values()])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
+            return run(*operands)
+        model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
+        split = model is not None and model not in rows and heads % mesh.shape[model] == 0
+        over = (model,) if split and model is not None else ()
+
+        def spec(rank: int, axis: int) -> PartitionSpec:
+            return spec_of([rows, *(over if i == axis else () for i in range(1, rank))])
+
+        specs = [spec(a.ndim, axis) for a, axis in zip(operands, axes, strict=True)]
+        found = tuple(spec(*one) for one in out)
+        return on_mesh(run, mesh, specs, found, check_vma=False)(*operands)
 
     def __call__(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
