@@ -15,7 +15,14 @@ from ..nn.moe import Routing
 from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
-from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.experts import (
+    BalancedRouter,
+    MoEConfig,
+    MoELayer,
+    SparseMLP,
+    after_dense,
+    check_routing,
+)  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import Decoder, make
 from .decoder.rope import read_rope, rope_settings
@@ -51,13 +58,7 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            self.routing().check(self.num_experts)
-        except ValueError as error:
-            raise ValueError(
-                "'n_routed_experts', 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit "
-                f"together: {error}"
-            ) from None
+        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

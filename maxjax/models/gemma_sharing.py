@@ -46,7 +46,7 @@ class SharingConfig(Gemma3Config):
         shares: whether the layer reads another's keys and values; in the settings of one layer.
     """
 
-    num_kv_shared_layers: int = setting(default=0)
+    num_kv_shared_layers: int = setting(default=0, held="layers")
     hidden_size_per_layer_input: int = setting(default=256, held="axis")
     vocab_size_per_layer_input: int = setting(default=262_144, minimum=1, held="axis")
     norm: str = own("wide_rms")

@@ -80,6 +80,20 @@ class MoEConfig(DecoderConfig):
         return self.moe_intermediate_size or self.intermediate_size
 
 
+def check_routing(routing: Routing, experts: int, key: str) -> None:
+    """Checks that a number of experts, under a key of the configuration, can be chosen from in groups.
+
+    Raises:
+        ValueError: it cannot; the message has the keys.
+    """
+    try:
+        routing.check(experts)
+    except ValueError as error:
+        raise ValueError(
+            f"{key!r}, 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit together: {error}"
+        ) from None
+
+
 def after_dense(raw: Mapping[str, Any], layers: int, default: int = 0) -> tuple[bool, ...]:
     """Whether each layer has experts: all after the first ``first_k_dense_replace``.
 
