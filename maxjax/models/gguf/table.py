@@ -72,6 +72,7 @@ class GGUFTable:
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
         truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
+        computed: settings that others are computed from, and that the file holds in their place.
         model_types: ``model_type`` of further configurations that are written as this architecture.
 
     Example:
@@ -97,6 +98,7 @@ class GGUFTable:
     unused: Collection[str] = ()
     written: Collection[str] = ()
     truncates: bool = True
+    computed: Collection[str] = ()
     model_types: Collection[str] = ()
 
     @property
