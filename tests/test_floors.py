@@ -76,7 +76,7 @@ nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache __init__
-nn/ssm: convolution segments delta __init__
+nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
 nn/moe: routing algorithms experts moe __init__
 nn/transformer: transformer __init__

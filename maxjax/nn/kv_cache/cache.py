@@ -89,6 +89,7 @@ class KVCache(Rendered):
                 or int8 where no layer has keys and values.
 
         Example:
+            >>> from maxjax.nn.kv_cache.kinds import State
             >>> kinds = {"full": KeysValues(1, 4), "linear": States((State("conv", (3, 6)),))}
             >>> groups = {name: (2, kind, Place()) for name, kind in kinds.items()}
             >>> cache = KVCache.of(groups, batch=3, capacity=8)
