@@ -76,6 +76,8 @@ if _TYPE_CHECKING:
     from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
     from .jina import JinaV3Model as JinaV3Model
+    from .lfm2 import LFM2 as LFM2
+    from .lfm2 import LFM2Config as LFM2Config
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
@@ -168,6 +170,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "hunyuan": "Hunyuan HunyuanConfig",
         "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
+        "lfm2": "LFM2 LFM2Config",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",
         "minimax_m2": "MiniMaxM2 MiniMaxM2Config",

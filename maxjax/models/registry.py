@@ -33,6 +33,7 @@ from .gte import GTE, GTE_HEAD
 from .hunyuan import HUNYUAN
 from .hunyuan_moe import HUNYUAN_MOE
 from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
+from .lfm2 import LFM2_FAMILY
 from .llama import LLAMA
 from .llama4 import LLAMA4
 from .minimax_m2 import MINIMAX_M2
@@ -67,7 +68,7 @@ FAMILIES: list[Family] = [
     GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
     DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
     XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
-    MODERNBERT, MODERNBERT_HEAD,
+    LFM2_FAMILY, MODERNBERT, MODERNBERT_HEAD,
 ]
 # fmt: on
 """The families that maxjax can run; :func:`register` adds to them."""

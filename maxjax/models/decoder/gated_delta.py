@@ -22,7 +22,7 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
-from ...nn.kv_cache.kinds import KeysValues, Shared, States
+from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
@@ -80,10 +80,7 @@ class GatedDeltaConfig(DecoderConfig):
         """The state of the delta rule and the convolution's last inputs; keys and values elsewhere."""
         if not self.linear[number]:
             return super().states(number)
-        widths = self.linear_key_head_dim, self.linear_value_head_dim
-        conv = ("conv", (self.linear_conv_kernel_dim - 1, self.channels), "float32")
-        delta = ("delta", (self.linear_num_value_heads, *widths), "float32")
-        return {GatedDelta.group: States((conv, delta))}
+        return {GatedDelta.group: GatedDelta.kept(self)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +160,7 @@ class GatedDelta(RecurrentMixer):
     group: ClassVar[str] = "linear"
 
     def __init__(self, config: Any, dtype: DType):
-        super().__init__()
+        super().__init__(config)
         self.key_heads, self.value_heads = (
             config.linear_num_key_heads, config.linear_num_value_heads
         )  # fmt: skip
@@ -178,6 +175,13 @@ class GatedDelta(RecurrentMixer):
         self.out_proj = Linear(
             self.value_heads * self.value_dim, config.hidden_size, dtype, DeviceRef.CPU()
         )
+
+    @classmethod
+    def kept(cls, config: Any) -> States:
+        """The state of the delta rule and the convolution's last inputs."""
+        widths = config.linear_key_head_dim, config.linear_value_head_dim
+        conv = State("conv", (config.linear_conv_kernel_dim - 1, config.channels), axis=1)
+        return States((conv, State("delta", (config.linear_num_value_heads, *widths), axis=0)))
 
     def make_projections(self, size: int, dtype: DType) -> None:
         """Makes the linear layers that :meth:`project` uses."""

@@ -75,6 +75,7 @@ class GGUFTable:
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
         truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
+        computed: settings that others are computed from, and that the file holds in their place.
         model_types: ``model_type`` of further configurations that are written as this architecture.
         width: metadata key of the width of a head; None: that of a key, which a value shares.
         log_multiplier: what files hold of YaRN's ``mscale_all_dim``, which ``mscale`` equals then, as a
@@ -106,6 +107,7 @@ class GGUFTable:
     unused: Collection[str] = ()
     written: Collection[str] = ()
     truncates: bool = True
+    computed: Collection[str] = ()
     model_types: Collection[str] = ()
     width: str | None = None
     log_multiplier: float = 0.0

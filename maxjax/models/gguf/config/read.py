@@ -153,7 +153,7 @@ def _decoder(
         ),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": given.count("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(given, heads),
         "head_dim": head_dim,
         "max_position_embeddings": given.count("context_length"),
         name: given.number(epsilon),
@@ -173,6 +173,18 @@ def _decoder(
         found["sliding_window"] = window
         found["layer_types"] = _layer_types(given, found, model.period)
     return found
+
+
+def _kv_heads(given: Settings, heads: int) -> int:
+    """The number of KV heads: of each layer, where it is 0 in layers without attention."""
+    key = "attention.head_count_kv"
+    listed = given.any(key) if given.has(key) else None
+    if not isinstance(listed, list):
+        return given.count(key, heads)
+    counts = [count for count in given.items(key, int) if count]
+    if not counts:
+        return heads
+    return Settings({given.prefix + key: counts}, given.prefix, given.path).count(key)
 
 
 def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:
