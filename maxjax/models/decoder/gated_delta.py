@@ -21,6 +21,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
+from ...nn.activation import activation
 from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
@@ -167,6 +168,7 @@ class GatedDelta(RecurrentMixer):
             config.linear_num_key_heads, config.linear_num_value_heads
         )  # fmt: skip
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.hidden_act = config.hidden_act
         self.make_projections(config.hidden_size, dtype)
         self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
         self.A_log, self.dt_bias = (
@@ -203,7 +205,7 @@ class GatedDelta(RecurrentMixer):
         batch, length, _ = x.shape
         mixed, gate, share, decay = self.project(x)
         mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
-        mixed = jax.nn.silu(mixed)
+        mixed = activation(self.hidden_act)(mixed)
         keys = self.key_heads * self.key_dim
         q, k, v = (
             a.reshape(batch, length, -1, width)
