@@ -4,10 +4,11 @@ from tests.models import decoders
 from tests.models.families.cases import Case
 
 
-def _case(family, kind, config, name, **settings):
+def _case(family, kind, config, name, gguf=True, **settings):
     return Case(
-        family, f"{kind}ForCausalLM", config, settings, name, draw=decoders.drawn_of_gemma, one=1.0
-    )
+        family, f"{kind}ForCausalLM", config, settings, name, draw=decoders.drawn_of_gemma, one=1.0,
+        gguf=gguf,
+    )  # fmt: skip
 
 
 def _1(name, **settings):
@@ -26,10 +27,10 @@ CASES = [
     _1("2b", head_dim=16, num_key_value_heads=1),
     _1("7b", head_dim=16, num_key_value_heads=4),
     _1("8", head_dim=8, num_key_value_heads=2, hidden_act="gelu"),
-    _2("caps", sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=2.0, query_pre_attn_scalar=24),
+    _2("caps", sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=2.0, query_pre_attn_scalar=16),
     _2("uncapped", attn_logit_softcapping=None, final_logit_softcapping=None, num_key_value_heads=1),
     _2("9b", sliding_window=16),
-    _3("windows", sliding_window=6, num_hidden_layers=7, query_pre_attn_scalar=24,
+    _3("windows", sliding_window=6, num_hidden_layers=7, query_pre_attn_scalar=16,
        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]),
     _3("270m", num_key_value_heads=1, sliding_window=8, num_hidden_layers=6),
     _3("27b", num_hidden_layers=6, sliding_window=8, query_pre_attn_scalar=8, rope_parameters={

@@ -14,7 +14,13 @@ def _case(name, gguf=True, **settings):
 
 
 CASES = [
-    _case("wide", n_inner=48, n_head=2, activation_function="gelu"),
+    _case("wide", n_inner=48, n_head=2),
     _case("124m"),
-    _case("scaled", scale_attn_by_inverse_layer_idx=True, n_layer=2, gguf=False),
+    _case(
+        "scaled",
+        activation_function="gelu",
+        scale_attn_by_inverse_layer_idx=True,
+        n_layer=2,
+        gguf=False,
+    ),
 ]
