@@ -68,6 +68,8 @@ if _TYPE_CHECKING:
     from .granite import GraniteConfig as GraniteConfig
     from .granitemoe import GraniteMoE as GraniteMoE
     from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
+    from .granitemoehybrid import GraniteHybrid as GraniteHybrid
+    from .granitemoehybrid import GraniteHybridConfig as GraniteHybridConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
     from .hunyuan_moe import HunyuanMoE as HunyuanMoE
@@ -80,6 +82,8 @@ if _TYPE_CHECKING:
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
     from .llama4 import Llama4Config as Llama4Config
+    from .mamba2 import Mamba2 as Mamba2
+    from .mamba2 import Mamba2Config as Mamba2Config
     from .minimax_m2 import MiniMaxM2 as MiniMaxM2
     from .minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
     from .mistral import Ministral3 as Ministral3
@@ -168,6 +172,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
         "lfm2": "LFM2 LFM2Config",
+        "granitemoehybrid": "GraniteHybrid GraniteHybridConfig",
+        "mamba2": "Mamba2 Mamba2Config",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",
         "minimax_m2": "MiniMaxM2 MiniMaxM2Config",

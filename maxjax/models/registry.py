@@ -29,10 +29,12 @@ from .gpt2 import GPT2_FAMILY
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
+from .granitemoehybrid import GRANITE_HYBRID
 from .gte import GTE, GTE_HEAD
 from .hunyuan_moe import HUNYUAN_MOE
 from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
 from .lfm2 import LFM2_FAMILY
+from .mamba2 import MAMBA2
 from .llama import LLAMA
 from .llama4 import LLAMA4
 from .minimax_m2 import MINIMAX_M2
@@ -67,7 +69,7 @@ FAMILIES: list[Family] = [
     GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
     DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
     XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
-    LFM2_FAMILY, MODERNBERT, MODERNBERT_HEAD,
+    LFM2_FAMILY, GRANITE_HYBRID, MAMBA2, MODERNBERT, MODERNBERT_HEAD,
 ]
 # fmt: on
 """The families that maxjax can run; :func:`register` adds to them."""
