@@ -20,7 +20,7 @@ from .decoder.attention import Cached, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
-from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
+from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
 from .decoder.mlp import FusedMLP
 from .decoder.model import make
 from .granite import Granite
@@ -80,21 +80,16 @@ class GraniteHybridConfig(GraniteMoEConfig):
         kind = raw.get("position_embedding_type")
         if kind not in (None, "rope", "nope"):
             raise UnsupportedModelError(f"'position_embedding_type' {str(kind)[:60]!r}")
-        layers, size = raw.get("num_hidden_layers"), raw.get("hidden_size")
-        found = {**super().derived(raw), "time_steps": limits_of(raw)}
+        layers = raw.get("num_hidden_layers")
+        found = {
+            **super().derived(raw),
+            "time_steps": limits_of(raw),
+            "mamba_d_head": head_dim_of(raw, 128),
+        }
         if kind != "rope" and type(layers) is int and 0 < layers <= 1000:
             found["rotates"] = (False,) * layers
         if raw.get("num_local_experts") == 0:  # none of an expert's numbers is used
             found |= {"num_experts": 0, "num_experts_per_tok": 1}
-        if raw.get("mamba_d_head") in (None, "auto"):
-            expand, heads = raw.get("mamba_expand"), raw.get("mamba_n_heads")
-            heads, expand = 128 if heads is None else heads, 2 if expand is None else expand
-            numbers = [expand, heads, size]
-            if any(type(one) is not int or one < 1 for one in numbers) or expand * size % heads:
-                raise ValueError(
-                    "'mamba_n_heads' does not divide 'mamba_expand' times 'hidden_size'"
-                )
-            found["mamba_d_head"] = expand * size // heads
         kinds = raw.get("layer_types")
         kinds = raw.get("layers_block_type") if kinds is None else kinds
         if kinds is not None:

@@ -38,6 +38,7 @@ class Mamba2Settings:
     Attributes:
         heads, head_dim, groups, state_size, taps: H, P, G, N and K.
         bias, conv_bias: whether the projections, and the convolution, have biases.
+        out_bias: whether the output projection has one; by default as ``bias``.
         limits: the least and the most length of a time step.
         act: name of the activation function after the convolution.
         epsilon: epsilon of the norm.
@@ -62,6 +63,7 @@ class Mamba2Settings:
     act: str = "silu"
     epsilon: float = 1e-5
     norm: str = "after"
+    out_bias: bool | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -80,6 +82,35 @@ class Mamba2Settings:
     def channels(self) -> int:
         """C, the channels of the convolution."""
         return self.inner + 2 * self.groups * self.state_size
+
+
+def head_dim_of(raw: Mapping[str, Any], heads: int, inner: int | None = None) -> int:
+    """``mamba_d_head`` of a ``config.json``, which may be "auto".
+
+    Args:
+        raw: content of the file.
+        heads: H of a file that has no ``mamba_n_heads``.
+        inner: I; by default ``mamba_expand`` times the hidden size.
+
+    Raises:
+        ValueError: the heads do not divide the features.
+
+    Example:
+        >>> head_dim_of({"hidden_size": 16, "mamba_n_heads": 4, "mamba_d_head": "auto"}, 128)
+        8
+    """
+    given = raw.get("mamba_d_head")
+    if given not in (None, "auto"):
+        return given
+    expand, count, size = (raw.get(key) for key in ("mamba_expand", "mamba_n_heads", "hidden_size"))
+    count, expand = heads if count is None else count, 2 if expand is None else expand
+    for key, one in (("mamba_expand", expand), ("mamba_n_heads", count), ("hidden_size", size)):
+        if type(one) is not int or one < 1:
+            raise ValueError(f"{key!r} is not a positive integer")
+    inner = int(expand) * int(size or 0) if inner is None else inner
+    if inner % count:
+        raise ValueError(f"'mamba_n_heads' {count} does not divide {inner} features")
+    return inner // count
 
 
 def limits_of(raw: Mapping[str, Any], key: str = "time_step_limit") -> tuple[float, float]:
@@ -153,7 +184,8 @@ class Mamba2Mixer(RecurrentMixer):
         )
         if of.norm != "none":
             self.norm = GatedGroupNorm(of.inner, of.groups, dtype, of.epsilon, of.norm == "after")
-        self.out_proj = Linear(of.inner, size, dtype, cpu, has_bias=of.bias)
+        out_bias = of.bias if of.out_bias is None else of.out_bias
+        self.out_proj = Linear(of.inner, size, dtype, cpu, has_bias=out_bias)
 
     @classmethod
     def kept(cls, config: Any) -> States:

@@ -107,8 +107,9 @@ class RecurrentMixer(Module):
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
         model = axis_of(mesh, "model")
-        splits = model is not None and model not in batch_axes(mesh, batch)
-        return mesh, (model,) if splits and heads % mesh.shape[model] == 0 else ()
+        if model is None or model in batch_axes(mesh, batch) or heads % mesh.shape[model]:
+            return mesh, ()
+        return mesh, (model,)
 
     def __call__(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
