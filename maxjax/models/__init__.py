@@ -74,6 +74,8 @@ if _TYPE_CHECKING:
     from .granitemoehybrid import GraniteHybridConfig as GraniteHybridConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .hunyuan import Hunyuan as Hunyuan
+    from .hunyuan import HunyuanConfig as HunyuanConfig
     from .hunyuan_moe import HunyuanMoE as HunyuanMoE
     from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
@@ -173,6 +175,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "granite": "Granite GraniteConfig",
         "granitemoe": "GraniteMoE GraniteMoEConfig",
         "gte": "GteConfig GteModel",
+        "hunyuan": "Hunyuan HunyuanConfig",
         "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
         "lfm2": "LFM2 LFM2Config",

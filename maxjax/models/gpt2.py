@@ -41,11 +41,6 @@ from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
 from .family import Family
 
-# Keys that newer files may use, and GPT-2's own keys for the same settings.
-_SPELLINGS = {
-    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}  # fmt: skip
 # Beginnings of tensor names in files of the model without its head, which omit "transformer.".
 _PARTS = ("wte.", "wpe.", "h.", "ln_f.")
 
@@ -103,15 +98,14 @@ class GPT2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The counts in either spelling, and no RoPE.
+        """No RoPE.
 
         Raises:
             UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
             raise UnsupportedModelError("'add_cross_attention' of a GPT-2 is not supported")
-        other = {own: raw.get(name) for name, own in _SPELLINGS.items() if raw.get(own) is None}
-        return {**other, "rope": None}
+        return {"rope": None}
 
 
 class TransposedLinear(LowRank):

@@ -22,6 +22,7 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
+from ...nn.activation import activation
 from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
@@ -165,6 +166,7 @@ class GatedDelta(RecurrentMixer):
             config.linear_num_key_heads, config.linear_num_value_heads
         )  # fmt: skip
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.hidden_act = config.hidden_act
         self.make_projections(config.hidden_size, dtype)
         self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
         self.A_log, self.dt_bias = (
@@ -210,7 +212,7 @@ class GatedDelta(RecurrentMixer):
         # Shards of the projections do not end where queries, keys and values do.
         mixed = replicate_last_axis(mixed, self.out_proj.weight, 1)
         mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
-        mixed = jax.nn.silu(mixed)
+        mixed = activation(self.hidden_act)(mixed)
         keys = self.key_heads * self.key_dim
         q, k, v = (
             a.reshape(batch, length, -1, width)

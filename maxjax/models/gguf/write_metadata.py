@@ -156,6 +156,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
+            log_multiplier=0.0 if table is None else table.log_multiplier,
         ),
     }
     if model.experts:

@@ -46,6 +46,8 @@ class Architecture:
         keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
         is_partial: whether RoPE may rotate a part of each head.
         period: n, where every n-th layer sees all tokens if the file has a sliding window.
+        width: metadata key of the width of a head; None: that of a key, which a value shares.
+        log_multiplier: what files hold of YaRN's ``mscale_all_dim``, as a multiple of it; 0: nothing.
     """
 
     model_type: str
@@ -57,6 +59,8 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     is_partial: bool = False
     period: int | None = None
+    width: str | None = None
+    log_multiplier: float = 0.0
 
 
 def hf_config(
@@ -135,7 +139,9 @@ def _decoder(
     given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
 ) -> Config:
     heads = given.count("attention.head_count")
-    head_dim = _head_dim(given, heads, model.is_partial)
+    head_dim = (
+        given.count(model.width) if model.width else _head_dim(given, heads, model.is_partial)
+    )
     theta = given.number("rope.freq_base", 10_000.0)
     rotated = given.count("rope.dimension_count", head_dim)
     epsilon, name = model.epsilon
@@ -152,7 +158,9 @@ def _decoder(
         "max_position_embeddings": given.count("context_length"),
         name: given.number(epsilon),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(given, rotated, theta, rope_freqs),
+        "rope_scaling": rope_scaling(
+            given, rotated, theta, rope_freqs, log_multiplier=model.log_multiplier
+        ),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
     if model.is_partial:
