@@ -24,4 +24,5 @@ CASES = [
              use_conv_bias=False, layer_norm_epsilon=1e-3),
     # Its steps have no least length, which its chunks have.
     nemotron("letters", exact=False, hybrid_override_pattern="M*-M-", n_groups=4, time_step_min=0.4),
+    nemotron("no-recurrence", layers_block_type=[_P, _A, _P], tie_word_embeddings=False),
 ]  # fmt: skip
