@@ -18,6 +18,7 @@ from .distilbert import DISTILBERT, DISTILBERT_HEAD
 from .ernie4_5 import ERNIE45
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
+from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma3n import GEMMA3N
@@ -29,6 +30,7 @@ from .gpt2 import GPT2_FAMILY
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
+from .granitemoehybrid import GRANITE_HYBRID
 from .gte import GTE, GTE_HEAD
 from .hunyuan import HUNYUAN
 from .hunyuan_moe import HUNYUAN_MOE
@@ -36,6 +38,7 @@ from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
 from .lfm2 import LFM2_FAMILY
 from .llama import LLAMA
 from .llama4 import LLAMA4
+from .mamba2 import MAMBA2
 from .minimax_m2 import MINIMAX_M2
 from .mistral import MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
@@ -44,6 +47,7 @@ from .mpnet import MPNET, MPNET_HEAD
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
+from .nemotron_h import NEMOTRON_H
 from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
 from .olmo2 import OLMO2, OLMO3
 from .olmoe import OLMOE
@@ -68,7 +72,8 @@ FAMILIES: list[Family] = [
     GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
     DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
     XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
-    LFM2_FAMILY, MODERNBERT, MODERNBERT_HEAD,
+    LFM2_FAMILY, GRANITE_HYBRID, MAMBA2, FALCON_H1, NEMOTRON_H, MODERNBERT,
+    MODERNBERT_HEAD,
 ]
 # fmt: on
 """The families that maxjax can run; :func:`register` adds to them."""

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, hidden size E.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -83,12 +84,10 @@ class RecurrentMixer(Module):
             out: for each result its number of axes, and that of the heads.
         """
         batch, heads = operands[0].shape[0], operands[0].shape[axes[0]]
-        mesh = mesh_of([weight.sharding for weight in self.raw_state_dict().values()])
-        if mesh is None or any(map(is_manual, mesh.axis_names)):
+        mesh, over = self._split(batch, heads)
+        if mesh is None:
             return run(*operands)
-        model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
-        split = model is not None and model not in rows and heads % mesh.shape[model] == 0
-        over = (model,) if split and model is not None else ()
+        rows = batch_axes(mesh, batch)
 
         def spec(rank: int, axis: int) -> PartitionSpec:
             return spec_of([rows, *(over if i == axis else () for i in range(1, rank))])
@@ -96,6 +95,21 @@ class RecurrentMixer(Module):
         specs = [spec(a.ndim, axis) for a, axis in zip(operands, axes, strict=True)]
         found = tuple(spec(*one) for one in out)
         return on_mesh(run, mesh, specs, found, check_vma=False)(*operands)
+
+    def parts(self, batch: int, heads: int) -> int:
+        """The number of parts that :meth:`by_heads` divides so many heads into."""
+        mesh, over = self._split(batch, heads)
+        return 1 if mesh is None else math.prod(mesh.shape[name] for name in over)
+
+    def _split(self, batch: int, heads: int) -> tuple[Any, tuple[str, ...]]:
+        """The mesh that a recurrence runs on, if it does, and its axes that split the heads."""
+        mesh = mesh_of([weight.sharding for weight in self.raw_state_dict().values()])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
+            return None, ()
+        model = axis_of(mesh, "model")
+        if model is None or model in batch_axes(mesh, batch) or heads % mesh.shape[model]:
+            return mesh, ()
+        return mesh, (model,)
 
     def __call__(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any

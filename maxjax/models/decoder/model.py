@@ -391,7 +391,9 @@ class Decoder(PretrainedModel):
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
-        if cache is not None and (cache.sliding is not None or cache.more):
+        # A cache without the group "sliding" may have all layers in "full", in their order.
+        own = cache is not None and (cache.sliding is not None or cache.more)
+        if own or (cache is not None and set(self._groups) == {"full"}):
             numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
         step = Step(starts, counts, {}, numbers=numbers)
         if cache is not None and counts is not None:

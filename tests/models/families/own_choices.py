@@ -283,6 +283,72 @@ def nothing(pick: Pick, found: Settings) -> Settings:
     return {}
 
 
+def kinds_of(pick: Pick, found: Settings, *of: str) -> list[str]:
+    """A kind for each layer, attention one of them at least: transformers counts its tokens."""
+    kinds = pick.many(found["num_hidden_layers"], *of)
+    kinds[int(pick.rng.integers(len(kinds)))] = FULL
+    return kinds
+
+
+# With biases before the convolution, those of transformers see the padding on the left of shorter texts.
+def of_lfm2(pick: Pick, found: Settings) -> Settings:
+    kinds = kinds_of(pick, found, FULL, "conv", "conv")
+    listed = [i for i, kind in enumerate(kinds) if kind == FULL]
+    return {"layer_types": pick(kinds, LEFT_OUT), "full_attn_idxs": listed, "conv_bias": False,
+            "conv_L_cache": pick(2, 3, 4), "block_auto_adjust_ff_dim": pick.maybe(),
+            "block_multiple_of": pick(4, 16), "block_ffn_dim_multiplier": pick(1.0, 1.3),
+            "norm_eps": pick(1e-5, 1e-3)}  # fmt: skip
+
+
+def mamba(pick: Pick, found: Settings) -> tuple[int, int, Settings]:
+    """Heads of Mamba 2 and their width, and settings of two families."""
+    heads, width = pick(4, 8), pick(4, 6)
+    return heads, width, {
+        "mamba_n_heads": heads, "mamba_n_groups": pick(1, 2, 4), "mamba_d_state": pick(5, 8),
+        "mamba_d_conv": pick(2, 4), "mamba_conv_bias": pick.maybe(), "mamba_proj_bias": False,
+    }  # fmt: skip
+
+
+def of_granite_hybrid(pick: Pick, found: Settings) -> Settings:
+    heads, _, more = mamba(pick, found)
+    hidden, expand = pick(16, 32, 64), pick(1, 2, 3)
+    experts = pick(0, found["num_local_experts"])
+    return {**more, "hidden_size": hidden, "mamba_expand": expand, "num_local_experts": experts,
+            "num_attention_heads": 4, "num_key_value_heads": pick(1, 2, 4),
+            "mamba_d_head": pick("auto", expand * hidden // heads),
+            "shared_intermediate_size": pick(12, 20), "position_embedding_type": pick(None, "rope"),
+            "layer_types": kinds_of(pick, found, FULL, LINEAR, LINEAR)}  # fmt: skip
+
+
+def of_mamba2(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    return {"num_heads": heads, "head_dim": width, "n_groups": more["mamba_n_groups"],
+            "expand": 2, "hidden_size": heads * width // 2, "state_size": more["mamba_d_state"],
+            "conv_kernel": more["mamba_d_conv"], "use_conv_bias": pick.maybe(), "use_bias": False,
+            "residual_in_fp32": pick.maybe(), "layer_norm_epsilon": pick(1e-5, 1e-3)}  # fmt: skip
+
+
+def of_falcon_h1(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    near = lambda count: [pick(0.3, 0.7, 1.0, 1.3) for _ in range(count)]
+    names = ("key", "attention_in", "attention_out", "ssm_in", "ssm_out", "lm_head", "embedding")
+    factors = dict(zip((f"{name}_multiplier" for name in names), near(7), strict=True))
+    return {**more, **factors, "mamba_d_ssm": heads * width, "mamba_d_head": pick("auto", width),
+            "mamba_rms_norm": pick.maybe(), "mamba_norm_before_gate": pick.maybe(),
+            "projectors_bias": pick.maybe(), "ssm_multipliers": pick(LEFT_OUT, near(5)),
+            "mlp_multipliers": pick(LEFT_OUT, near(2))}  # fmt: skip
+
+
+def of_nemotron_h(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    letters = "".join(pick.many(pick(1, 2, 4), "M", "M", "*", "-")) + "*"
+    return {"hybrid_override_pattern": letters, "num_hidden_layers": LEFT_OUT, "layers_block_type": LEFT_OUT,
+            "mamba_num_heads": heads, "mamba_head_dim": width, "n_groups": more["mamba_n_groups"],
+            "ssm_state_size": more["mamba_d_state"], "conv_kernel": more["mamba_d_conv"],
+            "use_conv_bias": pick.maybe(), "use_bias": False, "mlp_hidden_act": pick("relu2", "silu"),
+            "tie_word_embeddings": LEFT_OUT}  # fmt: skip
+
+
 OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "llama": of_llama,
     "mistral": of_mistral,
@@ -325,5 +391,11 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "gemma3n_text": of_gemma3n,
     "gemma4_text": of_gemma4,
     "gpt2": of_gpt2,
+    "hunyuan_v1_dense": of_hunyuan,
     "hunyuan_v1_moe": of_hunyuan,
+    "lfm2": of_lfm2,
+    "granitemoehybrid": of_granite_hybrid,
+    "mamba2": of_mamba2,
+    "falcon_h1": of_falcon_h1,
+    "nemotron_h": of_nemotron_h,
 }
