@@ -96,7 +96,8 @@ models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
 models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma4 gemma3n
-models: deepseek_files deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
+models: deepseek_files delta_files deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2
+models: ernie4_5_moe hunyuan_moe
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models: registry construct
 models/gguf/config: families

@@ -23,6 +23,7 @@ from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import read_rope
+from .delta_files import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 
@@ -130,4 +131,5 @@ QWEN3_NEXT = Qwen3Next.family = MoEFamily(
     config=Qwen3NextConfig,
     make=make(Qwen3Next),
     ignored=(*KNOWN, *PREDICTING),
+    gguf=QWEN3_NEXT_GGUF,
 )

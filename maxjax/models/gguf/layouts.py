@@ -176,6 +176,71 @@ class Plus(Layout):
 
 
 @dataclass(frozen=True)
+class Logarithm(Layout):
+    """``log(-x)`` of each value: GGUF files hold ``-exp(A_log)`` of recurrent layers.
+
+    Computed in float32 or wider and rounded to the tensor's dtype.
+
+    Attributes:
+        inverse: whether it is ``-exp(x)``.
+
+    Example:
+        >>> Logarithm().apply(np.float32([-1, -2]))
+        array([0.       , 0.6931472], dtype=float32)
+    """
+
+    inverse: bool = False
+    keeps_values = False
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        wide = values.astype(np.promote_types(values.dtype, np.float32))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            made = -np.exp(wide) if self.inverse else np.log(-wide)
+        return made.astype(values.dtype)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Logarithm(not self.inverse)
+
+
+@dataclass(frozen=True)
+class Depthwise(Layout):
+    """The weight ``[C, 1, K]`` of a convolution of each channel, which GGUF files hold as ``[C, K]``.
+
+    Attributes:
+        inverse: whether the axis is removed.
+
+    Example:
+        >>> Depthwise().shape((6, 4)), Depthwise(inverse=True).shape((6, 1, 4))
+        ((6, 1, 4), (6, 4))
+    """
+
+    inverse: bool = False
+    by_rows = False
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        stored = tuple(stored)
+        if len(stored) == 3 and stored[1] == 1:
+            stored = (stored[0], stored[2])
+        if len(stored) != 2:
+            raise CheckpointFormatError(
+                "not a convolution of each channel", expected="shape [channels, taps]",
+                found=f"shape {list(stored)}",
+            )  # fmt: skip
+        return stored if self.inverse else (stored[0], 1, stored[1])
+
+    def apply(self, stored: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`. A view."""
+        return stored.reshape(self.shape(stored.shape))
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Depthwise(not self.inverse)
+
+
+@dataclass(frozen=True)
 class Transposed(Layout):
     """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 
