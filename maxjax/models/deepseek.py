@@ -15,7 +15,14 @@ from ..nn.moe import Routing
 from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
-from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.experts import (
+    BalancedRouter,
+    MoEConfig,
+    MoELayer,
+    SparseMLP,
+    after_dense,
+    check_routing,
+)  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import Decoder, make
 from .decoder.rope import read_rope, rope_settings
@@ -45,9 +52,13 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
     moe_intermediate_size: int | None = setting(default=2048, minimum=1, held="axis")
     n_shared_experts: int = setting(default=1, held="axis")
     routed_scaling_factor: float = setting(default=2.5)
-    n_group: int = setting(default=8, minimum=1)
-    topk_group: int = setting(default=4, minimum=1)
+    n_group: int = setting(default=8, minimum=1, held="axis")
+    topk_group: int = setting(default=4, minimum=1, held="axis")
     best_of_group: int = own(2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -120,19 +131,19 @@ class DeepseekV2Config(DeepseekV3Config):
     norm_topk_prob: bool = setting(default=False)
     n_shared_experts: int = setting(default=2, held="axis")
     routed_scaling_factor: float = setting(default=1.0)
-    n_group: int = setting(default=1, minimum=1)
-    topk_group: int = setting(default=1, minimum=1)
+    n_group: int = setting(default=1, minimum=1, held="axis")
+    topk_group: int = setting(default=1, minimum=1, held="axis")
     topk_method: str = setting(default="greedy")
     best_of_group: int = own(1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         methods = {"greedy": False, "group_limited_greedy": True}
         if self.topk_method not in methods:
             raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {' or '.join(methods)}")
         if not methods[self.topk_method]:
             for name in ("n_group", "topk_group"):
                 object.__setattr__(self, name, 1)
+        super().__post_init__()
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -202,7 +202,7 @@ GGUF = GGUFTable(
     ),
     biases=("exp_probs_b",),
     width="rope.dimension_count",
-    has_mscale=True,
+    log_multiplier=0.1,
     join=_join,
     split=_split,
     model_types=("deepseek_v2", "kimi_k2"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..graph.weights import WeightData
-from .gguf.layouts import Depthwise, Logarithm, Matrix, Plus
+from .gguf.layouts import Logarithm, Matrix, Plus, Taps
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import BARE, NEXT, Rule, expert_names
 from .gguf.pieces import columns, rows
@@ -182,7 +182,7 @@ _NAMES = {
     ".attn_k_norm": Rule("self_attn.k_norm", _ONE_ADDED),
     ".attn_qkv": "linear_attn.in_proj_qkv",
     ".attn_gate": "linear_attn.in_proj_z",
-    ".ssm_conv1d": Rule("linear_attn.conv1d", Depthwise()),
+    ".ssm_conv1d": Rule("linear_attn.conv1d", Taps()),
     ".ssm_dt": Rule("linear_attn.dt_bias", only="bias"),
     ".ssm_a": Rule("linear_attn.A_log", Logarithm(), only=BARE),
     ".ssm_norm": "linear_attn.norm",

@@ -54,7 +54,7 @@ class Llama4Config(MoEConfig):
     rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting("num_local_experts", default=16, minimum=1, held="axis")
     num_experts_per_tok: int = setting(default=1, minimum=1, held="axis")
-    dense_size: int = setting("intermediate_size_mlp", default=16384, minimum=1)
+    dense_size: int = setting("intermediate_size_mlp", default=16384, minimum=1, held="axis")
     qk_norm_l2: bool = setting("use_qk_norm", default=True)
     shared_size: int | None = own(None)
 

@@ -205,42 +205,6 @@ class Logarithm(Layout):
 
 
 @dataclass(frozen=True)
-class Depthwise(Layout):
-    """The weight ``[C, 1, K]`` of a convolution of each channel, which GGUF files hold as ``[C, K]``.
-
-    Attributes:
-        inverse: whether the axis is removed.
-
-    Example:
-        >>> Depthwise().shape((6, 4)), Depthwise(inverse=True).shape((6, 1, 4))
-        ((6, 1, 4), (6, 4))
-    """
-
-    inverse: bool = False
-    by_rows = False
-
-    def shape(self, stored: Sequence[int]) -> Shape:
-        """See :class:`Layout`."""
-        stored = tuple(stored)
-        if len(stored) == 3 and stored[1] == 1:
-            stored = (stored[0], stored[2])
-        if len(stored) != 2:
-            raise CheckpointFormatError(
-                "not a convolution of each channel", expected="shape [channels, taps]",
-                found=f"shape {list(stored)}",
-            )  # fmt: skip
-        return stored if self.inverse else (stored[0], 1, stored[1])
-
-    def apply(self, stored: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`. A view."""
-        return stored.reshape(self.shape(stored.shape))
-
-    def back(self) -> Layout:
-        """See :class:`Layout`."""
-        return Depthwise(not self.inverse)
-
-
-@dataclass(frozen=True)
 class Transposed(Layout):
     """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 
@@ -355,3 +319,52 @@ class Matrix(Layout):
     def apply(self, stored: np.ndarray) -> np.ndarray:
         """See :class:`Layout`. A view."""
         return stored.reshape(self.shape(stored.shape))
+
+
+@dataclass(frozen=True)
+class Taps(Layout):
+    """The weight ``[C, 1, K]`` of a convolution of each channel, which files hold as ``[C, K]``.
+
+    The converter drops the axis of size 1 (``LFM2Model``, ``Mamba2Model``).
+
+    Example:
+        >>> Taps().shape((6, 4)), Taps().back().shape((6, 1, 4))
+        ((6, 1, 4), (6, 4))
+    """
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        if len(stored) != 2:
+            raise CheckpointFormatError(
+                "not the taps of channels", expected="2 axes", found=f"shape {list(stored)}"
+            )
+        return (stored[0], 1, stored[1])
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        return values[:, None]
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return NoMiddle()
+
+
+@dataclass(frozen=True)
+class NoMiddle(Layout):
+    """``[C, 1, K]`` as ``[C, K]``: the inverse of ``Taps``."""
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        if len(stored) != 3 or stored[1] != 1:
+            raise CheckpointFormatError(
+                "not a convolution of each channel", expected="[C, 1, K]", found=f"{list(stored)}"
+            )
+        return (stored[0], stored[2])
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        return values.reshape(len(values), -1)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Taps()

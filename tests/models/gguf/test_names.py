@@ -47,6 +47,13 @@ LEFT_OUT = {
         "blk.*.attn_k",
         "blk.*.attn_v",
     },
+    # Of experts, which no published Ministral 3 has.
+    "mistral3": {
+        "rope_freqs",
+        "blk.*.attn_rot_embd",
+        "blk.*.ffn_gate_inp",
+        *(f"blk.*.ffn_{part}_exps" for part in ("gate", "up", "down")),
+    },
     "exaone4": {"rope_freqs"},
     "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of norms of single heads; refused.
@@ -66,10 +73,13 @@ LEFT_OUT = {
             "shared_head_norm",
         )
     },
+    # Of keys and values without latent vectors, which no published DeepSeek 2 has.
     "deepseek2": {"rope_freqs", "blk.*.attn_rot_embd", "blk.*.attn_k", "blk.*.attn_v"},
+    # Of an embedding model.
+    "lfm2": {"dense_2"},
     "llama4": {"rope_freqs", "blk.*.attn_rot_embd"},
     "hunyuan-moe": {"rope_freqs"},
-    # Of GraniteMoeShared; refused.
+    # Of Granite MoEs with a shared expert; refused.
     "granitemoe": {f"blk.*.ffn_{part}_shexp" for part in ("gate", "up", "down")},
     # Of fused attention and of classifiers, which are no BertModel; refused.
     "bert": {"output_norm", "blk.*.attn_qkv", "cls", "cls.output"},
@@ -112,6 +122,8 @@ def test_gguf_maps_our_names_back(architecture, layer):
     found = names(architecture, stored, expert_count=2)
     assert {source.tensor for source in found.values()} == set(stored)
     for name, source in found.items():
+        if architecture == "granitemoe" and ".experts." in name:
+            continue  # gguf's converter cuts these tensors itself
         # gguf names the experts of a layer together.
         together = name.replace("experts.0.", "experts.").replace("experts.1.", "experts.")
         together = (

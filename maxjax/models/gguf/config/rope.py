@@ -33,7 +33,7 @@ def rope_scaling(
     theta: float,
     factors: np.ndarray | None,
     *,
-    has_mscale: bool = False,
+    log_multiplier: float = 0.0,
 ) -> dict[str, Any] | None:
     """The content of ``rope_scaling``; None if RoPE is not scaled.
 
@@ -42,7 +42,8 @@ def rope_scaling(
         head_dim: width of a head.
         theta: base of RoPE.
         factors: values of ``rope_freqs.weight``, or None if the file does not have it.
-        has_mscale: whether files of the architecture hold YaRN's ``mscale_all_dim``.
+        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
+            it; 0: they do not hold it.
     """
     kind = given.text("rope.scaling.type", "linear")
     old = given.number("rope.scale_linear", 1.0, positive=False)
@@ -56,7 +57,7 @@ def rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return _yarn(given, factor) | (_mscale(given) if has_mscale else {})
+        return _yarn(given, factor) | (_mscale(given, log_multiplier) if log_multiplier else {})
     raise given.unsupported(f"rope scaling of type {kind[:80]!r}")
 
 
@@ -74,11 +75,11 @@ def _yarn(given: Settings, factor: float) -> dict[str, Any]:
     return found
 
 
-def _mscale(given: Settings) -> dict[str, float]:
-    """``mscale`` and ``mscale_all_dim``, of which files hold a tenth of the second."""
+def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
+    """``mscale`` and ``mscale_all_dim``, which are equal, of the multiple that files hold."""
     if not given.number(_LOG_MULTIPLIER, 0.0, positive=False):
         raise given.unsupported(f"yarn without '{given.prefix}{_LOG_MULTIPLIER}'")
-    value = float(np.float32(given.number(_LOG_MULTIPLIER)) * 10)
+    value = float(np.float32(given.number(_LOG_MULTIPLIER) / log_multiplier))
     value = round(value, 6)  # of a float32
     return {"mscale": value, "mscale_all_dim": value}
 
@@ -174,7 +175,7 @@ def rope_keys(
     *,
     path: Any = None,
     truncates: bool = True,
-    has_mscale: bool = False,
+    log_multiplier: float = 0.0,
 ) -> dict[str, Any]:
     """The metadata of RoPE scaling, without the architecture's prefix.
 
@@ -183,7 +184,8 @@ def rope_keys(
         given: settings that it was read from.
         path: path of the checkpoint, for messages.
         truncates: whether YaRN is the one with ``truncate`` in files of the architecture.
-        has_mscale: whether files of the architecture hold YaRN's ``mscale_all_dim``.
+        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
+            it; 0: they do not hold it.
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.
@@ -198,15 +200,15 @@ def rope_keys(
     how = "without" if truncates else "with"
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
     more = {}
-    if has_mscale:
+    if log_multiplier:
         if not mscale or mscale != all_dim or scaling.truncate != truncates:
             what = f"yarn with 'mscale' that is not 'mscale_all_dim', or {how} 'truncate',"
             raise unsupported(f"{what} in a GGUF file", path)
-        more[_LOG_MULTIPLIER] = 0.1 * mscale
+        more[_LOG_MULTIPLIER] = log_multiplier * mscale
     elif mscale or all_dim or scaling.truncate != truncates:
         raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
-    usual = 1.0 if has_mscale else yarn_mscale(scaling.factor)
+    usual = 1.0 if log_multiplier else yarn_mscale(scaling.factor)
     if not math.isclose(rope.magnitude, usual, rel_tol=1e-6):
         raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}

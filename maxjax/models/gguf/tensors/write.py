@@ -19,7 +19,7 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Layout, Permuted, Plus, Same, Transposed
+from ..layouts import Layout, Permuted, Plus, Same, Taps, Transposed
 from ..names import ARCHITECTURES, BARE, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from ..table import TABLES
@@ -281,7 +281,7 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.config.num_heads).back()
     if what == KEYS:
         return Permuted(model.kv_heads).back()
-    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus))):
+    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)
     return what.back()

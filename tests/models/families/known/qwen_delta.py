@@ -17,7 +17,8 @@ def _drawn(rng, name, shape):
     """1 is added to the weights of all norms but the delta rule's own.
 
     The rule's norm divides by the size of its results, which is near zero where a query is orthogonal to
-    all keys; large inputs of the convolution's activation, and a small weight, keep float32's error small.
+    all keys: float32's error in a logit is up to 1e-4, transformers' as much as ours, so that they are
+    compared with float64. Large inputs of the convolution's activation, and a small weight, keep it there.
     """
     if "linear_attn" not in name:
         return decoders.drawn_of_gemma(rng, name, shape)
@@ -27,7 +28,18 @@ def _drawn(rng, name, shape):
 
 def _case(family, kind, config, name, length=24, gguf=True, **settings):
     settings = {**_SIZES, **settings}
-    return Case(family, kind, config, settings, name, _drawn, one=1.0, length=length, gguf=gguf)
+    return Case(
+        family,
+        kind,
+        config,
+        settings,
+        name,
+        _drawn,
+        one=1.0,
+        length=length,
+        gguf=gguf,
+        in_float64=True,
+    )
 
 
 def _next(name, **settings):
@@ -57,6 +69,7 @@ CASES = [
            rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                             "mrope_interleaved": True, "mrope_section": [1, 0, 0]}),
     _dense("one-head", num_key_value_heads=1, linear_num_key_heads=1, num_hidden_layers=4),
+    _dense("relu", hidden_act="relu", layer_types=[_LINEAR, _LINEAR, _FULL], num_hidden_layers=3),
     _sparse("1"),
     _sparse("tied", tie_word_embeddings=True, num_experts_per_tok=1),
     _sparse("all-linear-first", layer_types=[_LINEAR, _LINEAR, _LINEAR, _LINEAR, _FULL], length=70),
