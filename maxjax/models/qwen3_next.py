@@ -38,6 +38,7 @@ class Qwen3NextConfig(GatedDeltaConfig, Qwen3MoEConfig):
     model_type = "qwen3_next"
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
 
+    max_position_embeddings: int = setting(default=32768, minimum=1)
     head_dim: int | None = setting(default=256, minimum=1, held="axis")
     num_experts: int = setting(default=512, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting(default=10, minimum=1, held="axis")

@@ -322,6 +322,8 @@ def test_defaults_are_those_of_transformers(kind):
     for key, value in ours.items():
         if key in ("rope_theta", "rope_local_base_freq", "sliding_window"):
             continue  # transformers 5 holds these otherwise
+        if kind == "deepseek_v2" and getattr(oracle, key, value) is None:
+            continue  # which stands for one group, and for no number of experts
         if key == "hidden_act" and kind.startswith("gemma"):
             key = "hidden_activation"
         there = getattr(oracle, key, value)
