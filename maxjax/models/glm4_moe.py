@@ -26,7 +26,7 @@ from .decoder.experts import (
 )  # fmt: skip
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
-from .gguf.names import Rule, expert_names
+from .gguf.names import NEXT, Rule, expert_names
 from .gguf.table import GGUFTable
 
 
@@ -125,10 +125,6 @@ class _GLM4MoEFamily(MoEFamily):
         return super().apart(kept)
 
 
-# What GGUF files have of layers that predict further tokens.
-_NEXT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
-
-
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the tensors tell; layers that predict further tokens do not count."""
     more = given.count("nextn_predict_layers", 0, minimum=0)
@@ -152,7 +148,7 @@ GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
             ".attn_k_norm": "self_attn.k_norm",
             ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
             **expert_names(shared="shared_experts"),
-            **{f".nextn.{name}": name.replace("head_", "head.") for name in _NEXT},
+            **NEXT,
         },
         keys={
             "expert_count": "n_routed_experts",

@@ -72,6 +72,12 @@ class GatedDeltaConfig(DecoderConfig):
         super().__post_init__()
 
     @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """What tells layers with different tensors apart."""
+        sparse = getattr(self, "sparse", ()) or (False,) * self.num_layers
+        return tuple(zip(self.linear, sparse, strict=True))
+
+    @property
     def channels(self) -> int:
         """C, the channels of the convolution."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim

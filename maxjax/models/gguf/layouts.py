@@ -176,6 +176,35 @@ class Plus(Layout):
 
 
 @dataclass(frozen=True)
+class Logarithm(Layout):
+    """``log(-x)`` of each value: GGUF files hold ``-exp(A_log)`` of recurrent layers.
+
+    Computed in float32 or wider and rounded to the tensor's dtype.
+
+    Attributes:
+        inverse: whether it is ``-exp(x)``.
+
+    Example:
+        >>> Logarithm().apply(np.float32([-1, -2]))
+        array([0.       , 0.6931472], dtype=float32)
+    """
+
+    inverse: bool = False
+    keeps_values = False
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        wide = values.astype(np.promote_types(values.dtype, np.float32))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            made = -np.exp(wide) if self.inverse else np.log(-wide)
+        return made.astype(values.dtype)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Logarithm(not self.inverse)
+
+
+@dataclass(frozen=True)
 class Transposed(Layout):
     """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 

@@ -14,7 +14,7 @@ from ...dtype import DType
 from ...errors import CheckpointFormatError
 from ...graph.weights import WeightData
 from ...graph.weights.weight_data import PartSource
-from ...storage.blocks import decode
+from ...storage.blocks import LAYOUTS, decode
 from ...storage.boxes import count, extents, whole
 from ...storage.parts import Part
 from .sources import read_box
@@ -54,10 +54,10 @@ def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData
     Args:
         name: name of the tensor.
         each: the tensors, with rows of one length; those of a vector are its elements.
-        order: the number of each row, where those of all the tensors are counted.
+        order: the number of each row of the new tensor, where those of all the tensors are counted.
 
     Raises:
-        CheckpointFormatError: the rows have several lengths, or there are not as many.
+        CheckpointFormatError: the rows have several lengths, or there are fewer.
 
     Example:
         >>> parts = [WeightData.from_numpy(np.float32([0, 1]) + 2 * i, "part") for i in range(2)]
@@ -66,18 +66,79 @@ def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData
     """
     shapes = [tuple(map(int, data.logical_shape)) for data in each]
     total = sum(shape[0] if shape else 0 for shape in shapes)
-    if len({shape[1:] for shape in shapes}) > 1 or total != len(order):
+    if len({shape[1:] for shape in shapes}) > 1 or total <= order.max(initial=0):
         raise CheckpointFormatError(
             "parts of a tensor do not fit together", tensor=name,
-            expected=f"{len(order)} rows of one length", found=shapes,
+            expected=f"at least {order.max(initial=0) + 1} rows of one length", found=shapes,
         )  # fmt: skip
     if len({(d.dtype, d.quantization_encoding, tuple(map(int, d.shape[1:]))) for d in each}) > 1:
-        shape = (total, *shapes[0][1:])
+        shape = (len(order), *shapes[0][1:])
         return computed(name, each, lambda *arrays: np.concatenate(arrays)[order], shape)
     first = each[0]
     source = _Rows(each, order)
     dtype, shape = source.stored(name)
     return WeightData.lazy(source, name, DType.of(dtype), shape, first.quantization_encoding)
+
+
+def columns(name: str, data: WeightData, order: np.ndarray, width: int) -> WeightData:
+    """A matrix whose columns are those of another in another order; blocks that fit in a head stay.
+
+    Args:
+        name: name of the tensor.
+        data: the matrix, with ``width`` columns for each head.
+        order: the number of each head of the new tensor.
+        width: columns of a head.
+
+    Raises:
+        CheckpointFormatError: the matrix has other columns.
+
+    Example:
+        >>> data = WeightData.from_numpy(np.float32([[0, 1, 2, 3]]), "matrix")
+        >>> columns("swapped", data, np.array([1, 0]), 2).data
+        array([[2., 3., 0., 1.]], dtype=float32)
+    """
+    shape = tuple(map(int, data.logical_shape))
+    if len(shape) != 2 or shape[1] != len(order) * width:
+        raise CheckpointFormatError(
+            "not a matrix for the heads", tensor=name,
+            expected=f"[rows, {len(order)} · {width}]", found=shape,
+        )  # fmt: skip
+    encoding = data.quantization_encoding if data.is_packed else None
+    if encoding is not None and width % LAYOUTS[encoding.value].elements:
+
+        def change(values: np.ndarray) -> np.ndarray:
+            return values.reshape(len(values), -1, width)[:, order].reshape(shape)
+
+        return computed(name, [data], change, shape)
+    source = _Columns(data, order)
+    dtype, stored = source.stored(name)
+    return WeightData.lazy(source, name, DType.of(dtype), stored, encoding)
+
+
+class _Columns(PartSource):
+    """The Source of one tensor of :func:`columns`."""
+
+    def __init__(self, data: WeightData, order: np.ndarray):
+        self._data, self._order = data, order
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the tensor."""
+        return self._data.dtype.np, tuple(map(int, self._data.shape))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        dtype, (_, size) = self.stored("")
+        total = 0
+        for part in parts:
+            if not count(part.region):
+                continue
+            span, box = part.region
+            values, nbytes = read_box(self._data, (span, (0, size)))
+            total += nbytes
+            heads = values.reshape(len(values), len(self._order), -1)[:, self._order]
+            array = part.memory.view(dtype).reshape(extents(part.region))
+            array[...] = heads.reshape(values.shape)[:, slice(*box)]
+        return total
 
 
 class _Computed(PartSource):
@@ -159,17 +220,3 @@ class _Rows(PartSource):
             array[here] = values[places - low]
             total += nbytes
         return total
-
-
-def parts_of(shape: Sequence[int], *sizes: int) -> list[np.ndarray]:
-    """Numbers of the rows of several tensors, one after the other in one: ``[size]`` for each.
-
-    Raises:
-        CheckpointFormatError: the tensor has another number of rows.
-    """
-    if not shape or int(shape[0]) != sum(sizes):
-        raise CheckpointFormatError(
-            "another number of rows than the configuration says",
-            expected=f"{sum(sizes)} rows", found=f"shape {list(shape)}",
-        )  # fmt: skip
-    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])

@@ -193,6 +193,9 @@ def _regions(
         yield ((low, high), columns)
         return
     height = sizes[1]
+    if height == 1:
+        yield ((low, high), (0, 1), columns)
+        return
     for index in range(low // height, (high - 1) // height + 1):
         start, stop = max(low - index * height, 0), min(high - index * height, height)
         yield ((index, index + 1), (start, stop), columns)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...graph.weights import WeightData
+from ..config import ModelConfig
 from .config.llama_cpp import describe
 from .config.read import MODELS, Architecture, Config, Shapes
 from .metadata import Settings
@@ -144,3 +145,4 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
     for kind in (model_type, *table.model_types):
         ARCHITECTURE_OF[kind] = name
+        ModelConfig.by_model_type.setdefault(kind, ModelConfig.by_model_type[model_type])

@@ -20,7 +20,7 @@ from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
 from ..layouts import Layout, Permuted, Plus, Same, Taps, Transposed
-from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
+from ..names import ARCHITECTURES, BARE, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from ..table import TABLES
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
@@ -234,8 +234,8 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
         for rule in rules:
             # Only other writers store experts one by one, or gate and up as one tensor.
             if "#" not in key and rule.layout not in (GATES, UPS):
-                name, key = (rule.name, f"{key}.{rule.only}") if rule.only else (rule.name, key)
-                found[name] = (order, key, rule.layout)
+                suffix = "" if rule.only == BARE else rule.only
+                found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
     return found
 
 
@@ -260,7 +260,7 @@ def _place(
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
     entry = known.get(generic)
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias")):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1
@@ -270,7 +270,7 @@ def _place(
     return Place(
         layer,
         order,
-        key.replace("*", str(layer)) + (f".{suffix}" if suffix else ""),
+        key.replace("*", str(layer)).removesuffix(".") + (f".{suffix}" if suffix else ""),
         _inverse(what, suffix, model),
         expert,
     )
