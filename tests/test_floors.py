@@ -76,7 +76,7 @@ nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache __init__
-nn/ssm: convolution delta __init__
+nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
 nn/moe: routing algorithms experts moe __init__
 nn/transformer: transformer __init__
@@ -84,8 +84,8 @@ nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
-models/decoder: rope
-models/gguf: metadata layouts names sources
+models/decoder: rope aliases
+models/gguf: metadata layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
@@ -95,8 +95,9 @@ models/decoder: config norm mlp step attention latent mixer gated_delta block mo
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma4 gemma3n
-models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
+models: deepseek_files hunyuan
+models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe lfm2
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models: registry construct
 models/gguf/config: families

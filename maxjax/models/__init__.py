@@ -70,10 +70,14 @@ if _TYPE_CHECKING:
     from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .hunyuan import Hunyuan as Hunyuan
+    from .hunyuan import HunyuanConfig as HunyuanConfig
     from .hunyuan_moe import HunyuanMoE as HunyuanMoE
     from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
     from .jina import JinaV3Model as JinaV3Model
+    from .lfm2 import LFM2 as LFM2
+    from .lfm2 import LFM2Config as LFM2Config
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
@@ -163,8 +167,10 @@ __getattr__, __dir__, __all__ = _attributes(
         "granite": "Granite GraniteConfig",
         "granitemoe": "GraniteMoE GraniteMoEConfig",
         "gte": "GteConfig GteModel",
+        "hunyuan": "Hunyuan HunyuanConfig",
         "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
+        "lfm2": "LFM2 LFM2Config",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",
         "minimax_m2": "MiniMaxM2 MiniMaxM2Config",

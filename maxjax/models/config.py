@@ -49,7 +49,7 @@ def setting(
         minimum, maximum: range of a number, both ends included.
         held: what the number counts in the checkpoint's tensors, which therefore limit it: "axis"
             (the length of an axis) or "layers" (the layers in their names).
-        also: other keys for the same setting.
+        also: other keys for the same setting, in files without the first.
     """
     metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
     return dataclasses.field(default=default, metadata=metadata)
@@ -115,6 +115,9 @@ class ModelConfig:
         values = {}
         for field in dataclasses.fields(cls):
             key = field.metadata.get("key") or field.name
+            key = next(
+                (k for k in (key, *field.metadata.get("also", ())) if raw.get(k) is not None), key
+            )
             value = raw.get(key)
             if value is not None:
                 values[field.name] = _checked(key, value, types_of[field.name], field, path)

@@ -34,17 +34,13 @@ from ..nn.linear import add_bias
 from ..nn.low_rank import LowRank
 from ..nn.norm import LayerNorm
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step, resharded
 from .decoder.config import DecoderConfig, check_activation, own
 from .decoder.model import Decoder, DecoderModel, make
 from .decoder.rope import Rope
 from .family import Family
 
-# Keys that newer files may use, and GPT-2's own keys for the same settings.
-_SPELLINGS = {
-    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}  # fmt: skip
 # Beginnings of tensor names in files of the model without its head, which omit "transformer.".
 _PARTS = ("wte.", "wpe.", "h.", "ln_f.")
 
@@ -102,15 +98,14 @@ class GPT2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The counts in either spelling, and no RoPE.
+        """No RoPE.
 
         Raises:
             UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
             raise UnsupportedModelError("'add_cross_attention' of a GPT-2 is not supported")
-        other = {own: raw.get(name) for name, own in _SPELLINGS.items() if raw.get(own) is None}
-        return {**other, "rope": None}
+        return {"rope": None}
 
 
 class TransposedLinear(LowRank):
@@ -267,11 +262,6 @@ class GPT2Block(Module):
         return x + self.mlp(self.ln_2(x)), cached
 
 
-def _also(name: str) -> Any:
-    """A property that gives an attribute of GPT-2 its name in other decoders."""
-    return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
-
-
 class GPT2Transformer(DecoderModel):
     """Embeddings of tokens and positions, layers and final norm: ``transformer`` in Hugging Face's files.
 
@@ -281,7 +271,7 @@ class GPT2Transformer(DecoderModel):
         ln_f: the last norm.
     """
 
-    embed_tokens, layers, norm = _also("wte"), _also("h"), _also("ln_f")
+    embed_tokens, layers, norm = alias("wte"), alias("h"), alias("ln_f")
 
     def __init__(self, config: GPT2Config, dtype: DType, layer_class: Any):
         super(DecoderModel, self).__init__()
@@ -333,7 +323,7 @@ class GPT2(Decoder):
 
     layer_class: ClassVar[Any] = GPT2Block
     model_class: ClassVar[Any] = GPT2Transformer
-    model = _also("transformer")
+    model = alias("transformer")
 
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False

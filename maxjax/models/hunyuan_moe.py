@@ -5,7 +5,6 @@ Source: transformers' ``modeling_hunyuan_v1_moe``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,58 +18,26 @@ from ..nn.layer import Module
 from ..nn.linear import Linear
 from ..nn.moe import Routing
 from .config import setting
-from .decoder.attention import DecoderAttention, Step
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
-from .decoder.norm import norm
-from .decoder.rope import Rope, read_rope, rope_settings
 from .gguf.names import expert_names
 from .gguf.table import GGUFTable
-
-
-def hunyuan_rope(raw: Mapping[str, Any], context: int, width: Any) -> Rope:
-    """The RoPE of a configuration, in which "dynamic" with ``alpha`` is a larger base for every length."""
-    name, given = rope_settings(raw)
-    alpha = given.get("alpha")
-    if given.get("rope_type", given.get("type")) != "dynamic" or not alpha:
-        return read_rope(raw, context)
-    plain = {key: value for key, value in raw.items() if key != name}
-    if (
-        type(alpha) not in (int, float)
-        or not 0 < alpha < 1e30
-        or type(width) is not int
-        or width < 4
-    ):
-        raise ValueError(f"'alpha' in '{name}' is {str(alpha)[:60]}, not a positive number")
-    plain |= {key: given[key] for key in ("rope_theta",) if key in given}
-    rope = read_rope({**plain, "rope_scaling": None, "rope_parameters": None}, context)
-    return dataclasses.replace(rope, theta=rope.theta * alpha ** (width / (width - 2)))
+from .hunyuan import HEAD_NORMS, HunyuanAttention, HunyuanConfig
 
 
 @dataclass(frozen=True)
-class HunyuanMoEConfig(MoEConfig):
+class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
     """The settings of a Hunyuan with experts; ``intermediate_size`` is that of an expert."""
 
     model_type = "hunyuan_v1_moe"
 
-    rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting(default=1, minimum=1, held="axis")
     num_experts_per_tok: int = setting("moe_topk", default=1, minimum=1, held="axis")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.intermediate_size)
         super().__post_init__()
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE."""
-        width, size, heads = (
-            raw.get(k) for k in ("head_dim", "hidden_size", "num_attention_heads")
-        )
-        if width is None and type(size) is int and type(heads) is int and heads > 0:
-            width = size // heads
-        return {"rope": hunyuan_rope(raw, context, width)}
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
@@ -84,7 +51,7 @@ class HunyuanMoEConfig(MoEConfig):
         Raises:
             UnsupportedModelError: layers differ, or share keys and values.
         """
-        found = {"moe_intermediate_size": None, "mlp_bias": False, "sliding_window": None}
+        found = {**super().derived(raw), "moe_intermediate_size": None}
         for key in ("num_experts", "moe_topk"):
             value = raw.get(key)
             if isinstance(value, list) and value:
@@ -127,20 +94,6 @@ class HunyuanMLP(SparseMLP):
         return HunyuanRouter(config.hidden_size, config.num_experts, dtype)
 
 
-class HunyuanAttention(DecoderAttention):
-    """Attention with norms of queries and keys after RoPE."""
-
-    def make_projections(self, config: Any, dtype: DType) -> None:
-        """The projections, and the norms by the names of the files."""
-        super().make_projections(config, dtype)
-        self.query_layernorm, self.key_layernorm = (norm(config, dtype, config.width) for _ in "qk")
-
-    def placed(self, q: jax.Array, k: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, Step]:
-        """Rotated, then normalised."""
-        q, k, step = self.rotated_now(q, k, step)
-        return self.query_layernorm(q), self.key_layernorm(k), step
-
-
 class HunyuanMoELayer(MoELayer):
     """A layer of a Hunyuan with experts."""
 
@@ -168,8 +121,7 @@ HUNYUAN_MOE = HunyuanMoE.family = MoEFamily(
     gguf=GGUFTable(
         "hunyuan-moe",
         {
-            ".attn_q_norm": "self_attn.query_layernorm",
-            ".attn_k_norm": "self_attn.key_layernorm",
+            **HEAD_NORMS,
             **expert_names(router="gate.wg", shared="shared_mlp"),
         },
         keys={

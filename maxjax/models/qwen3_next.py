@@ -118,7 +118,7 @@ class Qwen3Next(Decoder):
         ...     linear_key_head_dim=4, linear_value_head_dim=6)
         >>> cache = Qwen3Next(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, {name: a.shape for name, a in cache.more["linear"].arrays.items()}
-        (1, {'conv': (3, 1, 20, 3), 'delta': (3, 1, 2, 4, 6)})
+        (1, {'conv': (3, 1, 3, 20), 'delta': (3, 1, 2, 4, 6)})
     """
 
     layer_class: ClassVar[Any] = Qwen3NextLayer

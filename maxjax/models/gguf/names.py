@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
-from .layouts import Expert, Layout, Matrix, Permuted, Plus, Same, Transposed
+from .layouts import Expert, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
 
 # Layouts that need the number of heads or experts, which the metadata holds.
@@ -324,7 +324,7 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout
-        if suffix == "bias" and isinstance(what, (Transposed, Plus)):
+        if suffix == "bias" and isinstance(what, (Transposed, Plus, Taps)):
             what = Same()  # a vector cannot be transposed, and nothing was added to biases
         if isinstance(what, str) and "#" in name:
             for i in range(counts.experts()):

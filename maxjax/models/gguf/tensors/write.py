@@ -19,9 +19,10 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Layout, Permuted, Plus, Same, Transposed
+from ..layouts import Layout, Permuted, Plus, Same, Taps, Transposed
 from ..names import ARCHITECTURES, GATES, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
+from ..table import TABLES
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -108,6 +109,9 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
+    own = TABLES.get(architecture)
+    if own is not None and own.split is not None:
+        tensors = own.split(model.config, tensors)
     known = _known(architecture)
     places: dict[str, Place] = {}
     left_out, unknown = [], []
@@ -277,7 +281,7 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.config.num_heads).back()
     if what == KEYS:
         return Permuted(model.kv_heads).back()
-    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus))):
+    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)
     return what.back()

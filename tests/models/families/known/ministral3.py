@@ -14,12 +14,12 @@ def ministral(**settings):
 
 
 CASES = [
-    Case(*ministral(head_dim=16, rope_parameters=YARN, tie_word_embeddings=True), name="3b", gguf=False),
-    Case(*ministral(head_dim=8, sliding_window=6), name="window", gguf=False),
+    Case(*ministral(head_dim=16, rope_parameters=YARN, tie_word_embeddings=True), name="3b"),
+    Case(*ministral(head_dim=8, sliding_window=12), name="window"),
     Case(
         *ministral(
             num_key_value_heads=1, head_dim=8, rope_parameters={**YARN, "llama_4_scaling_beta": 0.1}
         ),
-        name="14b", gguf=False,
+        name="14b",
     ),
 ]  # fmt: skip

@@ -17,7 +17,8 @@ def _drawn(rng, name, shape):
     """1 is added to the weights of all norms but the delta rule's own.
 
     The rule's norm divides by the size of its results, which is near zero where a query is orthogonal to
-    all keys; large inputs of the convolution's activation, and a small weight, keep float32's error small.
+    all keys: float32's error in a logit is up to 1e-4, transformers' as much as ours, so that they are
+    compared with float64. Large inputs of the convolution's activation, and a small weight, keep it there.
     """
     if "linear_attn" not in name:
         return decoders.drawn_of_gemma(rng, name, shape)
@@ -27,7 +28,18 @@ def _drawn(rng, name, shape):
 
 def _case(family, kind, config, name, length=24, **settings):
     settings = {**_SIZES, **settings}
-    return Case(family, kind, config, settings, name, _drawn, one=1.0, length=length, gguf=False)
+    return Case(
+        family,
+        kind,
+        config,
+        settings,
+        name,
+        _drawn,
+        one=1.0,
+        length=length,
+        gguf=False,
+        in_float64=True,
+    )
 
 
 def _next(name, **settings):

@@ -1,0 +1,108 @@
+"""Hunyuan (0.5B to 7B): a Llama with norms of queries and keys after RoPE.
+
+Source: transformers' ``modeling_hunyuan_v1_dense``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from .config import setting
+from .decoder.attention import DecoderAttention, Step
+from .decoder.block import DecoderLayer
+from .decoder.config import DecoderConfig
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.norm import norm
+from .decoder.rope import Rope, read_rope, rope_settings
+from .gguf.table import GGUFTable
+
+
+@dataclass(frozen=True)
+class HunyuanConfig(DecoderConfig):
+    """The settings of a Hunyuan. Its norms of queries and keys need no setting."""
+
+    model_type = "hunyuan_v1_dense"
+
+    rms_norm_eps: float = setting(default=1e-5)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Every Hunyuan has norms of queries and keys, and none has a window or biases in its MLP."""
+        raw.get("use_qk_norm")
+        return {"mlp_bias": False, "sliding_window": None}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE, in which "dynamic" with ``alpha`` is a larger base for every length."""
+        name, given = rope_settings(raw)
+        alpha, width = given.get("alpha"), raw.get("head_dim")
+        if given.get("rope_type", given.get("type")) != "dynamic" or not alpha:
+            return {"rope": read_rope(raw, context)}
+        size, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+        if width is None and type(size) is int and type(heads) is int and heads > 0:
+            width = size // heads
+        if type(width) is not int:  # which the settings refuse themselves
+            return {"rope": Rope()}
+        if width < 4:
+            raise ValueError(
+                f"'head_dim' is {width}, and must be at least 4 for 'alpha' in '{name}'"
+            )
+        if type(alpha) not in (int, float) or not 0 < alpha < 1e30:
+            raise ValueError(f"'alpha' in '{name}' is {str(alpha)[:60]}, not a positive number")
+        plain = {key: given[key] for key in ("rope_theta",) if key in given}
+        rope = read_rope(plain, context)
+        return {
+            "rope": dataclasses.replace(rope, theta=rope.theta * alpha ** (width / (width - 2)))
+        }
+
+
+class HunyuanAttention(DecoderAttention):
+    """Attention with norms of queries and keys after RoPE."""
+
+    def make_projections(self, config: Any, dtype: DType) -> None:
+        """The projections, and the norms by the names of the files."""
+        super().make_projections(config, dtype)
+        self.query_layernorm, self.key_layernorm = (norm(config, dtype, config.width) for _ in "qk")
+
+    def placed(self, q: jax.Array, k: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, Step]:
+        """Rotated, then normalised."""
+        q, k, step = self.rotated_now(q, k, step)
+        return self.query_layernorm(q), self.key_layernorm(k), step
+
+
+class HunyuanLayer(DecoderLayer):
+    """A layer of a Hunyuan."""
+
+    attention_class: ClassVar[Any] = HunyuanAttention
+
+
+class Hunyuan(Decoder):
+    """A Hunyuan language model.
+
+    Example:
+        >>> config = HunyuanConfig(100, 8, 16, num_layers=1, num_heads=2)
+        >>> [name for name in Hunyuan(config).raw_state_dict() if "query" in name]
+        ['model.layers.0.self_attn.query_layernorm.weight']
+    """
+
+    layer_class: ClassVar[Any] = HunyuanLayer
+
+
+# Its norms by the names of GGUF and of the files.
+HEAD_NORMS = {
+    ".attn_q_norm": "self_attn.query_layernorm",
+    ".attn_k_norm": "self_attn.key_layernorm",
+}
+HUNYUAN = Hunyuan.family = DecoderFamily(
+    model_type=HunyuanConfig.model_type,
+    architectures=("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model"),
+    config=HunyuanConfig,
+    make=make(Hunyuan),
+    gguf=GGUFTable("hunyuan-dense", HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=()),
+)
