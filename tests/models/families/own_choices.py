@@ -58,7 +58,10 @@ def of_olmo3(pick: Pick, found: Settings) -> Settings:
     far = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, ORIGINAL: 32,
            "attention_factor": 1.2079441541679836}  # fmt: skip
     near = {"rope_type": "default", "rope_theta": pick(5e5, 1e4)}
-    return {**both(pick, far, near), "sliding_window": pick(3, 9)}
+    found = {**both(pick, far, near), "sliding_window": pick(3, 9)}
+    if found["rope_theta"] is not LEFT_OUT:
+        found["rope_theta"] = 5e5  # another one transformers gives to one of the kinds only
+    return found
 
 
 def of_phi3(pick: Pick, found: Settings) -> Settings:
@@ -105,8 +108,13 @@ def of_stablelm(pick: Pick, found: Settings) -> Settings:
 
 
 def of_mixtral(pick: Pick, found: Settings) -> Settings:
-    return {"sliding_window": pick(None, 3, 9), "head_dim": pick(None, 6, 16) if found["hidden_size"]
-            % (2 * found["num_attention_heads"]) == 0 else 8}  # fmt: skip
+    given = found.get("rope_scaling") or found.get("rope_parameters") or {"rope_type": "default"}
+    if (
+        found["hidden_size"] % (2 * found["num_attention_heads"])
+        or given.get("rope_type") != "default"
+    ):
+        return {"sliding_window": pick(None, 3, 9)}
+    return {"sliding_window": pick(None, 3, 9), "head_dim": pick(None, 6, 16)}
 
 
 def of_qwen_moe(pick: Pick, found: Settings) -> Settings:
@@ -272,6 +280,18 @@ def of_gpt2(pick: Pick, found: Settings) -> Settings:
             "max_position_embeddings": LEFT_OUT}  # fmt: skip
 
 
+def of_lfm2(pick: Pick, found: Settings) -> Settings:
+    # transformers wants a layer with attention.
+    layers = pick(1, 2, 4, 5)
+    kinds = pick.many(layers - 1, "conv", "conv", FULL) + [FULL]
+    pick.rng.shuffle(kinds)
+    listed = {"full_attn_idxs": [i for i, kind in enumerate(kinds) if kind == FULL]}
+    return {**pick({"layer_types": kinds}, listed), "num_hidden_layers": layers,
+            "conv_L_cache": pick(2, 3, 4), "conv_bias": pick(True, False), "norm_eps": pick(1e-5, 1e-3),
+            "block_multiple_of": pick(8, 16), "block_ffn_dim_multiplier": pick(LEFT_OUT, 0.9, 1.5),
+            "block_auto_adjust_ff_dim": pick(True, False)}  # fmt: skip
+
+
 def of_hunyuan(pick: Pick, found: Settings) -> Settings:
     width = pick(8, 16)
     given = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": pick(1000.0, 8.0), "factor": 1.0,
@@ -369,6 +389,8 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "starcoder2": of_starcoder2,
     "stablelm": of_stablelm,
     "ernie4_5": nothing,
+    "hunyuan_v1_dense": of_hunyuan,
+    "lfm2": of_lfm2,
     "mixtral": of_mixtral,
     "qwen2_moe": of_qwen_moe,
     "qwen3_moe": of_qwen_moe,
