@@ -78,10 +78,9 @@ class Mamba2Config(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The limits of time steps, and heads, whose keys are those of attention elsewhere."""
-        return {
-            "time_steps": limits_of(raw), "sliding_window": None,
-            "ssm_heads": raw.get("num_heads"), "ssm_head_dim": raw.get("head_dim"),
-        }  # fmt: skip
+        heads = {"ssm_heads": raw.get("num_heads"), "ssm_head_dim": raw.get("head_dim")}
+        heads = {key: value for key, value in heads.items() if value is not None}
+        return {"time_steps": limits_of(raw), "sliding_window": None, **heads}
 
 
 class Mamba2Layer(Module):

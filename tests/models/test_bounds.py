@@ -52,9 +52,11 @@ UNUSED |= {
         "llama4_text",
         "hunyuan_v1_moe",
         "granitemoe",
+        "granitemoehybrid",
         "gpt_oss",
     )
 }
+UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers says
 UNUSED |= {("gemma4_text", f"global_{key}") for key in ("head_dim", "num_key_value_heads")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
 

@@ -73,6 +73,7 @@ def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.default("q8_0", "q4_k_m")
 @pytest.mark.parametrize("choice", ["q8_0", "q4_k", "q6_k", "q4_k_m", "q4_k_s", "q5_k_m"])
 def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
     """A model of 2 layers, whose mixtures differ from layer to layer only in q4_k_s and beyond 8."""
@@ -94,6 +95,7 @@ def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.default("axes1")
 @pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2}])
 def test_shards_stay_where_they_are(axes):
     model = random_model()
@@ -208,6 +210,7 @@ def test_importance_weighs_the_errors():
 
 
 @pytest.mark.slow
+@pytest.mark.default("False-q8_0", "True-q4_k", "False-q4_k")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_on_an_accelerator_the_encoder_in_jnp_runs(kind, weighted, monkeypatch):
