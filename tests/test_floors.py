@@ -84,14 +84,14 @@ nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
-models/decoder: rope
+models/decoder: rope spelling
 models/gguf: metadata layouts names sources
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention latent mixer gated_delta block model experts expert_files
+models/decoder: config norm mlp step attention grouped latent mixer gated_delta block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4

@@ -38,6 +38,7 @@ from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig, pattern
 from .norm import norm
+from .spelling import spelling
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
@@ -161,7 +162,7 @@ class Decoder(PretrainedModel):
         A tied head is split as the embedding table is.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"lm_head.weight": Split(rows, fallback=columns)}
+        return {f"{spelling(self, 'lm_head')}.weight": Split(rows, fallback=columns)}
 
     @property
     def max_length(self) -> int:
