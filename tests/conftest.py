@@ -134,6 +134,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_a_file_leaves() -> Iterator[None]:
+    """What a file's tests leave in caches stays too: later calls of the collector need not see it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def strict_jax() -> Iterator[None]:
     """No implicit promotion of dtypes or ranks; set for all threads, not only this one."""

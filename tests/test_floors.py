@@ -76,7 +76,7 @@ nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache __init__
-nn/ssm: convolution delta __init__
+nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
 nn/moe: routing algorithms experts moe __init__
 nn/transformer: transformer __init__
@@ -84,19 +84,21 @@ nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
-models/decoder: rope spelling
-models/gguf: metadata layouts names sources
+models/decoder: rope aliases
+models/gguf: metadata layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention grouped latent mixer gated_delta block model experts expert_files
+models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model experts expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma4 gemma3n
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
+models: deepseek_files delta_files hunyuan gpt_neox falcon
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
+models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert
 models: registry construct
 models/gguf/config: families

@@ -41,6 +41,8 @@ if _TYPE_CHECKING:
     from .exaone4 import Exaone4Config as Exaone4Config
     from .falcon import Falcon as Falcon
     from .falcon import FalconConfig as FalconConfig
+    from .falcon_h1 import FalconH1 as FalconH1
+    from .falcon_h1 import FalconH1Config as FalconH1Config
     from .family import Family as Family
     from .family import PretrainedModel as PretrainedModel
     from .family import one_head as one_head
@@ -72,6 +74,8 @@ if _TYPE_CHECKING:
     from .granite import GraniteConfig as GraniteConfig
     from .granitemoe import GraniteMoE as GraniteMoE
     from .granitemoe import GraniteMoEConfig as GraniteMoEConfig
+    from .granitemoehybrid import GraniteHybrid as GraniteHybrid
+    from .granitemoehybrid import GraniteHybridConfig as GraniteHybridConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
     from .hunyuan import Hunyuan as Hunyuan
@@ -80,10 +84,14 @@ if _TYPE_CHECKING:
     from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
     from .jina import JinaV3Config as JinaV3Config
     from .jina import JinaV3Model as JinaV3Model
+    from .lfm2 import LFM2 as LFM2
+    from .lfm2 import LFM2Config as LFM2Config
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
     from .llama4 import Llama4Config as Llama4Config
+    from .mamba2 import Mamba2 as Mamba2
+    from .mamba2 import Mamba2Config as Mamba2Config
     from .minimax_m2 import MiniMaxM2 as MiniMaxM2
     from .minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
     from .mistral import Ministral3 as Ministral3
@@ -96,6 +104,8 @@ if _TYPE_CHECKING:
     from .modernbert import ModernBertModel as ModernBertModel
     from .mpnet import MPNetConfig as MPNetConfig
     from .mpnet import MPNetModel as MPNetModel
+    from .nemotron_h import NemotronH as NemotronH
+    from .nemotron_h import NemotronHConfig as NemotronHConfig
     from .nomic import NomicBertConfig as NomicBertConfig
     from .nomic import NomicBertModel as NomicBertModel
     from .olmo2 import Olmo2 as Olmo2
@@ -174,6 +184,11 @@ __getattr__, __dir__, __all__ = _attributes(
         "hunyuan": "Hunyuan HunyuanConfig",
         "hunyuan_moe": "HunyuanMoE HunyuanMoEConfig",
         "jina": "JinaV3Config JinaV3Model",
+        "lfm2": "LFM2 LFM2Config",
+        "granitemoehybrid": "GraniteHybrid GraniteHybridConfig",
+        "mamba2": "Mamba2 Mamba2Config",
+        "falcon_h1": "FalconH1 FalconH1Config",
+        "nemotron_h": "NemotronH NemotronHConfig",
         "llama": "Llama LlamaConfig",
         "llama4": "Llama4 Llama4Config",
         "minimax_m2": "MiniMaxM2 MiniMaxM2Config",

@@ -5,7 +5,6 @@ Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,14 +15,18 @@ from ..nn.moe import Routing
 from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
-from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.experts import (
+    BalancedRouter,
+    MoEConfig,
+    MoELayer,
+    SparseMLP,
+    after_dense,
+    check_routing,
+)  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import Decoder, make
 from .decoder.rope import read_rope, rope_settings
-
-# The layers of multi-token prediction, which come after the model's own, have one of these.
-_PREDICTING = re.compile(r"(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
+from .deepseek_files import GGUF, DeepseekFamily
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,7 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            self.routing().check(self.num_experts)
-        except ValueError as error:
-            raise ValueError(
-                "'n_routed_experts', 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit "
-                f"together: {error}"
-            ) from None
+        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -213,18 +210,6 @@ class DeepseekV3(Decoder):
     layer_class: ClassVar[Any] = DeepseekV3Layer
 
 
-@dataclass(frozen=True)
-class DeepseekFamily(MoEFamily):
-    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
-
-    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`MoEFamily.adapt` of the model's own layers."""
-        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
-        fronts = tuple({match[1] for match in found if match is not None})
-        kept = {n: v for n, v in checkpoint.items() if not fronts or not n.startswith(fronts)}
-        return super().adapt(kept)
-
-
 DEEPSEEK_V2 = DeepseekV2.family = DeepseekFamily(
     model_type=DeepseekV2Config.model_type,
     architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
@@ -236,6 +221,7 @@ DEEPSEEK_V3 = DeepseekV3.family = DeepseekFamily(
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     config=DeepseekV3Config,
     make=make(DeepseekV3),
+    gguf=GGUF,
 )
 # Kimi K2's files name DeepSeek's architecture, and this model type.
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=())
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

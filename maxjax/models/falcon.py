@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 from ..dtype import DType
 from ..errors import UnsupportedModelError
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedAttention
 from .decoder.mlp import PlainMLP
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
-from .decoder.spelling import spelled
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import GROUPS, Rule
 from .gguf.table import GGUFTable
@@ -60,7 +60,7 @@ class FalconConfig(DecoderConfig):
     new_decoder_architecture: bool = setting(default=False)
     multi_query: bool = setting(default=True)
     parallel_attn: bool = setting(default=True)
-    num_ln_in_parallel_attn: int = setting(default=2, minimum=1, maximum=2)
+    num_ln_in_parallel_attn: int = setting(default=2, minimum=1, maximum=2, held="axis")
 
     def __post_init__(self) -> None:
         if not self.new_decoder_architecture:
@@ -85,7 +85,7 @@ class _Parts:
     """What all kinds of layers have, by the names of the files."""
 
     attention_class: ClassVar[Any] = GroupedAttention
-    self_attn = spelled("self_attention")
+    self_attn = alias("self_attention")
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
         """The layer's MLP, which has no gate."""
@@ -105,7 +105,7 @@ class FalconTwoNormLayer(_Parts, ParallelLayer):
     """A layer with the MLP beside attention, each after a norm of its own (40B, 180B)."""
 
     norms: ClassVar[int] = 2
-    input_layernorm, post_attention_layernorm = spelled("ln_attn"), spelled("ln_mlp")
+    input_layernorm, post_attention_layernorm = alias("ln_attn"), alias("ln_mlp")
 
 
 def layer(config: FalconConfig, number: int, dtype: DType) -> DecoderLayer:
@@ -119,7 +119,7 @@ def layer(config: FalconConfig, number: int, dtype: DType) -> DecoderLayer:
 class FalconModel(DecoderModel):
     """The model without its head."""
 
-    embed_tokens, layers, norm = spelled("word_embeddings"), spelled("h"), spelled("ln_f")
+    embed_tokens, layers, norm = alias("word_embeddings"), alias("h"), alias("ln_f")
 
 
 class Falcon(Decoder):
@@ -133,7 +133,7 @@ class Falcon(Decoder):
 
     layer_class: ClassVar[Any] = staticmethod(layer)
     model_class: ClassVar[Any] = FalconModel
-    model = spelled("transformer")
+    model = alias("transformer")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.model import DecoderFamily, make
 from .decoder.norm import norm
-from .gemma4 import SharingConfig, SharingDecoder, SharingLayer, SharingModel
+from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
 from .multimodal import SIGHT
 
 # The least mean square of a hidden state that is brought to the size of another.
@@ -57,10 +57,10 @@ class Gemma3nConfig(SharingConfig):
     max_position_embeddings: int = setting(default=32_768, minimum=1)
     sliding_window: int | None = setting(default=512, minimum=1)
     sliding_window_pattern: int = own(5)
-    num_kv_shared_layers: int = setting(default=15)
+    num_kv_shared_layers: int = setting(default=15, held="layers")
     logit_soft_cap: float | None = setting("final_logit_softcapping", default=30.0, minimum=1e-3)
     altup_num_inputs: int = setting(default=4, minimum=1, held="axis")
-    altup_active_idx: int = setting(default=0)
+    altup_active_idx: int = setting(default=0, held="axis")
     altup_correct_scale: bool = setting(default=True)
     laurel_rank: int = setting(default=64, minimum=1, held="axis")
     sizes: tuple = own(())
@@ -213,8 +213,8 @@ class Gemma3nLayer(SharingLayer):
         y, cached = self.mixed(h, step._replace(inputs=None), cached, layer)
         x = x + self.post_attention_layernorm(y)
         x = (x + self.laurel(h)) * jnp.asarray(2**-0.5, x.dtype)
-        y = self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
-        states = self.altup.correct(predictions, x + self.post_feedforward_layernorm(y))
+        y = self.post_feedforward_layernorm(self.fed(x))
+        states = self.altup.correct(predictions, x + y)
         y = self.own_input(self.altup.scaled(states[self.altup.active]), step, layer)
         others = jnp.arange(states.shape[0]) > 0
         others = others.reshape(-1, *(1,) * (states.ndim - 1))

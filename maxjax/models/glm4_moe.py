@@ -16,10 +16,17 @@ from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import BalancedRouter, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.experts import (
+    BalancedRouter,
+    MoEConfig,
+    MoELayer,
+    SparseMLP,
+    after_dense,
+    check_routing,
+)  # fmt: skip
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
-from .gguf.names import Rule, expert_names
+from .gguf.names import NEXT, Rule, expert_names
 from .gguf.table import GGUFTable
 
 
@@ -42,9 +49,9 @@ class GLM4MoEConfig(MoEConfig):
     num_experts: int = setting("n_routed_experts", default=128, minimum=1, held="axis")
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
-    n_shared: int = setting("n_shared_experts", default=1, maximum=1000)
-    n_group: int = setting(default=1, minimum=1)
-    topk_group: int = setting(default=1, minimum=1)
+    n_shared: int = setting("n_shared_experts", default=1, held="axis")
+    n_group: int = setting(default=1, minimum=1, held="axis")
+    topk_group: int = setting(default=1, minimum=1, held="axis")
     routed_scaling_factor: float = setting(default=1.0)
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     output_bias: bool | None = own(False)
@@ -52,6 +59,7 @@ class GLM4MoEConfig(MoEConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
         super().__post_init__()
+        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
@@ -65,6 +73,14 @@ class GLM4MoEConfig(MoEConfig):
         sparse = after_dense(raw, layers, 1) if type(layers) is int and layers <= 1000 else ()
         return {"sparse": sparse, "sliding_window": None, "mlp_bias": False}
 
+    def routing(self) -> Routing:
+        """How experts are chosen: by sigmoids, whose shares are normalised and scaled."""
+        return Routing(
+            self.num_experts_per_tok, "sigmoid", normalised=self.norm_topk_prob,
+            factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
+            wide=True,
+        )  # fmt: skip
+
 
 class GLM4MoEMLP(SparseMLP):
     """Experts by balanced sigmoids, and an MLP for all tokens."""
@@ -73,11 +89,7 @@ class GLM4MoEMLP(SparseMLP):
 
     def routes(self, config: Any) -> Routing:
         """Sigmoids, whose shares are normalised and scaled."""
-        return Routing(
-            config.num_experts_per_tok, "sigmoid", normalised=config.norm_topk_prob,
-            factor=config.routed_scaling_factor, groups=config.n_group,
-            chosen_groups=config.topk_group, wide=True,
-        )  # fmt: skip
+        return config.routing()
 
     def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
         """The router with the numbers that balance it."""
@@ -113,10 +125,6 @@ class _GLM4MoEFamily(MoEFamily):
         return super().apart(kept)
 
 
-# What GGUF files have of layers that predict further tokens.
-_NEXT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
-
-
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the tensors tell; layers that predict further tokens do not count."""
     more = given.count("nextn_predict_layers", 0, minimum=0)
@@ -140,7 +148,7 @@ GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
             ".attn_k_norm": "self_attn.k_norm",
             ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
             **expert_names(shared="shared_experts"),
-            **{f".nextn.{name}": name for name in _NEXT},
+            **NEXT,
         },
         keys={
             "expert_count": "n_routed_experts",

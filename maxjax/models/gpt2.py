@@ -34,6 +34,7 @@ from ..nn.linear import add_bias
 from ..nn.low_rank import LowRank
 from ..nn.norm import LayerNorm
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step, resharded
 from .decoder.config import DecoderConfig, check_activation, own
 from .decoder.model import Decoder, DecoderModel, make
@@ -261,11 +262,6 @@ class GPT2Block(Module):
         return x + self.mlp(self.ln_2(x)), cached
 
 
-def _also(name: str) -> Any:
-    """A property that gives an attribute of GPT-2 its name in other decoders."""
-    return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
-
-
 class GPT2Transformer(DecoderModel):
     """Embeddings of tokens and positions, layers and final norm: ``transformer`` in Hugging Face's files.
 
@@ -275,7 +271,7 @@ class GPT2Transformer(DecoderModel):
         ln_f: the last norm.
     """
 
-    embed_tokens, layers, norm = _also("wte"), _also("h"), _also("ln_f")
+    embed_tokens, layers, norm = alias("wte"), alias("h"), alias("ln_f")
 
     def __init__(self, config: GPT2Config, dtype: DType, layer_class: Any):
         super(DecoderModel, self).__init__()
@@ -327,7 +323,7 @@ class GPT2(Decoder):
 
     layer_class: ClassVar[Any] = GPT2Block
     model_class: ClassVar[Any] = GPT2Transformer
-    model = _also("transformer")
+    model = alias("transformer")
 
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False

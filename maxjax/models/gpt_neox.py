@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from ..dtype import DType
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedAttention
 from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.rope import Rope, read_rope
-from .decoder.spelling import spelled
 from .gguf.names import GROUPS, Rule
 from .gguf.table import PLAIN_BIASES, GGUFTable
 
@@ -59,7 +59,7 @@ class _Parts:
     """What both kinds of layers have, by the names of the files."""
 
     attention_class: ClassVar[Any] = GroupedAttention
-    self_attn = spelled("attention")
+    self_attn = alias("attention")
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
         """The layer's MLP, which has no gate."""
@@ -86,7 +86,7 @@ def layer(config: GPTNeoXConfig, number: int, dtype: DType) -> DecoderLayer:
 class GPTNeoXModel(DecoderModel):
     """The model without its head."""
 
-    embed_tokens, norm = spelled("embed_in"), spelled("final_layer_norm")
+    embed_tokens, norm = alias("embed_in"), alias("final_layer_norm")
 
 
 class GPTNeoX(Decoder):
@@ -101,7 +101,7 @@ class GPTNeoX(Decoder):
 
     layer_class: ClassVar[Any] = staticmethod(layer)
     model_class: ClassVar[Any] = GPTNeoXModel
-    model, lm_head = spelled("gpt_neox"), spelled("embed_out")
+    model, lm_head = alias("gpt_neox"), alias("embed_out")
 
 
 GPT_NEOX = GPTNeoX.family = DecoderFamily(

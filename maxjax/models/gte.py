@@ -34,7 +34,7 @@ class GteConfig(EncoderConfig):
     model_type = "gte"
 
     max_position_embeddings: int = setting(default=8192, minimum=1)
-    type_vocab_size: int = setting(default=1, minimum=0)
+    type_vocab_size: int = setting(default=1, minimum=0, held="axis")
     rope: Rope | None = own(Rope(160_000.0))
 
     @classmethod

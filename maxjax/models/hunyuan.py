@@ -47,8 +47,13 @@ class HunyuanConfig(DecoderConfig):
         size, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         if width is None and type(size) is int and type(heads) is int and heads > 0:
             width = size // heads
-        good = type(alpha) in (int, float) and 0 < alpha < 1e30
-        if not good or type(width) is not int or width < 4:
+        if type(width) is not int:  # which the settings refuse themselves
+            return {"rope": Rope()}
+        if width < 4:
+            raise ValueError(
+                f"'head_dim' is {width}, and must be at least 4 for 'alpha' in '{name}'"
+            )
+        if type(alpha) not in (int, float) or not 0 < alpha < 1e30:
             raise ValueError(f"'alpha' in '{name}' is {str(alpha)[:60]}, not a positive number")
         plain = {key: given[key] for key in ("rope_theta",) if key in given}
         rope = read_rope(plain, context)

@@ -40,7 +40,7 @@ class JinaV3Config(EncoderConfig):
     model_type = "jina_embeddings_v3"
 
     max_position_embeddings: int = setting(default=8194, minimum=3)
-    type_vocab_size: int = setting(default=1, minimum=0)
+    type_vocab_size: int = setting(default=1, minimum=0, held="axis")
     layer_norm_eps: float = setting(default=1e-5)
     rope: Rope | None = own(Rope(20_000.0))
 

@@ -94,8 +94,6 @@ class Ministral3(Decoder):
 def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The RoPE of a Ministral 3, and the growth of its queries."""
     rope = config["rope_scaling"] or {"rope_type": "default"}
-    if coefficient := given.number("rope.scaling.yarn_log_multiplier", None, positive=False):
-        rope = {**rope, "mscale": 1.0, "mscale_all_dim": coefficient}
     if (beta := given.number("attention.temperature_scale", None, positive=False)) is not None:
         rope = {**rope, "llama_4_scaling_beta": beta}
     return {"rope_scaling": rope}
@@ -133,6 +131,7 @@ MINISTRAL3 = Ministral3.family = DecoderFamily(
         written=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
         unused=("attention.sliding_window",),
         biases=(),
+        log_multiplier=1.0,
     ),
     sight=SIGHT,
 )

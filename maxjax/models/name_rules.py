@@ -83,10 +83,12 @@ class Fixed(NamedTuple):
     Attributes:
         layers: number of layers that have it.
         shape, dtype: those of one layer's state of one sequence.
+        axis: the axis that a mesh's axis "model" splits where it divides it; None: no axis.
     """
 
     layers: int
     shape: tuple[int, ...]
+    axis: int | None
     dtype: DType
 
 

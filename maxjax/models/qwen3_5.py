@@ -20,6 +20,7 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedDelta
 from .decoder.model import KNOWN, Decoder, make
+from .delta_files import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
 from .multimodal import SIGHT
 from .qwen3_next import PREDICTING, Qwen3NextConfig, Qwen3NextLayer
 
@@ -50,6 +51,8 @@ class Qwen35Config(Qwen3NextConfig):
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
 
     num_experts: int = own(0)
+    num_experts_per_tok: int = own(1)
+    moe_intermediate_size: int | None = own(None)
     shared_size: int | None = own(None)
 
     @classmethod
@@ -120,6 +123,7 @@ QWEN3_5 = Qwen35.family = MoEFamily(
     config=Qwen35Config,
     make=make(Qwen35),
     ignored=(*KNOWN, *PREDICTING, *SIGHT),
+    gguf=QWEN3_5_GGUF,
 )
 QWEN3_5_MOE = Qwen35MoE.family = MoEFamily(
     model_type=Qwen35MoEConfig.model_type,
@@ -127,4 +131,5 @@ QWEN3_5_MOE = Qwen35MoE.family = MoEFamily(
     config=Qwen35MoEConfig,
     make=make(Qwen35MoE),
     ignored=(*KNOWN, *PREDICTING, *SIGHT),
+    gguf=QWEN3_5_MOE_GGUF,
 )

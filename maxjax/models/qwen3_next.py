@@ -23,6 +23,7 @@ from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import read_rope
+from .delta_files import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 
@@ -37,6 +38,7 @@ class Qwen3NextConfig(GatedDeltaConfig, Qwen3MoEConfig):
     model_type = "qwen3_next"
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
 
+    max_position_embeddings: int = setting(default=32768, minimum=1)
     head_dim: int | None = setting(default=256, minimum=1, held="axis")
     num_experts: int = setting(default=512, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting(default=10, minimum=1, held="axis")
@@ -118,7 +120,7 @@ class Qwen3Next(Decoder):
         ...     linear_key_head_dim=4, linear_value_head_dim=6)
         >>> cache = Qwen3Next(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, {name: a.shape for name, a in cache.more["linear"].arrays.items()}
-        (1, {'conv': (3, 1, 20, 3), 'delta': (3, 1, 2, 4, 6)})
+        (1, {'conv': (3, 1, 3, 20), 'delta': (3, 1, 2, 4, 6)})
     """
 
     layer_class: ClassVar[Any] = Qwen3NextLayer
@@ -130,4 +132,5 @@ QWEN3_NEXT = Qwen3Next.family = MoEFamily(
     config=Qwen3NextConfig,
     make=make(Qwen3Next),
     ignored=(*KNOWN, *PREDICTING),
+    gguf=QWEN3_NEXT_GGUF,
 )

@@ -19,6 +19,7 @@ from .ernie4_5 import ERNIE45
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .falcon import FALCON
+from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma3n import GEMMA3N
@@ -31,12 +32,15 @@ from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
+from .granitemoehybrid import GRANITE_HYBRID
 from .gte import GTE, GTE_HEAD
 from .hunyuan import HUNYUAN
 from .hunyuan_moe import HUNYUAN_MOE
 from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
+from .lfm2 import LFM2_FAMILY
 from .llama import LLAMA
 from .llama4 import LLAMA4
+from .mamba2 import MAMBA2
 from .minimax_m2 import MINIMAX_M2
 from .mistral import MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
@@ -45,6 +49,7 @@ from .mpnet import MPNET, MPNET_HEAD
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
+from .nemotron_h import NEMOTRON_H
 from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
 from .olmo2 import OLMO2, OLMO3
 from .olmoe import OLMOE
@@ -64,12 +69,13 @@ from .starcoder2 import STARCODER2
 FAMILIES: list[Family] = [
     LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, OLMO2, OLMO3, PHI3, SMOLLM3, GRANITE, GLM_FAMILY,
     GLM4_FAMILY, COHERE, COHERE2, SEED_OSS, EXAONE4, STARCODER2, STABLELM, ERNIE45, HUNYUAN,
-    GPT_NEOX, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2,
-    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4, MINIMAX_M2,
-    ERNIE4_5_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD,
-    DISTILBERT, HUNYUAN_MOE, DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD,
-    JINA_V3_PUBLISHED, XLM_ROBERTA, XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT,
-    NOMIC_BERT_HEAD, GTE, GTE_HEAD, MODERNBERT, MODERNBERT_HEAD,
+    GPT_NEOX, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT,
+    QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4, MINIMAX_M2, ERNIE4_5_MOE, GEMMA,
+    GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
+    DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
+    XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
+    LFM2_FAMILY, GRANITE_HYBRID, MAMBA2, FALCON_H1, NEMOTRON_H, MODERNBERT,
+    MODERNBERT_HEAD,
 ]
 # fmt: on
 """The families that maxjax can run; :func:`register` adds to them."""

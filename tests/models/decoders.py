@@ -61,8 +61,8 @@ def spread(model):
     settings = model.config
     cap = getattr(settings, "final_logit_softcapping", None)
     if cap is not None:
-        settings.final_logit_softcapping = None
-    ids = ids_of(4, min(24, settings.max_position_embeddings)) % settings.vocab_size
+        settings.final_logit_softcapping = 1e9  # not None, which not all classes of settings take
+    ids = ids_of(4, min(24, getattr(settings, "max_position_embeddings", 24))) % settings.vocab_size
     with torch.no_grad():
         found = float(model(torch.tensor(ids).long()).logits.std())
     if cap is not None:

@@ -40,9 +40,22 @@ HOSTILE = [
     math.inf, -math.inf, "7", "x" * 1000, [], [7], {},
 ]  # fmt: skip
 # Numbers that count nothing in a file, and cost nothing however large they are.
-FREE = {"max_position_embeddings", "sliding_window", "sliding_window_pattern"}
-# Of models whose layers all have experts.
-UNUSED = {("qwen3_moe", "intermediate_size"), ("mixtral", "moe_intermediate_size")}
+FREE = {"max_position_embeddings", "sliding_window", "sliding_window_pattern", "local_attention"}
+# Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
+UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
+UNUSED |= {
+    (name, "moe_intermediate_size")
+    for name in (
+        "mixtral",
+        "olmoe",
+        "minimax_m2",
+        "llama4_text",
+        "hunyuan_v1_moe",
+        "granitemoe",
+        "gpt_oss",
+    )
+}
+UNUSED |= {("gemma4_text", f"global_{key}") for key in ("head_dim", "num_key_value_heads")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
 
 

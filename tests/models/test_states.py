@@ -9,10 +9,11 @@ import pytest
 
 import maxjax
 from maxjax.engine.generate.batch import Batch
+from maxjax.engine.plan import footprint
 from maxjax.errors import UserInputError
 from maxjax.models import DeepseekV3, DeepseekV3Config, Gemma4, Gemma4Config, Qwen35, Qwen35Config
 from maxjax.nn.kv_cache.cache import KVCache
-from maxjax.nn.kv_cache.kinds import Place, States
+from maxjax.nn.kv_cache.kinds import Place, State, States
 from tests.models.decoders import call, ids_of, last, padded
 
 VOCAB = 96
@@ -134,7 +135,7 @@ def test_eight_bits_are_for_what_grows(recurrent):
     ids = ids_of(1, 8)
     found, _ = last(recurrent, ids, cache, np.array([8]))
     close(found[0], call(recurrent, ids)[0, -1], atol=0.1)
-    groups = {name: (1, States((("a", (4,), "float32"),)), Place()) for name in ("full", "state")}
+    groups = {name: (1, States((State("a", (4,)),)), Place()) for name in ("full", "state")}
     with pytest.raises(UserInputError, match="int8 is for keys and values"):
         KVCache.of(groups, batch=1, capacity=4, dtype="int8")
 
@@ -153,14 +154,12 @@ def test_states_are_split_on_a_mesh(model, axes):
     ids, lengths = padded(prompts_of(11, 3))
     one = last(model, ids, model.cache(2, 16), lengths)
     two = last(there, ids, there.cache(2, 16), lengths)
-    close(one[0], two[0])
+    close(one[0], two[0], atol=1e-4)  # sums in another order, and small norms of the delta rule
     whole = sum(a.nbytes for a in jax.tree.leaves(one[1]))
     part = sum(a.addressable_data(0).nbytes for a in jax.tree.leaves(two[1]))
     assert part < 0.7 * whole
-    tokens = jnp.array([[5], [6]], jnp.int32)
-    close(
-        *(
-            last(m, tokens, c, jnp.ones(2, jnp.int32))[0]
-            for m, c in ((model, one[1]), (there, two[1]))
-        )
-    )
+    planned, _ = footprint.cache_bytes(footprint._kept_by(model.config), 2, 16, model.dtype, mesh)
+    assert part - 0.1 * whole < planned <= part
+    tokens, ones = jnp.array([[5], [6]], jnp.int32), jnp.ones(2, jnp.int32)
+    next_one, next_two = last(model, tokens, one[1], ones), last(there, tokens, two[1], ones)
+    close(next_one[0], next_two[0], atol=1e-4)

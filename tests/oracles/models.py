@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import safetensors.numpy
@@ -42,6 +43,8 @@ class OracleModel:
         measure: a number that transformers says of a model with these values.
         scale: the values once more, by that number.
         file: name of the file that its answers are kept in.
+        in_float64: whether its logits are computed in float64: in float32, those of a recurrence are
+            farther from the truth than what our tests allow.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class OracleModel:
         measure: Callable[[Any], float] | None = None,
         scale: Callable[[Arrays, float], Arrays] | None = None,
         file: str = "models",
+        in_float64: bool = False,
     ) -> None:
         text = json.dumps([config, settings, seed, draw.__qualname__], sort_keys=True)
         self.kind, self.config_kind, self.file = kind, config, file
+        self.in_float64 = in_float64
         self.key = f"{kind} {zlib.crc32(text.encode()):08x}"
         self._live: Any = None
         told = None if is_live() else _told.get(self.key)
@@ -105,10 +110,11 @@ class OracleModel:
         ids = np.asarray(ids, np.int64)
 
         def answer(model: Any) -> np.ndarray:
-            with torch.no_grad():
-                return model(torch.tensor(ids)).logits.float().numpy()[..., ::every].copy()
+            found = (logits_in_float64 if self.in_float64 else _logits)(model, ids)
+            return found.astype(np.float32)[..., ::every].copy()
 
-        return self.ask(f"logits {every} {_sum(ids)}", answer)
+        asked = "logits in float64" if self.in_float64 else "logits"
+        return self.ask(f"{asked} {every} {_sum(ids)}", answer)
 
     def generated(self, prompts: list[Any], new: int, **options: Any) -> np.ndarray:
         """The tokens ``[B, new]`` that it writes after each prompt, which it pads to the left."""
@@ -162,6 +168,43 @@ def opened(kind: str, directory: Any, **options: Any) -> Any:
     if isinstance(found, tuple):
         return found[0].eval(), found[1]
     return found.eval()
+
+
+def _logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.float().numpy()
+
+
+def logits_in_float64(model: Any, ids: np.ndarray) -> np.ndarray:
+    """The logits ``[B, T, V]`` of a model of transformers, computed in float64 throughout.
+
+    Its code asks for float32 by name in norms, softmax and recurrences, so those names mean float64 here.
+    """
+    import torch
+
+    def wider(kind: Any) -> Any:
+        return torch.float64 if kind is torch.float32 else kind
+
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        named = {name: wider(value) for name, value in options.items()}
+        return narrow_to(self, *map(wider, args), **named)
+
+    def softmax(*args: Any, **options: Any) -> Any:
+        return narrow_softmax(*args, **{name: wider(value) for name, value in options.items()})
+
+    narrow_to, narrow_softmax = torch.Tensor.to, torch.nn.functional.softmax
+    model = copy.deepcopy(model).double()
+    model.config._experts_implementation = "eager"  # torch's grouped products have no float64
+    before = torch.get_default_dtype()
+    with mock.patch.multiple(torch.Tensor, to=to, float=torch.Tensor.double):
+        with mock.patch.object(torch.nn.functional, "softmax", softmax), torch.no_grad():
+            torch.set_default_dtype(torch.float64)
+            try:
+                found = model(torch.tensor(ids)).logits
+            finally:
+                torch.set_default_dtype(before)
+    assert found.dtype is torch.float64
+    return found.numpy()
 
 
 def ask_of(directory: Path, question: str, answer: Callable[[], Any]) -> Any:

@@ -5,6 +5,8 @@ import json
 import sys
 import time
 import zlib
+from datetime import datetime
+from unittest import mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from maxjax.errors import (
 )
 from maxjax.models.gguf import gguf_tokenizer_metadata
 from maxjax.text.chat import apply_chat_template, chat_tokens
+from maxjax.text.template import sandbox
 from maxjax.text.template.render import render
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
 from tests.models.gguf.tokenizer import tokenizer_files as files
@@ -79,11 +82,26 @@ OPTIONS = [
 ]
 
 
+class Then(datetime):
+    """The day on which the answers were kept: some templates write the date."""
+
+    @classmethod
+    def now(cls, tz=None):
+        """That day."""
+        return cls(2026, 11, 23, 12, tzinfo=tz)
+
+
+@pytest.fixture(autouse=True)
+def then(monkeypatch):
+    monkeypatch.setattr(sandbox, "datetime", Then)
+
+
 def theirs(oracle, messages, template, tokenize=False, **options):
     """[a text or tokens, None], or [None, the last line of the error]."""
     options = {"add_generation_prompt": True, "tokenize": tokenize, **options}
     try:
-        return [oracle().apply_chat_template(messages, chat_template=template, **options), None]
+        with mock.patch("transformers.utils.chat_template_utils.datetime", Then):
+            return [oracle().apply_chat_template(messages, chat_template=template, **options), None]
     except Exception as error:  # the template does not take such messages
         return [None, (str(error).splitlines() or [""])[-1]]
 

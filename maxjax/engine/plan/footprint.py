@@ -38,10 +38,10 @@ from ...graph.weights import GGUFWeights, Weights
 from ...models import Decoder, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_object
-from ...models.decoder.config import DecoderConfig
+from ...models.decoder.config import DecoderConfig, groups_of_config
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
-from ...nn.kv_cache.kinds import KeysValues, LatentVectors, groups_of
+from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
@@ -267,7 +267,7 @@ def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
 def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
     """What the layers of a decoder keep of tokens, and of whole sequences."""
     found: list[names.Heads | names.Fixed] = []
-    groups = groups_of([config.states(i) for i in range(config.num_layers)])
+    groups = groups_of_config(config)
     for layers, kind in ((group.layers, group.kind) for group in groups.values()):
         if isinstance(kind, KeysValues):
             value = 0 if isinstance(kind, LatentVectors) else kind.width
@@ -275,7 +275,7 @@ def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
             found.append(one)
         else:
             found += [
-                names.Fixed(layers, shape, DType.of(dtype)) for _, shape, dtype in kind.shapes
+                names.Fixed(layers, one.shape, one.axis, DType.of(one.dtype)) for one in kind.each
             ]
     return found
 
@@ -459,11 +459,12 @@ def cache_bytes(
 
 
 def _fixed_bytes(one: names.Fixed, batch: int, mesh: Any) -> int:
-    """Bytes of a recurrent state on one device: sequences are split, and the first axis of the state."""
+    """Bytes of a recurrent state on one device: sequences are split, and one axis of the state."""
     parts = 1
     if mesh is not None:
         rows, model = batch_axes(mesh, batch), axis_of(mesh, "model")
         parts = math.prod(mesh.shape[axis] for axis in rows)
-        if model is not None and model not in rows and one.shape[0] % mesh.shape[model] == 0:
+        size = 0 if one.axis is None else one.shape[one.axis]
+        if model is not None and model not in rows and size and size % mesh.shape[model] == 0:
             parts *= mesh.shape[model]
     return one.layers * batch * math.prod(one.shape) * one.dtype.size_in_bits // 8 // parts

@@ -40,9 +40,9 @@ from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.rotary_embedding import rotate
+from .aliases import spelling
 from .config import DecoderConfig
 from .norm import norm
-from .spelling import spelling
 from .step import Cached as Cached
 from .step import Step as Step
 from .step import ends, numbers, own_slots, slot_positions

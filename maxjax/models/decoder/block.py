@@ -87,8 +87,11 @@ class DecoderLayer(Module):
             x = self.added(x, y)
             return self.added(x, self.mlp(self.post_attention_layernorm(x))), cached
         x = self.added(x, self.post_attention_layernorm(y))
-        y = self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
-        return self.added(x, self.post_feedforward_layernorm(y)), cached
+        return self.added(x, self.post_feedforward_layernorm(self.fed(x))), cached
+
+    def fed(self, x: jax.Array) -> jax.Array:
+        """What the MLP makes of hidden states, before the norm that follows it."""
+        return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
 
 
 class PostNormLayer(DecoderLayer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
-from ...nn.kv_cache.kinds import KeysValues, Shared, States
+from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
 from ..unread import Looked, warn_of_unread
@@ -222,6 +223,19 @@ class DecoderConfig(ModelConfig):
             ValueError: a value in the file is wrong.
         """
         return {}
+
+
+@functools.lru_cache(maxsize=128)
+def groups_of_config(config: DecoderConfig) -> dict[str, Group]:
+    """The groups of layers that keep the same, by name."""
+    return groups_of([config.states(i) for i in range(config.num_layers)])
+
+
+@functools.lru_cache(maxsize=128)
+def shares(config: DecoderConfig) -> bool:
+    """Whether a layer reads another's keys and values."""
+    kept = (config.states(i).values() for i in range(config.num_layers))
+    return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
 
 
 def check_activation(key: str, name: str) -> None:

@@ -80,6 +80,20 @@ class MoEConfig(DecoderConfig):
         return self.moe_intermediate_size or self.intermediate_size
 
 
+def check_routing(routing: Routing, experts: int, key: str) -> None:
+    """Checks that a number of experts, under a key of the configuration, can be chosen from in groups.
+
+    Raises:
+        ValueError: it cannot; the message has the keys.
+    """
+    try:
+        routing.check(experts)
+    except ValueError as error:
+        raise ValueError(
+            f"{key!r}, 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit together: {error}"
+        ) from None
+
+
 def after_dense(raw: Mapping[str, Any], layers: int, default: int = 0) -> tuple[bool, ...]:
     """Whether each layer has experts: all after the first ``first_k_dense_replace``.
 
@@ -255,17 +269,23 @@ class SparseMLP(Module):
                 rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
         return rules
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape and dtype."""
-        mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
-        if mesh is None:
-            return self._mixed(x)
-        place = explicit.entries(x)
-        return explicit.automatic(lambda m, a: m._mixed(a), mesh, place)(self, x)
+    def __call__(self, x: jax.Array, scored: jax.Array | None = None) -> jax.Array:
+        """``[..., E]`` → the same shape and dtype.
 
-    def _mixed(self, x: jax.Array) -> jax.Array:
+        Args:
+            x: what experts compute with.
+            scored: what the router sees of the tokens, ``[..., E]``; ``x`` by default.
+        """
+        operands = (x,) if scored is None else (x, scored)
+        mesh = explicit.mesh_of(*operands, *jax.tree.leaves(self))
+        if mesh is None:
+            return self._mixed(*operands)
+        place = explicit.entries(x)
+        return explicit.automatic(lambda m, *a: m._mixed(*a), mesh, place)(self, *operands)
+
+    def _mixed(self, x: jax.Array, scored: jax.Array | None = None) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])  # [N, E]
-        chosen, shares = self.choose(tokens)
+        chosen, shares = self.choose(tokens if scored is None else scored.reshape(tokens.shape))
         k = self.routing.count
         if self.routing.on_inputs:  # each choice is a token of its own
             tokens = tokens[:, None] * shares[..., None].astype(tokens.dtype)

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...errors import UnsupportedModelError
 from ...graph.device import DeviceRef
+from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
-from ...nn.kv_cache.kinds import KeysValues, Shared, States
+from ...nn.activation import activation
+from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
 from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
@@ -70,6 +72,12 @@ class GatedDeltaConfig(DecoderConfig):
         super().__post_init__()
 
     @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """What tells layers with different tensors apart."""
+        sparse = getattr(self, "sparse", ()) or (False,) * self.num_layers
+        return tuple(zip(self.linear, sparse, strict=True))
+
+    @property
     def channels(self) -> int:
         """C, the channels of the convolution."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
@@ -79,10 +87,7 @@ class GatedDeltaConfig(DecoderConfig):
         """The state of the delta rule and the convolution's last inputs; keys and values elsewhere."""
         if not self.linear[number]:
             return super().states(number)
-        widths = self.linear_key_head_dim, self.linear_value_head_dim
-        conv = ("conv", (self.channels, self.linear_conv_kernel_dim - 1), "float32")
-        delta = ("delta", (self.linear_num_value_heads, *widths), "float32")
-        return {GatedDelta.group: States((conv, delta))}
+        return {GatedDelta.group: GatedDelta.kept(self)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,11 +167,12 @@ class GatedDelta(RecurrentMixer):
     group: ClassVar[str] = "linear"
 
     def __init__(self, config: Any, dtype: DType):
-        super().__init__()
+        super().__init__(config)
         self.key_heads, self.value_heads = (
             config.linear_num_key_heads, config.linear_num_value_heads
         )  # fmt: skip
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.hidden_act = config.hidden_act
         self.make_projections(config.hidden_size, dtype)
         self.conv1d = CausalConv(config.channels, config.linear_conv_kernel_dim, dtype)
         self.A_log, self.dt_bias = (
@@ -177,6 +183,13 @@ class GatedDelta(RecurrentMixer):
         self.out_proj = Linear(
             self.value_heads * self.value_dim, config.hidden_size, dtype, DeviceRef.CPU()
         )
+
+    @classmethod
+    def kept(cls, config: Any) -> States:
+        """The state of the delta rule and the convolution's last inputs."""
+        widths = config.linear_key_head_dim, config.linear_value_head_dim
+        conv = State("conv", (config.linear_conv_kernel_dim - 1, config.channels), axis=1)
+        return States((conv, State("delta", (config.linear_num_value_heads, *widths), axis=0)))
 
     def make_projections(self, size: int, dtype: DType) -> None:
         """Makes the linear layers that :meth:`project` uses."""
@@ -202,8 +215,10 @@ class GatedDelta(RecurrentMixer):
         """As :meth:`RecurrentMixer.mix`; the states are "conv" and "delta"."""
         batch, length, _ = x.shape
         mixed, gate, share, decay = self.project(x)
+        # Shards of the projections do not end where queries, keys and values do.
+        mixed = replicate_last_axis(mixed, self.out_proj.weight, 1)
         mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
-        mixed = jax.nn.silu(mixed)
+        mixed = activation(self.hidden_act)(mixed)
         keys = self.key_heads * self.key_dim
         q, k, v = (
             a.reshape(batch, length, -1, width)
@@ -226,12 +241,14 @@ class GatedDelta(RecurrentMixer):
             delta = jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
         else:
             delta = states["delta"]
-        q = q * self.key_dim**-0.5
+        operands = (q * self.key_dim**-0.5, k, v, g, beta)
         if length == 1:
-            y, delta = delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], delta)
+            now = (*(a[:, 0] for a in operands), delta)
+            y, delta = self.by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
             y = y[:, None]
         else:
-            y, delta = delta_chunks(q, k, v, g, beta, delta)
+            all_ = (*operands, delta)
+            y, delta = self.by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
         y = self.norm(y, gate).astype(x.dtype).reshape(batch, length, -1)
         return self.out_proj(y), {"conv": conv, "delta": delta}
 

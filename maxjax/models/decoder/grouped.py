@@ -14,9 +14,9 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.linear import Linear, linear_rules
+from .aliases import alias
 from .attention import DecoderAttention
 from .config import DecoderConfig
-from .spelling import spelled
 
 
 class GroupedAttention(DecoderAttention):
@@ -32,7 +32,7 @@ class GroupedAttention(DecoderAttention):
         [Dim(16), Dim(8)]
     """
 
-    o_proj = spelled("dense")
+    o_proj = alias("dense")
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes ``query_key_value`` and ``dense``."""

@@ -5,14 +5,17 @@ Shapes: B sequences, T tokens, hidden size E.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, mesh_of, spec_of
 from ...kernels import explicit
-from ...nn.kv_cache.kinds import Place
+from ...nn.kv_cache.kinds import Place, States
 from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.layer import Module
 from .attention import Cached, Step
@@ -21,14 +24,28 @@ from .attention import Cached, Step
 class RecurrentMixer(Module):
     """Mixes tokens by named states, which the configuration lists in ``states(number)`` under ``group``.
 
-    Subclasses define :meth:`mix`. Padding and rows without a token leave the states untouched.
+    Subclasses define :meth:`kept` and :meth:`mix`. Padding and rows without a token leave the states
+    untouched.
+
+    Args:
+        config: settings of the decoder.
 
     Attributes:
         group: name of the group of the cache that has the states.
+        kind: what one layer keeps.
     """
 
     group: ClassVar[str] = "recurrent"
     _mx_carries = True
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.kind = self.kept(config)
+
+    @classmethod
+    def kept(cls, config: Any) -> States:
+        """What one layer of a model of these settings keeps."""
+        raise NotImplementedError(f"{cls.__name__} does not define kept")
 
     def mix(
         self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
@@ -52,6 +69,48 @@ class RecurrentMixer(Module):
         over = () if model is None or model in rows else (model,)
         return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
 
+    def by_heads(
+        self, run: Callable[..., Any], operands: Sequence[jax.Array], axes: Sequence[int],
+        out: Sequence[tuple[int, int]],
+    ) -> Any:  # fmt: skip
+        """``run`` of the operands; on a mesh, each device runs it for its own sequences and heads.
+
+        Left to XLA, a recurrence over tokens would exchange shards at every one of its steps.
+
+        Args:
+            run: a function of arrays whose sequences and heads do not depend on each other.
+            operands: arrays ``[B, ...]``.
+            axes: the axis of the heads in each operand.
+            out: for each result its number of axes, and that of the heads.
+        """
+        batch, heads = operands[0].shape[0], operands[0].shape[axes[0]]
+        mesh, over = self._split(batch, heads)
+        if mesh is None:
+            return run(*operands)
+        rows = batch_axes(mesh, batch)
+
+        def spec(rank: int, axis: int) -> PartitionSpec:
+            return spec_of([rows, *(over if i == axis else () for i in range(1, rank))])
+
+        specs = [spec(a.ndim, axis) for a, axis in zip(operands, axes, strict=True)]
+        found = tuple(spec(*one) for one in out)
+        return on_mesh(run, mesh, specs, found, check_vma=False)(*operands)
+
+    def parts(self, batch: int, heads: int) -> int:
+        """The number of parts that :meth:`by_heads` divides so many heads into."""
+        mesh, over = self._split(batch, heads)
+        return 1 if mesh is None else math.prod(mesh.shape[name] for name in over)
+
+    def _split(self, batch: int, heads: int) -> tuple[Any, tuple[str, ...]]:
+        """The mesh that a recurrence runs on, if it does, and its axes that split the heads."""
+        mesh = mesh_of([weight.sharding for weight in self.raw_state_dict().values()])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
+            return None, ()
+        model = axis_of(mesh, "model")
+        if model is None or model in batch_axes(mesh, batch) or heads % mesh.shape[model]:
+            return mesh, ()
+        return mesh, (model,)
+
     def __call__(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
@@ -64,6 +123,7 @@ class RecurrentMixer(Module):
         mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
         if mesh is None:
             y, after = _mixed(self, x, step.counts, before, number)
+            after = self._placed(after, x.shape[0])
         else:
             wanted = [explicit.entries(a) for a in (x, *jax.tree.leaves(before))]
             run = lambda *given: jax.tree.leaves(_mixed(*given))
@@ -71,6 +131,20 @@ class RecurrentMixer(Module):
             y, *arrays = run(self, x, step.counts, before, number)
             after = jax.tree.unflatten(jax.tree.structure(before), arrays)
         return y, cached if after is None else {**cached, self.group: after}
+
+    def _placed(self, states: Recurrent | None, batch: int) -> Recurrent | None:
+        """The states where the cache had them: left to XLA, they could come back elsewhere."""
+        place = self.cache_place(batch)
+        mesh = mesh_of([place.sharding])
+        if states is None or mesh is None or any(map(is_manual, mesh.axis_names)):
+            return states
+        keep = jax.lax.with_sharding_constraint
+        return Recurrent(
+            {
+                one.name: keep(states.arrays[one.name], self.kind.sharding(one, place))
+                for one in self.kind.each
+            }
+        )
 
 
 def _mixed(

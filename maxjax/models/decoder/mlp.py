@@ -1,4 +1,4 @@
-"""MLPs of decoders other than ``nn.MLP``: with one weight for gate and up, and without a gate.
+"""MLPs of decoders other than ``nn.MLP``: with other names, with one weight for gate and up, without a gate.
 
 Shapes: hidden size E, inner features F.
 """
@@ -14,7 +14,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.activation import activation
 from ...nn.layer import Module
-from ...nn.linear import Linear, gated, linear_rules
+from ...nn.linear import Linear, gated, linear_rules, linears
 from ...nn.stacked_linear import StackedLinear, apart, stacked_rules
 
 
@@ -54,6 +54,46 @@ class FusedMLP(Module):
         """``[..., E]`` → the same shape."""
         gate, up = apart(self.gate_up_proj, x, self.sizes)  # [..., F]
         return self.down_proj(gated(gate, up, self.activation_function, 0.0))
+
+
+class GatedMLP(Module):
+    """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` by other names.
+
+    Args:
+        names: attribute names of gate, up and down, as in the checkpoint.
+        hidden_dim, feed_forward_length: E and F.
+        dtype: dtype of the weights.
+        activation_function: name of the activation function.
+        has_bias: whether the linear layers have a bias.
+
+    Example:
+        >>> list(GatedMLP(("w1", "w3", "w2"), 4, 6).raw_state_dict())
+        ['w1.weight', 'w3.weight', 'w2.weight']
+    """
+
+    def __init__(
+        self, names: tuple[str, str, str], hidden_dim: int, feed_forward_length: int,
+        dtype: Any = DType.float32, activation_function: str = "silu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.names, self.activation_function = tuple(names), activation_function
+        for name in names[:2]:
+            layer = Linear(hidden_dim, feed_forward_length, dtype, DeviceRef.CPU(), has_bias)
+            setattr(self, name, layer)
+        down = Linear(feed_forward_length, hidden_dim, dtype, DeviceRef.CPU(), has_bias)
+        setattr(self, names[2], down)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        gate, up, down = self.names
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return linear_rules(gate, rows) | linear_rules(up, rows) | linear_rules(down, columns)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        first, second, down = (getattr(self, name) for name in self.names)
+        gate, up = linears([first, second], x)  # [..., F]
+        return down(gated(gate, up, self.activation_function, 0.0))
 
 
 class PlainMLP(Module):

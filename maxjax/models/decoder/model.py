@@ -9,7 +9,6 @@ hidden size E, vocabulary size V.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Hashable
 from typing import Any, ClassVar
 
@@ -29,16 +28,16 @@ from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.embedding import Embedding
 from ...nn.kv_cache.cache import KVCache
-from ...nn.kv_cache.kinds import Group, KeysValues, Place, Shared, groups_of, numbers_of
+from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
 from ..multimodal import PLACES
+from .aliases import spelling
 from .attention import Cached, Step
 from .block import DecoderLayer
-from .config import DecoderConfig, pattern
+from .config import DecoderConfig, groups_of_config, pattern, shares
 from .norm import norm
-from .spelling import spelling
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
@@ -249,7 +248,7 @@ class Decoder(PretrainedModel):
     @property
     def _groups(self) -> dict[str, Group]:
         """The groups of layers that keep the same, by name."""
-        return _groups(self.config)
+        return groups_of_config(self.config)
 
     def _place(self, group: Group, batch: int) -> Place:
         """Where the state of a group of layers lies: as the layers that compute it say."""
@@ -339,7 +338,7 @@ class Decoder(PretrainedModel):
 
     def _inner_cache(self, batch: int, length: int) -> KVCache | None:
         """The cache of a call without one, for models whose layers read what others have written."""
-        return self.cache(batch, length) if _shares(self.config) else None
+        return self.cache(batch, length) if shares(self.config) else None
 
     def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
         counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
@@ -393,7 +392,9 @@ class Decoder(PretrainedModel):
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
-        if cache is not None and (cache.sliding is not None or cache.more):
+        # A cache without the group "sliding" may have all layers in "full", in their order.
+        own = cache is not None and (cache.sliding is not None or cache.more)
+        if own or (cache is not None and set(self._groups) == {"full"}):
             numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
         step = Step(starts, counts, {}, numbers=numbers)
         if cache is not None and counts is not None:
@@ -437,18 +438,6 @@ def _nan_beyond(
     if at is not None:
         fits = jnp.take_along_axis(fits, at[:, None], axis=1)[:, 0]
     return jnp.where(fits[..., None], logits, jnp.nan)
-
-
-@functools.lru_cache(maxsize=128)
-def _groups(config: DecoderConfig) -> dict[str, Group]:
-    return groups_of([config.states(i) for i in range(config.num_layers)])
-
-
-@functools.lru_cache(maxsize=128)
-def _shares(config: DecoderConfig) -> bool:
-    """Whether a layer reads another's keys and values."""
-    kept = (config.states(i).values() for i in range(config.num_layers))
-    return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
 
 
 def _kind(layer: Module) -> Hashable:

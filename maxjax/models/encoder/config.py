@@ -34,7 +34,7 @@ class EncoderConfig(ModelConfig):
     num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
     num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
     max_position_embeddings: int = setting(default=512, minimum=1)
-    type_vocab_size: int = setting(default=2, minimum=0)
+    type_vocab_size: int = setting(default=2, minimum=0, held="axis")
     layer_norm_eps: float = setting(default=1e-12)
     hidden_act: str = setting(default="gelu")
     is_decoder: bool = setting(default=False)

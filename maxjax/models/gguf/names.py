@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
-from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
+from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
 
 # Layouts that need the number of heads or experts, which the metadata holds.
+BARE = "-"
 QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
 STACK, GATES, UPS = "stack", "gates", "ups"
 
@@ -29,7 +30,8 @@ class Rule(NamedTuple):
     Attributes:
         name: Hugging Face's name.
         layout: the change of its values.
-        only: the one suffix that the GGUF tensor has, where Hugging Face's name has none.
+        only: the one suffix that the GGUF tensor has, where Hugging Face's name has none; BARE: the
+            GGUF tensor has none either.
     """
 
     name: str
@@ -136,6 +138,18 @@ def expert_names(
     }
 
 
+# Tensors of layers that predict further tokens, which follow the model's own.
+NEXT = {
+    f".nextn.{name}": name.replace("shared_head_", "shared_head.")
+    for name in (
+        "eh_proj",
+        "embed_tokens",
+        "enorm",
+        "hnorm",
+        "shared_head_head",
+        "shared_head_norm",
+    )
+}
 _HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
 _QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
@@ -218,6 +232,7 @@ _NO_ROPE = frozenset({"gpt2", "bert"})
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"
 # Names in files must not hold the characters that stand for numbers in the tables.
+_BARE = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
 _NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias)")
 
 
@@ -315,20 +330,23 @@ class _Counts:
 def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, Layout]]:
     """(Name, layout) of each of Hugging Face's tensors in a GGUF tensor; none if it is unknown."""
     match = _NAME.fullmatch(tensor)
-    if match is None:
+    if match is not None:
+        layer, stem, expert, suffix = match.groups()
+    elif (bare := _BARE.fullmatch(tensor)) is not None:
+        (layer, stem), expert, suffix = bare.groups(), None, ""
+    else:
         return
-    layer, stem, expert, suffix = match.groups()
     key = ("blk.*." if layer else "") + stem + (".#" if expert else "")
     if layer and int(layer) >= counts.layers:
         return
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        if rule.only and rule.only != suffix:
+        if (rule.only or suffix) != (suffix or BARE):
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout
-        if suffix == "bias" and isinstance(what, (Transposed, Plus)):
+        if suffix == "bias" and isinstance(what, (Transposed, Plus, Taps)):
             what = Same()  # a vector cannot be transposed, and nothing was added to biases
         if isinstance(what, str) and "#" in name:
             for i in range(counts.experts()):

@@ -18,7 +18,7 @@ from ...storage import aligned_empty
 from ...storage.blocks import decode
 from ...storage.boxes import Box, count, extents, whole
 from ...storage.parts import Part
-from .layouts import Expert, Layout, Matrix, Transposed
+from .layouts import Expert, Layout, Matrix, Same, Transposed
 from .names import Source
 
 # Bytes that are read at a time of a tensor whose rows are reordered.
@@ -54,6 +54,10 @@ class Relaid(PartSource):
         if not count(part.region):
             return 0
         array = part.memory.view(dtype).reshape(extents(part.region))
+        if type(layout) is Same and array.ndim > 2:
+            values, total = read_box(data, part.region)
+            array[...] = values
+            return total
         if isinstance(layout, Transposed) and not is_decoded:
             values, total = read_box(data, part.region[::-1])
             array[...] = values.T
@@ -189,6 +193,9 @@ def _regions(
         yield ((low, high), columns)
         return
     height = sizes[1]
+    if height == 1:
+        yield ((low, high), (0, 1), columns)
+        return
     for index in range(low // height, (high - 1) // height + 1):
         start, stop = max(low - index * height, 0), min(high - index * height, height)
         yield ((index, index + 1), (start, stop), columns)

@@ -10,10 +10,14 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...graph.weights import WeightData
+from ..config import ModelConfig
 from .config.llama_cpp import describe
 from .config.read import MODELS, Architecture, Config, Shapes
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
+
+Tensors = Mapping[str, WeightData]
 
 # Hugging Face's model_type → GGUF's architecture. The model type also names the configuration class.
 ARCHITECTURE_OF: MutableMapping[str, str] = {
@@ -77,7 +81,14 @@ class GGUFTable:
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
         truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
+        computed: settings that others are computed from, and that the file holds in their place.
         model_types: ``model_type`` of further configurations that are written as this architecture.
+        width: metadata key of the width of a head; None: that of a key, which a value shares.
+        log_multiplier: what files hold of YaRN's ``mscale_all_dim``, which ``mscale`` equals then, as a
+            multiple of it; 0: nothing.
+        join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
+            of them, or other numbers; the first argument is the file's metadata.
+        split: the inverse, before tensors are renamed; the first argument is the family's config.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -102,7 +113,12 @@ class GGUFTable:
     unused: Collection[str] = ()
     written: Collection[str] = ()
     truncates: bool = True
+    computed: Collection[str] = ()
     model_types: Collection[str] = ()
+    width: str | None = None
+    log_multiplier: float = 0.0
+    join: Callable[[Settings, Tensors], Tensors] | None = None
+    split: Callable[[Any, Tensors], Tensors] | None = None
 
     @property
     def names(self) -> Mapping[str, Sequence[Rule]]:
@@ -126,10 +142,12 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     ARCHITECTURES[name] = table.names
     MODELS[name] = Architecture(
         model_type, architecture, dict(table.fixed), table.read, epsilon=table.epsilon,
-        keys=table.keys, is_partial=table.is_partial, period=table.period,
+        keys=table.keys, is_partial=table.is_partial, period=table.period, width=table.width,
+        log_multiplier=table.log_multiplier,
     )  # fmt: skip
     window = ["attention.sliding_window"] if table.period else []
     keys = {table.epsilon[0], *table.keys, *table.written, *window} - set(table.unused)
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
     for kind in (model_type, *table.model_types):
         ARCHITECTURE_OF[kind] = name
+        ModelConfig.by_model_type.setdefault(kind, ModelConfig.by_model_type[model_type])

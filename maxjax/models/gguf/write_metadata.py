@@ -156,6 +156,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
+            log_multiplier=0.0 if table is None else table.log_multiplier,
         ),
     }
     if model.experts:
@@ -294,9 +295,11 @@ def _check(
     if hasattr(model.config, "type_vocab_size"):
         settings.pop("tie_word_embeddings", None)  # an encoder has no head
     fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])
+    table = TABLES.get(model.architecture)
+    computed = () if table is None else table.computed
     for key, value in {**fixed, **again}.items():
         given = settings.get(key)
-        if key in _NOT_COMPARED or given is None or _alike(given, value):
+        if key in (*_NOT_COMPARED, *computed) or given is None or _alike(given, value):
             continue
         if key in ("vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias"):
             raise CheckpointMismatchError(

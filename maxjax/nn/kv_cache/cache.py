@@ -89,11 +89,12 @@ class KVCache(Rendered):
                 or int8 where no layer has keys and values.
 
         Example:
-            >>> kinds = {"full": KeysValues(1, 4), "linear": States((("conv", (6, 3), "float32"),))}
+            >>> from maxjax.nn.kv_cache.kinds import State
+            >>> kinds = {"full": KeysValues(1, 4), "linear": States((State("conv", (3, 6)),))}
             >>> groups = {name: (2, kind, Place()) for name, kind in kinds.items()}
             >>> cache = KVCache.of(groups, batch=3, capacity=8)
             >>> cache.keys.shape, cache.more["linear"].arrays["conv"].shape
-            ((2, 3, 1, 8, 4), (2, 3, 6, 3))
+            ((2, 3, 1, 8, 4), (2, 3, 3, 6))
         """
         _count("batch", batch)
         _count("capacity", capacity)

@@ -7,6 +7,7 @@ Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -67,39 +68,57 @@ class LatentVectors(KeysValues):
     slots_class: ClassVar[Any] = Latent
 
 
+class State(NamedTuple):
+    """One array of a layer for each sequence.
+
+    Attributes:
+        name: its name.
+        shape: the shape ``[...]`` for one sequence.
+        axis: the axis of these that ``Place.over`` splits; None: every device has all of it.
+        dtype: dtype, as NumPy has it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None = None
+    dtype: str = "float32"
+
+
 @dataclass(frozen=True)
 class States:
     """Arrays of a sequence that do not grow with it.
 
     Attributes:
-        shapes: for each name, the shape ``[...]`` of one layer's array for one sequence, and its
-            dtype, as NumPy has it. A mesh splits the first axis.
+        each: the arrays of one layer.
 
     Example:
-        >>> kind = States((("conv", (8, 3), "float32"),))
+        >>> kind = States((State("conv", (3, 8), axis=1),))
         >>> kind.make(2, 5, 64, None, Place(), jnp.zeros).arrays["conv"].shape
-        (2, 5, 8, 3)
+        (2, 5, 3, 8)
     """
 
-    shapes: tuple[tuple[str, tuple[int, ...], str], ...]
+    each: tuple[State, ...]
 
     def make(
         self, layers: int, batch: int, capacity: int, dtype: Any, place: Place, zeros: Any
     ) -> Recurrent:
         """The empty state of so many layers; ``dtype`` is that of keys and values, and not used."""
         arrays = {}
-        for name, shape, own in self.shapes:
-            sharding = place.sharding
-            if isinstance(sharding, NamedSharding):
-                spec = (*sharding.spec, None, None)
-                count = 1
-                for axis in place.over:
-                    count *= sharding.mesh.shape[axis]
-                over = place.over if place.over and shape[0] % count == 0 else None
-                spec = PartitionSpec(None, spec[1], over)
-                sharding = NamedSharding(sharding.mesh, spec)
-            arrays[name] = zeros((layers, batch, *shape), jnp.dtype(own), device=sharding)
+        for one in self.each:
+            shape, where = (layers, batch, *one.shape), self.sharding(one, place)
+            arrays[one.name] = zeros(shape, jnp.dtype(one.dtype), device=where)
         return Recurrent(arrays)
+
+    def sharding(self, one: State, place: Place) -> Any:
+        """Where the arrays ``[L, B, ...]`` of one state lie."""
+        where = place.sharding
+        if not isinstance(where, NamedSharding):
+            return where
+        count = math.prod(where.mesh.shape[name] for name in place.over)
+        splits = one.axis is not None and place.over and one.shape[one.axis] % count == 0
+        over = [place.over if splits and i == one.axis else None for i in range(len(one.shape))]
+        rows = (*where.spec, None, None)[1]
+        return NamedSharding(where.mesh, PartitionSpec(None, rows, *over))
 
 
 class Shared(NamedTuple):

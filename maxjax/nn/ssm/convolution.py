@@ -61,7 +61,7 @@ def causal_conv(
         x: inputs ``[B, T, C]``.
         weight: ``[C, K]``; the last tap is the token itself.
         bias: ``[C]`` or None.
-        state: the K - 1 inputs before these, ``[B, C, K - 1]``; None: zeros.
+        state: the K - 1 inputs before these, ``[B, K - 1, C]``; None: zeros.
         counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
 
     Returns:
@@ -70,7 +70,7 @@ def causal_conv(
     Example:
         >>> x = jnp.arange(1.0, 4.0)[None, :, None]
         >>> y, state = causal_conv(x, jnp.ones((1, 3)), None, None, jnp.array([2]))
-        >>> y[0, :, 0].tolist(), state[0, 0].tolist()
+        >>> y[0, :, 0].tolist(), state[0, :, 0].tolist()
         ([1.0, 3.0, 6.0], [1.0, 2.0])
     """
     batch, length, channels = x.shape
@@ -78,7 +78,7 @@ def causal_conv(
     if state is None:
         before = jnp.zeros((batch, taps - 1, channels), x.dtype)
     else:
-        before = state.astype(x.dtype).swapaxes(1, 2)
+        before = state.astype(x.dtype)
     padded = jnp.concatenate([before, x], axis=1)  # [B, K - 1 + T, C]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.zeros((batch, length, channels), wide)
@@ -91,4 +91,4 @@ def causal_conv(
     else:
         at = counts[:, None] + jnp.arange(taps - 1, dtype=counts.dtype)[None]
         last = jnp.take_along_axis(padded, at[..., None], axis=1)
-    return y, last.swapaxes(1, 2)
+    return y, last

@@ -16,8 +16,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .segments import segment_sums
+
 CHUNK = 64
-"""Number of tokens whose corrections are solved for at once."""
+"""Number of tokens whose corrections are solved for at once; a multiple of _BLOCK."""
+_BLOCK = 16
 
 
 def delta_step(
@@ -71,7 +74,7 @@ def delta_chunks(
         ((1, 5, 2, 4), (1, 2, 4, 4))
     """
     batch, length, heads, _ = q.shape
-    size = min(CHUNK, length)
+    size = min(CHUNK, -(-length // _BLOCK) * _BLOCK)
     pad = -length % size
     # Heads first, then n chunks of C tokens: [n, B, H, C, ...].
     chunks = []
@@ -80,20 +83,16 @@ def delta_chunks(
         a = a.reshape(batch, -1, size, heads, a.shape[-1])
         chunks.append(a.transpose(1, 0, 3, 2, 4))
     q, k, v, g, beta = chunks
-    total = jnp.cumsum(g, axis=-2)  # [n, B, H, C, 1]
-    lower = jnp.tril(jnp.ones((size, size), bool))
-    # Decay between two tokens of a chunk; masked before exp, where it would overflow.
-    decay = jnp.exp(jnp.where(lower, total - total.swapaxes(-1, -2), -jnp.inf))
+    decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
+    since = jnp.exp(jnp.cumsum(g, axis=-2))  # of what was before the chunk, [n, B, H, C, 1]
+    until = decay[..., -1, :, None]  # to the end of the chunk, [n, B, H, C, 1]
     shared = jnp.einsum("...id,...jd->...ij", k, k) * beta
     # Each correction depends on the earlier ones of its chunk: a triangular system, of ones on the diagonal.
-    system = jnp.where(jnp.tril(lower, -1), shared * decay, 0)
-    wanted = jnp.concatenate([v * beta, k * beta * jnp.exp(total)], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(
-        system, wanted, left_side=True, lower=True, unit_diagonal=True
-    )
+    system = jnp.tril(shared * decay, -1)
+    wanted = jnp.concatenate([v * beta, k * beta * since], axis=-1)
+    solved = _solved(system, wanted)
     values, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     within = jnp.einsum("...id,...jd->...ij", q, k) * decay
-    last = total[..., -1:, :]  # [n, B, H, 1, 1]
 
     def chunk(state: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         values, reads, within, queries, keys, decayed = at
@@ -101,7 +100,33 @@ def delta_chunks(
         y = queries @ state + within @ new
         return state * decayed + keys.swapaxes(-1, -2) @ new, y
 
-    each = (values, reads, within, q * jnp.exp(total), k * jnp.exp(last - total), jnp.exp(last))
+    each = (values, reads, within, q * since, k * until, since[..., -1:, :])
     state, y = jax.lax.scan(chunk, state.astype(jnp.float32), each)
     y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, y.shape[-1])
     return y[:, :length], state
+
+
+def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:
+    """X of ``(1 + system) X = wanted``, ``[..., C, D]``, where the system ``[..., C, C]`` has zeros from
+    its diagonal on.
+
+    Blocks on the diagonal are inverted row by row, all at once; the rest are matrix products. (LAPACK's
+    solver is slower, and jaxlib's batches of it wait for each other where several devices are one CPU.)
+    """
+    count = system.shape[-1] // _BLOCK
+    at = [slice(i * _BLOCK, (i + 1) * _BLOCK) for i in range(count)]
+    blocks = jnp.stack([system[..., i, i] for i in at], axis=-3)  # [..., C / 16, 16, 16]
+
+    def row(i: jax.Array, inverse: jax.Array) -> jax.Array:
+        own = jax.lax.dynamic_slice_in_dim(blocks, i, 1, axis=-2)
+        before = jax.lax.dynamic_slice_in_dim(inverse, i, 1, axis=-2)
+        new = before - own @ inverse
+        return jax.lax.dynamic_update_slice_in_dim(inverse, new, i, axis=-2)
+
+    ones = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=system.dtype), blocks.shape)
+    inverses = jax.lax.fori_loop(1, _BLOCK, row, ones)
+    found = inverses[..., 0, :, :] @ wanted[..., at[0], :]
+    for i in range(1, count):
+        left = wanted[..., at[i], :] - system[..., at[i], : at[i].start] @ found
+        found = jnp.concatenate([found, inverses[..., i, :, :] @ left], axis=-2)
+    return found

@@ -41,6 +41,7 @@ class Case:
         gguf: whether llama.cpp has the architecture, and files are written and read.
         like_llama_cpp: whether llama.cpp computes the same of such a file.
         exact: whether greedy tokens are compared; not where experts' choices are near ties.
+        in_float64: whether transformers' logits are computed in float64.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Case:
     gguf: bool = True
     like_llama_cpp: bool = True
     exact: bool = True
+    in_float64: bool = False
 
     def __str__(self) -> str:
         return f"{self.family}-{self.name}"
@@ -75,7 +77,7 @@ class Case:
         made = OracleModel(
             self.kind, self.config, settings,
             draw=self.draw, seed=seed, measure=decoders.spread, scale=scaled,
-            file=f"families.{self.family}",
+            file=f"families.{self.family}", in_float64=self.in_float64,
         )  # fmt: skip
         if directory is not None:
             made.save(directory)

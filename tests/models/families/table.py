@@ -1,5 +1,7 @@
 """The table of model families in docs/models.md: ``python -m tests.models.families.table`` writes it anew.
 
+Names of model types measure these alone, and leave the other rows as they are.
+
 Names and formats are those of ``maxjax.models.families()``, the source is in the head of the family's
 file, features are those of the models of ``known/``, and the largest difference is measured on all of
 them, against transformers itself: the largest of the logits', which have a standard deviation of 1.
@@ -119,10 +121,13 @@ def written() -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()[2:]]
 
 
-def main() -> None:
+def main(names: set[str]) -> None:
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    both = table(_HEAD, rows()) + "\n" + table(("Encoder", "Architectures", "Source"), encoders())
+    every = {row[0]: tuple(row) for row in written()} if names else {}
+    every |= {row[0]: row for row in rows(names or None)}
+    lines = sorted(every.values(), key=lambda row: row[0].lower())
+    both = table(_HEAD, lines) + "\n" + table(("Encoder", "Architectures", "Source"), encoders())
     PAGE.write_text(before + BEGIN + both + END + after)
 
 
@@ -130,4 +135,4 @@ if __name__ == "__main__":
     from tests.oracles import recorded
 
     recorded.start("ask", absent=False)
-    main()
+    main(set(sys.argv[1:]))

@@ -307,7 +307,8 @@ def test_tables_and_defaults_are_of_the_same_architectures():
     assert {*ARCHITECTURE_OF.values(), "gemma-embedding"} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURE_OF)
+# Kimi K2 has no class of its own there.
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURE_OF if kind != "kimi_k2"])
 def test_defaults_are_those_of_transformers(kind):
     ours = ModelConfig.by_model_type[kind].defaults()
 
@@ -321,6 +322,8 @@ def test_defaults_are_those_of_transformers(kind):
     for key, value in ours.items():
         if key in ("rope_theta", "rope_local_base_freq", "sliding_window"):
             continue  # transformers 5 holds these otherwise
+        if kind == "deepseek_v2" and getattr(oracle, key, value) is None:
+            continue  # which stands for one group, and for no number of experts
         if key == "hidden_act" and kind.startswith("gemma"):
             key = "hidden_activation"
         there = getattr(oracle, key, value)

@@ -46,6 +46,8 @@ class Architecture:
         keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
         is_partial: whether RoPE may rotate a part of each head.
         period: n, where every n-th layer sees all tokens if the file has a sliding window.
+        width: metadata key of the width of a head; None: that of a key, which a value shares.
+        log_multiplier: what files hold of YaRN's ``mscale_all_dim``, as a multiple of it; 0: nothing.
     """
 
     model_type: str
@@ -57,6 +59,8 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     is_partial: bool = False
     period: int | None = None
+    width: str | None = None
+    log_multiplier: float = 0.0
 
 
 def hf_config(
@@ -135,7 +139,9 @@ def _decoder(
     given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
 ) -> Config:
     heads = given.count("attention.head_count")
-    head_dim = _head_dim(given, heads, model.is_partial)
+    head_dim = (
+        given.count(model.width) if model.width else _head_dim(given, heads, model.is_partial)
+    )
     theta = given.number("rope.freq_base", 10_000.0)
     rotated = given.count("rope.dimension_count", head_dim)
     epsilon, name = model.epsilon
@@ -147,12 +153,14 @@ def _decoder(
         ),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": given.count("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(given, heads),
         "head_dim": head_dim,
         "max_position_embeddings": given.count("context_length"),
         name: given.number(epsilon),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(given, rotated, theta, rope_freqs),
+        "rope_scaling": rope_scaling(
+            given, rotated, theta, rope_freqs, log_multiplier=model.log_multiplier
+        ),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
     if model.is_partial:
@@ -165,6 +173,18 @@ def _decoder(
         found["sliding_window"] = window
         found["layer_types"] = _layer_types(given, found, model.period)
     return found
+
+
+def _kv_heads(given: Settings, heads: int) -> int:
+    """The number of KV heads: of each layer, where it is 0 in layers without attention."""
+    key = "attention.head_count_kv"
+    listed = given.any(key) if given.has(key) else None
+    if not isinstance(listed, list):
+        return given.count(key, heads)
+    counts = [count for count in given.items(key, int) if count]
+    if not counts:
+        return heads
+    return Settings({given.prefix + key: counts}, given.prefix, given.path).count(key)
 
 
 def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:

@@ -24,9 +24,16 @@ from ....nn.rope_scaling import (
 from ...decoder.rope import Rope
 from ..metadata import Settings, unsupported
 
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
 
 def rope_scaling(
-    given: Settings, head_dim: int, theta: float, factors: np.ndarray | None
+    given: Settings,
+    head_dim: int,
+    theta: float,
+    factors: np.ndarray | None,
+    *,
+    log_multiplier: float = 0.0,
 ) -> dict[str, Any] | None:
     """The content of ``rope_scaling``; None if RoPE is not scaled.
 
@@ -35,6 +42,8 @@ def rope_scaling(
         head_dim: width of a head.
         theta: base of RoPE.
         factors: values of ``rope_freqs.weight``, or None if the file does not have it.
+        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
+            it; 0: they do not hold it.
     """
     kind = given.text("rope.scaling.type", "linear")
     old = given.number("rope.scale_linear", 1.0, positive=False)
@@ -48,7 +57,7 @@ def rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return _yarn(given, factor)
+        return _yarn(given, factor) | (_mscale(given, log_multiplier) if log_multiplier else {})
     raise given.unsupported(f"rope scaling of type {kind[:80]!r}")
 
 
@@ -64,6 +73,15 @@ def _yarn(given: Settings, factor: float) -> dict[str, Any]:
         if value is not None:
             found[key] = value
     return found
+
+
+def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
+    """``mscale`` and ``mscale_all_dim``, which are equal, of the multiple that files hold."""
+    if not given.number(_LOG_MULTIPLIER, 0.0, positive=False):
+        raise given.unsupported(f"yarn without '{given.prefix}{_LOG_MULTIPLIER}'")
+    value = float(np.float32(given.number(_LOG_MULTIPLIER) / log_multiplier))
+    value = round(value, 6)  # of a float32
+    return {"mscale": value, "mscale_all_dim": value}
 
 
 def _checked(factors: Any, head_dim: int, given: Settings) -> np.ndarray:
@@ -152,7 +170,12 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
 
 
 def rope_keys(
-    rope: Rope, given: Mapping[str, Any], *, path: Any = None, truncates: bool = True
+    rope: Rope,
+    given: Mapping[str, Any],
+    *,
+    path: Any = None,
+    truncates: bool = True,
+    log_multiplier: float = 0.0,
 ) -> dict[str, Any]:
     """The metadata of RoPE scaling, without the architecture's prefix.
 
@@ -161,6 +184,8 @@ def rope_keys(
         given: settings that it was read from.
         path: path of the checkpoint, for messages.
         truncates: whether YaRN is the one with ``truncate`` in files of the architecture.
+        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
+            it; 0: they do not hold it.
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.
@@ -172,13 +197,18 @@ def rope_keys(
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
     if not isinstance(scaling, YarnScalingParams):
         raise unsupported("rope scaling of type 'dynamic' in a GGUF file", path)
-    above, below = given.get("mscale"), given.get("mscale_all_dim")
-    unlike = above not in (None, 0, 1) or bool(above) is not bool(below)
-    if unlike or scaling.truncate != truncates:
-        how = "without" if truncates else "with"
+    how = "without" if truncates else "with"
+    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    more = {}
+    if log_multiplier:
+        if not mscale or mscale != all_dim or scaling.truncate != truncates:
+            what = f"yarn with 'mscale' that is not 'mscale_all_dim', or {how} 'truncate',"
+            raise unsupported(f"{what} in a GGUF file", path)
+        more[_LOG_MULTIPLIER] = log_multiplier * mscale
+    elif mscale or all_dim or scaling.truncate != truncates:
         raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
-    # llama.cpp multiplies by the default factor, divided by that of a coefficient of the logarithm.
-    usual = yarn_mscale(scaling.factor) / (yarn_mscale(scaling.factor, below) if below else 1.0)
+    # llama.cpp multiplies by the default factor, whatever the file says.
+    usual = 1.0 if log_multiplier else yarn_mscale(scaling.factor)
     if not math.isclose(rope.magnitude, usual, rel_tol=1e-6):
         raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
@@ -186,6 +216,6 @@ def rope_keys(
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": scaling.factor,
         "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
-        **({"rope.scaling.yarn_log_multiplier": float(below)} if below else {}),
+        **more,
         **{f"rope.scaling.yarn_{k}": beta for k, beta in betas.items() if given.get(k) is not None},
     }

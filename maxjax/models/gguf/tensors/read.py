@@ -13,9 +13,10 @@ from ....dtype import DType
 from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
-from ..metadata import Settings, short
+from ..metadata import Settings, settings, short
 from ..names import hf_names
 from ..sources import Exact, Relaid
+from ..table import TABLES
 
 DTYPES_KEY = "maxjax.dtypes"
 """Metadata key that lists the tensors widened to float32: "name=BF16", with Hugging Face's names."""
@@ -70,6 +71,9 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
             found[name] = WeightData.lazy(source, name, DType.of(original.dtype), original.shape)
         elif dtype is not None:
             found[name] = found[name].astype(dtype)
+    table = TABLES.get(str(architecture))
+    if table is not None and table.join is not None:
+        found = dict(table.join(settings(weights.metadata, path=weights._path), found))
     return found
 
 

@@ -19,8 +19,11 @@ import numpy as np
 
 from ....storage.blocks import ENCODERS, LAYOUTS
 
-# Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables.
-_WIDE = re.compile(r".*_norm|.*attn_sinks|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types")
+# Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables, taps.
+_WIDE = re.compile(
+    r".*_norm|.*attn_sinks|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types"
+    r"|.*\.ssm_(conv1d|a|d)|.*\.shortconv\.conv"
+)
 # The encoding for rows whose length is not a multiple of the block size of a mixture's encoding.
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # The same for names of a type alone.

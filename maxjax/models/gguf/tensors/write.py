@@ -19,9 +19,10 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
-from ..names import ARCHITECTURES, GATES, GROUPS, KEYS, QUERIES, STACK, UPS, Source
+from ..layouts import Grouped, Layout, Permuted, Plus, Same, Taps, Transposed
+from ..names import ARCHITECTURES, BARE, GATES, GROUPS, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
+from ..table import TABLES
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -106,6 +107,9 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
+    own = TABLES.get(architecture)
+    if own is not None and own.split is not None:
+        tensors = own.split(model.config, tensors)
     known = _known(architecture)
     places: dict[str, Place] = {}
     left_out, unknown = [], []
@@ -228,8 +232,8 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
         for rule in rules:
             # Only other writers store experts one by one, or gate and up as one tensor.
             if "#" not in key and rule.layout not in (GATES, UPS):
-                name, key = (rule.name, f"{key}.{rule.only}") if rule.only else (rule.name, key)
-                found[name] = (order, key, rule.layout)
+                suffix = "" if rule.only == BARE else rule.only
+                found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
     return found
 
 
@@ -260,7 +264,7 @@ def _place(
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
     entry = known.get(generic)
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias")):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1
@@ -270,7 +274,7 @@ def _place(
     return Place(
         layer,
         order,
-        key.replace("*", str(layer)) + (f".{suffix}" if suffix else ""),
+        key.replace("*", str(layer)).removesuffix(".") + (f".{suffix}" if suffix else ""),
         _inverse(what, suffix, model),
         expert,
     )
@@ -283,7 +287,7 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.kv_heads).back()
     if what == GROUPS:
         return Grouped(model.config.num_heads, model.kv_heads).back()
-    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus))):
+    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)
     return what.back()

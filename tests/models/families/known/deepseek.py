@@ -17,28 +17,32 @@ def _yarn(mscale):
     }  # fmt: skip
 
 
-def _v2(name, **settings):
+_GGUF: dict = {}
+_NONE = {"gguf": False}
+
+
+def _v2(name, about=_GGUF, **settings):
     settings = {**_SIZES, "n_shared_experts": 2, **settings}
-    return Case(
-        "deepseek_v2", "DeepseekV2ForCausalLM", "DeepseekV2Config", settings, name, gguf=False
-    )
+    kind = "DeepseekV2ForCausalLM", "DeepseekV2Config"
+    return Case("deepseek_v2", *kind, settings, name, **about)
 
 
-def _v3(name, **settings):
+def _v3(name, about=_GGUF, **settings):
     settings = {**_SIZES, "n_shared_experts": 1, "first_k_dense_replace": 1, **settings}
-    return Case(
-        "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", settings, name, gguf=False
-    )
+    kind = "DeepseekV3ForCausalLM", "DeepseekV3Config"
+    return Case("deepseek_v3", *kind, settings, name, **about)
 
 
 CASES = [
     _v3("yarn", n_group=4, topk_group=2, rope_parameters=_yarn(1.0)),
-    _v3("without-query-rank", q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=2,
+    _v3("without-query-rank", _NONE, q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=2,
         n_shared_experts=2, rope_interleave=False, attention_bias=True, norm_topk_prob=False),
     _v3("tied", n_group=2, topk_group=1, first_k_dense_replace=0, tie_word_embeddings=True,
         routed_scaling_factor=1.0, v_head_dim=9, qk_nope_head_dim=3),
-    _v2("yarn", n_group=4, topk_group=2, topk_method="group_limited_greedy", first_k_dense_replace=1,
-        routed_scaling_factor=16.0, rope_parameters=_yarn(0.707)),
-    _v2("lite", q_lora_rank=None, n_shared_experts=1, first_k_dense_replace=1),
-    _v2("all-sparse", first_k_dense_replace=0, attention_bias=True),
+    # llama.cpp takes the best two of a group.
+    _v2("yarn", {"like_llama_cpp": False}, n_group=4, topk_group=2, first_k_dense_replace=1,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0, rope_parameters=_yarn(0.707)),
+    # llama.cpp opens a model without the rank only if it has as many layers as a published one.
+    _v2("lite", num_hidden_layers=26, q_lora_rank=None, n_shared_experts=1, first_k_dense_replace=1),
+    _v2("all-sparse", _NONE, first_k_dense_replace=0, attention_bias=True),
 ]  # fmt: skip

@@ -12,10 +12,14 @@ _SIZES = {
 
 
 def _drawn(rng, name, shape):
-    """Weights that multiply hidden states are near 1."""
-    if "layer_scalar" in name or "correct_output_scale" in name:
+    """Weights that multiply hidden states are near 1; those of queries have the scale, which is 1."""
+    if any(
+        part in name
+        for part in ("layer_scalar", "correct_output_scale", "router.scale", "per_expert")
+    ):
         return 1 + 0.1 * rng.normal(0, 1, shape)
-    return decoders.drawn(rng, name, shape)
+    found = decoders.drawn(rng, name, shape)
+    return found / 3 if "q_norm" in name else found
 
 
 def _4(name, **settings):
@@ -50,6 +54,8 @@ CASES = [
        hidden_size_per_layer_input=0, layer_types=None, num_hidden_layers=6, tie_word_embeddings=False),
     _4("one-own-of-each", num_kv_shared_layers=4, layer_types=[_NEAR, _FULL, _FULL] + _KINDS[3:],
        num_key_value_heads=1, global_head_dim=16),
+    _4("experts", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=12,
+       hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
     _3n("sparse", activation_sparsity_pattern=[0.9, 0.5] + [0.0] * 5, intermediate_size=[40, 24] + [32] * 5),
     _3n("second-active", altup_active_idx=1, altup_correct_scale=False, vocab_size_per_layer_input=80),
     _3n("none-shared", num_kv_shared_layers=0, altup_num_inputs=2, final_logit_softcapping=5.0),

@@ -15,9 +15,9 @@ CASES = [
         **_MOE, "num_experts_per_tok": 2, "attention_chunk_size": 7, "interleave_moe_layer_step": 2,
         "use_qk_norm": False, "no_rope_layer_interval": 2, "attn_temperature_tuning": False,
     }, "interleaved", gguf=False),
-    Case(*_KINDS, {**_MOE, "attention_chunk_size": 64, "head_dim": 8, "tie_word_embeddings": True,
+    Case(*_KINDS, {**_MOE, "attention_chunk_size": 8192, "head_dim": 8, "interleave_moe_layer_step": 2,
                    "rope_parameters": {
                        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-                   }}, "tied", gguf=False),
+                   }}, "published"),
 ]  # fmt: skip

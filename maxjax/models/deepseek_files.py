@@ -1,0 +1,209 @@
+"""The files of DeepSeek V2 and V3: layers that predict further tokens, and GGUF.
+
+GGUF files hold a head's keys ``[C, N]`` and values ``[V, C]`` for latents of size C apart, so that
+llama.cpp attends to latents as to one KV head; files from before April 2025 have ``kv_b_proj`` as it is.
+
+Source: ``DeepseekV2Model`` of llama.cpp's converter, its ``src/models/deepseek2.cpp``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointFormatError
+from ..graph.weights import WeightData
+from .decoder.expert_files import MoEFamily
+from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
+from .gguf.names import Rule, expert_names
+from .gguf.pieces import computed
+from .gguf.table import GGUFTable
+
+_LOG = logging.getLogger("maxjax")
+# The layers of multi-token prediction, which come after the model's own, have one of these.
+_PREDICTING = re.compile(r"(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
+_BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
+# llama.cpp's numbers of what gives scores to experts.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+@dataclass(frozen=True)
+class DeepseekFamily(MoEFamily):
+    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
+
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`MoEFamily.apart` of the model's own layers."""
+        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
+        fronts = tuple({match[1] for match in found if match is not None})
+        kept = {n: v for n, v in checkpoint.items() if not fronts or not n.startswith(fronts)}
+        return super().apart(kept)
+
+
+def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """``kv_b_proj`` ``[H · (N + V), C]`` of keys ``[H, C, N]`` and values ``[H, V, C]``."""
+    found = dict(tensors)
+    for name in tensors:
+        if not name.endswith(_KEYS):
+            continue
+        front = name.removesuffix(_KEYS)
+        pair: list[Any] = [found.pop(name), found.pop(front + _VALUES, None)]
+        shapes: list[Any] = [
+            () if one is None else tuple(map(int, one.logical_shape)) for one in pair
+        ]
+        if pair[1] is None or [len(shape) for shape in shapes] != [3, 3]:
+            raise CheckpointFormatError(
+                "keys without values of latents", path=given.path, tensor=name,
+                expected="[H, C, N] and [H, V, C]", found=shapes,
+            )  # fmt: skip
+        (heads, size, keys), (others, values, other) = shapes
+        if (heads, size) != (others, other):
+            raise CheckpointFormatError(
+                "keys and values of other latents", path=given.path, tensor=name,
+                expected=[heads, values, size], found=shapes[1],
+            )  # fmt: skip
+
+        def join(k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            return np.concatenate([k.swapaxes(1, 2), v], 1).reshape(-1, k.shape[1])
+
+        new = front + _BOTH
+        if new in found:
+            raise CheckpointFormatError(
+                "the tensor is there as a whole too", path=given.path, tensor=name
+            )
+        found[new] = computed(new, pair, join, (heads * (keys + values), size))
+    return found
+
+
+def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """The keys ``[H, C, N]`` and values ``[H, V, C]`` of ``kv_b_proj``; blocks are dequantised."""
+    heads, keys, values = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    size = config.kv_lora_rank
+
+    def split(both: np.ndarray) -> np.ndarray:
+        return both.reshape(heads, keys + values, size)[:, :keys].swapaxes(1, 2)
+
+    def rest(both: np.ndarray) -> np.ndarray:
+        return both.reshape(heads, keys + values, size)[:, keys:]
+
+    found: dict[str, WeightData] = {}
+    for name, data in tensors.items():
+        if not name.endswith(_BOTH):
+            found[name] = data
+            continue
+        front = name.removesuffix(_BOTH)
+        shape = tuple(map(int, data.logical_shape))
+        if shape != (heads * (keys + values), size):
+            raise CheckpointFormatError(
+                "not the shape that the configuration says", tensor=name,
+                expected=[heads * (keys + values), size], found=shape,
+            )  # fmt: skip
+        found[front + _KEYS] = computed(front + _KEYS, [data], split, (heads, size, keys))
+        found[front + _VALUES] = computed(front + _VALUES, [data], rest, (heads, values, size))
+    return found
+
+
+def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of the families it is, the widths of a head, and what a file leaves out."""
+    rotated = given.count("rope.dimension_count")
+    width, value = (
+        given.count(f"attention.{kind}_length_mla", given.count(f"attention.{kind}_length"))
+        for kind in ("key", "value")
+    )
+    if width <= rotated:
+        raise given.wrong("attention.key_length_mla", f"over {rotated}", width, "is out of range")
+    gating = given.count("expert_gating_func", 0, minimum=0) or _SOFTMAX
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise given.unsupported(f"'{given.prefix}expert_gating_func' {gating}")
+    found = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": value,
+        "q_lora_rank": given.count("attention.q_lora_rank", None),
+        "routed_scaling_factor": given.number("expert_weights_scale", 0.0, positive=False) or 1.0,
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+    }  # fmt: skip
+    groups = given.count("expert_group_count", 1, maximum=MAX_EXPERTS)
+    chosen = given.count("expert_group_used_count", groups, maximum=groups)
+    if gating == _SIGMOID or groups > 1:
+        found |= {"n_group": groups, "topk_group": chosen}
+    if gating == _SOFTMAX:
+        method = "group_limited_greedy" if groups > 1 else "greedy"
+        kinds = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+        found |= {**kinds, "topk_method": method}
+    return found
+
+
+def _to_gguf(config: Any) -> dict[str, Any]:
+    """The widths of a head, and how experts are chosen."""
+    if not config.rope.interleaved:
+        raise unsupported("'rope_interleave' False in a GGUF file", None)
+    if not config.shared_size:
+        raise unsupported("'n_shared_experts' 0 in a GGUF file", None)
+    softmax = config.scoring == "softmax"
+    groups = {}
+    if config.n_group > 1:
+        groups = {
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+        if softmax:
+            _LOG.warning(
+                "llama.cpp chooses groups of experts by the two best scores, this model by the best: "
+                "its results differ"
+            )
+    size, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    dense = config.sparse.index(True) if any(config.sparse) else config.num_layers
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": size + rotated,
+        "attention.value_length": size,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "leading_dense_block_count": dense,
+        "expert_gating_func": _SOFTMAX if softmax else _SIGMOID,
+        **groups,
+    }
+
+
+_EXTRA = ("q_a", "q_b", "kv_b", "k_b", "v_b")
+GGUF = GGUFTable(
+    "deepseek2",
+    {
+        ".attn_k": None,
+        ".attn_v": None,
+        **{f".attn_{part}": f"self_attn.{part}_proj" for part in _EXTRA},
+        ".attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        ".attn_q_a_norm": "self_attn.q_a_layernorm",
+        ".attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
+        **expert_names(shared="shared_experts"),
+    },
+    keys={
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.value_length_mla": "v_head_dim",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+    },
+    fixed={"hidden_act": "silu", "rope_interleave": True},
+    read=_of_gguf,
+    write=_to_gguf,
+    written=(
+        "attention.key_length_mla", "expert_gating_func", "expert_group_count",
+        "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
+    ),
+    biases=("exp_probs_b",),
+    width="rope.dimension_count",
+    log_multiplier=0.1,
+    join=_join,
+    split=_split,
+    model_types=("deepseek_v2", "kimi_k2"),
+)  # fmt: skip

@@ -1,0 +1,222 @@
+"""Tensors that are made of several tensors of another file: of their rows, or computed from them.
+
+They serve families whose GGUF files split a tensor of Hugging Face's, or hold other numbers for it, and
+both directions. All are lazy: nothing is read before the values are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...dtype import DType
+from ...errors import CheckpointFormatError
+from ...graph.weights import WeightData
+from ...graph.weights.weight_data import PartSource
+from ...storage.blocks import LAYOUTS, decode
+from ...storage.boxes import count, extents, whole
+from ...storage.parts import Part
+from .sources import read_box
+
+
+def computed(
+    name: str,
+    each: Sequence[WeightData],
+    function: Callable[..., np.ndarray],
+    shape: Sequence[int],
+    dtype: DType | None = None,
+) -> WeightData:
+    """A tensor that is a function of complete tensors, whose blocks are dequantised.
+
+    Args:
+        name: name of the tensor.
+        each: what the function gets, as arrays of one dtype.
+        function: arrays → the array of this tensor.
+        shape: its shape.
+        dtype: its dtype, and that of the arrays; None is their common one, float32 if there is none.
+
+    Example:
+        >>> halves = [WeightData.from_numpy(np.float32([[i, i]]), "half") for i in range(2)]
+        >>> computed("both", halves, lambda a, b: np.concatenate([a, b]), (2, 2)).data
+        array([[0., 0.],
+               [1., 1.]], dtype=float32)
+    """
+    kinds = {DType.float32 if data.is_packed else data.dtype for data in each}
+    dtype = dtype or (kinds.pop() if len(kinds) == 1 else DType.float32)
+    source = _Computed(each, function, tuple(shape), dtype)
+    return WeightData.lazy(source, name, dtype, tuple(shape))
+
+
+def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData:
+    """A tensor whose rows are those of several; they stay quantised if all have the same encoding.
+
+    Args:
+        name: name of the tensor.
+        each: the tensors, with rows of one length; those of a vector are its elements.
+        order: the number of each row of the new tensor, where those of all the tensors are counted.
+
+    Raises:
+        CheckpointFormatError: the rows have several lengths, or there are fewer.
+
+    Example:
+        >>> parts = [WeightData.from_numpy(np.float32([0, 1]) + 2 * i, "part") for i in range(2)]
+        >>> rows("mixed", parts, np.array([0, 2, 1, 3])).data
+        array([0., 2., 1., 3.], dtype=float32)
+    """
+    shapes = [tuple(map(int, data.logical_shape)) for data in each]
+    total = sum(shape[0] if shape else 0 for shape in shapes)
+    if len({shape[1:] for shape in shapes}) > 1 or total <= order.max(initial=0):
+        raise CheckpointFormatError(
+            "parts of a tensor do not fit together", tensor=name,
+            expected=f"at least {order.max(initial=0) + 1} rows of one length", found=shapes,
+        )  # fmt: skip
+    if len({(d.dtype, d.quantization_encoding, tuple(map(int, d.shape[1:]))) for d in each}) > 1:
+        shape = (len(order), *shapes[0][1:])
+        return computed(name, each, lambda *arrays: np.concatenate(arrays)[order], shape)
+    first = each[0]
+    source = _Rows(each, order)
+    dtype, shape = source.stored(name)
+    return WeightData.lazy(source, name, DType.of(dtype), shape, first.quantization_encoding)
+
+
+def columns(name: str, data: WeightData, order: np.ndarray, width: int) -> WeightData:
+    """A matrix whose columns are those of another in another order; blocks that fit in a head stay.
+
+    Args:
+        name: name of the tensor.
+        data: the matrix, with ``width`` columns for each head.
+        order: the number of each head of the new tensor.
+        width: columns of a head.
+
+    Raises:
+        CheckpointFormatError: the matrix has other columns.
+
+    Example:
+        >>> data = WeightData.from_numpy(np.float32([[0, 1, 2, 3]]), "matrix")
+        >>> columns("swapped", data, np.array([1, 0]), 2).data
+        array([[2., 3., 0., 1.]], dtype=float32)
+    """
+    shape = tuple(map(int, data.logical_shape))
+    if len(shape) != 2 or shape[1] != len(order) * width:
+        raise CheckpointFormatError(
+            "not a matrix for the heads", tensor=name,
+            expected=f"[rows, {len(order)} · {width}]", found=shape,
+        )  # fmt: skip
+    encoding = data.quantization_encoding if data.is_packed else None
+    if encoding is not None and width % LAYOUTS[encoding.value].elements:
+
+        def change(values: np.ndarray) -> np.ndarray:
+            return values.reshape(len(values), -1, width)[:, order].reshape(shape)
+
+        return computed(name, [data], change, shape)
+    source = _Columns(data, order)
+    dtype, stored = source.stored(name)
+    return WeightData.lazy(source, name, DType.of(dtype), stored, encoding)
+
+
+class _Columns(PartSource):
+    """The Source of one tensor of :func:`columns`."""
+
+    def __init__(self, data: WeightData, order: np.ndarray):
+        self._data, self._order = data, order
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the tensor."""
+        return self._data.dtype.np, tuple(map(int, self._data.shape))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        dtype, (_, size) = self.stored("")
+        total = 0
+        for part in parts:
+            if not count(part.region):
+                continue
+            span, box = part.region
+            values, nbytes = read_box(self._data, (span, (0, size)))
+            total += nbytes
+            heads = values.reshape(len(values), len(self._order), -1)[:, self._order]
+            array = part.memory.view(dtype).reshape(extents(part.region))
+            array[...] = heads.reshape(values.shape)[:, slice(*box)]
+        return total
+
+
+class _Computed(PartSource):
+    """The Source of one tensor of :func:`computed`."""
+
+    def __init__(
+        self,
+        each: Sequence[WeightData],
+        function: Callable[..., np.ndarray],
+        shape: tuple[int, ...],
+        dtype: DType,
+    ):
+        self._each, self._function, self._shape, self._dtype = each, function, shape, dtype
+        self._kept: np.ndarray | None = None
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the tensor."""
+        return self._dtype.np, self._shape
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        parts = [part for part in parts if count(part.region)]
+        if not parts:
+            return 0
+        made, total = self._made()
+        for part in parts:
+            array = part.memory.view(self._dtype.np).reshape(extents(part.region))
+            array[...] = made[tuple(slice(*span) for span in part.region)]
+        # Files are written in pieces of rows, in order.
+        is_last = any(part.region[0][1] == self._shape[0] for part in parts)
+        self._kept = None if is_last else made
+        return total
+
+    def _made(self) -> tuple[np.ndarray, int]:
+        """The complete tensor, and the number of bytes read for it."""
+        if self._kept is not None:
+            return self._kept, 0
+        arrays, total = [], 0
+        for data in self._each:
+            values, nbytes = read_box(data, whole(tuple(map(int, data.shape))))
+            total += nbytes
+            if data.is_packed:
+                assert data.quantization_encoding is not None
+                values = decode(data.quantization_encoding.value, values)
+            arrays.append(values.astype(self._dtype.np, copy=False))
+        made = self._function(*arrays)
+        assert made.shape == self._shape, (made.shape, self._shape)
+        return made, total
+
+
+class _Rows(PartSource):
+    """The Source of one tensor of :func:`rows`."""
+
+    def __init__(self, each: Sequence[WeightData], order: np.ndarray):
+        self._each, self._order = each, order
+        self._starts = np.cumsum([0, *(int(data.shape[0]) for data in each)])
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of the tensor."""
+        first = self._each[0]
+        return first.dtype.np, (len(self._order), *map(int, first.shape[1:]))
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts into the memory of each part, and returns the number of bytes read."""
+        return sum(self._read(part) for part in parts if count(part.region))
+
+    def _read(self, part: Part) -> int:
+        dtype, total = self.stored(part.name)[0], 0
+        array = part.memory.view(dtype).reshape(extents(part.region))
+        wanted = self._order[slice(*part.region[0])]
+        for number, data in enumerate(self._each):
+            first, last = self._starts[number : number + 2]
+            here = np.flatnonzero((wanted >= first) & (wanted < last))
+            if not here.size:
+                continue
+            places = wanted[here] - first
+            low, high = int(places.min()), int(places.max()) + 1
+            values, nbytes = read_box(data, ((low, high), *part.region[1:]))
+            array[here] = values[places - low]
+            total += nbytes
+        return total

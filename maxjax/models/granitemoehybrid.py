@@ -1,0 +1,188 @@
+"""Granite 4: Mamba 2 in most layers, attention without RoPE in the others, experts beside a shared MLP.
+
+Source: transformers' ``modeling_granitemoehybrid``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from ..nn.kv_cache.kinds import KeysValues, Shared, States
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.attention import Cached, Step
+from .decoder.block import DecoderLayer
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily, Together
+from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
+from .decoder.mlp import FusedMLP
+from .decoder.model import make
+from .granite import Granite
+from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
+
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+
+
+@dataclass(frozen=True)
+class GraniteHybridConfig(GraniteMoEConfig):
+    """The settings of a Granite 4; ``intermediate_size`` is that of an expert.
+
+    Attributes:
+        shared_intermediate_size: inner features of the MLP that all tokens go through.
+        mamba_n_heads, mamba_d_head, mamba_n_groups, mamba_d_state, mamba_d_conv: sizes of Mamba 2's layers.
+        recurs: whether each layer is one of Mamba 2, and has no attention.
+        mamba: the settings of Mamba 2's layers.
+    """
+
+    model_type = "granitemoehybrid"
+
+    num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
+    shared_intermediate_size: int = setting(default=1024, minimum=1, held="axis")
+    mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
+    mamba_d_head: int = setting(default=64, minimum=1, held="axis")
+    mamba_n_groups: int = setting(default=1, minimum=1, held="axis")
+    mamba_d_state: int = setting(default=256, minimum=1, held="axis")
+    mamba_d_conv: int = setting(default=4, minimum=2, held="axis")
+    mamba_conv_bias: bool = setting(default=True)
+    mamba_proj_bias: bool = setting(default=False)
+    time_steps: tuple = own((0.0, float("inf")))
+    recurs: tuple = own(())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recurs", tuple(self.recurs) or (True,) * self.num_layers)
+        if len(self.recurs) != self.num_layers:
+            raise ValueError(
+                f"'layer_types' has {len(self.recurs)} entries for {self.num_layers} layers"
+            )
+        mamba = Mamba2Settings(
+            self.mamba_n_heads, self.mamba_d_head, self.mamba_n_groups, self.mamba_d_state,
+            self.mamba_d_conv, self.mamba_proj_bias, self.mamba_conv_bias, self.time_steps,
+            self.hidden_act, self.rms_norm_eps,
+        )  # fmt: skip
+        object.__setattr__(self, "mamba", mamba)
+        super().__post_init__()
+
+    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What Mamba 2 keeps; keys and values elsewhere."""
+        if not self.recurs[number]:
+            return super().states(number)
+        return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The kinds of the layers, the heads of Mamba 2, and whether attention has RoPE."""
+        kind = raw.get("position_embedding_type")
+        if kind not in (None, "rope", "nope"):
+            raise UnsupportedModelError(f"'position_embedding_type' {str(kind)[:60]!r}")
+        layers = raw.get("num_hidden_layers")
+        found = {
+            **super().derived(raw),
+            "time_steps": limits_of(raw),
+            "mamba_d_head": head_dim_of(raw, 128),
+        }
+        if kind != "rope" and type(layers) is int and 0 < layers <= 1000:
+            found["rotates"] = (False,) * layers
+        if raw.get("num_local_experts") == 0:  # none of an expert's numbers is used
+            found |= {"num_experts": 0, "num_experts_per_tok": 1}
+        kinds = raw.get("layer_types")
+        kinds = raw.get("layers_block_type") if kinds is None else kinds
+        if kinds is not None:
+            if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+                raise ValueError("'layer_types' is not a list of strings")
+            if other := [one for one in kinds if one not in _KINDS]:
+                raise UnsupportedModelError(f"'layer_types' with {other[0][:80]!r}")
+            found["recurs"] = tuple(_KINDS[one] for one in kinds)
+        return found
+
+
+class SharedMLP(FusedMLP):
+    """The MLP that all tokens go through, by the names of Granite's files."""
+
+    gate_up_proj, down_proj = alias("input_linear"), alias("output_linear")
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Those of a :class:`FusedMLP`, by other names."""
+        names = ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")
+        found = super().sharding_rules()
+        for old, new in names:
+            found = {name.replace(old, new): rule for name, rule in found.items()}
+        return found
+
+
+class GraniteHybridLayer(DecoderLayer):
+    """Mamba 2 (``mamba``) or attention (``self_attn``), then experts, if there are any, and a shared MLP."""
+
+    mlp = alias("shared_mlp")
+
+    def __init__(self, config: GraniteHybridConfig, number: int, dtype: DType):
+        super().__init__(config, number, dtype)
+        self.has_experts = config.sparse[number]
+        if self.has_experts:
+            self.block_sparse_moe = GraniteMoEMLP(config, dtype)
+
+    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
+        """Makes ``mamba`` or ``self_attn``."""
+        self.recurs = config.recurs[number]
+        if self.recurs:
+            self.mamba = Mamba2Mixer(config, dtype)
+        else:
+            super().make_mixer(config, number, dtype)
+
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """The result of either."""
+        return (self.mamba if self.recurs else self.self_attn)(x, step, cached, layer)
+
+    def make_mlp(self, config: Any, number: int, dtype: DType) -> SharedMLP:
+        """The shared MLP."""
+        inner = config.shared_intermediate_size
+        return SharedMLP(config.hidden_size, inner, dtype, config.hidden_act)
+
+    def __call__(
+        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        x, cached = carry
+        y, cached = self.mixed(self.input_layernorm(x), step, cached, layer)
+        x = self.added(x, y)
+        h = self.post_attention_layernorm(x)
+        y = self.mlp(h)
+        y = y + self.block_sparse_moe(h) if self.has_experts else y
+        return self.added(x, y), cached
+
+
+class GraniteHybrid(Granite):
+    """A Granite 4 language model.
+
+    Example:
+        >>> config = GraniteHybridConfig(100, 8, 16, num_layers=3, num_heads=2, num_experts=0,
+        ...     mamba_n_heads=4, mamba_d_head=4, mamba_d_state=6, recurs=(True, False, True))
+        >>> cache = GraniteHybrid(config).cache(batch=1, capacity=16)
+        >>> cache.num_layers, {name: a.shape for name, a in cache.more["mamba"].arrays.items()}
+        (1, {'conv': (2, 1, 3, 28), 'ssm': (2, 1, 4, 4, 6)})
+    """
+
+    layer_class: ClassVar[Any] = GraniteHybridLayer
+
+
+_SPARSE = "block_sparse_moe"
+GRANITE_HYBRID = GraniteHybrid.family = MoEFamily(
+    model_type=GraniteHybridConfig.model_type,
+    architectures=("GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"),
+    config=GraniteHybridConfig,
+    make=make(GraniteHybrid),
+    renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
+    experts=f"{_SPARSE}.experts.#.*.weight",
+    together=Together(
+        (f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
+        (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
+        suffix=".weight", written=True,
+    ),
+)  # fmt: skip

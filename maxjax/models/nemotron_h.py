@@ -1,0 +1,180 @@
+"""Nemotron-H (also Nemotron Nano 2): layers of Mamba 2, of attention without RoPE, or of an MLP.
+
+Source: arXiv:2504.03624; transformers' ``modeling_nemotron_h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from ..nn.kv_cache.kinds import KeysValues, Shared, States
+from ..nn.layer import Module
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.attention import Cached, DecoderAttention, Step
+from .decoder.config import DecoderConfig, own
+from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
+from .decoder.mlp import PlainMLP
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
+from .decoder.norm import norm
+
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_KINDS = {
+    "mamba": "mamba", "linear_attention": "mamba", "attention": "attention",
+    "full_attention": "attention", "mlp": "mlp",
+}  # fmt: skip
+_OF_EXPERTS = ("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "num_local_experts")
+_DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class NemotronHConfig(DecoderConfig):
+    """The settings of a Nemotron-H without experts.
+
+    Attributes:
+        mamba_num_heads, mamba_head_dim, n_groups, ssm_state_size, conv_kernel: sizes of Mamba 2.
+        time_step_min: the least length of a time step.
+        kinds: what each layer is: "mamba", "attention" or "mlp".
+        mamba: the settings of Mamba 2.
+    """
+
+    model_type = "nemotron_h"
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+
+    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    hidden_act: str = setting("mlp_hidden_act", default="relu2")
+    mamba_hidden_act: str = setting(default="silu")
+    mamba_num_heads: int = setting(default=128, minimum=1, held="axis")
+    mamba_head_dim: int = setting(default=64, minimum=1, held="axis")
+    n_groups: int = setting(default=8, minimum=1, held="axis", also=("mamba_n_groups",))
+    ssm_state_size: int = setting(default=128, minimum=1, held="axis")
+    conv_kernel: int = setting(default=4, minimum=2, held="axis", also=("mamba_d_conv",))
+    use_conv_bias: bool = setting(default=True)
+    use_bias: bool = setting(default=False)
+    time_step_min: float = setting(default=0.001)
+    rope: Any = own(None)
+    kinds: tuple = own(())
+
+    def __post_init__(self) -> None:
+        kinds = tuple(self.kinds) or ("mamba",) * self.num_layers
+        object.__setattr__(self, "kinds", kinds)
+        if len(kinds) != self.num_layers:
+            raise ValueError(f"{len(kinds)} entries say what {self.num_layers} layers are")
+        mamba = Mamba2Settings(
+            self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size,
+            self.conv_kernel, self.use_bias, self.use_conv_bias,
+            (self.time_step_min, float("inf")), self.mamba_hidden_act, self.rms_norm_eps,
+        )  # fmt: skip
+        object.__setattr__(self, "mamba", mamba)
+        super().__post_init__()
+
+    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What Mamba 2 keeps, keys and values, or nothing."""
+        if self.kinds[number] == "mamba":
+            return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
+        return super().states(number) if self.kinds[number] == "attention" else {}
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The kinds of the layers, which may be letters, and settings under their first names."""
+        older = {
+            "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv",
+            "time_step_min": "mamba_dt_min", "use_conv_bias": "mamba_conv_bias",
+        }  # fmt: skip
+        found = {name: raw.get(old) for name, old in older.items() if raw.get(old) is not None}
+        kinds, letters = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
+        kinds = raw.get("layer_types") if kinds is None else kinds
+        if kinds is None and letters is not None:
+            if not isinstance(letters, str):
+                raise ValueError("'hybrid_override_pattern' is not a string")
+            kinds = [_LETTERS.get(letter, letter) for letter in letters]
+        kinds = _DEFAULT if kinds is None else kinds
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ValueError("'layers_block_type' is not a list of strings")
+        if other := [kind for kind in kinds if kind not in _KINDS]:
+            raise UnsupportedModelError(f"a Nemotron-H with layers of kind {other[0][:60]!r}")
+        for key in _OF_EXPERTS:  # which no layer has
+            raw.get(key)
+        return {
+            **found, "kinds": tuple(_KINDS[kind] for kind in kinds), "attention_bias": False,
+            "num_hidden_layers": len(kinds), "sliding_window": None,
+        }  # fmt: skip
+
+
+class NemotronHLayer(Module):
+    """``x + mixer(norm(x))``, where the mixer is Mamba 2, attention or an MLP."""
+
+    _mx_carries = True
+
+    def __init__(self, config: NemotronHConfig, number: int, dtype: DType):
+        super().__init__()
+        self.norm = norm(config, dtype)
+        self.kind = config.kinds[number]
+        self.mixer: Any
+        if self.kind == "mamba":
+            self.mixer = Mamba2Mixer(config, dtype)
+        elif self.kind == "attention":
+            self.mixer = DecoderAttention(config, False, dtype)
+        else:
+            self.mixer = PlainMLP(
+                ("up_proj", "down_proj"), config.hidden_size, config.intermediate_size, dtype,
+                config.hidden_act, config.mlp_bias,
+            )  # fmt: skip
+
+    def __call__(
+        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
+        x, cached = carry
+        h = self.norm(x)
+        if self.kind == "mlp":
+            return x + self.mixer(h).astype(x.dtype), cached
+        y, cached = self.mixer(h, step, cached, layer)
+        return x + y.astype(x.dtype), cached
+
+
+class NemotronHBackbone(DecoderModel):
+    """The model without its head, by the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
+
+    embed_tokens, norm = alias("embeddings"), alias("norm_f")
+
+
+class NemotronH(Decoder):
+    """A Nemotron-H language model.
+
+    Example:
+        >>> config = NemotronHConfig(100, 8, 16, num_layers=3, num_heads=2, mamba_num_heads=4,
+        ...     mamba_head_dim=4, n_groups=2, ssm_state_size=6, kinds=("mamba", "mlp", "attention"))
+        >>> cache = NemotronH(config).cache(batch=1, capacity=16)
+        >>> cache.num_layers, cache.more["mamba"].layers
+        (1, 1)
+    """
+
+    layer_class: ClassVar[Any] = NemotronHLayer
+    model_class: ClassVar[Any] = NemotronHBackbone
+    model = alias("backbone")
+
+
+NEMOTRON_H = NemotronH.family = DecoderFamily(
+    model_type=NemotronHConfig.model_type,
+    architectures=("NemotronHForCausalLM", "NemotronHModel"),
+    config=NemotronHConfig,
+    make=make(NemotronH),
+    prefixes=("model.",),
+    ignored=(*KNOWN, "mtp.*"),
+    tied=("lm_head.weight", "backbone.embeddings.weight"),
+    bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
+)

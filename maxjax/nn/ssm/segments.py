@@ -1,0 +1,25 @@
+"""Decay between the tokens of a chunk, which recurrences in chunks share.
+
+Shapes: C tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def segment_sums(g: jax.Array) -> jax.Array:
+    """``[..., C]`` → ``[..., C, C]``: at i, j the sum of ``g[j + 1 … i]``; -inf where j > i.
+
+    The sums are added up, since differences of sums from the beginning would lose digits where g is large.
+    Source: "segsum" of arXiv:2405.21060.
+
+    Example:
+        >>> segment_sums(jnp.array([1.0, 2.0, 3.0])).tolist()
+        [[0.0, -inf, -inf], [2.0, 0.0, -inf], [5.0, 3.0, 0.0]]
+    """
+    size = g.shape[-1]
+    lower = jnp.tril(jnp.ones((size, size), bool))
+    sums = jnp.cumsum(jnp.where(jnp.tril(lower, -1), g[..., None], 0), axis=-2)
+    return jnp.where(lower, sums, -jnp.inf)

@@ -1,0 +1,100 @@
+"""The state space model of Mamba 2, a recurrence whose decay is one number for each head and token.
+
+For each head the state S ``[P, N]`` decays by ``exp(g)``, and a token adds what it has:
+
+    S ← exp(g) S + x ⊗ b;  y = S c
+
+Several heads share b and c. In chunks it is attention with decays in place of a softmax within each chunk,
+and the state between chunks ("state space duality").
+
+Source: T. Dao and A. Gu, arXiv:2405.21060.
+
+Shapes: B sequences, T tokens, H heads of P features, G groups of heads, N features of the state, n chunks of
+C tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .segments import segment_sums
+
+CHUNK = 64
+"""Number of tokens that are computed at once."""
+
+
+def ssd_step(
+    x: jax.Array, g: jax.Array, b: jax.Array, c: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token of each sequence.
+
+    Args:
+        x: inputs times the length of their time step, ``[B, H, P]``.
+        g: logarithm of the decay, ``[B, H]``, not positive.
+        b, c: what the inputs are written to, and what is read, ``[B, G, N]``.
+        state: ``[B, H, P, N]``.
+
+    Returns:
+        The result ``[B, H, P]`` and the next state, in float32.
+
+    Example:
+        >>> one = jnp.ones((1, 1, 1))
+        >>> y, state = ssd_step(3 * one, 0 * one[0], 2 * one, one, jnp.ones((1, 1, 1, 1)))
+        >>> y.item(), state.item()
+        (7.0, 7.0)
+    """
+    x, g, b, c, state = (a.astype(jnp.float32) for a in (x, g, b, c, state))
+    each = x.shape[1] // b.shape[1]
+    b, c = (jnp.repeat(a, each, axis=1)[:, :, None] for a in (b, c))  # [B, H, 1, N]
+    state = state * jnp.exp(g)[..., None, None] + x[..., None] * b
+    return jnp.sum(state * c, axis=-1), state
+
+
+def ssd_chunks(
+    x: jax.Array, g: jax.Array, b: jax.Array, c: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`ssd_step` for T tokens, in time and memory linear in T.
+
+    Args:
+        x: ``[B, T, H, P]``. A token with 0 here and in ``g`` does not change the state.
+        g: ``[B, T, H]``.
+        b, c: ``[B, T, G, N]``.
+        state: ``[B, H, P, N]``.
+
+    Returns:
+        The results ``[B, T, H, P]`` and the last state, in float32.
+
+    Example:
+        >>> x, b = jnp.ones((1, 5, 4, 3)), jnp.ones((1, 5, 2, 6))
+        >>> y, state = ssd_chunks(x, -x[..., 0], b, b, jnp.zeros((1, 4, 3, 6)))
+        >>> y.shape, state.shape
+        ((1, 5, 4, 3), (1, 4, 3, 6))
+    """
+    batch, length, heads, width = x.shape
+    groups, size = b.shape[2], min(CHUNK, length)
+    each, pad = heads // groups, -length % size
+    # Groups first, then n chunks of C tokens: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
+    chunks = []
+    for a in (x, g[..., None], b, c):
+        a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
+        a = a.reshape(batch, -1, size, *a.shape[2:]).transpose(1, 0, 3, 2, 4)
+        chunks.append(a)
+    x, g, b, c = chunks
+    x, g = (a.reshape(*a.shape[:2], groups, each, *a.shape[3:]) for a in (x, g))
+
+    def chunk(state: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x, g, b, c = at
+        decay = jnp.exp(segment_sums(g[..., 0]))  # [B, G, H / G, C, C]
+        since = jnp.exp(jnp.cumsum(g, axis=-2))  # [B, G, H / G, C, 1]
+        until = decay[..., -1, :, None]
+        scores = jnp.einsum("bgin,bgjn->bgij", c, b)[:, :, None] * decay
+        y = scores @ x + jnp.einsum("bgin,bghpn->bghip", c, state) * since
+        new = jnp.einsum("bgjn,bghjp->bghpn", b, x * until)
+        return state * since[..., -1:, :] + new, y
+
+    state = state.astype(jnp.float32).reshape(batch, groups, each, width, -1)
+    state, y = jax.lax.scan(chunk, state, (x, g, b, c))
+    y = y.reshape(y.shape[0], batch, heads, size, width).transpose(1, 0, 3, 2, 4)
+    y = y.reshape(batch, -1, heads, width)[:, :length]
+    return y, state.reshape(batch, heads, width, -1)

@@ -1,0 +1,28 @@
+"""Nemotron-H: each layer is Mamba 2, attention or an MLP."""
+
+from tests.models.families.cases import Case
+
+_M, _A, _P = "linear_attention", "full_attention", "mlp"
+_SIZES = {
+    "num_hidden_layers": None, "mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 10,
+    "n_groups": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def nemotron(name, length=24, exact=True, **settings):
+    kind = "nemotron_h", "NemotronHForCausalLM", "NemotronHConfig"
+    last = ("backbone.norm_f.weight", "model.norm_f.weight")
+    settings = {**_SIZES, **settings}
+    return Case(*kind, settings, name, last=last, length=length, gguf=False, exact=exact)
+
+
+CASES = [
+    nemotron("nano", length=90, layers_block_type=[_M, _P, _M, _A, _P, _M, _P], conv_kernel=3,
+             num_key_value_heads=1),
+    # With biases, transformers' convolution sees the padding on the left of shorter texts.
+    nemotron("biases", exact=False, layers_block_type=[_A, _P, _M], use_bias=True, mlp_bias=True,
+             use_conv_bias=False, layer_norm_epsilon=1e-3),
+    # Its steps have no least length, which its chunks have.
+    nemotron("letters", exact=False, hybrid_override_pattern="M*-M-", n_groups=4, time_step_min=0.4),
+    nemotron("no-recurrence", layers_block_type=[_P, _A, _P], tie_word_embeddings=False),
+]  # fmt: skip

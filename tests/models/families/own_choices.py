@@ -1,0 +1,423 @@
+"""What is peculiar to the settings of each family of decoders, drawn at random: ``OWN``.
+
+A function gets the settings that are drawn for all families alike, and returns those that are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.models.families.choices import (
+    FULL,
+    KINDS,
+    LEFT_OUT,
+    LINEAR,
+    NEAR,
+    ORIGINAL,
+    Pick,
+    Settings,
+    both,
+    longrope,
+    no_rope,
+    partly,
+    rope,
+    width_of,
+    without_rope,
+)  # fmt: skip
+
+
+def of_llama(pick: Pick, found: Settings) -> Settings:
+    return longrope(pick, found)
+
+
+def of_mistral(pick: Pick, found: Settings) -> Settings:
+    return {"sliding_window": pick(None, 3, 9, 40), **longrope(pick, found)}
+
+
+def window(pick: Pick, found: Settings) -> Settings:
+    """The window of Qwen, which one setting turns on and another gives to some layers."""
+    used, layers = pick.maybe(), found["num_hidden_layers"]
+    kinds = found.get("layer_types", LEFT_OUT) if used else LEFT_OUT
+    first = int(pick.rng.integers(0, layers + 1))
+    return {"use_sliding_window": used, "max_window_layers": first, "layer_types": kinds}
+
+
+def of_qwen(pick: Pick, found: Settings) -> Settings:
+    return {**window(pick, found), **longrope(pick, found)}
+
+
+def of_ministral3(pick: Pick, found: Settings) -> Settings:
+    given: Settings = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: pick(8, 16),
+                       "mscale": 1.0, "mscale_all_dim": 1.0,
+                       "llama_4_scaling_beta": pick(0.1, 0.3)}  # fmt: skip
+    without = dict.fromkeys(("rope_theta", "rope_scaling"), LEFT_OUT)
+    return {**without, "rope_parameters": pick(given, LEFT_OUT), "sliding_window": pick(None, 5)}
+
+
+def of_olmo3(pick: Pick, found: Settings) -> Settings:
+    far = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, ORIGINAL: 32,
+           "attention_factor": 1.2079441541679836}  # fmt: skip
+    near = {"rope_type": "default", "rope_theta": pick(5e5, 1e4)}
+    found = {**both(pick, far, near), "sliding_window": pick(3, 9)}
+    if found["rope_theta"] is not LEFT_OUT:
+        found["rope_theta"] = 5e5  # another one transformers gives to one of the kinds only
+    return found
+
+
+def of_phi3(pick: Pick, found: Settings) -> Settings:
+    changed = partly(pick, without_rope(found), 1.0, ("default", "longrope"))
+    return {**no_rope(), **changed, ORIGINAL: pick(16, 64), "sliding_window": pick(None, 3, 12)}
+
+
+def of_smollm3(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    rotates = pick(
+        {}, {"no_rope_layers": pick.many(layers, 0, 1)}, {"no_rope_layer_interval": pick(2, 3)}
+    )
+    kinds = found.get("layer_types", LEFT_OUT)
+    used = pick.maybe() or kinds is not LEFT_OUT
+    return {**rotates, "use_sliding_window": used, "sliding_window": pick(3, 6) if used else None}
+
+
+def of_glm(pick: Pick, found: Settings) -> Settings:
+    return {**no_rope(), **partly(pick, without_rope(found), 0.5, KINDS)}
+
+
+def of_cohere2(pick: Pick, found: Settings) -> Settings:
+    heads = found["num_attention_heads"]
+    return {"hidden_size": heads * pick(4, 6), "head_dim": LEFT_OUT,
+            "sliding_window_pattern": LEFT_OUT if "layer_types" in found else pick(LEFT_OUT, 2, 3)}  # fmt: skip
+
+
+def of_exaone4(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    if pick.maybe():
+        return {"sliding_window": None, "layer_types": [FULL] * layers}
+    return {"sliding_window_pattern": pick(LEFT_OUT, 2, 4)}
+
+
+def of_starcoder2(pick: Pick, found: Settings) -> Settings:
+    return {"sliding_window": pick(None, 3, 12)}
+
+
+def of_stablelm(pick: Pick, found: Settings) -> Settings:
+    heads = found["num_attention_heads"]
+    found = {**found, "hidden_size": heads * pick(8, 16)}
+    changed = partly(pick, without_rope(found), 0.25, KINDS)
+    return {**no_rope(), **changed, "hidden_size": found["hidden_size"]}
+
+
+def of_mixtral(pick: Pick, found: Settings) -> Settings:
+    given = found.get("rope_scaling") or found.get("rope_parameters") or {"rope_type": "default"}
+    if (
+        found["hidden_size"] % (2 * found["num_attention_heads"])
+        or given.get("rope_type") != "default"
+    ):
+        return {"sliding_window": pick(None, 3, 9)}
+    return {"sliding_window": pick(None, 3, 9), "head_dim": pick(None, 6, 16)}
+
+
+def of_qwen_moe(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    return {**window(pick, found), "decoder_sparse_step": pick(1, 1, 2),
+            "mlp_only_layers": pick([], [0], [layers - 1])}  # fmt: skip
+
+
+def of_gpt_oss(pick: Pick, found: Settings) -> Settings:
+    return {"hidden_act": LEFT_OUT}
+
+
+def of_deepseek(pick: Pick, found: Settings) -> Settings:
+    changed = latent(pick, found)
+    experts = changed["n_routed_experts"]
+    groups = pick(1, 2)
+    changed |= {"n_group": groups, "topk_group": pick(1, groups)}
+    most = experts // groups * changed["topk_group"]
+    return {**changed, "num_experts_per_tok": min(found["num_experts_per_tok"], most),
+            "rope_interleave": pick(LEFT_OUT, True, False)}  # fmt: skip
+
+
+def latent(pick: Pick, found: Settings) -> Settings:
+    heads = found["num_attention_heads"]
+    part = pick(4, 6)
+    changed = rope(pick, found, ("default", "linear", "yarn"), part)
+    return {
+        **no_rope(), **changed, "num_key_value_heads": heads, "head_dim": LEFT_OUT, "mlp_bias": LEFT_OUT,
+        "kv_lora_rank": pick(8, 12), "q_lora_rank": pick(None, 10, 16), "qk_nope_head_dim": pick(3, 6),
+        "qk_rope_head_dim": part, "v_head_dim": pick(5, 9), "n_routed_experts": pick(4, 8),
+        "n_shared_experts": pick(1, 2), "first_k_dense_replace": pick(0, 1, 2),
+    }  # fmt: skip
+
+
+def of_deepseek_v2(pick: Pick, found: Settings) -> Settings:
+    changed = {**of_deepseek(pick, found), "rope_interleave": LEFT_OUT, "norm_topk_prob": False}
+    changed |= {"qk_nope_head_dim": pick(4, 6)}  # transformers wants pairs in memory
+    limited = changed["n_group"] > 1
+    return {**changed, "topk_method": "group_limited_greedy" if limited else "greedy"}
+
+
+def delta(pick: Pick, found: Settings) -> Settings:
+    heads = found["linear_num_key_heads"] * pick(1, 2, 3)
+    # transformers wants a layer with attention.
+    layers = pick(1, 2, 4, 5)
+    kinds = {"layer_types": [*pick.many(layers - 1, LINEAR, LINEAR, FULL), FULL]}
+    if layers >= 4:
+        kinds = pick({}, kinds, {"full_attention_interval": 2})
+    found = {**found, "head_dim": pick(8, 16)}
+    changed = partly(pick, without_rope(found), 0.25, ("default",))
+    return {
+        **no_rope(),
+        **changed,
+        **kinds,
+        "num_hidden_layers": layers,
+        "linear_num_value_heads": heads,
+        "head_dim": found["head_dim"],
+    }
+
+
+def of_qwen3_next(pick: Pick, found: Settings) -> Settings:
+    return {
+        **delta(pick, found),
+        "decoder_sparse_step": pick(1, 2),
+        "mlp_only_layers": pick([], [0]),
+    }
+
+
+def of_glm4_moe(pick: Pick, found: Settings) -> Settings:
+    groups, experts = pick(1, 2), pick(4, 8)
+    chosen = pick(1, groups)
+    most = experts // groups * chosen
+    return {**no_rope(), **partly(pick, without_rope(found), 0.5, KINDS), "n_routed_experts": experts,
+            "n_group": groups, "topk_group": chosen, "n_shared_experts": pick(1, 2),
+            "num_experts_per_tok": min(found["num_experts_per_tok"], most),
+            "first_k_dense_replace": pick(0, 1, 2)}  # fmt: skip
+
+
+def of_llama4(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    rotates = pick(
+        {}, {"no_rope_layers": pick.many(layers, 0, 1, 1)}, {"no_rope_layer_interval": 2}
+    )
+    sparse = pick({}, {"interleave_moe_layer_step": 2}, {"moe_layers": [layers - 1]})
+    return {**rotates, **sparse, "attention_chunk_size": pick(5, 8, 64), "intermediate_size_mlp": pick(20, 48),
+            "layer_types": LEFT_OUT, "num_experts_per_tok": pick(1, 2),
+            "attention_bias": LEFT_OUT}  # fmt: skip
+
+
+def of_minimax(pick: Pick, found: Settings) -> Settings:
+    changed = rope(pick, found, ("default",))
+    return {**no_rope(), **changed, "rotary_dim": pick(4, width_of(found))}
+
+
+def of_ernie_moe(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    return {"moe_num_shared_experts": pick(0, 1, 2), "moe_layer_start_index": pick(0, 1, 2),
+            "moe_layer_end_index": pick(-1, layers - 1, layers), "moe_layer_interval": pick(1, 2)}  # fmt: skip
+
+
+def of_gemma2(pick: Pick, found: Settings) -> Settings:
+    return {}
+
+
+def of_gemma3(pick: Pick, found: Settings) -> Settings:
+    far = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    near = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = both(pick, far, near, rope_local_base_freq=pick(1e4, 100.0))
+    pattern = LEFT_OUT if "layer_types" in found else pick(LEFT_OUT, 2, 3)
+    layers = (
+        pick(found["num_hidden_layers"], 7) if pattern is LEFT_OUT else found["num_hidden_layers"]
+    )
+    if "layer_types" in found:
+        layers = found["num_hidden_layers"]
+    return {**ropes, "sliding_window_pattern": pattern, "num_hidden_layers": layers,
+            "use_bidirectional_attention": False}  # fmt: skip
+
+
+def sharing(pick: Pick, found: Settings) -> Settings:
+    """Layers of which the last read keys and values of those before."""
+    layers = pick(3, 4, 6)
+    shared = pick(0, 1, layers - 2)
+    kinds = [NEAR, FULL] + pick.many(layers - 3, NEAR, FULL) + [FULL]
+    far = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    near = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {**no_rope(), **pick({}, {"rope_parameters": {FULL: far, NEAR: near}})}
+    return {
+        **ropes, "num_hidden_layers": layers, "layer_types": kinds, "num_kv_shared_layers": shared,
+        "vocab_size_per_layer_input": found["vocab_size"], "hidden_size_per_layer_input": pick(6, 8),
+    }  # fmt: skip
+
+
+def of_gemma3n(pick: Pick, found: Settings) -> Settings:
+    changed = sharing(pick, found)
+    layers, inputs = changed["num_hidden_layers"], pick(2, 3, 4)
+    sparsity = pick(LEFT_OUT, [0.9, 0.5] + [0.0] * (layers - 2))
+    return {**changed, "laurel_rank": pick(3, 8), "altup_num_inputs": inputs,
+            "final_logit_softcapping": pick(LEFT_OUT, 5.0),
+            "altup_active_idx": pick(0, 1), "activation_sparsity_pattern": sparsity,
+            "intermediate_size": pick(33, [20, 33] + [40] * (layers - 2))}  # fmt: skip
+
+
+def of_gemma4(pick: Pick, found: Settings) -> Settings:
+    changed = sharing(pick, found)
+    if not changed["num_kv_shared_layers"]:  # with both, transformers does not run
+        changed["hidden_size_per_layer_input"] = pick(0, 6)
+    ropes = changed.get("rope_parameters")
+    if isinstance(ropes, dict):
+        ropes[FULL] = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    same = pick.maybe()
+    return {
+        **changed, "global_head_dim": pick(8, 12, 16), "attention_k_eq_v": same,
+        "num_global_key_value_heads": pick(1, found["num_key_value_heads"]) if same else None,
+        "use_double_wide_mlp": pick.maybe(), "num_experts": LEFT_OUT, "moe_intermediate_size": LEFT_OUT,
+    }  # fmt: skip
+
+
+def of_gpt2(pick: Pick, found: Settings) -> Settings:
+    heads = pick(1, 2, 3, 4)
+    return {"n_head": heads, "n_embd": heads * pick(3, 4, 8), "n_layer": pick(1, 2, 3, 5),
+            "n_positions": 96, "n_inner": pick(None, 33, 64), "layer_norm_epsilon": pick(1e-5, 1e-3),
+            "activation_function": pick("gelu_new", "relu", "gelu"),
+            "max_position_embeddings": LEFT_OUT}  # fmt: skip
+
+
+def of_lfm2(pick: Pick, found: Settings) -> Settings:
+    # transformers wants a layer with attention.
+    layers = pick(1, 2, 4, 5)
+    kinds = pick.many(layers - 1, "conv", "conv", FULL) + [FULL]
+    pick.rng.shuffle(kinds)
+    listed = {"full_attn_idxs": [i for i, kind in enumerate(kinds) if kind == FULL]}
+    return {**pick({"layer_types": kinds}, listed), "num_hidden_layers": layers,
+            "conv_L_cache": pick(2, 3, 4), "conv_bias": pick(True, False), "norm_eps": pick(1e-5, 1e-3),
+            "block_multiple_of": pick(8, 16), "block_ffn_dim_multiplier": pick(LEFT_OUT, 0.9, 1.5),
+            "block_auto_adjust_ff_dim": pick(True, False)}  # fmt: skip
+
+
+def of_hunyuan(pick: Pick, found: Settings) -> Settings:
+    width = pick(8, 16)
+    given = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": pick(1000.0, 8.0), "factor": 1.0,
+             "mscale": 1.0, "beta_fast": 32}  # fmt: skip
+    return {**no_rope(), "head_dim": width, "rope_parameters": pick(LEFT_OUT, given)}
+
+
+def nothing(pick: Pick, found: Settings) -> Settings:
+    return {}
+
+
+def kinds_of(pick: Pick, found: Settings, *of: str) -> list[str]:
+    """A kind for each layer, attention one of them at least: transformers counts its tokens."""
+    kinds = pick.many(found["num_hidden_layers"], *of)
+    kinds[int(pick.rng.integers(len(kinds)))] = FULL
+    return kinds
+
+
+# With biases before the convolution, those of transformers see the padding on the left of shorter texts.
+def of_lfm2(pick: Pick, found: Settings) -> Settings:
+    kinds = kinds_of(pick, found, FULL, "conv", "conv")
+    listed = [i for i, kind in enumerate(kinds) if kind == FULL]
+    return {"layer_types": pick(kinds, LEFT_OUT), "full_attn_idxs": listed, "conv_bias": False,
+            "conv_L_cache": pick(2, 3, 4), "block_auto_adjust_ff_dim": pick.maybe(),
+            "block_multiple_of": pick(4, 16), "block_ffn_dim_multiplier": pick(1.0, 1.3),
+            "norm_eps": pick(1e-5, 1e-3)}  # fmt: skip
+
+
+def mamba(pick: Pick, found: Settings) -> tuple[int, int, Settings]:
+    """Heads of Mamba 2 and their width, and settings of two families."""
+    heads, width = pick(4, 8), pick(4, 6)
+    return heads, width, {
+        "mamba_n_heads": heads, "mamba_n_groups": pick(1, 2, 4), "mamba_d_state": pick(5, 8),
+        "mamba_d_conv": pick(2, 4), "mamba_conv_bias": pick.maybe(), "mamba_proj_bias": False,
+    }  # fmt: skip
+
+
+def of_granite_hybrid(pick: Pick, found: Settings) -> Settings:
+    heads, _, more = mamba(pick, found)
+    hidden, expand = pick(16, 32, 64), pick(1, 2, 3)
+    experts = pick(0, found["num_local_experts"])
+    return {**more, "hidden_size": hidden, "mamba_expand": expand, "num_local_experts": experts,
+            "num_attention_heads": 4, "num_key_value_heads": pick(1, 2, 4),
+            "mamba_d_head": pick("auto", expand * hidden // heads),
+            "shared_intermediate_size": pick(12, 20), "position_embedding_type": pick(None, "rope"),
+            "layer_types": kinds_of(pick, found, FULL, LINEAR, LINEAR)}  # fmt: skip
+
+
+def of_mamba2(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    return {"num_heads": heads, "head_dim": width, "n_groups": more["mamba_n_groups"],
+            "expand": 2, "hidden_size": heads * width // 2, "state_size": more["mamba_d_state"],
+            "conv_kernel": more["mamba_d_conv"], "use_conv_bias": pick.maybe(), "use_bias": False,
+            "residual_in_fp32": pick.maybe(), "layer_norm_epsilon": pick(1e-5, 1e-3)}  # fmt: skip
+
+
+def of_falcon_h1(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    near = lambda count: [pick(0.3, 0.7, 1.0, 1.3) for _ in range(count)]
+    names = ("key", "attention_in", "attention_out", "ssm_in", "ssm_out", "lm_head", "embedding")
+    factors = dict(zip((f"{name}_multiplier" for name in names), near(7), strict=True))
+    return {**more, **factors, "mamba_d_ssm": heads * width, "mamba_d_head": pick("auto", width),
+            "mamba_rms_norm": pick.maybe(), "mamba_norm_before_gate": pick.maybe(),
+            "projectors_bias": pick.maybe(), "ssm_multipliers": pick(LEFT_OUT, near(5)),
+            "mlp_multipliers": pick(LEFT_OUT, near(2))}  # fmt: skip
+
+
+def of_nemotron_h(pick: Pick, found: Settings) -> Settings:
+    heads, width, more = mamba(pick, found)
+    letters = "".join(pick.many(pick(1, 2, 4), "M", "M", "*", "-")) + "*"
+    return {"hybrid_override_pattern": letters, "num_hidden_layers": LEFT_OUT, "layers_block_type": LEFT_OUT,
+            "mamba_num_heads": heads, "mamba_head_dim": width, "n_groups": more["mamba_n_groups"],
+            "ssm_state_size": more["mamba_d_state"], "conv_kernel": more["mamba_d_conv"],
+            "use_conv_bias": pick.maybe(), "use_bias": False, "mlp_hidden_act": pick("relu2", "silu"),
+            "tie_word_embeddings": LEFT_OUT}  # fmt: skip
+
+
+OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
+    "llama": of_llama,
+    "mistral": of_mistral,
+    "qwen2": of_qwen,
+    "qwen3": of_qwen,
+    "ministral3": of_ministral3,
+    "olmo2": nothing,
+    "olmo3": of_olmo3,
+    "phi3": of_phi3,
+    "smollm3": of_smollm3,
+    "granite": nothing,
+    "glm": of_glm,
+    "glm4": of_glm,
+    "cohere": nothing,
+    "cohere2": of_cohere2,
+    "seed_oss": nothing,
+    "exaone4": of_exaone4,
+    "starcoder2": of_starcoder2,
+    "stablelm": of_stablelm,
+    "ernie4_5": nothing,
+    "hunyuan_v1_dense": of_hunyuan,
+    "lfm2": of_lfm2,
+    "mixtral": of_mixtral,
+    "qwen2_moe": of_qwen_moe,
+    "qwen3_moe": of_qwen_moe,
+    "gpt_oss": of_gpt_oss,
+    "deepseek_v2": of_deepseek_v2,
+    "deepseek_v3": of_deepseek,
+    "kimi_k2": of_deepseek,
+    "qwen3_next": of_qwen3_next,
+    "qwen3_5_text": delta,
+    "qwen3_5_moe_text": delta,
+    "glm4_moe": of_glm4_moe,
+    "olmoe": nothing,
+    "granitemoe": nothing,
+    "llama4_text": of_llama4,
+    "minimax_m2": of_minimax,
+    "ernie4_5_moe": of_ernie_moe,
+    "gemma": nothing,
+    "gemma2": of_gemma2,
+    "gemma3_text": of_gemma3,
+    "gemma3n_text": of_gemma3n,
+    "gemma4_text": of_gemma4,
+    "gpt2": of_gpt2,
+    "hunyuan_v1_dense": of_hunyuan,
+    "hunyuan_v1_moe": of_hunyuan,
+    "lfm2": of_lfm2,
+    "granitemoehybrid": of_granite_hybrid,
+    "mamba2": of_mamba2,
+    "falcon_h1": of_falcon_h1,
+    "nemotron_h": of_nemotron_h,
+}

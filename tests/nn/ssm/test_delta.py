@@ -1,0 +1,61 @@
+"""The gated delta rule: in chunks as step by step and as in float64, and padding that changes nothing."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxjax.nn.ssm.delta import CHUNK, delta_chunks, delta_step
+
+B, H, DK, DV = 2, 3, 5, 4
+
+
+def inputs(length, seed=0):
+    rng = np.random.default_rng(seed)
+    q, k = rng.normal(size=(2, B, length, H, DK))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.normal(size=(B, length, H, DV))
+    g = -rng.exponential(0.3, (B, length, H))
+    beta = rng.uniform(0, 1, (B, length, H))
+    return [a.astype(np.float32) for a in (q, k, v, g, beta, rng.normal(size=(B, H, DK, DV)))]
+
+
+def in_float64(q, k, v, g, beta, state):
+    """The rule as its paper has it, one token after the other."""
+    q, k, v, g, beta, state = (np.asarray(a, np.float64) for a in (q, k, v, g, beta, state))
+    found = []
+    for t in range(q.shape[1]):
+        state = state * np.exp(g[:, t])[..., None, None]
+        known = np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + np.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
+        found.append(np.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return np.stack(found, 1), state
+
+
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7, CHUNK, 2 * CHUNK + 9])
+def test_chunks_and_steps_are_the_rule(length):
+    given = inputs(length)
+    expected = in_float64(*given)
+    close(jax.jit(delta_chunks)(*given), expected)
+    *tokens, state = given
+    y, after = delta_step(*(a[:, 0] for a in tokens), state)
+    close((y[:, None], after), in_float64(*(a[:, :1] for a in tokens), state))
+
+
+def test_a_strong_decay_neither_overflows_nor_loses_what_is_new():
+    *tokens, g, beta, state = inputs(70)
+    given = (*tokens, g * 300, beta, state)
+    close(jax.jit(delta_chunks)(*given), in_float64(*given))
+
+
+def test_tokens_without_decay_and_share_change_nothing():
+    q, k, v, g, beta, state = inputs(20)
+    real = np.arange(20)[None, :, None] < np.array([13, 0])[:, None, None]
+    _, found = jax.jit(delta_chunks)(q, k, v, g * real, beta * real, state)
+    _, expected = in_float64(q[:, :13], k[:, :13], v[:, :13], g[:, :13], beta[:, :13], state)
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(found[1], state[1])
