@@ -39,6 +39,8 @@ if _TYPE_CHECKING:
     from .ernie4_5_moe import Ernie45MoEConfig as Ernie45MoEConfig
     from .exaone4 import Exaone4 as Exaone4
     from .exaone4 import Exaone4Config as Exaone4Config
+    from .falcon import Falcon as Falcon
+    from .falcon import FalconConfig as FalconConfig
     from .falcon_h1 import FalconH1 as FalconH1
     from .falcon_h1 import FalconH1Config as FalconH1Config
     from .family import Family as Family
@@ -64,6 +66,8 @@ if _TYPE_CHECKING:
     from .glm4_moe import GLM4MoEConfig as GLM4MoEConfig
     from .gpt2 import GPT2 as GPT2
     from .gpt2 import GPT2Config as GPT2Config
+    from .gpt_neox import GPTNeoX as GPTNeoX
+    from .gpt_neox import GPTNeoXConfig as GPTNeoXConfig
     from .gpt_oss import GptOss as GptOss
     from .gpt_oss import GptOssConfig as GptOssConfig
     from .granite import Granite as Granite
@@ -163,6 +167,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "ernie4_5": "Ernie45 Ernie45Config",
         "ernie4_5_moe": "Ernie45MoE Ernie45MoEConfig",
         "exaone4": "Exaone4 Exaone4Config",
+        "falcon": "Falcon FalconConfig",
         "family": "Family PretrainedModel one_head tensors",
         "gemma": "Gemma Gemma2 Gemma2Config Gemma3 Gemma3Config GemmaConfig",
         "gguf.table": "GGUFTable",
@@ -171,6 +176,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "glm4": "GLM GLM4 GLM4Config GLMConfig",
         "glm4_moe": "GLM4MoE GLM4MoEConfig",
         "gpt2": "GPT2 GPT2Config",
+        "gpt_neox": "GPTNeoX GPTNeoXConfig",
         "gpt_oss": "GptOss GptOssConfig",
         "granite": "Granite GraniteConfig",
         "granitemoe": "GraniteMoE GraniteMoEConfig",

@@ -16,7 +16,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .gguf.metadata import unsupported
-from .gguf.table import GGUFTable
+from .gguf.table import PLAIN_BIASES, GGUFTable
 
 NAMES = ("c_fc", "c_proj")
 
@@ -84,10 +84,7 @@ STARCODER2 = Starcoder2.family = DecoderFamily(
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
         write=_write,
-        biases=(
-            *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
-            *("attn_norm", "ffn_norm", "output_norm"),
-        ),
+        biases=PLAIN_BIASES,
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
         unused=("attention.sliding_window",),
     ),

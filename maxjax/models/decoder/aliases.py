@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
+class Alias(property):
+    """A property that stands for the attribute ``name``."""
+
+    name: str
+
+
 def alias(name: str) -> Any:
     """A property that gives the attribute ``name`` the name that it is assigned to.
 
@@ -13,7 +19,15 @@ def alias(name: str) -> Any:
         ...     norm = alias("ln_f")
         >>> layer = Layer()
         >>> layer.norm = 1
-        >>> vars(layer)
-        {'ln_f': 1}
+        >>> vars(layer), spelling(layer, "norm"), spelling(layer, "mlp")
+        ({'ln_f': 1}, 'ln_f', 'mlp')
     """
-    return property(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
+    found = Alias(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
+    found.name = name
+    return found
+
+
+def spelling(module: Any, name: str) -> str:
+    """The name in the family's files of the attribute that other decoders call ``name``."""
+    found = getattr(type(module), name, None)
+    return found.name if isinstance(found, Alias) else name

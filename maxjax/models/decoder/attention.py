@@ -40,6 +40,7 @@ from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.rotary_embedding import rotate
+from .aliases import spelling
 from .config import DecoderConfig
 from .norm import norm
 from .step import Cached as Cached
@@ -167,9 +168,8 @@ class DecoderAttention(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
         width = self.head_dim
-        rules = linear_rules(
-            "o_proj", ShardingStrategy.head_aware_columnwise(1, self.num_heads, width)
-        )
+        output = ShardingStrategy.head_aware_columnwise(1, self.num_heads, width)
+        rules = linear_rules(spelling(self, "o_proj"), output)
         for name, heads in (
             ("q_proj", self.num_heads), ("k_proj", self.num_kv_heads), ("v_proj", self.num_kv_heads)
         ):  # fmt: skip

@@ -33,6 +33,7 @@ from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
 from ..multimodal import PLACES
+from .aliases import spelling
 from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig, groups_of_config, pattern, shares
@@ -160,7 +161,7 @@ class Decoder(PretrainedModel):
         A tied head is split as the embedding table is.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"lm_head.weight": Split(rows, fallback=columns)}
+        return {f"{spelling(self, 'lm_head')}.weight": Split(rows, fallback=columns)}
 
     @property
     def max_length(self) -> int:

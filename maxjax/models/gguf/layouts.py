@@ -139,6 +139,80 @@ class Paired(Permuted):
 
 
 @dataclass(frozen=True)
+class Grouped(Layout):
+    """Rows of queries, keys and values of one linear layer, which Hugging Face's tensor has in groups.
+
+    A group has the queries of one KV head, its key and its value; GGUF has all queries, then all keys,
+    then all values (``FalconModel`` and ``GPTNeoXModel``).
+
+    Attributes:
+        heads, kv_heads: numbers of heads of queries, and of keys and values.
+
+    Example:
+        >>> Grouped(4, 2).rows(8)
+        array([0, 1, 4, 6, 2, 3, 5, 7])
+    """
+
+    heads: int
+    kv_heads: int
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        self._check(stored[0] if stored else 1)
+        return tuple(stored)
+
+    def rows(self, count: int) -> np.ndarray:
+        """See :class:`Layout`."""
+        self._check(count)
+        parts = np.split(np.arange(count), count // self._total * np.cumsum(self._counts)[:-1])
+        groups = [part.reshape(self.kv_heads, -1) for part in parts]
+        return np.concatenate(groups, 1).reshape(-1)
+
+    def apply(self, stored: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        self.shape(stored.shape)
+        return stored[self.rows(len(stored))]
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Ungrouped(self.heads, self.kv_heads)
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        return self.heads, self.kv_heads, self.kv_heads
+
+    @property
+    def _total(self) -> int:
+        return sum(self._counts)
+
+    def _check(self, count: int) -> None:
+        if count % self._total or self.heads % self.kv_heads:
+            raise CheckpointFormatError(
+                "the rows of queries, keys and values do not form heads",
+                expected=f"a multiple of {self.heads} + 2 × {self.kv_heads} heads",
+                found=f"{count} rows",
+            )
+
+
+@dataclass(frozen=True)
+class Ungrouped(Grouped):
+    """Rows of queries, keys and values from groups to GGUF's order: the inverse of ``Grouped``.
+
+    Example:
+        >>> Ungrouped(4, 2).rows(8)
+        array([0, 1, 4, 5, 2, 6, 3, 7])
+    """
+
+    def rows(self, count: int) -> np.ndarray:
+        """See :class:`Layout`."""
+        return np.argsort(super().rows(count))
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Grouped(self.heads, self.kv_heads)
+
+
+@dataclass(frozen=True)
 class Plus(Layout):
     """A number added to every value, as in the norms of Gemma (``GemmaModel.modify_tensors``).
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
-from .layouts import Expert, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
+from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
 
 # Layouts that need the number of heads or experts, which the metadata holds.
 BARE = "-"
-QUERIES, KEYS, STACK, GATES, UPS = "queries", "keys", "stack", "gates", "ups"
+QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
+STACK, GATES, UPS = "stack", "gates", "ups"
 
 
 class Rule(NamedTuple):
@@ -319,6 +320,9 @@ class _Counts:
         if what == KEYS:
             heads = self._given.count("attention.head_count_kv", None)
             return self.layout(QUERIES, expert) if heads is None else Permuted(heads)
+        if what == GROUPS:
+            heads = self._given.count("attention.head_count")
+            return Grouped(heads, self._given.count("attention.head_count_kv", heads))
         parts = {STACK: (0, 1), GATES: (0, 2), UPS: (1, 2)}[what]
         return Expert(expert, self.experts(), *parts)
 

@@ -32,6 +32,11 @@ PERMUTED: Mapping[str, Rule] = {
     ".attn_q": Rule("self_attn.q_proj", QUERIES),
     ".attn_k": Rule("self_attn.k_proj", KEYS),
 }
+# The tensors of a model with LayerNorm and biases everywhere.
+PLAIN_BIASES = (
+    "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down", "attn_norm",
+    "ffn_norm", "output_norm",
+)  # fmt: skip
 # One linear layer for gate and up.
 GATE_UP: Mapping[str, str | None] = {".ffn_gate": None, ".ffn_up": "mlp.gate_up_proj"}
 

@@ -19,14 +19,14 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Layout, Permuted, Plus, Same, Taps, Transposed
-from ..names import ARCHITECTURES, BARE, GATES, KEYS, QUERIES, STACK, UPS, Source
+from ..layouts import Grouped, Layout, Permuted, Plus, Same, Taps, Transposed
+from ..names import ARCHITECTURES, BARE, GATES, GROUPS, KEYS, QUERIES, STACK, UPS, Source
 from ..sources import Relaid, Stacked, read_box
 from ..table import TABLES
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
-# Old names of suffixes; prefixes that some files add; prefixes that some files leave out.
+# Old names of suffixes; prefixes that some files add.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
 _PREFIX = {
     "bert": "bert.",
@@ -34,8 +34,6 @@ _PREFIX = {
     "jina-bert-v3": "roberta.",
     "modern-bert": "model.",
 }
-_MISSING = {"gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f."))}
-_DECODER = ("model.", ("embed_tokens.", "layers.", "norm."))
 # Architectures whose names are those of the model without a head.
 _ENCODERS = ("bert", "nomic-bert", "jina-bert-v3", "modern-bert")
 # Computed from the configuration, not learned.
@@ -243,10 +241,16 @@ def _canonical(architecture: str, name: str) -> str:
     """A tensor's name as it is in the tables."""
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
-    prefix, starts = _MISSING.get(architecture, _DECODER)
-    if architecture not in _ENCODERS and name.startswith(starts):
-        return prefix + name
-    return name.removeprefix(_PREFIX.get(architecture, ""))
+    if architecture in _ENCODERS:
+        return name.removeprefix(_PREFIX.get(architecture, ""))
+    table = ARCHITECTURES[architecture]
+    front = table["token_embd"][0].name.partition(".")[0] + "."
+    if name.startswith(front):
+        return name
+    # Files of a model without its head leave out the prefix.
+    names = (rule.name for rules in table.values() for rule in rules)
+    first = {one.removeprefix(front).partition(".")[0] for one in names if one.startswith(front)}
+    return front + name if name.partition(".")[0] in first else name
 
 
 def _place(
@@ -281,6 +285,8 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.config.num_heads).back()
     if what == KEYS:
         return Permuted(model.kv_heads).back()
+    if what == GROUPS:
+        return Grouped(model.config.num_heads, model.kv_heads).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)

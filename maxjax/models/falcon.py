@@ -1,0 +1,197 @@
+"""Falcon (7B, 40B, 180B, and Falcon 2): attention beside the MLP, and one or few KV heads.
+
+Source: arXiv:2311.16867; transformers' ``modeling_falcon``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..errors import UnsupportedModelError
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.block import DecoderLayer, ParallelLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.grouped import GroupedAttention
+from .decoder.mlp import PlainMLP
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
+from .gguf.metadata import Settings, unsupported
+from .gguf.names import GROUPS, Rule
+from .gguf.table import GGUFTable
+from .gpt_neox import MLP_NAMES
+
+
+@dataclass(frozen=True)
+class FalconConfig(DecoderConfig):
+    """The settings of a Falcon.
+
+    Attributes:
+        intermediate_size: inner features of the MLP; ``4 · hidden_size`` by default.
+        bias: whether the linear layers of attention and MLP have biases.
+        new_decoder_architecture: whether it is one like the 40B, with groups of query heads.
+        multi_query: whether one of the first kind has one KV head.
+        parallel_attn: whether attention and MLP of one of the first kind are in parallel.
+        num_ln_in_parallel_attn: number of norms in a layer of the new kind.
+    """
+
+    model_type = "falcon"
+
+    intermediate_size: int | None = setting("ffn_hidden_size", default=None, minimum=1, held="axis")  # type: ignore[assignment]
+    num_layers: int = setting(
+        "num_hidden_layers", default=32, minimum=1, maximum=1000, held="layers", also=("n_layer",)
+    )
+    num_heads: int = setting(
+        "num_attention_heads", default=71, minimum=1, held="axis", also=("n_head",)
+    )
+    num_kv_heads: int | None = setting(
+        "num_kv_heads", default=None, minimum=1, held="axis", also=("n_head_kv",)
+    )
+    head_dim: int | None = own(None)
+    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
+    hidden_act: str = setting("activation", default="gelu")
+    tie_word_embeddings: bool = setting(default=True)
+    attention_bias: bool = setting("bias", default=False)
+    mlp_bias: bool = setting("bias", default=False)
+    sliding_window: int | None = own(None)
+    norm: str = own("layer")
+    new_decoder_architecture: bool = setting(default=False)
+    multi_query: bool = setting(default=True)
+    parallel_attn: bool = setting(default=True)
+    num_ln_in_parallel_attn: int = setting(default=2, minimum=1, maximum=2, held="axis")
+
+    def __post_init__(self) -> None:
+        if not self.new_decoder_architecture:
+            object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
+        if self.intermediate_size is None:
+            object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
+        super().__post_init__()
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing; a Falcon-RW is refused.
+
+        Raises:
+            UnsupportedModelError: the model has ALiBi in place of RoPE.
+        """
+        if raw.get("alibi"):
+            raise UnsupportedModelError("'alibi' of a Falcon, a bias of scores in place of RoPE")
+        return {}
+
+
+class _Parts:
+    """What all kinds of layers have, by the names of the files."""
+
+    attention_class: ClassVar[Any] = GroupedAttention
+    self_attn = alias("self_attention")
+
+    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
+        """The layer's MLP, which has no gate."""
+        sizes = config.hidden_size, config.intermediate_size
+        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+
+
+class FalconLayer(_Parts, DecoderLayer):
+    """A layer with the MLP after attention."""
+
+
+class FalconParallelLayer(_Parts, ParallelLayer):
+    """A layer with the MLP beside attention, after one norm (7B, Falcon 2)."""
+
+
+class FalconTwoNormLayer(_Parts, ParallelLayer):
+    """A layer with the MLP beside attention, each after a norm of its own (40B, 180B)."""
+
+    norms: ClassVar[int] = 2
+    input_layernorm, post_attention_layernorm = alias("ln_attn"), alias("ln_mlp")
+
+
+def layer(config: FalconConfig, number: int, dtype: DType) -> DecoderLayer:
+    """A layer of the kind that the configuration names."""
+    if config.new_decoder_architecture:
+        two = config.num_ln_in_parallel_attn == 2
+        return (FalconTwoNormLayer if two else FalconParallelLayer)(config, number, dtype)
+    return (FalconParallelLayer if config.parallel_attn else FalconLayer)(config, number, dtype)
+
+
+class FalconModel(DecoderModel):
+    """The model without its head."""
+
+    embed_tokens, layers, norm = alias("word_embeddings"), alias("h"), alias("ln_f")
+
+
+class Falcon(Decoder):
+    """A Falcon language model.
+
+    Example:
+        >>> config = FalconConfig(100, 32, num_layers=1, num_heads=4)
+        >>> Falcon(config).raw_state_dict()["transformer.h.0.self_attention.query_key_value.weight"].shape
+        [Dim(48), Dim(32)]
+    """
+
+    layer_class: ClassVar[Any] = staticmethod(layer)
+    model_class: ClassVar[Any] = FalconModel
+    model = alias("transformer")
+
+
+@dataclass(frozen=True)
+class _Family(DecoderFamily):
+    """A GGUF file has one name for the norm of the MLP and for that of both."""
+
+    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`Family.adapt`, with those of the two norms that the layers have."""
+        found = super().adapt(checkpoint)
+        both = any(".ln_attn." in name for name in found)
+        if any(".input_layernorm." in n for n in found) and any(".ln_mlp." in n for n in found):
+            left = ".input_layernorm." if both else ".ln_mlp."
+            found = {name: value for name, value in found.items() if left not in name}
+        return found
+
+
+def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The kind of a Falcon, by its norms and KV heads."""
+    heads, two = config["num_key_value_heads"], "blk.0.attn_norm_2.weight" in tensors
+    found = {"ffn_hidden_size": config["intermediate_size"]}
+    if heads == 1 and not two:
+        return {**found, "new_decoder_architecture": False, "multi_query": True}
+    norms = {"num_ln_in_parallel_attn": 1 + two}
+    return {**found, **norms, "new_decoder_architecture": True, "num_kv_heads": heads}
+
+
+def _write(config: FalconConfig) -> dict[str, Any]:
+    if not config.new_decoder_architecture and not config.parallel_attn:
+        raise unsupported("'parallel_attn' false in a GGUF file of 'falcon'", None)
+    return {}
+
+
+FALCON = Falcon.family = _Family(
+    model_type=FalconConfig.model_type,
+    architectures=("FalconForCausalLM", "FalconModel"),
+    config=FalconConfig,
+    make=make(Falcon),
+    ignored=KNOWN,
+    tied=("lm_head.weight", "transformer.word_embeddings.weight"),
+    bare=("transformer.", ("word_embeddings.", "h.", "ln_f.")),
+    gguf=GGUFTable(
+        "falcon",
+        {
+            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate", ".ffn_norm")),
+            "token_embd": "transformer.word_embeddings",
+            "output_norm": "transformer.ln_f",
+            ".attn_norm": (Rule("input_layernorm"), Rule("ln_mlp")),
+            ".attn_norm_2": "ln_attn",
+            ".attn_qkv": Rule("self_attention.query_key_value", GROUPS),
+            ".attn_output": "self_attention.dense",
+            ".ffn_up": "mlp.dense_h_to_4h",
+            ".ffn_down": "mlp.dense_4h_to_h",
+        },
+        fixed={"activation": "gelu", "bias": False},
+        layer="transformer.h.*.",
+        read=_read,
+        write=_write,
+        biases=("attn_norm", "attn_norm_2", "output_norm"),
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    ),
+)

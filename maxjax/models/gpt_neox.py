@@ -1,0 +1,137 @@
+"""GPT-NeoX and Pythia: attention beside the MLP, RoPE of a quarter of each head, LayerNorm, biases.
+
+Source: arXiv:2204.06745; transformers' ``modeling_gpt_neox``.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.block import DecoderLayer, ParallelLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.grouped import GroupedAttention
+from .decoder.mlp import PlainMLP
+from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.rope import Rope, read_rope
+from .gguf.names import GROUPS, Rule
+from .gguf.table import PLAIN_BIASES, GGUFTable
+
+MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+@dataclass(frozen=True)
+class GPTNeoXConfig(DecoderConfig):
+    """The settings of a GPT-NeoX.
+
+    Attributes:
+        use_parallel_residual: whether attention and MLP are added to the same hidden states.
+    """
+
+    model_type = "gpt_neox"
+
+    num_kv_heads: int | None = own(None)
+    head_dim: int | None = own(None)
+    rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
+    hidden_act: str = setting(default="gelu")
+    attention_bias: bool = setting(default=True)
+    mlp_bias: bool = own(True)
+    sliding_window: int | None = own(None)
+    use_parallel_residual: bool = setting(default=True)
+    norm: str = own("layer")
+    rope: Rope = own(Rope(part=0.25))
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of the first part of each head, whose settings have other keys in older files."""
+        keys = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+        older = {key: raw[old] for key, old in keys.items() if raw.get(old) is not None}
+        both = ChainMap(older, raw)  # type: ignore[arg-type]
+        return {"rope": read_rope(both, context, part=0.25)}
+
+
+class _Parts:
+    """What both kinds of layers have, by the names of the files."""
+
+    attention_class: ClassVar[Any] = GroupedAttention
+    self_attn = alias("attention")
+
+    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
+        """The layer's MLP, which has no gate."""
+        sizes = config.hidden_size, config.intermediate_size
+        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+
+
+class GPTNeoXLayer(_Parts, DecoderLayer):
+    """A layer with the MLP after attention."""
+
+
+class GPTNeoXParallelLayer(_Parts, ParallelLayer):
+    """A layer with the MLP beside attention, each after a norm of its own."""
+
+    norms: ClassVar[int] = 2
+
+
+def layer(config: GPTNeoXConfig, number: int, dtype: DType) -> DecoderLayer:
+    """A layer of the kind that the configuration names."""
+    kind = GPTNeoXParallelLayer if config.use_parallel_residual else GPTNeoXLayer
+    return kind(config, number, dtype)
+
+
+class GPTNeoXModel(DecoderModel):
+    """The model without its head."""
+
+    embed_tokens, norm = alias("embed_in"), alias("final_layer_norm")
+
+
+class GPTNeoX(Decoder):
+    """A GPT-NeoX or Pythia language model.
+
+    Example:
+        >>> model = GPTNeoX(GPTNeoXConfig(100, 32, 64, num_layers=1, num_heads=4))
+        >>> [name for name in model.raw_state_dict() if "layers" not in name]
+        ['gpt_neox.embed_in.weight', 'gpt_neox.final_layer_norm.weight',
+         'gpt_neox.final_layer_norm.bias', 'embed_out.weight']
+    """
+
+    layer_class: ClassVar[Any] = staticmethod(layer)
+    model_class: ClassVar[Any] = GPTNeoXModel
+    model, lm_head = alias("gpt_neox"), alias("embed_out")
+
+
+GPT_NEOX = GPTNeoX.family = DecoderFamily(
+    model_type=GPTNeoXConfig.model_type,
+    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    config=GPTNeoXConfig,
+    make=make(GPTNeoX),
+    renamed=(("lm_head.weight", "embed_out.weight"),),
+    ignored=("*rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+    tied=("embed_out.weight", "gpt_neox.embed_in.weight"),
+    bare=("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
+    gguf=GGUFTable(
+        "gptneox",
+        {
+            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+            ".attn_qkv": Rule("attention.query_key_value", GROUPS),
+            ".attn_output": "attention.dense",
+            ".ffn_up": "mlp.dense_h_to_4h",
+            ".ffn_down": "mlp.dense_4h_to_h",
+        },
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        fixed={"hidden_act": "gelu", "attention_bias": True},
+        layer="gpt_neox.layers.*.",
+        read=lambda given, tensors, config: {"attention_bias": "blk.0.attn_qkv.bias" in tensors},
+        biases=PLAIN_BIASES,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        is_partial=True,
+        has_head=True,
+    ),
+)
