@@ -158,9 +158,8 @@ class Llama4Layer(MoELayer):
 
     def __init__(self, config: Llama4Config, number: int, dtype: DType):
         super().__init__(config, number, dtype)
-        self.self_attn.scales_queries = (
-            not config.rotates[number] and config.query_scaling is not None
-        )
+        rotates = not config.rotates or config.rotates[number]
+        self.self_attn.scales_queries = not rotates and config.query_scaling is not None
 
     @property
     def mlp(self) -> Any:

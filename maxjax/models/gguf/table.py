@@ -92,7 +92,7 @@ class GGUFTable:
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
-        (Rule(name='model.layers.*.norm_2', layout=Same()),)
+        (Rule(name='model.layers.*.norm_2', layout=Same(), only=''),)
     """
 
     architecture: str

@@ -69,7 +69,7 @@ CASES = [
            rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                             "mrope_interleaved": True, "mrope_section": [1, 0, 0]}),
     _dense("one-head", num_key_value_heads=1, linear_num_key_heads=1, num_hidden_layers=4),
-    _dense("relu", hidden_act="relu", layer_types=[_LINEAR, _LINEAR, _FULL], num_hidden_layers=3),
+    _dense("relu", gguf=False, hidden_act="relu", layer_types=[_LINEAR, _LINEAR, _FULL], num_hidden_layers=3),
     _sparse("1"),
     _sparse("tied", tie_word_embeddings=True, num_experts_per_tok=1),
     _sparse("all-linear-first", layer_types=[_LINEAR, _LINEAR, _LINEAR, _LINEAR, _FULL], length=70),
