@@ -72,5 +72,5 @@ CASES = [
     _dense("relu", gguf=False, hidden_act="relu", layer_types=[_LINEAR, _LINEAR, _FULL], num_hidden_layers=3),
     _sparse("1"),
     _sparse("tied", tie_word_embeddings=True, num_experts_per_tok=1),
-    _sparse("all-linear-first", layer_types=[_LINEAR, _LINEAR, _LINEAR, _LINEAR, _FULL], length=70),
+    _sparse("all-linear-first", layer_types=[_LINEAR, _LINEAR, _LINEAR, _LINEAR, _FULL], length=45),
 ]  # fmt: skip
