@@ -280,18 +280,6 @@ def of_gpt2(pick: Pick, found: Settings) -> Settings:
             "max_position_embeddings": LEFT_OUT}  # fmt: skip
 
 
-def of_lfm2(pick: Pick, found: Settings) -> Settings:
-    # transformers wants a layer with attention.
-    layers = pick(1, 2, 4, 5)
-    kinds = pick.many(layers - 1, "conv", "conv", FULL) + [FULL]
-    pick.rng.shuffle(kinds)
-    listed = {"full_attn_idxs": [i for i, kind in enumerate(kinds) if kind == FULL]}
-    return {**pick({"layer_types": kinds}, listed), "num_hidden_layers": layers,
-            "conv_L_cache": pick(2, 3, 4), "conv_bias": pick(True, False), "norm_eps": pick(1e-5, 1e-3),
-            "block_multiple_of": pick(8, 16), "block_ffn_dim_multiplier": pick(LEFT_OUT, 0.9, 1.5),
-            "block_auto_adjust_ff_dim": pick(True, False)}  # fmt: skip
-
-
 def of_hunyuan(pick: Pick, found: Settings) -> Settings:
     width = pick(8, 16)
     given = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": pick(1000.0, 8.0), "factor": 1.0,
@@ -413,9 +401,7 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "gemma3n_text": of_gemma3n,
     "gemma4_text": of_gemma4,
     "gpt2": of_gpt2,
-    "hunyuan_v1_dense": of_hunyuan,
     "hunyuan_v1_moe": of_hunyuan,
-    "lfm2": of_lfm2,
     "granitemoehybrid": of_granite_hybrid,
     "mamba2": of_mamba2,
     "falcon_h1": of_falcon_h1,
