@@ -95,8 +95,8 @@ class GPTNeoX(Decoder):
     Example:
         >>> model = GPTNeoX(GPTNeoXConfig(100, 32, 64, num_layers=1, num_heads=4))
         >>> [name for name in model.raw_state_dict() if "layers" not in name]
-        ['gpt_neox.embed_in.weight', 'gpt_neox.final_layer_norm.weight',
-         'gpt_neox.final_layer_norm.bias', 'embed_out.weight']
+        ['embed_out.weight', 'gpt_neox.embed_in.weight', 'gpt_neox.final_layer_norm.weight',
+         'gpt_neox.final_layer_norm.bias']
     """
 
     layer_class: ClassVar[Any] = staticmethod(layer)
