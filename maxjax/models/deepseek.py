@@ -24,9 +24,10 @@ from .decoder.experts import (
     check_routing,
 )  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
-from .decoder.model import Decoder, make
+from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import read_rope, rope_settings
 from .deepseek_files import GGUF, DeepseekFamily
+from .multimodal import SIGHT
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,9 @@ DEEPSEEK_V3 = DeepseekV3.family = DeepseekFamily(
     config=DeepseekV3Config,
     make=make(DeepseekV3),
     gguf=GGUF,
+    # Kimi K2.5 and later see: their text model is this one.
+    ignored=(*KNOWN, "mm_projector.*"),
+    sight=SIGHT,
 )
 # Kimi K2's files name DeepSeek's architecture, and this model type.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

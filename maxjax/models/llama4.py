@@ -120,14 +120,19 @@ class Llama4Attention(DecoderAttention):
 
     def __init__(self, config: Llama4Config, slides: bool, dtype: DType):
         super().__init__(config, slides, dtype)
-        self.epsilon: float | None = config.rms_norm_eps if config.qk_norm_l2 else None
+        self.magnitude = config.rope.magnitude
+        epsilon = config.rms_norm_eps / self.magnitude**2
+        self.epsilon: float | None = epsilon if config.qk_norm_l2 else None
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Normalised before RoPE: it does not change the length of a head."""
+        """Normalised before RoPE, which changes the length of a head by its magnitude (YaRN) alone."""
         q, k, v = super().heads(q, k, v)
         if self.epsilon is None or self.rope == "none":
             return [q, k, v]
-        return [_divided(q, self.epsilon), _divided(k, self.epsilon), v]
+        q, k = (_divided(x, self.epsilon) for x in (q, k))
+        if self.magnitude != 1:
+            q, k = (x * jnp.asarray(1 / self.magnitude, x.dtype) for x in (q, k))
+        return [q, k, v]
 
 
 def _divided(x: jax.Array, epsilon: float) -> jax.Array:

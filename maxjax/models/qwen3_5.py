@@ -122,7 +122,8 @@ QWEN3_5 = Qwen35.family = MoEFamily(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
     config=Qwen35Config,
     make=make(Qwen35),
-    ignored=(*KNOWN, *PREDICTING, *SIGHT),
+    ignored=(*KNOWN, *PREDICTING),
+    sight=SIGHT,
     gguf=QWEN3_5_GGUF,
 )
 QWEN3_5_MOE = Qwen35MoE.family = MoEFamily(
@@ -130,6 +131,7 @@ QWEN3_5_MOE = Qwen35MoE.family = MoEFamily(
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
     config=Qwen35MoEConfig,
     make=make(Qwen35MoE),
-    ignored=(*KNOWN, *PREDICTING, *SIGHT),
+    ignored=(*KNOWN, *PREDICTING),
+    sight=SIGHT,
     gguf=QWEN3_5_MOE_GGUF,
 )

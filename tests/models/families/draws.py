@@ -137,6 +137,11 @@ def draw(family: str, rng: np.random.Generator) -> Drawn:
     original = found.get(ORIGINAL, ropes.get(ORIGINAL))
     context = found["max_position_embeddings"] if kind == "dynamic" else original
     grows = kind in ("dynamic", "longrope") and context is not None and context < 64
+    # Two names of one number, of which transformers reads both and writes one.
+    both = {"num_experts", "num_local_experts"}
+    for other, name in config.attribute_map.items():
+        if {other, name} == both and Pick(rng.spawn(1)[0]).maybe():
+            found[other] = found.pop(name)
     case = dataclasses.replace(base, family=family, settings=found, is_whole=True, name="drawn")
     return Drawn(case, pick.maybe(), grows and not ropes.get("alpha"), family)
 

@@ -20,4 +20,9 @@ CASES = [
                        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
                    }}, "published"),
+    # The norm of queries and keys takes YaRN's factor away again.
+    Case(*_KINDS, {**_MOE, "head_dim": 8, "attention_chunk_size": 8, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "attention_factor": 1.3,
+        "original_max_position_embeddings": 64,
+    }}, "yarn", gguf=False),
 ]  # fmt: skip
