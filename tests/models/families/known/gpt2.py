@@ -7,7 +7,8 @@ from tests.models.families.cases import Case
 def _case(name, gguf=True, **settings):
     return Case(
         "gpt2", "GPT2LMHeadModel", "GPT2Config",
-        {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **settings},
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": None,
+         "eos_token_id": None, **settings},
         name, draw=decoders.drawn_of_gpt2, last=("transformer.ln_f.weight", "transformer.ln_f.bias"),
         is_whole=True, gguf=gguf,
     )  # fmt: skip
