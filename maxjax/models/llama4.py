@@ -164,7 +164,7 @@ class Llama4Layer(MoELayer):
     def __init__(self, config: Llama4Config, number: int, dtype: DType):
         super().__init__(config, number, dtype)
         self.self_attn.scales_queries = (
-            not config.rotates[number] and config.query_scaling is not None
+            bool(config.rotates) and not config.rotates[number] and config.query_scaling is not None
         )
 
     @property
