@@ -19,7 +19,6 @@ import numpy as np
 
 from maxjax.models.encoder.config import EncoderConfig
 from maxjax.models.registry import FAMILIES
-from tests.models import decoders
 from tests.models.families.cases import Case, every
 from tests.models.families.choices import (
     FULL,
@@ -177,27 +176,8 @@ def sizes(pick: Pick, known: set[str], family: str, config: Any) -> Settings:
     return {k: v for k, v in found.items() if k in known}
 
 
-def _plain(kind: str, config: str = "", **how: Any) -> Case:
-    return Case("", f"{kind}ForCausalLM", config or f"{kind}Config", **how)
-
-
-_GEMMA: Settings = {"draw": decoders.drawn_of_gemma, "one": 1.0}
-# Families without cases, which have tests of their own.
-BASES = {
-    "mistral": _plain("Mistral"),
-    "qwen2": _plain("Qwen2"),
-    "qwen3": _plain("Qwen3"),
-    "mixtral": _plain("Mixtral"),
-    "qwen3_moe": _plain("Qwen3Moe"),
-    "kimi_k2": _plain("DeepseekV3"),
-    "gemma": _plain("Gemma", **_GEMMA),
-    "gemma2": _plain("Gemma2", **_GEMMA),
-    "gemma3_text": _plain("Gemma3", "Gemma3TextConfig", **_GEMMA),
-    "gpt2": Case(
-        "", "GPT2LMHeadModel", "GPT2Config", draw=decoders.drawn_of_gpt2,
-        last=("transformer.ln_f.weight", "transformer.ln_f.bias"),
-    ),
-}  # fmt: skip
+# Families without cases: those of another name.
+BASES = {"kimi_k2": Case("", "DeepseekV3ForCausalLM", "DeepseekV3Config")}
 
 
 def base_of(family: str) -> Case:

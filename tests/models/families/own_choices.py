@@ -308,6 +308,27 @@ def of_lfm2(pick: Pick, found: Settings) -> Settings:
             "norm_eps": pick(1e-5, 1e-3)}  # fmt: skip
 
 
+def of_neox(pick: Pick, found: Settings) -> Settings:
+    width = found["hidden_size"] // found["num_attention_heads"]
+    share = pick(*(s for s in (0.25, 0.5, 1.0) if width * s % 2 == 0))
+    return {**no_rope(), "rotary_pct": share, "rotary_emb_base": pick(10000, 25000)}
+
+
+def of_falcon(pick: Pick, found: Settings) -> Settings:
+    heads = found["num_attention_heads"]
+    kv = pick(*(n for n in (1, 2, 3, heads) if heads % n == 0))
+    kind = pick(
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": kv,
+            "num_ln_in_parallel_attn": pick(1, 2, None),
+        },
+        {"multi_query": True, "parallel_attn": True},
+        {"multi_query": pick(True, False), "parallel_attn": False},
+    )
+    return {**kind, "bias": pick.maybe(), "ffn_hidden_size": pick(LEFT_OUT, 48), "alibi": False}
+
+
 def mamba(pick: Pick, found: Settings) -> tuple[int, int, Settings]:
     """Heads of Mamba 2 and their width, and settings of two families."""
     heads, width = pick(4, 8), pick(4, 6)
@@ -404,6 +425,8 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "hunyuan_v1_moe": of_hunyuan,
     "granitemoehybrid": of_granite_hybrid,
     "mamba2": of_mamba2,
+    "gpt_neox": of_neox,
+    "falcon": of_falcon,
     "falcon_h1": of_falcon_h1,
     "nemotron_h": of_nemotron_h,
 }

@@ -25,4 +25,5 @@ CASES = [
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "attention_factor": 1.3,
         "original_max_position_embeddings": 64,
     }}, "yarn", gguf=False),
+    Case(*_KINDS, {**_MOE, "num_hidden_layers": 3, "attention_chunk_size": 5}, "all-rotate", gguf=False),
 ]  # fmt: skip
