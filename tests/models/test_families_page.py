@@ -94,7 +94,7 @@ def test_its_families_compute_what_others_do(tmp_path):
     raw = {
         "vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 4,
-        "model_type": "fused", "max_position_embeddings": 64,
+        "model_type": "fused", "max_position_embeddings": 64, "rope_theta": 2e6,
     }  # fmt: skip
     weights = fused_weights(known)
     for mesh in (None, maxjax.make_mesh(model=2)):
