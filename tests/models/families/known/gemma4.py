@@ -49,7 +49,8 @@ def _3n(name, **settings):
 
 
 CASES = [
-    _4("shared", hidden_size_per_layer_input=8, num_kv_shared_layers=3, use_double_wide_mlp=True, final_logit_softcapping=30.0),
+    _4("shared", hidden_size_per_layer_input=8, num_kv_shared_layers=3, use_double_wide_mlp=True,
+       final_logit_softcapping=30.0),
     _4("keys-are-values", attention_k_eq_v=True, num_global_key_value_heads=1,
        hidden_size_per_layer_input=0, layer_types=None, num_hidden_layers=6, tie_word_embeddings=False),
     _4("one-own-of-each", num_kv_shared_layers=4, layer_types=[_NEAR, _FULL, _FULL] + _KINDS[3:],
