@@ -171,6 +171,8 @@ def delta(pick: Pick, found: Settings) -> Settings:
         **kinds,
         "num_hidden_layers": layers,
         "linear_num_value_heads": heads,
+        # GELU's small results are what two large ones leave, and the norms of queries and keys enlarge them.
+        "hidden_act": pick("silu", "relu"),
         "head_dim": found["head_dim"],
     }
 
