@@ -40,7 +40,10 @@ HOSTILE = [
     math.inf, -math.inf, "7", "x" * 1000, [], [7], {},
 ]  # fmt: skip
 # Numbers that count nothing in a file, and cost nothing however large they are.
-FREE = {"max_position_embeddings", "sliding_window", "sliding_window_pattern", "local_attention"}
+FREE = {
+    "max_position_embeddings", "sliding_window", "sliding_window_pattern", "local_attention",
+    "moe_layer_start_index", "moe_layer_interval",
+}  # fmt: skip
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
 UNUSED |= {
