@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.value import TensorValue, unwrap, wraps
+from ..rendering.rendered import guarded
 from .layer import Module
 
 
@@ -50,4 +51,4 @@ class Dropout(Module):
         return TensorValue(y) if wraps(x) else y
 
     def __repr__(self) -> str:
-        return f"Dropout({self.p})"
+        return guarded(self, lambda: f"Dropout({self.p})")

@@ -1,6 +1,8 @@
 """What each class says of itself, and that no class fails to."""
 
+import importlib
 import json
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,11 @@ def every(cls):
         yield from every(below)
 
 
+@pytest.mark.slow
 def test_nothing_that_is_half_made_fails():
+    for module in pkgutil.walk_packages(maxjax.__path__, "maxjax."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     classes = [cls for cls in every(Rendered) if cls.__module__.startswith("maxjax.")]
     assert len(classes) > 60
     for cls in classes:
