@@ -32,7 +32,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
 
     model_type = "hunyuan_v1_moe"
 
-    num_experts: int = setting(default=1, minimum=1, held="axis")
+    num_experts: int = setting(default=1, minimum=1, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting("moe_topk", default=1, minimum=1, held="axis")
 
     def __post_init__(self) -> None:
