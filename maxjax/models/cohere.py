@@ -26,7 +26,7 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
-from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, layers_of, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, read_rope
 from .gguf.metadata import unsupported
@@ -74,10 +74,9 @@ class Cohere2Config(CohereConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window, which are those with RoPE."""
-        layers, period = raw.get("num_hidden_layers"), raw.get("sliding_window_pattern")
+        layers, period = layers_of(raw), raw.get("sliding_window_pattern")
         if type(period) is not int or period < 1:
             raise ValueError(f"'sliding_window_pattern' is {str(period)[:60]}, not a number")
-        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
         slides = slides_of(raw, [bool((i + 1) % period) for i in range(layers)])
         window = raw.get("sliding_window") if any(slides) else None
         return {"mlp_bias": False, "slides": slides, "rotates": slides, "sliding_window": window}

@@ -15,6 +15,7 @@ from ..nn.moe import Routing
 from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
+from .decoder.expert_files import PredictingFamily
 from .decoder.experts import (
     BalancedRouter,
     MoEConfig,
@@ -26,7 +27,7 @@ from .decoder.experts import (
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import read_rope, rope_settings
-from .deepseek_files import GGUF, DeepseekFamily
+from .deepseek_files import GGUF
 from .multimodal import SIGHT
 
 
@@ -211,13 +212,13 @@ class DeepseekV3(Decoder):
     layer_class: ClassVar[Any] = DeepseekV3Layer
 
 
-DEEPSEEK_V2 = DeepseekV2.family = DeepseekFamily(
+DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily(
     model_type=DeepseekV2Config.model_type,
     architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     config=DeepseekV2Config,
     make=make(DeepseekV2),
 )
-DEEPSEEK_V3 = DeepseekV3.family = DeepseekFamily(
+DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily(
     model_type=DeepseekV3Config.model_type,
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     config=DeepseekV3Config,

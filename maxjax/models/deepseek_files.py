@@ -9,39 +9,22 @@ Source: ``DeepseekV2Model`` of llama.cpp's converter, its ``src/models/deepseek2
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointFormatError
 from ..graph.weights import WeightData
-from .decoder.expert_files import MoEFamily
 from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
-from .gguf.names import Rule, expert_names
+from .gguf.names import ROUTED_KEYS, Rule, expert_names
 from .gguf.pieces import computed
 from .gguf.table import GGUFTable
 
 _LOG = logging.getLogger("maxjax")
-# The layers of multi-token prediction, which come after the model's own, have one of these.
-_PREDICTING = re.compile(r"(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
 _BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
 # llama.cpp's numbers of what gives scores to experts.
 _SOFTMAX, _SIGMOID = 1, 2
-
-
-@dataclass(frozen=True)
-class DeepseekFamily(MoEFamily):
-    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
-
-    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`MoEFamily.apart` of the model's own layers."""
-        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
-        fronts = tuple({match[1] for match in found if match is not None})
-        kept = {n: v for n, v in checkpoint.items() if not fronts or not n.startswith(fronts)}
-        return super().apart(kept)
 
 
 def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
@@ -185,20 +168,14 @@ GGUF = GGUFTable(
         "attention.q_lora_rank": "q_lora_rank",
         "attention.kv_lora_rank": "kv_lora_rank",
         "attention.value_length_mla": "v_head_dim",
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_count": "n_shared_experts",
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
+        **ROUTED_KEYS,
     },
     fixed={"hidden_act": "silu", "rope_interleave": True},
     read=_of_gguf,
     write=_to_gguf,
     written=(
         "attention.key_length_mla", "expert_gating_func", "expert_group_count",
-        "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
+        "expert_group_used_count",
     ),
     biases=("exp_probs_b",),
     width="rope.dimension_count",

@@ -17,6 +17,7 @@ from ..graph.weight.weight import Weight
 from ..nn.layer import Module
 from ..nn.moe import Routing
 from .config import setting
+from .decoder.config import layers_of
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
@@ -79,8 +80,7 @@ class Ernie45MoEConfig(MoEConfig):
             if type(value) is not int or value < -1 or (key.endswith("interval") and value < 1):
                 raise ValueError(f"{key!r} is {str(value)[:60]}, not a number of layers")
         first, last, interval = given.values()
-        layers = raw.get("num_hidden_layers")
-        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        count = layers_of(raw)
         last = count - 1 if last == -1 else last
         sparse = tuple((i + 1) % interval == 0 and first <= i <= last for i in range(count))
         return {"sparse": sparse, "sliding_window": None}

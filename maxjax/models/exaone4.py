@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import PostNormLayer
-from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, layers_of, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .gguf.metadata import unsupported
 from .gguf.table import GGUFTable
@@ -36,8 +36,7 @@ class Exaone4Config(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window; the others have no RoPE, where there is a window."""
-        layers, window = raw.get("num_hidden_layers"), raw.get("sliding_window")
-        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        layers, window = layers_of(raw), raw.get("sliding_window")
         slides = slides_of(raw, _pattern(raw.get("sliding_window_pattern"), layers))
         found = {"attention_bias": False, "mlp_bias": False, "slides": slides}
         if window is None:

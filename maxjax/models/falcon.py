@@ -15,13 +15,11 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.grouped import GroupedAttention
-from .decoder.mlp import PlainMLP
+from .decoder.grouped import GroupedParts, grouped_names
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
 from .gguf.metadata import Settings, unsupported
-from .gguf.names import GROUPS, Rule
+from .gguf.names import Rule
 from .gguf.table import GGUFTable
-from .gpt_neox import MLP_NAMES
 
 
 @dataclass(frozen=True)
@@ -81,16 +79,10 @@ class FalconConfig(DecoderConfig):
         return {}
 
 
-class _Parts:
+class _Parts(GroupedParts):
     """What all kinds of layers have, by the names of the files."""
 
-    attention_class: ClassVar[Any] = GroupedAttention
     self_attn = alias("self_attention")
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP, which has no gate."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
 
 
 class FalconLayer(_Parts, DecoderLayer):
@@ -177,15 +169,12 @@ FALCON = Falcon.family = _Family(
     gguf=GGUFTable(
         "falcon",
         {
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate", ".ffn_norm")),
+            **grouped_names("self_attention"),
+            ".ffn_norm": None,
             "token_embd": "transformer.word_embeddings",
             "output_norm": "transformer.ln_f",
             ".attn_norm": (Rule("input_layernorm"), Rule("ln_mlp")),
             ".attn_norm_2": "ln_attn",
-            ".attn_qkv": Rule("self_attention.query_key_value", GROUPS),
-            ".attn_output": "self_attention.dense",
-            ".ffn_up": "mlp.dense_h_to_4h",
-            ".ffn_down": "mlp.dense_4h_to_h",
         },
         fixed={"activation": "gelu", "bias": False},
         layer="transformer.h.*.",

@@ -24,11 +24,11 @@ from ..nn.linear import Linear
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import Cached, Step
-from .decoder.config import own
+from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MAPS_PROJ, SparseMLP
 from .decoder.model import make
-from .decoder.norm import norm
+from .decoder.norm import norm, unit_rms
 from .decoder.rope import ropes_by_kind
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
 from .multimodal import SIGHT
@@ -101,9 +101,7 @@ class Gemma4Config(SharingConfig):
         if raw.get("use_bidirectional_attention") == "all":
             raise UnsupportedModelError("'use_bidirectional_attention' of a gemma4_text")
         found = super().derived(raw)
-        layers, slides = raw.get("num_hidden_layers"), found.get("slides")
-        if not slides and type(layers) is int and 0 < layers <= 1000:
-            slides = tuple(bool((i + 1) % 6) for i in range(layers))
+        slides = found.get("slides") or tuple(bool((i + 1) % 6) for i in range(layers_of(raw)))
         if slides:
             found["slides"] = (*slides[:-1], False)
         given = raw.get("per_layer_config")
@@ -144,8 +142,7 @@ class Gemma4Router(Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[N, E]`` → scores ``[N, X]``."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
+        wide = unit_rms(x.astype(jnp.float32), self.epsilon)
         scale = jnp.asarray(self.scale).astype(x.dtype)[None] * jnp.asarray(
             x.shape[-1] ** -0.5, x.dtype
         )

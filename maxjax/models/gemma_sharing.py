@@ -28,7 +28,7 @@ from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import own
 from .decoder.model import Decoder, DecoderModel
-from .decoder.norm import norm
+from .decoder.norm import norm, unit_rms
 from .gemma import Gemma3Config
 
 # The group of the cache that has the sliding layer whose keys and values others read.
@@ -125,8 +125,7 @@ class SharingAttention(DecoderAttention):
         q = self.q_norm(q)
         if self.k_norm is None:
             return [q, None, None]
-        v = kv[-1].astype(jnp.float32)
-        v = v * jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + self.epsilon)
+        v = unit_rms(kv[-1].astype(jnp.float32), self.epsilon)
         return [q, self.k_norm(kv[0]), v.astype(x.dtype)]
 
     def sharding_rules(self) -> dict[str, Any]:

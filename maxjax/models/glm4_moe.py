@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from ..dtype import DType
 from ..nn.moe import Routing
 from .config import setting
-from .decoder.config import own
-from .decoder.expert_files import MoEFamily
+from .decoder.config import layers_of, own
+from .decoder.expert_files import PredictingFamily
 from .decoder.experts import (
     BalancedRouter,
     MoEConfig,
@@ -26,7 +26,7 @@ from .decoder.experts import (
 )  # fmt: skip
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
-from .gguf.names import NEXT, Rule, expert_names
+from .gguf.names import NEXT, ROUTED_KEYS, Rule, expert_names
 from .gguf.table import GGUFTable
 
 
@@ -69,9 +69,11 @@ class GLM4MoEConfig(MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with experts: all but the first ``first_k_dense_replace``."""
-        layers = raw.get("num_hidden_layers")
-        sparse = after_dense(raw, layers, 1) if type(layers) is int and layers <= 1000 else ()
-        return {"sparse": sparse, "sliding_window": None, "mlp_bias": False}
+        return {
+            "sparse": after_dense(raw, layers_of(raw), 1),
+            "sliding_window": None,
+            "mlp_bias": False,
+        }
 
     def routing(self) -> Routing:
         """How experts are chosen: by sigmoids, whose shares are normalised and scaled."""
@@ -114,17 +116,6 @@ class GLM4MoE(Decoder):
     layer_class: ClassVar[Any] = GLM4MoELayer
 
 
-@dataclass(frozen=True)
-class _GLM4MoEFamily(MoEFamily):
-    """A family whose files hold more layers than the model has."""
-
-    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`MoEFamily.apart` without layers that predict further tokens: those with ``eh_proj``."""
-        more = {n.rpartition(".eh_proj.")[0] + "." for n in checkpoint if ".eh_proj." in n}
-        kept = {n: value for n, value in checkpoint.items() if not n.startswith(tuple(more))}
-        return super().apart(kept)
-
-
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the tensors tell; layers that predict further tokens do not count."""
     more = given.count("nextn_predict_layers", 0, minimum=0)
@@ -134,7 +125,7 @@ def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
+GLM4_MOE = GLM4MoE.family = PredictingFamily(
     model_type=GLM4MoEConfig.model_type,
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     config=GLM4MoEConfig,
@@ -150,15 +141,7 @@ GLM4_MOE = GLM4MoE.family = _GLM4MoEFamily(
             **expert_names(shared="shared_experts"),
             **NEXT,
         },
-        keys={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-        },
+        keys=ROUTED_KEYS,
         fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
         read=_of_gguf,
         write=lambda config: {"expert_gating_func": 2},

@@ -15,14 +15,10 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.grouped import GroupedAttention
-from .decoder.mlp import PlainMLP
+from .decoder.grouped import GroupedParts, grouped_names
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.rope import Rope, read_rope
-from .gguf.names import GROUPS, Rule
 from .gguf.table import PLAIN_BIASES, GGUFTable
-
-MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
 
 
 @dataclass(frozen=True)
@@ -55,16 +51,10 @@ class GPTNeoXConfig(DecoderConfig):
         return {"rope": read_rope(both, context, part=0.25)}
 
 
-class _Parts:
+class _Parts(GroupedParts):
     """What both kinds of layers have, by the names of the files."""
 
-    attention_class: ClassVar[Any] = GroupedAttention
     self_attn = alias("attention")
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP, which has no gate."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
 
 
 class GPTNeoXLayer(_Parts, DecoderLayer):
@@ -116,14 +106,10 @@ GPT_NEOX = GPTNeoX.family = DecoderFamily(
     gguf=GGUFTable(
         "gptneox",
         {
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
+            **grouped_names("attention"),
             "token_embd": "gpt_neox.embed_in",
             "output_norm": "gpt_neox.final_layer_norm",
             "output": "embed_out",
-            ".attn_qkv": Rule("attention.query_key_value", GROUPS),
-            ".attn_output": "attention.dense",
-            ".ffn_up": "mlp.dense_h_to_4h",
-            ".ffn_down": "mlp.dense_4h_to_h",
         },
         keys={"use_parallel_residual": "use_parallel_residual"},
         fixed={"hidden_act": "gelu", "attention_bias": True},

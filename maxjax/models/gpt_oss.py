@@ -23,7 +23,7 @@ from ..nn.linear import Linear
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.config import own, slides_of
+from .decoder.config import layers_of, own, slides_of
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP, expert_count
 from .decoder.model import Decoder, make
@@ -50,6 +50,7 @@ class GptOssConfig(MoEConfig):
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting(default=128, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
     attention_bias: bool = setting(default=True)
     alpha: float = setting("swiglu_alpha", default=1.702)
@@ -64,18 +65,12 @@ class GptOssConfig(MoEConfig):
         return super().ropes(raw, context)
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used."""
-        return raw, frozenset({"moe_intermediate_size"})
-
-    @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, and the layers with a window: every second one, from the first on."""
-        layers = raw.get("num_hidden_layers")
-        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        count = layers_of(raw)
         return {
             "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
-            "moe_intermediate_size": None, "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
+            "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
         }  # fmt: skip
 
 

@@ -32,18 +32,14 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
     model_type = "granitemoe"
 
     num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     norm_topk_prob: bool = own(True)
-
-    @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used."""
-        return raw, frozenset({"moe_intermediate_size"})
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, in all layers."""
         return {
-            **super().derived(raw), "moe_intermediate_size": None, "mlp_bias": False,
+            **super().derived(raw), "mlp_bias": False,
             "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
         }  # fmt: skip
 

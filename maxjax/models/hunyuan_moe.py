@@ -18,6 +18,7 @@ from ..nn.layer import Module
 from ..nn.linear import Linear
 from ..nn.moe import Routing
 from .config import setting
+from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
@@ -33,16 +34,12 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
     model_type = "hunyuan_v1_moe"
 
     num_experts: int = setting(default=1, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting("moe_topk", default=1, minimum=1, held="axis")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.intermediate_size)
         super().__post_init__()
-
-    @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used."""
-        return raw, frozenset({"moe_intermediate_size"})
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +48,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
         Raises:
             UnsupportedModelError: layers differ, or share keys and values.
         """
-        found = {**super().derived(raw), "moe_intermediate_size": None}
+        found = {**super().derived(raw)}
         for key in ("num_experts", "moe_topk"):
             value = raw.get(key)
             if isinstance(value, list) and value:

@@ -19,10 +19,10 @@ import jax
 from .config import setting
 from .decoder.config import own
 from .decoder.rope import Rope, read_rope
-from .encoder.attention import EncoderAttention, Tokens, Types
-from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.attention import EncoderAttention, Types
+from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
-from .encoder.model import ClassificationHead, Encoder, Layers, make, with_head
+from .encoder.model import ClassificationHead, NormedEncoder, make, with_head
 from .family import Family
 from .gguf.config.read import rows_of
 from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
@@ -104,7 +104,7 @@ class JinaV3Layer(EncoderLayer):
         super().__init__(config, types, attention, JinaV3MLP(config, types))
 
 
-class JinaV3Model(Encoder):
+class JinaV3Model(NormedEncoder):
     """Jina's embeddings v3.
 
     Example:
@@ -114,25 +114,11 @@ class JinaV3Model(Encoder):
     """
 
     takes_types: ClassVar[bool] = False
-
-    def make(self, config: JinaV3Config, types: Types) -> None:
-        """Makes embeddings, their norm and layers."""
-        self.embeddings = EncoderEmbeddings(
-            config, types, token_types=config.type_vocab_size, has_norm=False
-        )
-        self.emb_ln = types.norm(config)
-        layers = (JinaV3Layer(config, types) for _ in range(config.num_layers))
-        self.encoder = Layers("layers", layers)
+    layer_class: ClassVar[Any] = JinaV3Layer
 
     def make_head(self, config: JinaV3Config, types: Types) -> None:
         """Makes ``classifier``, a head with a layer of its own."""
         self.classifier = ClassificationHead(config, types)
-
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
-        """Hidden states ``[B, T, E]`` after the last layer."""
-        x = self.embeddings(input_ids, types, positions)
-        x = self.emb_ln(x).astype(x.dtype)
-        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
 
     def scores(self, pooled: jax.Array) -> jax.Array:
         """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""

@@ -23,10 +23,11 @@ from ..nn.linear import MLP, Linear
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.config import own, rotates_of
+from .decoder.config import layers_of, own, rotates_of
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
+from .decoder.norm import unit_rms
 from .decoder.rope import QueryScaling, read_rope
 from .gguf.metadata import unsupported
 from .gguf.names import expert_names
@@ -53,6 +54,7 @@ class Llama4Config(MoEConfig):
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting("num_local_experts", default=16, minimum=1, held="axis")
+    moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=1, minimum=1, held="axis")
     dense_size: int = setting("intermediate_size_mlp", default=16384, minimum=1, held="axis")
     qk_norm_l2: bool = setting("use_qk_norm", default=True)
@@ -76,12 +78,6 @@ class Llama4Config(MoEConfig):
         return found
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The numbers of the text model; ``moe_intermediate_size`` is not used."""
-        found, unused = super().counted(raw)
-        return found, unused | {"moe_intermediate_size"}
-
-    @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with RoPE, with chunks and with experts.
 
@@ -89,8 +85,7 @@ class Llama4Config(MoEConfig):
             ValueError: a setting is of the wrong type.
             UnsupportedModelError: ``layer_types`` names another kind of layer.
         """
-        layers, chunk = raw.get("num_hidden_layers"), raw.get("attention_chunk_size")
-        count = layers if type(layers) is int and 0 < layers <= 1000 else 0
+        count, chunk = layers_of(raw), raw.get("attention_chunk_size")
         rotates = rotates_of(raw)
         kinds = raw.get("layer_types")
         if kinds is None:
@@ -109,7 +104,6 @@ class Llama4Config(MoEConfig):
         return {
             "rotates": rotates, "slides": slides, "sliding_window": chunk if any(slides) else None,
             "sparse": tuple(i in set(listed) for i in range(count)), "mlp_bias": False,
-            "moe_intermediate_size": None,
         }  # fmt: skip
 
 
@@ -137,8 +131,7 @@ class Llama4Attention(DecoderAttention):
 
 def _divided(x: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
+    return unit_rms(wide, epsilon).astype(x.dtype)
 
 
 class Llama4MLP(SparseMLP):

@@ -36,6 +36,7 @@ class MiniMaxM2Config(MoEConfig):
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=196608, minimum=1)
     num_experts: int = setting(default=256, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     maps: tuple = own(MAPS_W)
     qk_norm: bool | str = own("all")
@@ -53,11 +54,6 @@ class MiniMaxM2Config(MoEConfig):
         return {"rope": read_rope(raw, context, 5e6, part=part)}
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used."""
-        return raw, frozenset({"moe_intermediate_size"})
-
-    @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts; a MiniMax M2 has neither biases nor a window, whatever its file says.
 
@@ -68,7 +64,7 @@ class MiniMaxM2Config(MoEConfig):
             raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
         return {
             "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
-            "moe_intermediate_size": None, "attention_bias": False, "mlp_bias": False,
+            "attention_bias": False, "mlp_bias": False,
             "sliding_window": None,
         }  # fmt: skip
 

@@ -128,7 +128,7 @@ MINISTRAL3 = Ministral3.family = DecoderFamily(
         fixed={"hidden_act": "silu"},
         read=_read,
         write=_write,
-        written=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+        written=("attention.temperature_scale",),
         unused=("attention.sliding_window",),
         biases=(),
         log_multiplier=1.0,

@@ -28,19 +28,15 @@ class MixtralConfig(MoEConfig):
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     maps: tuple = own(MAPS_W)
-
-    @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used: its experts have the width ``intermediate_size``."""
-        return raw, frozenset({"moe_intermediate_size"})
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts; a Mixtral has no biases, whatever its file says."""
         return {
             "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
-            "moe_intermediate_size": None, "norm_topk_prob": True,
+            "norm_topk_prob": True,
             "attention_bias": False, "mlp_bias": False,
         }  # fmt: skip
 

@@ -19,7 +19,7 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .config import setting
-from .decoder.config import check_activation, own, slides_of
+from .decoder.config import check_activation, layers_of, own, slides_of
 from .decoder.rope import Rope, rope_of
 from .encoder.attention import EncoderAttention, Tokens, Types
 from .encoder.block import EncoderMLP
@@ -81,10 +81,9 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with windows and the RoPE of each kind, in both spellings."""
-        period, layers = raw.get("global_attn_every_n_layers", 3), raw.get("num_hidden_layers")
+        period, layers = raw.get("global_attn_every_n_layers", 3), layers_of(raw)
         if type(period) is not int or period < 1:
             raise ValueError(f"'global_attn_every_n_layers' is {str(period)[:60]}")
-        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
         context = raw.get("max_position_embeddings")
         context = context if type(context) is int and context > 0 else 8192
         given = raw.get("rope_parameters") or {}

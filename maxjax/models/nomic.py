@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
 from .config import setting
 from .decoder.config import own
 from .decoder.rope import Rope, read_rope
-from .encoder.attention import EncoderAttention, Tokens, Types
-from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
+from .encoder.attention import EncoderAttention, Types
+from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import Encoder, Layers, make, with_head
+from .encoder.model import NormedEncoder, make, with_head
 from .family import Family
 from .gguf.config.read import Config, Shapes, rows_of
 from .gguf.metadata import Settings
@@ -143,7 +141,7 @@ class NomicBertLayer(EncoderLayer):
         super().__init__(config, types, attention, mlp)
 
 
-class NomicBertModel(Encoder):
+class NomicBertModel(NormedEncoder):
     """A Nomic BERT without a head.
 
     Example:
@@ -152,20 +150,7 @@ class NomicBertModel(Encoder):
         ['encoder.layers.0.attn.Wqkv.weight', 'encoder.layers.0.attn.out_proj.weight']
     """
 
-    def make(self, config: NomicBertConfig, types: Types) -> None:
-        """Makes embeddings, their norm and layers."""
-        self.embeddings = EncoderEmbeddings(
-            config, types, token_types=config.type_vocab_size, has_norm=False
-        )
-        self.emb_ln = types.norm(config)
-        layers = (NomicBertLayer(config, types) for _ in range(config.num_layers))
-        self.encoder = Layers("layers", layers)
-
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
-        """Hidden states ``[B, T, E]`` after the last layer."""
-        x = self.embeddings(input_ids, types, positions)
-        x = self.emb_ln(x).astype(x.dtype)
-        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+    layer_class: ClassVar[Any] = NomicBertLayer
 
 
 class NomicBertForSequenceClassification(NomicBertModel):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import PostNormLayer
-from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, layers_of, own, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind
 from .gguf.metadata import Settings, unsupported
@@ -50,9 +50,7 @@ class Olmo3Config(Olmo2Config):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window."""
-        layers = raw.get("num_hidden_layers")
-        layers = layers if type(layers) is int and 0 < layers <= 1000 else 0
-        slides = slides_of(raw, [bool((i + 1) % 4) for i in range(layers)])
+        slides = slides_of(raw, [bool((i + 1) % 4) for i in range(layers_of(raw))])
         window = raw.get("sliding_window") if any(slides) else None
         return {"mlp_bias": False, "slides": slides, "sliding_window": window}
 

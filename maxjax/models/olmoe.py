@@ -32,20 +32,16 @@ class OLMoEConfig(MoEConfig):
     max_position_embeddings: int = setting(default=4096, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     num_experts: int = setting(default=64, minimum=1, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     norm_topk_prob: bool = setting(default=False)
     clip_qkv: float | None = setting(default=None)
     qk_norm: bool | str = own("all")
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``moe_intermediate_size`` is not used: its experts have the width ``intermediate_size``."""
-        return raw, frozenset({"moe_intermediate_size"})
-
-    @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """An OLMoE has no sliding window, and its experts are as wide as an MLP."""
-        return {"sliding_window": None, "moe_intermediate_size": None, "mlp_bias": False}
+        return {"sliding_window": None, "mlp_bias": False}
 
 
 class OLMoEAttention(DecoderAttention):

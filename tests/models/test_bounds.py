@@ -46,19 +46,6 @@ FREE = {
 }  # fmt: skip
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
-UNUSED |= {
-    (name, "moe_intermediate_size")
-    for name in (
-        "mixtral",
-        "olmoe",
-        "minimax_m2",
-        "llama4_text",
-        "hunyuan_v1_moe",
-        "granitemoe",
-        "granitemoehybrid",
-        "gpt_oss",
-    )
-}
 UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers says
 UNUSED |= {("gemma4_text", f"global_{key}") for key in ("head_dim", "num_key_value_heads")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else

@@ -299,6 +299,12 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
     return tuple(bool((i + 1) % given) for i in range(layers))
 
 
+def layers_of(raw: Mapping[str, Any]) -> int:
+    """The number of layers that a file says, and 0 if it is none that :class:`DecoderConfig` takes."""
+    layers = raw.get("num_hidden_layers")
+    return layers if type(layers) is int and 0 < layers <= 1000 else 0
+
+
 def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:
     """Whether each layer has a sliding window: as ``layer_types`` says, or the default without it.
 

@@ -230,6 +230,21 @@ class MoEFamily(DecoderFamily):
         return made
 
 
+# The layers of multi-token prediction, which come after the model's own, have one of these.
+_PREDICTING = re.compile(r"(.*\blayers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
+
+
+@dataclass(frozen=True)
+class PredictingFamily(MoEFamily):
+    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
+
+    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`MoEFamily.apart` of the model's own layers."""
+        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
+        fronts = tuple({match[1] for match in found if match is not None})
+        return super().apart({n: v for n, v in checkpoint.items() if not n.startswith(fronts)})
+
+
 def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
     """One expert's slice of a stack; it stays lazy if the stack is lazy."""
     if not isinstance(value, WeightData):

@@ -24,14 +24,13 @@ from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...nn.activation import activation
 from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
-from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.delta import delta_chunks, delta_step
 from ..config import setting
 from .attention import DecoderAttention
 from .config import DecoderConfig, own
-from .mixer import RecurrentMixer
+from .mixer import GatedNorm, RecurrentMixer
 
 _KINDS = {"linear_attention": True, "full_attention": False}
 
@@ -132,23 +131,6 @@ class GatedAttention(DecoderAttention):
         segment = Segment.head_aware(self.num_heads, 2 * self.head_dim)
         rule = linear_rules("q_proj", ShardingStrategy.segmented(1, 0, [segment]))
         return super().sharding_rules() | rule
-
-
-class GatedNorm(Module):
-    """``weight · x / rms(x) · silu(gate)`` over the last axis."""
-
-    def __init__(self, width: int, dtype: DType, epsilon: float):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = Weight("weight", dtype, (width,), DeviceRef.CPU())
-
-    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        """``[..., width]`` → the same shape, in float32."""
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        weight = jnp.asarray(self.weight).astype(jnp.float32)
-        x = x * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-        return x * jax.nn.silu(gate.astype(jnp.float32))
 
 
 class GatedDelta(RecurrentMixer):

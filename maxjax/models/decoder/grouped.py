@@ -6,7 +6,7 @@ Shapes: H query heads and K KV heads of width D, hidden size E.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -14,9 +14,26 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.linear import Linear, linear_rules
+from ..gguf.names import GROUPS, Rule
 from .aliases import alias
 from .attention import DecoderAttention
 from .config import DecoderConfig
+from .mlp import PlainMLP
+
+# The linear layers of MLPs beside such attention, and their names in GGUF files with the attention's.
+MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+def grouped_names(attention: str) -> dict[str, Any]:
+    """The GGUF names of a layer's weights, where ``attention`` is that of its attention in the checkpoint."""
+    up, down = MLP_NAMES
+    return {
+        **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
+        ".attn_qkv": Rule(f"{attention}.query_key_value", GROUPS),
+        ".attn_output": f"{attention}.dense",
+        ".ffn_up": f"mlp.{up}",
+        ".ffn_down": f"mlp.{down}",
+    }
 
 
 class GroupedAttention(DecoderAttention):
@@ -56,3 +73,14 @@ class GroupedAttention(DecoderAttention):
         group = Segment.head_aware(self.num_kv_heads, self.group_size * self.head_dim)
         strategy = ShardingStrategy.segmented(1, 0, [group])
         return super().sharding_rules() | linear_rules("query_key_value", strategy)
+
+
+class GroupedParts:
+    """What the layers of these families have, whatever the order of attention and MLP."""
+
+    attention_class: ClassVar[Any] = GroupedAttention
+
+    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
+        """The layer's MLP, which has no gate."""
+        sizes = config.hidden_size, config.intermediate_size
+        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)

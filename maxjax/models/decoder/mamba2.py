@@ -24,11 +24,10 @@ from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...nn.activation import activation
 from ...nn.kv_cache.kinds import State, States
-from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.ssd import ssd_chunks, ssd_step
-from .mixer import RecurrentMixer
+from .mixer import GatedNorm, RecurrentMixer
 
 
 @dataclass(frozen=True)
@@ -134,32 +133,6 @@ def limits_of(raw: Mapping[str, Any], key: str = "time_step_limit") -> tuple[flo
     return (float(found[0]), float(found[1]))
 
 
-class GatedGroupNorm(Module):
-    """``weight · y / rms(y)`` in groups of features, where y is ``x · silu(gate)``, or after which that gates.
-
-    Args:
-        width, groups: number of features, and of their groups.
-        dtype: dtype of the weights.
-        epsilon: number added to the mean square.
-        gate_first: whether x is gated before it is normalised.
-    """
-
-    def __init__(self, width: int, groups: int, dtype: DType, epsilon: float, gate_first: bool):
-        super().__init__()
-        self.groups, self.epsilon, self.gate_first = groups, epsilon, gate_first
-        self.weight = Weight("weight", dtype, (width,), DeviceRef.CPU())
-
-    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        """``[..., width]`` → the same shape, in float32."""
-        x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
-        x = x * gate if self.gate_first else x
-        y = x.reshape(*x.shape[:-1], self.groups, -1)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        weight = jnp.asarray(self.weight).astype(jnp.float32)
-        y = y.reshape(x.shape) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-        return y if self.gate_first else y * gate
-
-
 class Mamba2Mixer(RecurrentMixer):
     """Mamba 2's layer, as ``config.mamba``, a :class:`Mamba2Settings`, says.
 
@@ -183,7 +156,7 @@ class Mamba2Mixer(RecurrentMixer):
             Weight(name, dtype, (of.heads,), cpu) for name in ("A_log", "D", "dt_bias")
         )
         if of.norm != "none":
-            self.norm = GatedGroupNorm(of.inner, of.groups, dtype, of.epsilon, of.norm == "after")
+            self.norm = GatedNorm(of.inner, dtype, of.epsilon, of.groups, of.norm == "after")
         out_bias = of.bias if of.out_bias is None else of.out_bias
         self.out_proj = Linear(of.inner, size, dtype, cpu, has_bias=out_bias)
 

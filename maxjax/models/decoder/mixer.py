@@ -10,15 +10,48 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...dtype import DType
+from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, mesh_of, spec_of
+from ...graph.weight.weight import Weight
 from ...kernels import explicit
 from ...nn.kv_cache.kinds import Place, States
 from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.layer import Module
 from .attention import Cached, Step
+from .norm import unit_rms
+
+
+class GatedNorm(Module):
+    """``weight · y / rms(y)`` in groups of features, where y is ``x · silu(gate)``, or after which that gates.
+
+    Args:
+        width: number of features.
+        dtype: dtype of the weights.
+        epsilon: number added to the mean square.
+        groups: number of groups of features.
+        gate_first: whether x is gated before it is normalised.
+    """
+
+    def __init__(
+        self, width: int, dtype: DType, epsilon: float, groups: int = 1, gate_first: bool = False
+    ):
+        super().__init__()
+        self.groups, self.epsilon, self.gate_first = groups, epsilon, gate_first
+        self.weight = Weight("weight", dtype, (width,), DeviceRef.CPU())
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """``[..., width]`` → the same shape, in float32."""
+        x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        x = x * gate if self.gate_first else x
+        y = unit_rms(x.reshape(*x.shape[:-1], self.groups, -1), self.epsilon)
+        weight = jnp.asarray(self.weight).astype(jnp.float32)
+        y = y.reshape(x.shape) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+        return y if self.gate_first else y * gate
 
 
 class RecurrentMixer(Module):

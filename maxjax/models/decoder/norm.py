@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...nn.norm import LayerNorm, RMSNorm
@@ -37,6 +40,11 @@ NORMS: dict[str, Callable[[DecoderConfig, DType, int], Any]] = {
     "layer": _layer,
     "layer_without_bias": _layer_without_bias,
 }
+
+
+def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """``x / rms(x)`` over the last axis: an RMSNorm without a weight, in the dtype of x."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
 def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:

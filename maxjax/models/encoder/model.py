@@ -18,6 +18,7 @@ from ...nn.activation import ACTIVATIONS
 from ...nn.layer import LayerList, LayerStack, Module
 from ..family import Family, PretrainedModel
 from .attention import Tokens, Types
+from .block import EncoderEmbeddings
 from .config import EncoderConfig
 
 
@@ -182,6 +183,31 @@ class Encoder(PretrainedModel):
         if self.pooler is not None:
             pooled = self.pooler(pooled[:, None])
         return self.classifier(pooled)
+
+
+class NormedEncoder(Encoder):
+    """An encoder without positions, whose files have the norm of its embeddings, ``emb_ln``, beside them.
+
+    Attributes:
+        layer_class: class of the layers.
+    """
+
+    layer_class: ClassVar[Any]
+
+    def make(self, config: Any, types: Types) -> None:
+        """Makes embeddings, their norm and layers."""
+        self.embeddings = EncoderEmbeddings(
+            config, types, token_types=config.type_vocab_size, has_norm=False
+        )
+        self.emb_ln = types.norm(config)
+        layers = (self.layer_class(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layers", layers)
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(input_ids, types, positions)
+        x = self.emb_ln(x).astype(x.dtype)
+        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
 
 
 class Layers(Module):

@@ -138,6 +138,16 @@ def expert_names(
     }
 
 
+# The settings of experts beside a shared one, in layers after dense ones (DeepSeek, GLM-4.5).
+ROUTED_KEYS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}
 # Tensors of layers that predict further tokens, which follow the model's own.
 NEXT = {
     f".nextn.{name}": name.replace("shared_head_", "shared_head.")

@@ -14,6 +14,7 @@ from ...graph.weights import WeightData
 from ..config import ModelConfig
 from .config.llama_cpp import describe
 from .config.read import MODELS, Architecture, Config, Shapes
+from .config.rope import LOG_MULTIPLIER
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
 
@@ -146,7 +147,8 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
         log_multiplier=table.log_multiplier,
     )  # fmt: skip
     window = ["attention.sliding_window"] if table.period else []
-    keys = {table.epsilon[0], *table.keys, *table.written, *window} - set(table.unused)
+    log = [LOG_MULTIPLIER] if table.log_multiplier else []
+    keys = {table.epsilon[0], *table.keys, *table.written, *window, *log} - set(table.unused)
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
     for kind in (model_type, *table.model_types):
         ARCHITECTURE_OF[kind] = name

@@ -24,7 +24,7 @@ from ....nn.rope_scaling import (
 from ...decoder.rope import Rope
 from ..metadata import Settings, unsupported
 
-_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
 def rope_scaling(
@@ -77,9 +77,9 @@ def _yarn(given: Settings, factor: float) -> dict[str, Any]:
 
 def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
     """``mscale`` and ``mscale_all_dim``, which are equal, of the multiple that files hold."""
-    if not given.number(_LOG_MULTIPLIER, 0.0, positive=False):
-        raise given.unsupported(f"yarn without '{given.prefix}{_LOG_MULTIPLIER}'")
-    value = float(np.float32(given.number(_LOG_MULTIPLIER) / log_multiplier))
+    if not given.number(LOG_MULTIPLIER, 0.0, positive=False):
+        raise given.unsupported(f"yarn without '{given.prefix}{LOG_MULTIPLIER}'")
+    value = float(np.float32(given.number(LOG_MULTIPLIER) / log_multiplier))
     value = round(value, 6)  # of a float32
     return {"mscale": value, "mscale_all_dim": value}
 
@@ -204,7 +204,7 @@ def rope_keys(
         if not mscale or mscale != all_dim or scaling.truncate != truncates:
             what = f"yarn with 'mscale' that is not 'mscale_all_dim', or {how} 'truncate',"
             raise unsupported(f"{what} in a GGUF file", path)
-        more[_LOG_MULTIPLIER] = log_multiplier * mscale
+        more[LOG_MULTIPLIER] = log_multiplier * mscale
     elif mscale or all_dim or scaling.truncate != truncates:
         raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
