@@ -74,6 +74,8 @@ class GGUFTable:
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         layer: beginning of the checkpoint's names of a layer's tensors, ``*`` being its number.
         period: n, where every n-th layer sees all tokens if there is a sliding window.
+        has_rope: whether attention has RoPE; without it files have no settings of it.
+        attends: whether there is attention; without it there are no MLPs either.
         is_partial: whether RoPE may rotate a part of each head.
         is_tied: whether the head is always the embedding table.
         has_head: whether llama.cpp needs a head that is not the embedding table.
@@ -106,6 +108,8 @@ class GGUFTable:
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     layer: str = "model.layers.*."
     period: int | None = None
+    has_rope: bool = True
+    attends: bool = True
     is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
@@ -142,7 +146,8 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     TABLES[name] = table
     ARCHITECTURES[name] = table.names
     MODELS[name] = Architecture(
-        model_type, architecture, dict(table.fixed), table.read, epsilon=table.epsilon,
+        model_type, architecture, dict(table.fixed), table.read, has_rope=table.has_rope,
+        attends=table.attends, epsilon=table.epsilon,
         keys=table.keys, is_partial=table.is_partial, period=table.period, width=table.width,
         log_multiplier=table.log_multiplier,
     )  # fmt: skip

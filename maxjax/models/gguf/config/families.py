@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,11 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if kind == "gemma2" and not values[key]:  # llama.cpp would use its default then
             raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
+    for field in dataclasses.fields(family):
+        key, others = field.metadata.get("key") or field.name, field.metadata.get("also", ())
+        said = [config[name] for name in (key, *others) if config.get(name) is not None]
+        if others and said:
+            values[key] = said[0]
     model = FamilyConfig(architecture, values, family.from_dict(config, path=path))
     read = model.config
     if model.has_rope:
