@@ -22,10 +22,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
-from .gguf.config.read import Config
-from .gguf.metadata import Settings
-from .gguf.table import GGUFTable
-from .mamba_files import WRITTEN, expansion, has, mamba_names, of_gguf, to_gguf
+from .mamba_files import MAMBA2_GGUF
 
 
 @dataclass(frozen=True)
@@ -138,15 +135,6 @@ class Mamba2(Decoder):
     model = alias("backbone")
 
 
-def _read(given: Settings, tensors: Any, config: Config) -> Config:
-    """The sizes, and the biases that the file has."""
-    names = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
-    return {
-        **of_gguf(given, names), **expansion(given), "use_bias": has("ssm_in.bias", tensors),
-        "use_conv_bias": has("ssm_conv1d.bias", tensors),
-    }  # fmt: skip
-
-
 MAMBA2 = Mamba2.family = DecoderFamily(
     model_type=Mamba2Config.model_type,
     architectures=("Mamba2ForCausalLM", "Mamba2Model"),
@@ -155,20 +143,5 @@ MAMBA2 = Mamba2.family = DecoderFamily(
     renamed=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
-    gguf=GGUFTable(
-        "mamba2",
-        {
-            "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f",
-            ".attn_norm": "norm", **mamba_names("mixer"),
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".attn_output")),
-            **dict.fromkeys((".ffn_norm", ".ffn_gate", ".ffn_up", ".ffn_down")),
-        },
-        fixed={"hidden_act": "silu", "residual_in_fp32": True}, read=_read, write=to_gguf,
-        biases=("ssm_conv1d", "ssm_dt"), epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
-        split=lambda config, tensors: {
-            name.replace("backbone.embedding.", "backbone.embeddings."): data
-            for name, data in tensors.items()
-        },
-        layer="backbone.layers.*.", attends=False, has_rope=False, written=WRITTEN,
-    ),
-)  # fmt: skip
+    gguf=MAMBA2_GGUF,
+)

@@ -92,6 +92,8 @@ class GGUFTable:
         join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
             of them, or other numbers; the first argument is the file's metadata.
         split: the inverse, before tensors are renamed; the first argument is the family's config.
+        instead: what the family's config is written as, if not as this architecture: another that has a
+            table, and settings, by names of the config's fields, that have other values then; None: as this one.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -124,6 +126,7 @@ class GGUFTable:
     log_multiplier: float = 0.0
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
+    instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
 
     @property
     def names(self) -> Mapping[str, Sequence[Rule]]:

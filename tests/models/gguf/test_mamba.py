@@ -6,19 +6,23 @@ such files in tests/models/families.
 
 import json
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import maxjax
 from maxjax.checkpoint import convert
-from maxjax.errors import CheckpointError
+from maxjax.errors import CheckpointError, UnsupportedModelError
+from maxjax.models import Granite
+from maxjax.models.granitemoehybrid import GraniteHybrid, GraniteHybridConfig
+from tests.models.decoders import call, ids_of
 from tests.models.families.cases import every
 from tests.models.gguf import files
 from tests.models.gguf.test_deepseek import rewritten
 
 # Architecture of llama.cpp, and the name of the mixer in a layer.
-KINDS = {"mamba2": ("mamba2", "mixer")}
+KINDS = {"mamba2": ("mamba2", "mixer"), "granitemoehybrid": ("granitehybrid", "mamba")}
 CASES = {case.family: case for case in reversed(every()) if case.family in KINDS}
 
 pytestmark = pytest.mark.slow
@@ -143,3 +147,54 @@ def test_sizes_that_do_not_fit(made, keys, text, tmp_path):
     rewritten(tmp_path / "m.gguf", folder / "hf.gguf", keys)
     with pytest.raises(CheckpointError, match=text):
         maxjax.load(tmp_path / "m.gguf")
+
+
+# --- what llama.cpp does not compute -------------------------------------------------------------
+
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 96,
+    "hidden_size": 16, "intermediate_size": 12, "shared_intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "layer_types": ["attention", "attention"], "num_local_experts": 0,
+    "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_state": 6,
+    "attention_multiplier": 0.25, "logits_scaling": 3.0,
+}  # fmt: skip
+
+
+def saved(path, config):
+    """A random model of a configuration, and its files."""
+    model = maxjax.init(GraniteHybrid(GraniteHybridConfig.from_dict(config)), jax.random.key(0))
+    model.hf_config = config
+    maxjax.save_pretrained(model, path)
+    return model
+
+
+def test_a_granite_4_without_mamba_is_a_granite_3(tmp_path):
+    """As llama.cpp's converter says, since its granitehybrid needs a layer of Mamba 2."""
+    model = saved(tmp_path / "hf", GRANITE)
+    convert(tmp_path / "hf", tmp_path / "model.gguf")
+    again, _ = maxjax.load(tmp_path / "model.gguf")
+    assert isinstance(again, Granite) and again.config.intermediate_size == 20
+    ids = ids_of(1, 12) % 96
+    np.testing.assert_allclose(call(again, ids), call(model, ids), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_local_experts": 4, "num_experts_per_tok": 2}, "without Mamba 2 and with experts"),
+        ({"position_embedding_type": "nope"}, "layers without RoPE"),
+        ({"layer_types": ["mamba", "attention"], "mamba_expand": 3}, "48 features of Mamba 2"),
+        ({"layer_types": ["mamba", "attention"], "mamba_conv_bias": False}, "without a bias"),
+        ({"layer_types": ["mamba", "attention"], "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        (
+            {"layer_types": ["mamba", "attention"], "mamba_proj_bias": True},
+            "bias of 'blk.0.ssm_in'",
+        ),
+        ({"layer_types": ["mamba", "attention"], "hidden_act": "gelu"}, "'gelu'"),
+    ],
+)
+def test_what_llama_cpp_does_not_compute(settings, text, tmp_path):
+    saved(tmp_path / "hf", {**GRANITE, **settings})
+    with pytest.raises(UnsupportedModelError, match=text):
+        convert(tmp_path / "hf", tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()

@@ -34,7 +34,6 @@ from ..names import (
 )
 from ..sources import Relaid, Stacked, read_box
 from ..state_layouts import Flat, Taps
-from ..table import TABLES
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -119,9 +118,8 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    own = TABLES.get(architecture)
-    if own is not None and own.split is not None:
-        tensors = own.split(model.config, tensors)
+    if model.table is not None and model.table.split is not None:
+        tensors = model.table.split(model.config, tensors)
     known = _known(architecture)
     places: dict[str, Place] = {}
     left_out, unknown = [], []
