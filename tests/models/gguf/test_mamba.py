@@ -22,7 +22,11 @@ from tests.models.gguf import files
 from tests.models.gguf.test_deepseek import rewritten
 
 # Architecture of llama.cpp, and the name of the mixer in a layer.
-KINDS = {"mamba2": ("mamba2", "mixer"), "granitemoehybrid": ("granitehybrid", "mamba")}
+KINDS = {
+    "mamba2": ("mamba2", "mixer"),
+    "granitemoehybrid": ("granitehybrid", "mamba"),
+    "nemotron_h": ("nemotron_h", "mixer"),
+}
 CASES = {case.family: case for case in reversed(every()) if case.family in KINDS}
 
 pytestmark = pytest.mark.slow
@@ -185,7 +189,11 @@ def test_a_granite_4_without_mamba_is_a_granite_3(tmp_path):
         ({"position_embedding_type": "nope"}, "layers without RoPE"),
         ({"layer_types": ["mamba", "attention"], "mamba_expand": 3}, "48 features of Mamba 2"),
         ({"layer_types": ["mamba", "attention"], "mamba_conv_bias": False}, "without a bias"),
-        ({"layer_types": ["mamba", "attention"], "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        (
+            {"layer_types": ["mamba", "attention"], "time_step_limit": [0.1, 1.0]},
+            "time steps of 0.1",
+        ),
+        ({"layer_types": ["mamba", "mamba"]}, "without a layer of attention"),
         (
             {"layer_types": ["mamba", "attention"], "mamba_proj_bias": True},
             "bias of 'blk.0.ssm_in'",
