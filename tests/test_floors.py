@@ -85,7 +85,7 @@ nn: conv conv_transpose recurrent
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
 models/decoder: rope aliases
-models/gguf: metadata layouts names sources pieces
+models/gguf: metadata layouts state_layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
@@ -96,7 +96,7 @@ models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
 models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
-models: deepseek_files delta_files hunyuan gpt_neox falcon
+models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert

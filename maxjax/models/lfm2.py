@@ -28,9 +28,9 @@ from .decoder.mixer import RecurrentMixer
 from .decoder.mlp import GatedMLP
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .gguf.config.read import Config
-from .gguf.layouts import Taps
 from .gguf.metadata import MAX_LAYERS, Settings
 from .gguf.names import Rule
+from .gguf.state_layouts import Taps
 from .gguf.table import GGUFTable
 
 _KINDS = {"conv": True, "full_attention": False}
