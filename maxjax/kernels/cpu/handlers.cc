@@ -141,6 +141,9 @@ struct Rope {
 // Less work than this many elements is done before another thread would start.
 constexpr int64_t kLeastWork = 4096;
 
+// Query heads of a KV head that one thread computes at least.
+constexpr int64_t kSharers = 4;
+
 // A part of the cache of one unit, which is a KV head of a sequence.
 struct Part {
   int64_t unit, begin, end;
@@ -191,17 +194,19 @@ float quantised(const float* x, int64_t depth, int8_t* out) {
   return scale;
 }
 
-// The scales of an int8 cache, float [.., S] for keys and for values; null for other caches.
+// The scales of an int8 cache, float [.., S] for keys and for values; null for other caches. Where keys are
+// the values too, there are those of the keys only.
 struct Scales {
   float* keys = nullptr;
   float* values = nullptr;
 };
 
-bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, int64_t count,
+bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, bool shared, int64_t count,
                int64_t offset, Scales* scales) {
-  if (args.size() != 2 || results.size() != 2) return false;
+  const size_t wanted = shared ? 1 : 2;
+  if (args.size() != wanted || results.size() != wanted) return false;
   float** const to[] = {&scales->keys, &scales->values};
-  for (size_t i = 0; i < 2; i++) {
+  for (size_t i = 0; i < wanted; i++) {
     const auto arg = args.get<ffi::Buffer<ffi::F32>>(i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (arg.has_error() || result.has_error() || int64_t(arg->element_count()) != count ||
@@ -209,11 +214,13 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
       return false;
     *to[i] = arg->typed_data() + offset;
   }
+  if (shared) scales->values = scales->keys;
   return true;
 }
 
 // Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
 // lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], and for an int8 cache its two scales, shaped as it without D.
+// If v and values are scalars, which are not looked at, the keys are the values too, and there is one array of scales.
 // Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
@@ -230,21 +237,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     return wrong("types of attention");
   const auto shape = keys.dimensions();
   const size_t rank = shape.size();
+  const bool shared = values.dimensions().size() == 0;
   if (rank < 4 || rank > 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
     return wrong("axes of attention");
   const int64_t layers = rank == 5 ? shape[0] : 1, batch = shape[rank - 4], kv_heads = shape[rank - 3],
                 slots = shape[rank - 2], depth = shape[rank - 1];
   const int64_t heads = q.dimensions()[1];
   if (q.dimensions()[0] != batch || q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
-      k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth || v.element_count() != k.element_count() ||
-      values.element_count() != keys.element_count() || out->element_count() != q.element_count() ||
+      k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth ||
+      (!shared && (v.element_count() != k.element_count() || values.element_count() != keys.element_count())) || out->element_count() != q.element_count() ||
       int64_t(lengths.element_count()) != batch || layer.element_count() != 1 || layers < 1 ||
       cos.dimensions().size() != 2 || cos.dimensions()[0] != batch ||
       sin.element_count() != cos.element_count() || 2 * cos.dimensions()[1] > depth ||
       (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0) ||
       (sinks.element_count() != 0 && int64_t(sinks.element_count()) != heads))
     return wrong("shapes of attention");
-  if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data())
+  if (keys_out->untyped_data() != keys.untyped_data() ||
+      (!shared && values_out->untyped_data() != values.untyped_data()))
     return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
   if (q.element_count() == 0) return ffi::Error::Success();
   const Level& level = active_level();
@@ -252,9 +261,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const int64_t rows = batch * kv_heads * slots;  // of one layer
   const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * rows;
   char* key_cache = static_cast<char*>(keys.untyped_data()) + before * depth * item;
-  char* value_cache = static_cast<char*>(values.untyped_data()) + before * depth * item;
+  char* value_cache = shared ? key_cache : static_cast<char*>(values.untyped_data()) + before * depth * item;
   Scales scales;
-  if (is_int8 ? !scales_of(scales_in, scales_out, layers * rows, before, &scales)
+  if (is_int8 ? !scales_of(scales_in, scales_out, shared, layers * rows, before, &scales)
               : scales_in.size() + scales_out.size() > 0)
     return wrong("scales of attention");
   const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
@@ -288,8 +297,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     widened(k, new_type, unit);
     rope.turn(head, b, 1, depth);
     put(key_cache, scales.keys);
-    widened(v, new_type, unit);
-    put(value_cache, scales.values);
+    if (!shared) {
+      widened(v, new_type, unit);
+      put(value_cache, scales.values);
+    }
     for (int64_t g = unit * group; g < (unit + 1) * group; g++) {
       widened(q, type, g);
       rope.turn(head, b, scale, depth);
@@ -307,14 +318,19 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   float* sums = reinterpret_cast<float*>(scratch<1>(4 * int64_t(parts.size()) * group * (stride + 2)));
   const auto of_part = [&](int64_t i) { return sums + i * group * (stride + 2); };
   const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
-  parallel(pool, parts.size(), bytes < kChunkBytes ? 1 : pool.num_threads(), [&](int64_t i) {
-    const Part& part = parts[i];
-    const int64_t row = part.unit * slots, from = row * depth * item;
-    float* result = of_part(i);
-    level.attend({queries + part.unit * group * stride, stride, group, key_cache + from,
-                  value_cache + from, is_int8 ? scales.keys + row : nullptr,
+  const int64_t threads = bytes < kChunkBytes ? 1 : pool.num_threads();
+  // Where there are fewer parts than threads and many query heads share each, these are divided too.
+  const int64_t few = most(1, least(2 * threads / most(1, parts.size()), group / kSharers));
+  const int64_t sharers = (group + few - 1) / few;
+  parallel(pool, parts.size() * few, threads, [&](int64_t i) {
+    const Part& part = parts[i / few];
+    const int64_t g = i % few * sharers, row = part.unit * slots, from = row * depth * item;
+    if (g >= group) return;
+    float* result = of_part(i / few);
+    level.attend({queries + (part.unit * group + g) * stride, stride, least(sharers, group - g),
+                  key_cache + from, value_cache + from, is_int8 ? scales.keys + row : nullptr,
                   is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end, cap,
-                  result + group * stride, result + group * (stride + 1), result});
+                  result + group * stride + g, result + group * (stride + 1) + g, result + g * stride});
   });
   char* to = static_cast<char*>(out->untyped_data());
   const bool has_sinks = sinks.element_count() != 0;

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +73,6 @@ class LatentAttention(DecoderAttention):
         kv_a_proj_with_mqa, kv_a_layernorm: linear layer of latent and key part, and the latent's norm.
         kv_b_proj: linear layer from a latent to keys and values of all heads.
     """
-
-    # Its kernel has keys and values of their own.
-    uses_decode_kernel: ClassVar[bool] = False
 
     def make_projections(self, config: Any, dtype: DType) -> None:
         """Makes the layers that :meth:`project` uses, and ``o_proj``."""
