@@ -89,6 +89,8 @@ class GGUFTable:
         width: metadata key of the width of a head; None: that of a key, which a value shares.
         log_multiplier: what files hold of YaRN's ``mscale_all_dim``, which ``mscale`` equals then, as a
             multiple of it; 0: nothing.
+        numbers: metadata keys, complete ones, of lists with one number for each layer → the tensor of
+            a layer that is that number, and its shape.
         join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
             of them, or other numbers; the first argument is the file's metadata.
         split: the inverse, before tensors are renamed; the first argument is the family's config.
@@ -124,6 +126,7 @@ class GGUFTable:
     model_types: Collection[str] = ()
     width: str | None = None
     log_multiplier: float = 0.0
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
     instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None

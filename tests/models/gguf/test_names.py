@@ -75,6 +75,10 @@ LEFT_OUT = {
     },
     # Of keys and values without latent vectors, which no published DeepSeek 2 has.
     "deepseek2": {"rope_freqs", "blk.*.attn_rot_embd", "blk.*.attn_k", "blk.*.attn_v"},
+    # Of files whose queries, keys and values are one tensor, and of a norm that llama.cpp does not read.
+    "phi2": {"blk.*.attn_qkv", "blk.*.ffn_norm"},
+    # Of a gate that there is none of.
+    "apertus": {"rope_freqs", "blk.*.attn_rot_embd", "blk.*.ffn_gate"},
     # Of an embedding model.
     "lfm2": {"dense_2"},
     "llama4": {"rope_freqs", "blk.*.attn_rot_embd"},
