@@ -301,7 +301,7 @@ def _place(
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
     entry = known.get(generic)
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".")):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1
