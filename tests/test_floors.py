@@ -47,7 +47,7 @@ storage/safetensors: writer
 kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels/gpu: __init__ triton attention packed_product
-kernels: packed_product quant_array matmul embed blocked_attention
+kernels: packed_product quant_array matmul embed head_products blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: decode_attention attention grouped block_matmul
 kernels: __init__
@@ -71,7 +71,8 @@ nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation identity dropout low_rank linear stacked_linear embedding
+nn: sequential clamp init __init__ activation identity dropout low_rank linear stacked_linear
+nn: transposed_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
@@ -91,12 +92,13 @@ models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model experts expert_files
+models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model positions experts
+models/decoder: expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
-models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
+models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert

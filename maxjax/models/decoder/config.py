@@ -90,13 +90,14 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"'hidden_size' {self.hidden_size} is not a multiple of "
-                f"'num_attention_heads' {self.num_heads}"
+                f"'{self.key_of('hidden_size')}' {self.hidden_size} is not a multiple of "
+                f"'{self.key_of('num_heads')}' {self.num_heads}"
             )
         slides = self.slides or (self.sliding_window is not None,) * self.num_layers
         derived = {
             "head_dim": self.head_dim or self.hidden_size // self.num_heads,
             "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.inner_size,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
             "rotates": () if all(self.rotates) else tuple(self.rotates),
@@ -111,7 +112,7 @@ class DecoderConfig(ModelConfig):
                 f"'num_attention_heads' {self.num_heads} is not a multiple of "
                 f"'num_key_value_heads' {self.kv_heads}"
             )
-        check_activation("hidden_act", self.hidden_act)
+        check_activation(self.key_of("hidden_act"), self.hidden_act)
         if len(self.slides) != self.num_layers:
             raise ValueError(
                 f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
@@ -134,10 +135,21 @@ class DecoderConfig(ModelConfig):
         return self.head_dim
 
     @property
+    def inner_size(self) -> int:
+        """The inner features of an MLP; in the first families four times the hidden size by default."""
+        given: int | None = self.intermediate_size
+        return 4 * self.hidden_size if given is None else given
+
+    @property
     def kv_heads(self) -> int:
         """K, the number of KV heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
+
+    @property
+    def embedding_size(self) -> int:
+        """The width of the embedding table's rows, and of what the head gets."""
+        return self.hidden_size
 
     def of_layer(self, number: int) -> Self:
         """The settings of layer ``number``, for families whose layers have heads or sizes of their own."""

@@ -245,7 +245,7 @@ _NO_ROPE = frozenset({"gpt2", "bert"})
 _INDEX = r"(0|[1-9][0-9]{0,5})"
 # Names in files must not hold the characters that stand for numbers in the tables.
 _BARE = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
-_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias)")
+_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias|scale)")
 
 
 def hf_names(
@@ -356,7 +356,8 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        if (rule.only or suffix) != (suffix or BARE):
+        usual = suffix in ("weight", "bias")  # others are of rules that name them
+        if (rule.only or (suffix if usual else None)) != (suffix or BARE):
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout

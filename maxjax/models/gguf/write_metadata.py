@@ -22,7 +22,7 @@ from ...graph.weights import WeightData
 from ..decoder.rope import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
-from .config.read import POOLING, hf_config
+from .config.read import POOLING, WINDOWS, hf_config
 from .config.rope import rope_keys
 from .metadata import unsupported
 from .table import TABLES, GGUFTable
@@ -193,7 +193,10 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
         if value is not None:
             found[key] = value
     slides = getattr(size, "slides", ())
-    if any(slides) and not ("attention.sliding_window" in found and all(slides)):
+    if table.lists_windows:
+        found["attention.sliding_window"] = size.sliding_window or size.max_position_embeddings
+        found[WINDOWS] = list(slides)
+    elif any(slides) and not ("attention.sliding_window" in found and all(slides)):
         if table.period is None or _period(list(slides), table.period) != table.period:
             raise unsupported(
                 f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
@@ -236,7 +239,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     if period is None:
         raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
     if period != usual:
-        found["attention.sliding_window_pattern"] = period
+        found[WINDOWS] = period
     return found
 
 

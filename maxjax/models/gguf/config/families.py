@@ -45,8 +45,9 @@ class FamilyConfig:
 
     @property
     def rotated(self) -> int:
-        """The number of rotated features of a head."""
-        return self.config.rope.rotated(self.config.width)
+        """The number of rotated features of a head, where layers differ one that sees all tokens."""
+        widths = getattr(self.config, "rope_widths", None)  # encoders have one width
+        return self.config.rope.rotated(self.config.width if widths is None else widths[0])
 
     @property
     def experts(self) -> int:
@@ -113,7 +114,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
             "'num_experts' is out of range", path=path,
             expected=f"1 to {MAX_EXPERTS}", found=model.experts,
         )  # fmt: skip
-    if architecture in ("gemma3", "gemma-embedding"):
+    if getattr(read, "local_rope", None) is not None:
         values["rope_local_base_freq"] = read.local_rope.theta
     if architecture.startswith("gemma"):
         act = _TANH if read.hidden_act in _TANHS else read.hidden_act

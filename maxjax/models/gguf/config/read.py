@@ -10,7 +10,7 @@ reader, ``Keys`` in gguf-py's ``constants.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ _GELU = "gelu_pytorch_tanh"
 # were made; bfloat16 has the range of all of them.
 _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# The layers with a sliding window: n, where every n-th has none, or a flag for each.
+WINDOWS = "attention.sliding_window_pattern"
 # llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
 # another number than the width of a head.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
@@ -50,6 +52,7 @@ class Architecture:
         period: n, where every n-th layer sees all tokens if the file has a sliding window.
         width: metadata key of the width of a head; None: that of a key, which a value shares.
         log_multiplier: what files hold of YaRN's ``mscale_all_dim``, as a multiple of it; 0: nothing.
+        listed: keys that may differ between layers; ``more`` gets the first layer's, and reads the others.
     """
 
     model_type: str
@@ -65,6 +68,7 @@ class Architecture:
     period: int | None = None
     width: str | None = None
     log_multiplier: float = 0.0
+    listed: Collection[str] = ()
 
 
 def hf_config(
@@ -142,6 +146,7 @@ def pooling(
 def _decoder(
     given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
 ) -> Config:
+    given = given.firsts(model.listed)
     epsilon, name = model.epsilon
     found: Config = {
         "hidden_size": given.count("embedding_length"),
@@ -176,9 +181,9 @@ def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
     checked = model.has_rope and not model.is_partial
     inner = "feed_forward_length"
     # Some files leave out the MLP's width if every layer has experts, or list a 0 for each.
-    left_out = given.has(f"expert_{inner}") or (
-        given.has(inner) and isinstance(given.any(inner), list)
-    )
+    listed = given.any(inner) if given.has(inner) else None
+    none = isinstance(listed, list) and len(listed) > 0 and not any(listed)
+    left_out = none or given.has(f"expert_{inner}")
     return {
         "intermediate_size": given.some(inner, None if left_out else ...),
         "num_attention_heads": heads,
@@ -320,7 +325,7 @@ def _query_scalar(given: Settings, config: Config) -> int:
 
 def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
     """The kinds of the layers: all but every ``period``-th slide, unless the file says otherwise."""
-    key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    key, layers = WINDOWS, config["num_hidden_layers"]
     slides = [bool((i + 1) % period) for i in range(layers)]
     if given.has(key):
         if isinstance(given.any(key), list):

@@ -34,6 +34,7 @@ from ..names import (
 )
 from ..sources import Relaid, Stacked, read_box
 from ..state_layouts import Flat, Taps
+from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -118,8 +119,12 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    if model.table is not None and model.table.split is not None:
-        tensors = model.table.split(model.config, tensors)
+    own = model.table
+    if own is not None and own.split is not None:
+        tensors = own.split(model.config, tensors)
+    metadata, narrow = {}, []
+    if own is not None and own.numbers:
+        tensors, metadata, narrow = _listed(own, model, tensors, path)
     known = _known(architecture)
     places: dict[str, Place] = {}
     left_out, unknown = [], []
@@ -155,7 +160,7 @@ def gguf_tensors(
     divisors = model.divisors(path)
     if divisors is not None:
         found["rope_freqs.weight"] = WeightData.from_numpy(divisors, "rope_freqs.weight")
-    metadata: dict[str, Any] = {DTYPES_KEY: widened} if widened else {}
+    metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
         if (
             not place.layout.keeps_values
@@ -232,6 +237,28 @@ def _rounded(data: WeightData, layout: Layout) -> np.ndarray | None:
     return values.view(np.uint16) if is_narrow else values
 
 
+def _listed(
+    table: GGUFTable, model: FamilyConfig, tensors: Mapping[str, WeightData], path: Any
+) -> tuple[dict[str, WeightData], dict[str, Any], list[str]]:
+    """The tensors without those of one number that the metadata lists; the lists; narrower dtypes."""
+    by_name = {_canonical(table.architecture, name): name for name in tensors}
+    rest, lists, narrow = dict(tensors), {}, []
+    for key, (part, shape) in table.numbers.items():
+        lists[key] = []
+        for layer in range(model.config.num_layers):
+            name = table.layer.replace("*", str(layer)) + part
+            if name not in by_name:
+                raise CheckpointMismatchError(f"tensor '{name}' is missing", path=path)
+            data = rest.pop(by_name[name])
+            if (found := tuple(map(int, data.logical_shape))) != shape:
+                raise CheckpointFormatError(
+                    "not one number", path=path, tensor=name, expected=shape, found=found
+                )
+            lists[key].append(float(read_box(data, whole(shape))[0].reshape(())))
+            narrow += [f"{name}={kind}" for kind, dtype in NARROW.items() if dtype is data.dtype]
+    return rest, lists, narrow
+
+
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -276,7 +303,7 @@ def _place(
         entry = known.get(generic.removesuffix(f".{suffix}"))
     else:
         suffix = ""
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".")):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1

@@ -290,7 +290,7 @@ def test_a_message_is_one_short_line():
     assert "\n" not in str(info.value) and len(str(info.value)) < 300
     with pytest.raises(UnsupportedModelError) as info:
         config("\n" + "y" * 10**6)
-    assert "\n" not in str(info.value) and len(str(info.value)) < 600
+    assert "\n" not in str(info.value) and len(str(info.value)) < 800
     with pytest.raises(CheckpointFormatError, match="general.architecture' is missing"):
         hf_config({}, {})
 
