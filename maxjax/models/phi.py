@@ -9,19 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..dtype import DType
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.rope import Rope, read_rope
 from .gguf.metadata import unsupported
 from .gguf.table import PLAIN_BIASES, GGUFTable, Tensors
-
-NAMES = ("fc1", "fc2")
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,7 @@ class PhiLayer(ParallelLayer):
     """A layer with the MLP, which has no gate, beside attention."""
 
     attention_class: ClassVar[Any] = PhiAttention
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+    mlp_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
 
 
 class PhiModel(DecoderModel):
