@@ -27,7 +27,7 @@ from .decoder.config import (
 )
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import HeadNorms
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.metadata import unsupported
 from .gguf.table import GGUFTable
 
@@ -52,11 +52,6 @@ class CohereConfig(DecoderConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """A Command-R has no sliding window, and its MLP no biases."""
         return {"mlp_bias": False, "sliding_window": None}
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of neighbouring features."""
-        return {"rope": read_rope(raw, context, interleaved=True)}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Source: arXiv:2309.05463; transformers' ``modeling_phi``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.metadata import unsupported
 from .gguf.table import PLAIN_BIASES, GGUFTable, Tensors
 
@@ -35,11 +34,6 @@ class PhiConfig(DecoderConfig):
     qk_norm: bool = setting("qk_layernorm", default=False)
     norm: str = own("layer")
     rope: Rope = own(Rope(part=0.5))
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first part of each head."""
-        return {"rope": read_rope(raw, context, part=0.5)}
 
 
 class PhiAttention(DecoderAttention):

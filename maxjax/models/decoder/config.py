@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
@@ -15,7 +15,7 @@ from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
 from ..unread import Looked, warn_of_unread
-from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
+from .rope import QueryScaling, Rope, read_rope, rope_or
 
 # The longest repeating pattern of layers that ``pattern`` finds.
 _LONGEST_PERIOD = 32
@@ -55,6 +55,9 @@ class DecoderConfig(ModelConfig):
         rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
         query_scaling: factor of the queries that grows with their position.
     """
+
+    # RoPE's settings of a file that has no object for them.
+    unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -220,10 +223,15 @@ class DecoderConfig(ModelConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE fields of a file, by name; ``context`` is ``max_position_embeddings``.
 
+        What a file does not say is as in the field's default: base, rotated part, order of features.
+
         Raises:
             ValueError, UnsupportedModelError: as for ``read_rope``.
         """
-        return {"rope": read_rope(raw, context, cls.unsaid.get("rope_theta", DEFAULT_THETA))}
+        raw, theta = rope_or(raw, cls.unsaid_rope), cls.unsaid.get("rope_theta", cls.rope.theta)
+        part = cls.rope.part if cls.rope.part < 1 else None
+        found = read_rope(raw, context, theta, part=part, interleaved=cls.rope.interleaved)
+        return {"rope": found}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
