@@ -313,14 +313,16 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
         >>> rotates_of({"num_hidden_layers": 3, "no_rope_layer_interval": 2})
         (True, False, True)
     """
-    listed, layers = raw.get("no_rope_layers"), layers_of(raw)
+    key = "no_rope_layer_interval"
+    # Looked at in any case, so that no warning names it.
+    listed, layers, given = raw.get("no_rope_layers"), layers_of(raw), {key: raw.get(key)}
     if not layers:
         return ()  # the check of this field raises later
     if listed:
         if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
             raise ValueError("'no_rope_layers' is not a list of numbers")
         return tuple(map(bool, listed[:layers]))
-    return all_but_every(count_of(raw, "no_rope_layer_interval", interval), layers)
+    return all_but_every(count_of(given, key, interval), layers)
 
 
 def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
