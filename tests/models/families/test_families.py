@@ -72,6 +72,11 @@ def test_files(case, tmp_path):
         return
     convert(tmp_path / "mine", tmp_path / "model.gguf")
     again, _ = maxjax.load(tmp_path / "model.gguf")
+    if case.is_folded:
+        ids = ids_of(1, 12)
+        np.testing.assert_allclose(call(again, ids), call(model, ids), rtol=0, atol=1e-4)
+        convert(tmp_path / "model.gguf", tmp_path / "folded")
+        model, _ = maxjax.load(tmp_path / "folded")
     before, after = (one.unstack().state_dict() for one in (model, again))
     assert set(before) == set(after)
     for name, array in before.items():
