@@ -6,13 +6,9 @@ vectors, as floats or int8, ``recurrent`` the states that do not grow with a seq
 
 from ...absent import absent as _absent
 from .cache import KVCache as KVCache
+from .cache_params import CacheLeafKind as CacheLeafKind
+from .cache_params import KVCacheQuantizationConfig as KVCacheQuantizationConfig
+from .cache_params import KVConnectorType as KVConnectorType
+from .cache_params import KVHashAlgo as KVHashAlgo
 
-__getattr__ = _absent(
-    __name__,
-    {
-        "PagedCacheValues KVCacheParams MultiKVCacheParams KVCacheParamInterface KVCacheInputs "
-        "KVCacheInputsPerDevice KVCacheMetrics RecurrentStateInputsPerDevice build_max_lengths_tensor": (
-            "use maxjax.nn.KVCache, which is an argument and a result of the model"
-        ),
-    },
-)
+__getattr__ = _absent(__name__)
