@@ -47,7 +47,7 @@ storage/safetensors: writer
 kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels/gpu: __init__ triton attention packed_product
-kernels: packed_product quant_array matmul embed blocked_attention
+kernels: packed_product quant_array matmul embed head_products blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: decode_attention attention grouped block_matmul
 kernels: __init__
