@@ -68,9 +68,8 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.float8_scale_stacking": {"can_use_fused_mlp": _PACKED},
     "nn.hyper_connection": {"HyperConnection": "it is not implemented"},
     "nn.kernels": {
-        "flash_attention_ragged rope_split_store_ragged store_k_cache_ragged fused_qk_ragged_rope store_v_cache_ragged "
-        "fused_qkv_ragged_matmul rms_norm_key_cache store_k_scale_cache_ragged cross_attention_ragged "
-        "matmul_kv_cache_ragged latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "
+        "store_k_scale_cache_ragged cross_attention_ragged "
+        "latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "
         "mla_kpool_compress mla_kpool_expand_topk mla_kpool_ring_close mla_kpool_seed_tail": _PAGED,
         "mla_decode_graph mla_prefill_decode_graph mla_fp8_index_top_k mla_fp8_index_top_k_physical "
         "mla_fp8_index_top_k_with_physical": _LATENT,
@@ -86,21 +85,17 @@ ADVICE: dict[str, dict[str, str]] = {
     "engine": {"CompiledModel GPUProfilingMode": "InferenceSession.load gives a Model; jax.profiler takes traces"},
     "nn.kv_cache": {
         "BatchCharacteristics KVCacheGroupId KVCacheMemory KVLeafRegion compute_max_seq_len_fitting_in_cache "
-        "compute_num_device_blocks estimated_memory_size "
-        "PagedCacheValues KVCacheParams MHAKVCacheParams MLAKVCacheParams MultiKVCacheParams KVCacheParamInterface "
-        "KVCacheInputs KVCacheInputsPerDevice KVCacheMetrics build_max_lengths_tensor spec_decode_cache_slack "
+        "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics build_max_lengths_tensor "
         "packed_page_stride": _CACHE,
         "RecurrentStateInputsPerDevice RecurrentStateRegion RecurrentLeafInputs RecurrentStateParams "
         "recurrent_leaf": _STATE,
     },
     "nn.kv_cache.cache_params": {
-        "KVCacheAssignments KVCacheBufferInterface KVCacheMemory KVCacheParamInterface KVCacheParams "
-        "MHAKVCacheParams MLAKVCacheParams MultiKVCacheParams CacheLeafParamInterface spec_decode_cache_slack": _CACHE,
+        "KVCacheAssignments KVCacheBufferInterface KVCacheMemory MLAKVCacheParams": _CACHE,
         "RecurrentStateParams recurrent_leaf": _STATE,
     },
     "nn.kv_cache.data_parallelism_utils": {"split_into_groups split_input_row_offsets": _CACHE},
-    "nn.kv_cache.input_types": {"KVCacheInputsPerDevice PagedCacheValues": _CACHE,
-                                "RecurrentLeafInputs RecurrentStateInputsPerDevice": _STATE},
+    "nn.kv_cache.input_types": {"RecurrentLeafInputs RecurrentStateInputsPerDevice": _STATE},
     "nn.kv_cache.metrics": {"KVCacheMetrics": _CACHE},
     "nn.linear": {"FusedMLP": "use MLP", "GPTQLinear": _PACKED,
                   "linear": "use maxjax.nn.Linear, or x @ w.T + b"},

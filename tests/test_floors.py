@@ -77,7 +77,8 @@ nn: identity dropout low_rank linear stacked_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: layout slots recurrent kinds cache cache_params __init__ data_parallelism_utils input_types metrics
+nn/kv_cache: layout slots recurrent kinds cache server_settings paged cache_params __init__ data_parallelism_utils
+nn/kv_cache: input_types metrics
 nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention multihead_attention __init__
 nn/attention: multi_latent_attention multi_latent_attention_fp8
@@ -89,7 +90,7 @@ nn/parallel: __init__
 nn/sampling: __init__ penalties rejection_sampler
 nn/state_space: __init__ kimi_delta
 nn/transformer: sequence outputs transformer distributed_transformer __init__
-nn: conv conv_transpose recurrent kernels
+nn: conv conv_transpose recurrent ragged paged_attention kernels
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread

@@ -18,26 +18,15 @@ from ..graph.ops.lift import lift
 from ..graph.value import TensorValue
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant as MHAMaskVariant
-from .rotary_embedding import rotate
-
-
-def _seen(variant: MHAMaskVariant, queries: Any, keys: Any, window: int) -> Any:
-    """Which keys a query attends to by their positions; None means all."""
-    if variant == MHAMaskVariant.NULL_MASK:
-        return None
-    behind = queries[..., :, None] - keys[..., None, :]
-    causal = behind >= 0
-    if variant == MHAMaskVariant.CAUSAL_MASK:
-        return causal
-    if variant == MHAMaskVariant.SLIDING_WINDOW_NONCAUSAL_MASK:
-        raise NotImplementedError(
-            "SLIDING_WINDOW_NONCAUSAL_MASK is not supported: give the mask to jax.nn.dot_product_attention"
-        )
-    if window < 1:
-        raise ValueError(f"{variant.name} needs a local_window_size, not {window}")
-    if variant == MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK:
-        return causal & (behind < window)
-    return causal & (queries[..., :, None] // window == keys[..., None, :] // window)
+from .paged_attention import flash_attention_ragged as flash_attention_ragged
+from .paged_attention import fused_qk_ragged_rope as fused_qk_ragged_rope
+from .paged_attention import fused_qkv_ragged_matmul as fused_qkv_ragged_matmul
+from .paged_attention import matmul_kv_cache_ragged as matmul_kv_cache_ragged
+from .paged_attention import rms_norm_key_cache as rms_norm_key_cache
+from .paged_attention import rope_split_store_ragged as rope_split_store_ragged
+from .paged_attention import store_k_cache_ragged as store_k_cache_ragged
+from .paged_attention import store_v_cache_ragged as store_v_cache_ragged
+from .ragged import rotated, seen, sequences
 
 
 @lift
@@ -72,7 +61,7 @@ def flash_attention_gpu(
         (1, 3, 2, 4)
     """
     keys = jnp.arange(k.shape[1])
-    mask = _seen(mask_variant, jnp.arange(q.shape[1]), keys, local_window_size)
+    mask = seen(mask_variant, jnp.arange(q.shape[1]), keys, local_window_size)
     mask = None if mask is None else mask[None, None]
     if valid_length is not None:
         there = (keys[None] < valid_length.astype(jnp.int32)[:, None])[:, None, None]
@@ -100,15 +89,6 @@ def masked_flash_attention_gpu(q: Any, k: Any, v: Any, mask: Any, scale: float) 
     )
 
 
-def _sequences(offsets: Any, count: int) -> tuple[Any, Any]:
-    """For each token of a ragged batch the number of its sequence, and its place in it."""
-    offsets = offsets.astype(jnp.int32)
-    tokens = jnp.arange(count)
-    # Counted, because jnp.searchsorted takes no named sizes.
-    rows = (offsets[1:, None] <= tokens[None]).sum(axis=0, dtype=jnp.int32)
-    return rows, tokens - offsets[rows]
-
-
 @lift
 def flash_attention_ragged_gpu(
     q: Any,
@@ -131,21 +111,11 @@ def flash_attention_ragged_gpu(
 
     Memory grows with the square of the number of tokens.
     """
-    rows, places = _sequences(input_row_offsets, q.shape[0])
+    rows, places = sequences(input_row_offsets, q.shape[0])
     mask = rows[:, None] == rows[None]
-    seen = _seen(mask_variant, places, places, local_window_size)
-    mask = mask if seen is None else mask & seen
+    shown = seen(mask_variant, places, places, local_window_size)
+    mask = mask if shown is None else mask & shown
     return attention(q[None], k[None], v[None], mask[None], scale=scale)[0]
-
-
-def _rotated(x: Any, freqs: Any, interleaved: bool, rope_first: bool) -> Any:
-    """``x [tokens, H, D]`` rotated by ``freqs [tokens, W]``, cosines and sines in turn; W may be less than D."""
-    width = freqs.shape[-1]
-    table = freqs.reshape(freqs.shape[0], width // 2, 2)
-    start = 0 if rope_first else x.shape[-1] - width
-    part = jax.lax.slice_in_dim(x, start, start + width, axis=-1)
-    part = rotate(part, table[..., 0], table[..., 1], interleaved=interleaved).astype(x.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=-1)
 
 
 @lift
@@ -171,9 +141,9 @@ def rope_ragged(
         rope_first: whether the first W elements are rotated, or the last.
         output_dtype: dtype of the result; that of the input by default.
     """
-    rows, places = _sequences(input_row_offsets, input.shape[0])
+    rows, places = sequences(input_row_offsets, input.shape[0])
     positions = places + start_pos.astype(jnp.int32)[rows]
-    found = _rotated(input, freqs_cis[positions], interleaved, rope_first)
+    found = rotated(input, freqs_cis[positions], interleaved, rope_first)
     return found if output_dtype is None else found.astype(DType.of(output_dtype).np)
 
 
@@ -201,7 +171,7 @@ def rope_ragged_with_position_ids(
     if mrope_section is not None or position_ids.ndim != 1:
         raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
                                   "has the families that use them")  # fmt: skip
-    return _rotated(input, freqs_cis[position_ids.astype(jnp.int32)], interleaved, False)
+    return rotated(input, freqs_cis[position_ids.astype(jnp.int32)], interleaved, False)
 
 
 @lift
@@ -281,7 +251,7 @@ def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any)
         [[1, 2, 7, 8, 9, 3, 4, 5, 6, 10], [0, 5, 10]]
     """
     (first, of_a), (second, of_b) = (
-        _sequences(o, len(x)) for x, o in ((a, a_row_offsets), (b, b_row_offsets))
+        sequences(o, len(x)) for x, o in ((a, a_row_offsets), (b, b_row_offsets))
     )
     offsets = a_row_offsets + b_row_offsets
     starts = offsets.astype(jnp.int32)

@@ -1,44 +1,19 @@
-"""MAX's path of the settings of paged caches: those that are plain data."""
-
-from __future__ import annotations
-
-import enum
-from dataclasses import dataclass
-from typing import Literal
+"""MAX's path of the settings of paged caches."""
 
 from ...absent import absent as _absent
-from ...dtype import DType
+from .paged import KVCacheParamInterface as KVCacheParamInterface
+from .paged import KVCacheParams as KVCacheParams
+from .paged import MHAKVCacheParams as MHAKVCacheParams
+from .paged import MultiKVCacheParams as MultiKVCacheParams
+from .paged import spec_decode_cache_slack as spec_decode_cache_slack
+from .server_settings import TIERED_CONNECTOR_TYPES as TIERED_CONNECTOR_TYPES
+from .server_settings import CacheLeafKind as CacheLeafKind
+from .server_settings import HostStagingAlloc as HostStagingAlloc
+from .server_settings import KVCacheQuantizationConfig as KVCacheQuantizationConfig
+from .server_settings import KVConnectorType as KVConnectorType
+from .server_settings import KVHashAlgo as KVHashAlgo
+from .server_settings import SpeculativeMethod as SpeculativeMethod
 
-KVHashAlgo = Literal["ahash64", "sha256"]
-HostStagingAlloc = Literal["registered", "driver"]
-SpeculativeMethod = Literal["eagle", "mtp", "dflash", "dflash2", "dspark"]
-
-
-class KVConnectorType(enum.StrEnum):
-    """Where MAX's server keeps pages that are not on a device; a maxjax.nn.KVCache is on its devices."""
-
-    null = "null"
-    tiered = "tiered"
-    rust_tiered = "rust_tiered"
-    dkv = "dkv"
-
-
-TIERED_CONNECTOR_TYPES = frozenset({KVConnectorType.tiered, KVConnectorType.rust_tiered})
-
-
-class CacheLeafKind(enum.Enum):
-    """What a layer keeps: keys and values of tokens, or one state of all of them."""
-
-    ATTENTION = "attention"
-    RECURRENT = "recurrent"
-
-
-@dataclass
-class KVCacheQuantizationConfig:
-    """How keys and values are quantised: the dtype of scales, and how many values share one."""
-
-    scale_dtype: DType = DType.float32
-    quantization_granularity: int = 128
-
+CacheLeafParamInterface = KVCacheParamInterface
 
 __getattr__ = _absent(__name__)
