@@ -6,7 +6,6 @@ Sources: arXiv:2509.14233, of xIELU arXiv:2411.13010; transformers' ``modeling_a
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,14 +24,9 @@ from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.table import GGUFTable
 
-# The RoPE of a file that says nothing of it.
-_LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-}  # fmt: skip
 # The numbers of xIELU: shapes, and values of a new model.
 _NUMBERS = {
     "alpha_p": ((1,), math.log(math.expm1(0.8))), "alpha_n": ((1,), math.log(math.expm1(0.3))),
@@ -45,6 +39,10 @@ class ApertusConfig(DecoderConfig):
     """The settings of an Apertus."""
 
     model_type = "apertus"
+    unsaid_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
 
     max_position_embeddings: int = setting(default=65536, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
@@ -52,13 +50,7 @@ class ApertusConfig(DecoderConfig):
     mlp_bias: bool = own(False)
     sliding_window: int | None = own(None)
     qk_norm: bool | str = own(True)
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE, which is that of the published models if a file has no object for it."""
-        if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
-            raw = ChainMap({"rope_parameters": _LLAMA3}, raw)  # type: ignore[arg-type]
-        return {"rope": read_rope(raw, context, _LLAMA3["rope_theta"])}
+    rope: Rope = own(Rope(12e6))
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,23 +5,18 @@ Source: arXiv:2309.05463; transformers' ``modeling_phi``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..dtype import DType
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.metadata import unsupported
 from .gguf.table import PLAIN_BIASES, GGUFTable, Tensors
-
-NAMES = ("fc1", "fc2")
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,6 @@ class PhiConfig(DecoderConfig):
     norm: str = own("layer")
     rope: Rope = own(Rope(part=0.5))
 
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first part of each head."""
-        return {"rope": read_rope(raw, context, part=0.5)}
-
 
 class PhiAttention(DecoderAttention):
     """Attention, by the names of Phi's files."""
@@ -56,11 +46,7 @@ class PhiLayer(ParallelLayer):
     """A layer with the MLP, which has no gate, beside attention."""
 
     attention_class: ClassVar[Any] = PhiAttention
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+    mlp_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
 
 
 class PhiModel(DecoderModel):
