@@ -47,6 +47,7 @@ FREE = {
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
 UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers says
+UNUSED |= {("lfm2", "intermediate_size")}  # from which its own is computed
 UNUSED |= {("gemma4_text", f"global_{key}") for key in ("head_dim", "num_key_value_heads")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
 
