@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import CheckpointMismatchError
 from ..graph.weights import WeightData
 from .decoder.mamba2 import Mamba2Settings
 from .gguf.config.read import Config, Shapes
@@ -88,6 +89,16 @@ def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
         "ssm.conv_kernel": of.taps, "ssm.state_size": of.state_size, "ssm.group_count": of.groups,
         "ssm.time_step_rank": of.heads, "ssm.inner_size": of.inner,
     }  # fmt: skip
+
+
+def _check_rows(name: str, data: WeightData, rows: int) -> None:
+    """Checks that a tensor of a checkpoint has the rows that its configuration says."""
+    shape = tuple(map(int, data.logical_shape))
+    if shape[:1] != (rows,):
+        raise CheckpointMismatchError(
+            "a tensor does not fit the configuration", tensor=name,
+            expected=f"{rows} rows", found=f"shape {list(shape)}",
+        )  # fmt: skip
 
 
 def _check_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
@@ -196,6 +207,7 @@ def _split(config: Any, tensors: Tensors) -> Tensors:
     found = {}
     for name, data in tensors.items():
         if name.endswith(_BOTH):
+            _check_rows(name, data, 2 * config.shared_intermediate_size)
             halves = np.split(np.arange(2 * config.shared_intermediate_size), 2)
             for part, half in zip(("gate", "up"), halves, strict=True):
                 new = f"{name.removesuffix(_BOTH)}{to}{part}_proj.weight"
@@ -332,6 +344,9 @@ def _scaled(name: str, data: WeightData, factors: Sequence[Any]) -> WeightData:
     """A tensor times factors, by which it is multiplied one after the other, in float32."""
     if all(np.all(np.equal(factor, 1)) for factor in factors):
         return data
+    for factor in factors:
+        if np.ndim(factor):
+            _check_rows(name, data, len(factor))
 
     def change(values: np.ndarray) -> np.ndarray:
         found = values.astype(np.float32)

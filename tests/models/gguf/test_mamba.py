@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import maxjax
 from maxjax.checkpoint import convert
-from maxjax.errors import CheckpointError, UnsupportedModelError
+from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.models import Granite
 from maxjax.models.granitemoehybrid import GraniteHybrid, GraniteHybridConfig
 from tests.models.decoders import call, ids_of
@@ -143,11 +143,10 @@ def test_files_of_llama_cpp_are_stable(made, tmp_path):
     assert (tmp_path / "again" / "hf.gguf").read_bytes() == (tmp_path / "hf.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_narrow_types(made, kind, tmp_path):
+def test_narrow_types(made, tmp_path):
     family, folder, _, _ = made
     source = "hf.gguf" if family == "falcon_h1" else "hf"  # of which no factor is left
-    convert(folder / source, tmp_path / "hf", dtype=kind)
+    convert(folder / source, tmp_path / "hf", dtype="bfloat16")
     convert(tmp_path / "hf", tmp_path / "model.gguf")
     convert(tmp_path / "model.gguf", tmp_path / "again")
     before, after = (maxjax.load(tmp_path / name)[0].state_dict() for name in ("hf", "again"))
@@ -234,3 +233,18 @@ def test_what_llama_cpp_does_not_compute(settings, text, tmp_path):
     with pytest.raises(UnsupportedModelError, match=text):
         convert(tmp_path / "hf", tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("granitemoehybrid", "shared_mlp.input_linear"), ("falcon_h1", "mamba.in_proj")],
+)
+def test_a_checkpoint_with_other_rows(family, part, tmp_path):
+    tensors = CASES[family].model(tmp_path / "hf").tensors
+    name = next(name for name in tensors if name.endswith(f"{part}.weight"))
+    values = tensors[name]
+    for other in (np.concatenate([values, values[:1]]), np.ascontiguousarray(values[:-1])):
+        file = tmp_path / "hf" / "model.safetensors"
+        safetensors.numpy.save_file({**tensors, name: other}, file)
+        with pytest.raises(CheckpointMismatchError, match=part):
+            convert(tmp_path / "hf", tmp_path / "model.gguf")
