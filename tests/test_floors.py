@@ -73,7 +73,7 @@ nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearran
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
-nn: identity dropout low_rank linear stacked_linear embedding
+nn: identity dropout low_rank linear stacked_linear transposed_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
@@ -95,18 +95,19 @@ nn: conv conv_transpose recurrent ragged paged_attention kernels
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
 models/decoder: rope aliases
-models/gguf: metadata layouts names sources pieces
+models/gguf: metadata layouts state_layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model experts expert_files
+models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model positions experts
+models/decoder: expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
-models: deepseek_files delta_files hunyuan gpt_neox falcon
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
+models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert
