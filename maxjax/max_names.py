@@ -26,7 +26,7 @@ _PAGED = (
 _SAMPLING = "maxjax.generate(…, sampling=maxjax.Sampling(…)) chooses tokens"
 
 ADVICE: dict[str, dict[str, str]] = {
-    "graph": {"ProfileScopeColor": "use jax.named_scope", "KernelLibrary": _KERNEL},
+    "graph": {"KernelLibrary": _KERNEL},
     "graph.dtype_promotion": {"_promote_weak_dtypes": "operators and ops promote by themselves"},
     "graph.ops": {
         "allgather_rms_norm allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 bundled_allreduce "
@@ -101,10 +101,9 @@ ADVICE: dict[str, dict[str, str]] = {
                   "linear": "use maxjax.nn.Linear, or x @ w.T + b"},
     "nn.moe": {
         "MoEQuantized NvMxf4f8Strategy": _PACKED,
-        "StackedMoE GateUpFormat GatedActivation make_concatenated_gated_activation_fn SigmoidTopKRouter "
-        "forward_moe_sharded_layers": "use nn.MoE and nn.MoEGate",
+        "StackedMoE GateUpFormat GatedActivation make_concatenated_gated_activation_fn "
+        "SigmoidTopKRouter": "use nn.MoE and nn.MoEGate",
     },
-    "nn.moe.expert_parallel": {"forward_moe_sharded_layers": _EXPERTS},
     "nn.moe.stacked_moe": {"GateUpFormat StackedMoE": "use nn.MoE"},
     "nn.parallel": {"ParallelArrayOps": "use NumPy; maxjax.load reads files in parallel"},
     "nn.quant_ops": {"quantized_matmul quantized_fused_qkv_matmul": _PACKED},

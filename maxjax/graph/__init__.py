@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from .device import DeviceRef as DeviceRef
     from .graph import Graph as Graph
     from .graph import Module as Module
+    from .graph import ProfileScopeColor as ProfileScopeColor
     from .placement.strategy import Segment as Segment
     from .placement.strategy import Shardable as Shardable
     from .placement.strategy import ShardingStrategy as ShardingStrategy
@@ -48,7 +49,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "": "ops",
         "buffer": "BufferValue BufferValueLike",
         "device": "DeviceKind DeviceRef",
-        "graph": "Graph Module",
+        "graph": "Graph Module ProfileScopeColor",
         "placement.strategy": "Segment Shardable ShardingStrategy",
         "program": "Model",
         "shape": "AlgebraicDim Dim DimLike Shape ShapeLike StaticDim SymbolicDim",

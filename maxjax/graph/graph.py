@@ -9,6 +9,7 @@ program, whether it has a value or not; ``program.py`` compiles and runs the res
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -32,6 +33,19 @@ from .weight.running import RUNNING
 from .weight.stacked import StackedWeight
 from .weight.weight import Weight
 from .weights.cursor import UnreadWeights
+
+
+class ProfileScopeColor(enum.StrEnum):
+    """Colours of MAX's profiler; JAX's scopes have none."""
+
+    MODULAR_PURPLE = "modular_purple"
+    BLUE = "blue"
+    GREEN = "green"
+    ORANGE = "orange"
+    PURPLE = "purple"
+    RED = "red"
+    WHITE = "white"
+    YELLOW = "yellow"
 
 
 class _Meta(type):
@@ -337,6 +351,15 @@ class Graph(Rendered, metaclass=_Meta):
             raise NotImplementedError("add_subgraph needs a function; for a Module use "
                                       "Module.build_subgraph")  # fmt: skip
         return Subgraph.of_function(name, forward, list(input_types))
+
+    def profile_scope(self, name: str, color: ProfileScopeColor | None = None) -> Any:
+        """A ``with`` block whose operations have ``name`` before theirs in profiles: ``jax.named_scope``.
+
+        Args:
+            name: the name.
+            color: ignored.
+        """
+        return jax.named_scope(name)
 
     # -- looking at it
 

@@ -181,7 +181,8 @@ class RotaryEmbedding(Module):
 
     def _positions(self, length: int, start: Any) -> jax.Array:
         start = 0 if start is None else start
-        if self._bounded and isinstance(start, (int, np.integer)) and start + length > self._rows:
+        known = isinstance(start, (int, np.integer)) and isinstance(length, int)  # not a named size
+        if self._bounded and known and start + length > self._rows:
             raise ValueError(
                 f"positions {start} to {start + length - 1} are beyond the {self._rows} rows of "
                 f"this rope's table (max_seq_len={self.max_seq_len})"

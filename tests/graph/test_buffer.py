@@ -7,7 +7,16 @@ import pytest
 
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
-from maxjax.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, Type, ops
+from maxjax.graph import (
+    BufferType,
+    BufferValue,
+    DeviceRef,
+    Graph,
+    ProfileScopeColor,
+    TensorType,
+    Type,
+    ops,
+)
 
 CPU = DeviceRef.CPU()
 
@@ -75,3 +84,13 @@ def test_the_types_of_buffers_are_others_than_those_of_tensors():
     assert isinstance(buffer, Type) and not isinstance(buffer, TensorType)
     assert buffer.cast("int32") == BufferType("int32", ("n", 2), CPU)
     assert len({tensor, buffer, tensor.as_buffer()}) == 2
+
+
+def test_scopes_are_named_in_the_program():
+    with Graph("scopes", input_types=[TensorType(DType.float32, (2,), CPU)]) as graph:
+        with graph.profile_scope("outer", color=ProfileScopeColor.ORANGE):
+            y = ops.exp(graph.inputs[0])
+        graph.output(y)
+    assert graph.jaxpr is not None
+    stacks = [str(eqn.source_info.name_stack) for eqn in graph.jaxpr.jaxpr.eqns]
+    assert stacks == ["outer"]

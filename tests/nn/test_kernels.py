@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue
 from maxjax.nn import RotaryEmbedding, kernels
 from maxjax.nn.kernels import MHAMaskVariant as Mask
@@ -160,3 +161,11 @@ def test_in_a_graph_of_named_sizes():
 
     graph = Graph("ragged", run, input_types=kinds)
     assert graph.output_types == kinds[:1]
+
+
+def test_rope_of_a_named_number_of_tokens():
+    rope = RotaryEmbedding(16, 2, 100.0, 16)
+    kinds = [TensorType("float32", (1, "t", 2, 8), DeviceRef.CPU())]
+    model = InferenceSession().load(Graph("rope", rope, input_types=kinds))
+    x = draw(1, 5, 2, 8)
+    np.testing.assert_allclose(model.execute(x)[0].value, rope(x), atol=1e-6)

@@ -176,6 +176,7 @@ def test_windows_and_sinks(variant):
 
 def test_settings_of_caches():
     assert PARAMS.shape_per_block == [2, LAYERS, PAGE, K, D] and PARAMS.n_devices == 1
+    assert not (PARAMS.is_fp8_kv_dtype or PARAMS.is_nvfp4_kv_cache or PARAMS.quantized_kv_cache)
     assert PARAMS.bytes_per_block == 4 * 2 * LAYERS * PAGE * K * D
     two = MHAKVCacheParams(
         dtype=F, head_dim=D, num_layers=1, devices=[CPU, DeviceRef.CPU(1)], n_kv_heads=K

@@ -7,6 +7,7 @@ import pytest
 from maxjax.dtype import DType
 from maxjax.graph import BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight
 from maxjax.nn import Module, ReturnHiddenStates, ReturnLogits
+from maxjax.nn.moe import forward_moe_sharded_layers
 from maxjax.nn.quant_config import (
     InputScaleSpec,
     QuantConfig,
@@ -134,6 +135,9 @@ def test_layers_in_turn_with_and_without_subgraphs(groups):
 
 
 def test_layers_and_tensors_in_lists():
+    assert forward_moe_sharded_layers([abs, str], [-1, 2]) == [1, "2"]
+    with pytest.raises(NotImplementedError, match="experts are not balanced"):
+        forward_moe_sharded_layers([abs], [1], [None])
     assert transformer.forward_sharded_layers([abs, str], [-1, 2]) == [1, "2"]
     with pytest.raises(ValueError, match="1 layers and 2 tensors"):
         transformer.forward_sharded_layers([abs], [1, 2])

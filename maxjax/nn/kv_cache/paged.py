@@ -184,6 +184,16 @@ class KVCacheParams(KVCacheParamInterface):
         return False
 
     @property
+    def is_fp8_kv_dtype(self) -> bool:
+        """Whether keys and values are float8."""
+        return self.dtype.name.startswith("float8")
+
+    @property
+    def is_nvfp4_kv_cache(self) -> bool:
+        """Whether keys and values are NVFP4: False."""
+        return False
+
+    @property
     def n_kv_heads_per_device(self) -> int:
         """The number of KV heads of a device."""
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """Mixtures of experts, under the names and paths of ``max.nn.moe``."""
 
 from ...absent import absent as _absent
+from .expert_parallel import forward_moe_sharded_layers as forward_moe_sharded_layers
 from .moe import MoE as MoE
 from .moe import MoEGate as MoEGate
 from .routing import SHARES as SHARES

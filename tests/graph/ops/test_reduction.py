@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxjax.graph import ops
+from maxjax.engine import InferenceSession
+from maxjax.graph import DeviceRef, Graph, TensorType, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
 from tests.oracles.recorded import recorded, torch
 
@@ -131,3 +132,13 @@ def test_dtypes_there_is_no_result_for():
             getattr(ops, name)(INTS > 0)
     with pytest.raises(ValueError, match="floats, not of int32"):
         ops.softmax(INTS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_extremes_along_a_named_size(dtype):
+    kinds = [TensorType(dtype, ("n", 2), DeviceRef.CPU())]
+    graph = Graph("extremes", lambda x: [ops.max(x, axis=0), ops.min(x, axis=0)], input_types=kinds)
+    x = np.array([[-3, 0], [-5, 0]]).astype(dtype)
+    got = InferenceSession().load(graph).execute(x)
+    for one, want in zip(got, (x.max(0, keepdims=True), x.min(0, keepdims=True)), strict=True):
+        np.testing.assert_array_equal(one.to_numpy(), want)
