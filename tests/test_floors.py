@@ -47,7 +47,7 @@ storage/safetensors: writer
 kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels/gpu: __init__ triton attention packed_product
-kernels: packed_product quant_array matmul embed blocked_attention
+kernels: packed_product quant_array matmul embed head_products blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: decode_attention attention grouped block_matmul
 kernels: __init__
@@ -86,7 +86,7 @@ nn: conv conv_transpose recurrent
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
 models/decoder: rope aliases
-models/gguf: metadata layouts names sources pieces
+models/gguf: metadata layouts state_layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
@@ -97,8 +97,8 @@ models/decoder: expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
-models: deepseek_files delta_files hunyuan gpt_neox falcon opt apertus phi
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
+models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert

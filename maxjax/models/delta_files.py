@@ -17,10 +17,11 @@ import numpy as np
 
 from ..graph.weights import WeightData
 from .decoder.config import all_but_every
-from .gguf.layouts import Logarithm, Matrix, Plus, Taps
+from .gguf.layouts import Matrix, Plus
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import BARE, NEXT, Rule, expert_names
 from .gguf.pieces import columns, rows
+from .gguf.state_layouts import Logarithm, Taps
 from .gguf.table import GGUFTable
 
 # G heads of keys of width Dk, H heads of values of width Dv.

@@ -30,6 +30,7 @@ from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.model import DecoderFamily, make
 from .decoder.norm import norm
+from .gemma_files import GEMMA3N_GGUF
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
 from .multimodal import SIGHT
 
@@ -273,4 +274,5 @@ GEMMA3N = Gemma3n.family = DecoderFamily(
     config=Gemma3nConfig,
     make=make(Gemma3n),
     sight=SIGHT,
+    gguf=GEMMA3N_GGUF,
 )

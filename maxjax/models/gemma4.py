@@ -30,6 +30,7 @@ from .decoder.experts import MAPS_PROJ, SparseMLP
 from .decoder.model import make
 from .decoder.norm import norm, unit_rms
 from .decoder.rope import ropes_by_kind
+from .gemma_files import GEMMA4_GGUF
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
 from .multimodal import SIGHT
 
@@ -46,11 +47,14 @@ class Gemma4Config(SharingConfig):
         attention_k_eq_v: whether the values of those layers are their keys before norm and RoPE.
         use_double_wide_mlp: whether the MLPs of layers that share are twice as wide.
         has_experts: whether there are experts beside each MLP.
-        num_experts, num_experts_per_tok, expert_size: their number, that of a token's, and their inner
-            features.
+        num_experts, num_experts_per_tok, moe_intermediate_size: their number, that of a token's, and
+            their inner features.
     """
 
     model_type = "gemma4_text"
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        **SharingConfig.unsaid, "vocab_size": 262_144, "num_hidden_layers": 30
+    }  # fmt: skip
     maps: ClassVar[tuple[str, str, str]] = MAPS_PROJ
     shared_size: ClassVar[None] = None
 
@@ -63,9 +67,20 @@ class Gemma4Config(SharingConfig):
     has_experts: bool = setting("enable_moe_block", default=False)
     num_experts: int = setting(default=0, held="axis")
     num_experts_per_tok: int = setting("top_k_experts", default=0, held="axis")
-    expert_size: int = setting("moe_intermediate_size", default=0, held="axis")
+    moe_intermediate_size: int = setting(default=0, held="axis")
     may_see_both_ways: ClassVar[bool] = True
     use_bidirectional_attention: bool = own(False)
+
+    def __post_init__(self) -> None:
+        if not self.has_experts:
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+                object.__setattr__(self, name, 0)
+        super().__post_init__()
+
+    @property
+    def expert_size(self) -> int:
+        """The inner features of an expert."""
+        return self.moe_intermediate_size
 
     @property
     def rope_widths(self) -> tuple[int, int]:
@@ -104,28 +119,45 @@ class Gemma4Config(SharingConfig):
         slides = found.get("slides") or tuple(bool((i + 1) % 6) for i in range(layers_of(raw)))
         if slides:
             found["slides"] = (*slides[:-1], False)
-        given = raw.get("per_layer_config")
-        if given:
-            if not isinstance(given, Mapping) or not all(
-                isinstance(v, Mapping) for v in given.values()
-            ):
-                raise ValueError("'per_layer_config' is not an object of objects")
-            own_sizes = next(iter(given.values()))
-            names = {
-                "head_dim": "global_head_dim",
-                "num_key_value_heads": "num_global_key_value_heads",
-            }
+        if given := raw.get("per_layer_config"):
+            sizes = _own_sizes(given)
             full = {str(i) for i, near in enumerate(found.get("slides") or ()) if not near}
             if (
-                set(own_sizes) - set(names)
-                or any(v != own_sizes for v in given.values())
+                set(sizes) - set(_OWN_SIZES)
+                or any(v != sizes for v in given.values())
                 or set(given) != full
             ):
                 raise UnsupportedModelError(
                     "'per_layer_config' of other layers than those that see all"
                 )
-            found |= {names[key]: value for key, value in own_sizes.items()}
+            found |= {_OWN_SIZES[key]: value for key, value in sizes.items()}
         return found
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Sizes of single layers are those of layers that see all tokens."""
+        raw, unused = super().counted(raw)
+        try:
+            sizes = _own_sizes(raw.get("per_layer_config") or {})
+        except ValueError:  # from_dict says so
+            sizes = {}
+        names = {_OWN_SIZES[key]: value for key, value in sizes.items() if key in _OWN_SIZES}
+        return {**raw, **names}, unused
+
+
+# Sizes of layers that see all tokens, as transformers writes them → as the first files have them.
+_OWN_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+def _own_sizes(given: Any) -> Mapping[str, Any]:
+    """The first entry of ``per_layer_config``.
+
+    Raises:
+        ValueError: it is not an object of objects.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        raise ValueError("'per_layer_config' is not an object of objects")
+    return next(iter(given.values()), {})
 
 
 class Gemma4Router(Module):
@@ -237,4 +269,5 @@ GEMMA4 = Gemma4.family = Gemma4Family(
     experts="moe.experts.#.*.weight",
     together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),
     sight=SIGHT,
+    gguf=GEMMA4_GGUF,
 )

@@ -68,6 +68,11 @@ class SharingConfig(Gemma3Config):
         """The first layer that reads the keys and values of another."""
         return self.num_layers - self.num_kv_shared_layers
 
+    @property
+    def layer_kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """What tells layers with other tensors apart."""
+        return tuple((near, i >= self.first_sharing) for i, near in enumerate(self.slides))
+
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Without embeddings of each layer their number is not used."""

@@ -26,9 +26,9 @@ from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, laye
 from .decoder.mixer import RecurrentMixer
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .gguf.config.read import Config
-from .gguf.layouts import Taps
 from .gguf.metadata import Settings
 from .gguf.names import Rule
+from .gguf.state_layouts import Taps
 from .gguf.table import GGUFTable
 
 _KINDS = {"conv": True, "full_attention": False}

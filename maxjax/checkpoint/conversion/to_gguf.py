@@ -26,7 +26,7 @@ from ...models.gguf import (
     is_wide,
 )
 from ...models.gguf.config.families import read_config
-from ...models.gguf.tensors.types import Traits
+from ...models.gguf.tensors.types import Traits, takes_blocks
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode
 from ...models.quantized import with_blocks
@@ -74,7 +74,7 @@ def to_gguf(
     for name, one in data.items():
         if name in stored and (choice is None or stored[name].encoding == wanted.get(name)):
             outgoing.append(stored[name])
-        elif choice is None or name not in floats or is_wide(name, shapes[name]):
+        elif choice is None or name not in floats or not takes_blocks(name, shapes[name]):
             outgoing.append(_as_floats(name, one, shapes[name], dtype))
         else:
             outgoing.append(_quantised(name, one, dtype, wanted[name], importance or {}))

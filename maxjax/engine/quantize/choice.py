@@ -10,7 +10,7 @@ from ...errors import UserInputError, some
 from ...models.decoder.experts import SparseMLP
 from ...models.family import block_weights
 from ...models.gguf.config.families import ARCHITECTURE_OF
-from ...models.gguf.tensors.types import MIXTURES, encodings, is_wide
+from ...models.gguf.tensors.types import MIXTURES, encodings, takes_blocks
 from ...models.gguf.tensors.write import gguf_shapes
 from ...nn.layer import Module
 from ...nn.moe.moe import MoEGate
@@ -71,17 +71,16 @@ def chosen_types(
 
 
 def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """The weights that llama.cpp keeps in float32: routers, tables of positions and token types."""
+    """The weights that llama.cpp does not quantise: routers, tables of positions and token types."""
     modules = [module for _, module in model.named_modules()]
-    routers = {
-        id(module.router_layer.weight) for module in modules if isinstance(module, SparseMLP)
-    }
+    layers = [module.router_layer for module in modules if isinstance(module, SparseMLP)]
+    routers = {id(weight) for layer in layers for weight in layer.raw_state_dict().values()}
     routers |= {id(module.gate_score.weight) for module in modules if isinstance(module, MoEGate)}
     found = {n for n, weight in model.raw_state_dict().items() if id(weight) in routers}
     config = getattr(model, "hf_config", None)
     if config is not None and config.get("model_type") in ARCHITECTURE_OF:
         names, _, _ = gguf_shapes(config, shapes)
-        found |= {name for name, other in names.items() if is_wide(other, shapes[name])}
+        found |= {name for name, other in names.items() if not takes_blocks(other, shapes[name])}
     return found
 
 

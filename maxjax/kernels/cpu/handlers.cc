@@ -111,6 +111,59 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   return ffi::Error::Success();
 }
 
+// --- a matrix of each head -----------------------------------------------------------------------
+
+// Operands: x [B, H, n], w [H, P, C] or [L, H, P, C], layer []. Result: of rows `first` to `first + rows` of
+// each head's matrix, [B, H, rows], or with `transposed`, where n is rows, their sum weighted by x, [B, H, C].
+ffi::Error heads(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                 ffi::Result<ffi::AnyBuffer> y, int64_t first, int64_t rows, bool transposed) {
+  Type x_type, w_type, y_type;
+  if (!type_of(x.element_type(), &x_type) || !type_of(w.element_type(), &w_type) ||
+      !type_of(y->element_type(), &y_type))
+    return wrong("types of a product of each head");
+  const auto shape = w.dimensions();
+  const size_t rank = shape.size();
+  if (rank < 3 || rank > 4 || x.dimensions().size() != 3 || y->dimensions().size() != 3)
+    return wrong("axes of a product of each head");
+  const int64_t layers = rank == 4 ? shape[0] : 1, count = shape[rank - 3], height = shape[rank - 2],
+                depth = shape[rank - 1];
+  const int64_t batch = x.dimensions()[0], width = transposed ? rows : depth, out = transposed ? depth : rows;
+  if (x.dimensions()[1] != count || x.dimensions()[2] != width || y->dimensions()[0] != batch ||
+      y->dimensions()[1] != count || y->dimensions()[2] != out || first < 0 || rows < 0 ||
+      first + rows > height || layers < 1 || layer.element_count() != 1 || (transposed && rows > kPart))
+    return wrong("shapes of a product of each head");
+  if (y->element_count() == 0) return ffi::Error::Success();
+
+  const Level& level = active_level();
+  const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * count;
+  const char* data = static_cast<const char*>(w.untyped_data());
+  const auto matrix = [&](int64_t h) { return data + ((before + h) * height + first) * depth * size_of(w_type); };
+  char* to = static_cast<char*>(y->untyped_data());
+  const char* from = static_cast<const char*>(x.untyped_data());
+  const int64_t helpers = count * rows * depth < kChunkBytes ? 1 : pool.num_threads();
+  if (!transposed) {
+    const Activations all = prepared(pool, level, from, x_type, batch * count, depth, w_type);
+    const int64_t item = all.narrow ? 2 : 4;
+    parallel(pool, count, helpers, [&](int64_t h) {
+      const char* own = static_cast<const char*>(all.data) + h * all.stride * item;
+      level.product({{own, count * all.stride, all.narrow}, batch, matrix(h), w_type, depth,
+                     to + h * rows * size_of(y_type), y_type, count * rows, 0, rows});
+    });
+    return ffi::Error::Success();
+  }
+  const int64_t stride = padded(depth), floats = padded(rows);
+  parallel(pool, count, helpers, [&](int64_t h) {
+    float* results = reinterpret_cast<float*>(scratch<1>(4 * batch * (stride + floats)));
+    float* weights = results + batch * stride;
+    for (int64_t b = 0; b < batch; b++)
+      level.widen(from + (b * count + h) * rows * size_of(x_type), x_type, rows, Type::f32, weights + b * floats, floats);
+    level.combine({weights, floats, batch, matrix(h), w_type, rows, depth, results, stride});
+    for (int64_t b = 0; b < batch; b++)
+      level.narrow_row(results + b * stride, w_type, depth, to + (b * count + h) * depth * size_of(y_type), y_type);
+  });
+  return ffi::Error::Success();
+}
+
 // --- attention ---------------------------------------------------------------------------------
 
 struct Rope {
@@ -382,6 +435,17 @@ MAXJAX_EXPORT bool maxjax_use_level(const char* name) {
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_matmul, maxjax::matmul,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_heads, maxjax::heads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("rows")
+                                  .Attr<bool>("transposed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
                               ffi::Ffi::Bind()

@@ -6,7 +6,7 @@ Values are Python's (int, float, bool, str, lists of them) or NumPy's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,18 @@ class Settings:
             raise self.wrong(key, f"{minimum} to {maximum}", value, "is out of range")
         return value
 
+    def some(self, key: str, default: Any = ...) -> Any:
+        """An integer, or a list with 0 for layers that have none of what it counts, and one number else.
+
+        The default is also that of a list of zeros.
+        """
+        value = self.any(key) if self.has(key) else None
+        if not isinstance(value, list):
+            return self.count(key, default)
+        counts = [count for count in self.items(key, int) if count]
+        given = Settings({self.prefix + key: counts} if counts else {}, self.prefix, self.path)
+        return given.count(key, default)
+
     def number(self, key: str, default: Any = ..., *, positive: bool = True) -> Any:
         """A finite number as a float; it must be positive, or with ``positive=False`` not negative."""
         value = self._value(key, default)
@@ -93,6 +105,14 @@ class Settings:
                 found = f"{short(value[odd])} at {odd}"
                 raise self.wrong(key, f"a list of {kind.__name__}", found, shown=True)
         return value
+
+    def firsts(self, keys: Collection[str]) -> Settings:
+        """The settings in which each of the keys has one value, the first where it lists one per layer."""
+        listed = {self.prefix + key: self._value(key, None) for key in keys}
+        first = {
+            key: value[0] for key, value in listed.items() if isinstance(value, list) and value
+        }
+        return Settings({**self.metadata, **first}, self.prefix, self.path) if first else self
 
     def any(self, key: str) -> Any:
         """The value without checks; arrays become lists."""

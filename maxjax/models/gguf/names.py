@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
-from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
+from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+from .state_layouts import Flat, Taps
 
-# Layouts that need the number of heads or experts, which the metadata holds.
+# Layouts that need the number of heads, groups or experts, which the metadata holds.
 BARE = "-"
 QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
+NORM_GROUPS = "norm groups"
 STACK, GATES, UPS = "stack", "gates", "ups"
 
 
@@ -243,7 +245,7 @@ _NO_ROPE = frozenset({"gpt2", "bert"})
 _INDEX = r"(0|[1-9][0-9]{0,5})"
 # Names in files must not hold the characters that stand for numbers in the tables.
 _BARE = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
-_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias)")
+_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias|scale)")
 
 
 def hf_names(
@@ -328,8 +330,10 @@ class _Counts:
         if what == QUERIES:
             return Permuted(self._given.count("attention.head_count"))
         if what == KEYS:
-            heads = self._given.count("attention.head_count_kv", None)
+            heads = self._given.some("attention.head_count_kv", None)
             return self.layout(QUERIES, expert) if heads is None else Permuted(heads)
+        if what == NORM_GROUPS:
+            return Flat()
         if what == GROUPS:
             heads = self._given.count("attention.head_count")
             return Grouped(heads, self._given.count("attention.head_count_kv", heads))
@@ -352,7 +356,8 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        if (rule.only or suffix) != (suffix or BARE):
+        usual = suffix in ("weight", "bias")  # others are of rules that name them
+        if (rule.only or (suffix if usual else None)) != (suffix or BARE):
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout

@@ -13,7 +13,7 @@ from typing import Any
 from ...graph.weights import WeightData
 from ..config import ModelConfig
 from .config.llama_cpp import describe
-from .config.read import MODELS, Architecture, Config, Shapes
+from .config.read import MODELS, WINDOWS, Architecture, Config, Shapes
 from .config.rope import LOG_MULTIPLIER
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
@@ -74,6 +74,11 @@ class GGUFTable:
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         layer: beginning of the checkpoint's names of a layer's tensors, ``*`` being its number.
         period: n, where every n-th layer sees all tokens if there is a sliding window.
+        has_rope: whether attention has RoPE; without it files have no settings of it.
+        attends: whether there is attention; without it there are no MLPs either.
+        lists_windows: whether files list the layers with a sliding window, so that any may have one.
+        listed: keys that may differ between layers; the configuration so far has the first layer's, and
+            ``read`` reads the others.
         is_partial: whether RoPE may rotate a part of each head.
         is_tied: whether the head is always the embedding table.
         has_head: whether llama.cpp needs a head that is not the embedding table.
@@ -92,6 +97,8 @@ class GGUFTable:
         join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
             of them, or other numbers; the first argument is the file's metadata.
         split: the inverse, before tensors are renamed; the first argument is the family's config.
+        instead: what the family's config is written as, if not as this architecture: another that has a
+            table, and settings, by names of the config's fields, that have other values then; None: as this one.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -108,6 +115,10 @@ class GGUFTable:
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     layer: str = "model.layers.*."
     period: int | None = None
+    has_rope: bool = True
+    attends: bool = True
+    lists_windows: bool = False
+    listed: Collection[str] = ()
     is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
@@ -123,6 +134,7 @@ class GGUFTable:
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
+    instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
 
     @property
     def names(self) -> Mapping[str, Sequence[Rule]]:
@@ -145,11 +157,13 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     TABLES[name] = table
     ARCHITECTURES[name] = table.names
     MODELS[name] = Architecture(
-        model_type, architecture, dict(table.fixed), table.read, epsilon=table.epsilon,
+        model_type, architecture, dict(table.fixed), table.read, has_rope=table.has_rope,
+        attends=table.attends, epsilon=table.epsilon,
         keys=table.keys, is_partial=table.is_partial, period=table.period, width=table.width,
-        log_multiplier=table.log_multiplier,
+        log_multiplier=table.log_multiplier, listed=table.listed,
     )  # fmt: skip
     window = ["attention.sliding_window"] if table.period else []
+    window += [WINDOWS] if table.lists_windows else []
     log = [LOG_MULTIPLIER] if table.log_multiplier else []
     keys = {table.epsilon[0], *table.keys, *table.written, *window, *log} - set(table.unused)
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)

@@ -22,7 +22,7 @@ from ...graph.weights import WeightData
 from ..decoder.rope import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
-from .config.read import POOLING, hf_config
+from .config.read import POOLING, WINDOWS, hf_config
 from .config.rope import rope_keys
 from .metadata import unsupported
 from .table import TABLES, GGUFTable
@@ -84,7 +84,8 @@ def gguf_metadata(
         found["general.name"] = name
     found |= file_type(encoding or dtype or _most(tensors))
     _check_windows(model, path)
-    keys = _decoder(model, path) if model.has_rope else _plain(model)
+    is_decoder = model.has_rope or model.architecture in TABLES
+    keys = _decoder(model, path) if is_decoder else _plain(model)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
@@ -143,22 +144,22 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size, table = model.config, TABLES.get(model.architecture)
-    found = {
-        **_sizes(size),
-        "attention.head_count_kv": size.kv_heads,
-        "attention.key_length": size.width,
-        "attention.value_length": size.width,
-        **_epsilon(table, size),
-        "rope.dimension_count": model.rotated,
-        "rope.freq_base": size.rope.theta,
-        **rope_keys(
+    found = {**_sizes(size), **_epsilon(table, size)}
+    if table is None or table.attends:
+        found["attention.head_count_kv"] = size.kv_heads
+        found["attention.key_length"] = found["attention.value_length"] = size.width
+    else:
+        found |= {"attention.head_count": 0, "feed_forward_length": 0}
+    if model.has_rope:
+        found["rope.dimension_count"] = model.rotated
+        found["rope.freq_base"] = size.rope.theta
+        found |= rope_keys(
             size.rope,
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
             log_multiplier=0.0 if table is None else table.log_multiplier,
-        ),
-    }
+        )
     if model.experts:
         found |= _experts(model)
     if table is not None:
@@ -192,7 +193,10 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
         if value is not None:
             found[key] = value
     slides = getattr(size, "slides", ())
-    if any(slides) and not ("attention.sliding_window" in found and all(slides)):
+    if table.lists_windows:
+        found["attention.sliding_window"] = size.sliding_window or size.max_position_embeddings
+        found[WINDOWS] = list(slides)
+    elif any(slides) and not ("attention.sliding_window" in found and all(slides)):
         if table.period is None or _period(list(slides), table.period) != table.period:
             raise unsupported(
                 f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
@@ -235,7 +239,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     if period is None:
         raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
     if period != usual:
-        found["attention.sliding_window_pattern"] = period
+        found[WINDOWS] = period
     return found
 
 

@@ -11,7 +11,7 @@ from maxjax.checkpoint import convert
 from maxjax.engine.quantize import shards
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
-from maxjax.models import Llama, LlamaConfig, Mixtral, MixtralConfig
+from maxjax.models import Gemma4, Gemma4Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.storage.blocks import ENCODERS, KEPT, decode, encode
 
 KINDS = [kind.lower() for kind in KEPT if kind in ENCODERS]
@@ -141,6 +141,18 @@ def test_experts_in_a_stack_of_layers():
     ids = jnp.arange(8)[None]
     found, exact = np.asarray(quantised(ids)), np.asarray(model(ids))
     assert np.abs(found - exact).mean() < 0.02 * exact.std()
+
+
+@pytest.mark.slow
+def test_a_router_with_weights_of_its_own():
+    settings = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    model = random_model(
+        Gemma4, Gemma4Config, num_layers=1, has_experts=True, head_dim=64, global_head_dim=64,
+        hidden_size_per_layer_input=0, slides=(False,), **settings,
+    )  # fmt: skip
+    _, report = maxjax.quantize(model, "q8_0")
+    assert report.kept["model.layers.0.moe.router.proj.weight"] == "a router or a small table"
+    assert report["model.layers.0.moe.experts.1.down_proj.weight"].type == "Q8_0"
 
 
 @pytest.mark.slow

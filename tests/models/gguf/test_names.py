@@ -55,6 +55,7 @@ LEFT_OUT = {
         *(f"blk.*.ffn_{part}_exps" for part in ("gate", "up", "down")),
     },
     "exaone4": {"rope_freqs"},
+    "gemma4": {"rope_freqs"},
     "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of norms of single heads; refused.
     "stablelm": {"rope_freqs", "blk.*.attn_q_norm", "blk.*.attn_k_norm"},
@@ -126,7 +127,7 @@ def test_gguf_maps_our_names_back(architecture, layer):
     found = names(architecture, stored, expert_count=2)
     assert {source.tensor for source in found.values()} == set(stored)
     for name, source in found.items():
-        if architecture == "granitemoe" and ".experts." in name:
+        if architecture in ("granitemoe", "granitehybrid") and ".experts." in name:
             continue  # gguf's converter cuts these tensors itself
         # gguf names the experts of a layer together.
         together = name.replace("experts.0.", "experts.").replace("experts.1.", "experts.")
@@ -134,6 +135,7 @@ def test_gguf_maps_our_names_back(architecture, layer):
             together.replace("model.layers", "layers") if "sparse_moe.exp" in name else together
         )
         together = together.replace("block_sparse_moe.experts", "feed_forward.experts")
+        together = together.replace(".moe.experts", ".experts")  # Gemma 4's
         if architecture == "granitemoe" and ".experts." in name:
             continue  # a checkpoint has them together
         # The converter's names.

@@ -134,7 +134,8 @@ def _has_no_effect(key: str, value: Any, keys: Mapping[str, Any]) -> bool:
         return not value or value >= keys["context_length"]
     if key == _MOE:  # the same width as the MLP's, which the file has too
         return value == keys.get("feed_forward_length")
-    return key == "pooling_type" and not value
+    # Files have embeddings of layers for all tokens; the key says how many a checkpoint had.
+    return key == "vocab_size_per_layer_input" or (key == "pooling_type" and not value)
 
 
 def _tensors(architecture: str, tensors: Collection[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from ....nn.rope_scaling import (
     llama3_multipliers,
     yarn_mscale,
 )
-from ...decoder.rope import Rope
+from ...decoder.rope import Proportional, Rope
 from ..metadata import Settings, unsupported
 
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -162,6 +162,10 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
                 f"'low_freq_factor' {low} is not less than 'high_freq_factor' {high}", path=path
             )
         return _llama3_divisors(head_dim, rope.theta, scaling).astype(np.float32)
+    if isinstance(scaling, Proportional):
+        # Pairs that are not rotated have a frequency that is as good as 0.
+        freqs = scaling.freqs(head_dim, rope.theta)
+        return np.where(freqs == 0, 1e30, scaling.factor).astype(np.float32)
     if not isinstance(scaling, LongRoPEScalingParams):
         return None
     if scaling.short_factor != scaling.long_factor or rope.magnitude != 1.0:
@@ -191,7 +195,8 @@ def rope_keys(
         UnsupportedModelError: a GGUF file cannot represent the scaling.
     """
     scaling = rope.scaling
-    if scaling is None or isinstance(scaling, (Llama3RopeScalingParams, LongRoPEScalingParams)):
+    divides = (Llama3RopeScalingParams, LongRoPEScalingParams, Proportional)
+    if scaling is None or isinstance(scaling, divides):
         return {}
     if isinstance(scaling, LinearScalingParams):
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}

@@ -22,8 +22,10 @@ from ....storage.blocks import ENCODERS, LAYOUTS
 # Tensors that llama.cpp's converter keeps in float32, besides vectors: norms, routers, small tables, taps.
 _WIDE = re.compile(
     r".*_norm|.*attn_sinks|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types"
-    r"|.*\.ssm_(conv1d|a|d)|.*\.shortconv\.conv"
+    r"|.*\.ssm_(conv1d|a|d)|.*\.shortconv\.conv|.*\.altup_(correct|predict)_coef"
 )
+# Tensors that it never quantises, and whose type is otherwise that of the other weights.
+_PLAIN = re.compile(r".*altup_.*|.*\.laurel_[lr]|per_layer_model_proj")
 # The encoding for rows whose length is not a multiple of the block size of a mixture's encoding.
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # The same for names of a type alone.
@@ -181,7 +183,7 @@ def encodings(
         {'blk.0.ffn_up.weight': 'Q8_0'}
     """
     mixture = MIXTURES[choice]
-    weights = [name for name, shape in shapes.items() if not is_wide(name, shape)]
+    weights = [name for name, shape in shapes.items() if takes_blocks(name, shape)]
     # Ordered as llama.cpp orders them: by layer.
     values = sorted((n for n in weights if _category(n) in ("v", "qkv")), key=_layer)
     is_tied = "output.weight" not in weights
@@ -259,8 +261,18 @@ def is_wide(name: str, shape: Sequence[int]) -> bool:
     return (
         len(shape) < 2
         or name.endswith(".bias")
-        or _WIDE.fullmatch(name.rpartition(".")[0]) is not None
+        or _WIDE.fullmatch(name.removesuffix(".weight")) is not None
     )
+
+
+def takes_blocks(name: str, shape: Sequence[int]) -> bool:
+    """Whether llama.cpp quantises a tensor of a GGUF file.
+
+    Example:
+        >>> takes_blocks("blk.0.laurel_l.weight", (64, 64)), takes_blocks("output.weight", (64, 64))
+        (False, True)
+    """
+    return not is_wide(name, shape) and _PLAIN.fullmatch(name.rpartition(".")[0]) is None
 
 
 assert {mixture.encoding for mixture in MIXTURES.values()} <= ENCODERS.keys()

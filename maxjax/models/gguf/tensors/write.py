@@ -19,10 +19,22 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Grouped, Layout, Permuted, Plus, Same, Taps, Transposed
-from ..names import ARCHITECTURES, BARE, GATES, GROUPS, KEYS, QUERIES, STACK, UPS, Source
+from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
+from ..names import (
+    ARCHITECTURES,
+    BARE,
+    GATES,
+    GROUPS,
+    KEYS,
+    NORM_GROUPS,
+    QUERIES,
+    STACK,
+    UPS,
+    Source,
+)
 from ..sources import Relaid, Stacked, read_box
-from ..table import TABLES, GGUFTable
+from ..state_layouts import Flat, Taps
+from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -82,8 +94,8 @@ def gguf_tensors(
     the narrower ones, so that ``hf_tensors`` restores them. All other tensors keep their dtype. For
     Gemma's norms GGUF holds 1 + w in float32, which loses bits of w below 2⁻²⁴. So the norms are
     read here, and a norm with such bits is stored in the metadata too (in bfloat16 only values
-    under 2⁻¹⁶ have some). A head that the configuration ties is left out if all its values equal
-    the embedding table's.
+    under 2⁻¹⁶ have some); so is ``A_log`` of recurrent layers, of which GGUF holds ``-exp``. A head
+    that the configuration ties is left out if all its values equal the embedding table's.
 
     Args:
         config: content of ``config.json``.
@@ -107,7 +119,7 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    own = TABLES.get(architecture)
+    own = model.table
     if own is not None and own.split is not None:
         tensors = own.split(model.config, tensors)
     metadata, narrow = {}, []
@@ -151,7 +163,7 @@ def gguf_tensors(
     metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
         if (
-            isinstance(place.layout, Plus)
+            not place.layout.keeps_values
             and (exact := _rounded(tensors[name], place.layout)) is not None
         ):
             metadata[EXACT_KEY + _canonical(architecture, name)] = exact
@@ -212,14 +224,14 @@ def gguf_shapes(
     return names, found, traits
 
 
-def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
-    """A vector that loses bits when it is shifted: its values, or 16-bit patterns; None if it does not."""
+def _rounded(data: WeightData, layout: Layout) -> np.ndarray | None:
+    """A vector that loses bits in a layout: its values, or 16-bit patterns; None if it does not."""
     if data.is_packed or len(data.shape) != 1:
         return None
     values, _ = read_box(data, whole(tuple(map(int, data.shape))))
     is_narrow = data.dtype in NARROW.values()
     wide = values.astype(np.float32) if is_narrow else values
-    again = layout.back().change(layout.change(wide)).astype(values.dtype)
+    again = layout.back().apply(layout.apply(wide)).astype(values.dtype)
     if again.tobytes() == values.tobytes():
         return None
     return values.view(np.uint16) if is_narrow else values
@@ -289,7 +301,7 @@ def _place(
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
     entry = known.get(generic)
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".")):
+    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
         return None
     order, key, what = entry
     layer = numbers[0] if numbers else -1
@@ -312,6 +324,8 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.kv_heads).back()
     if what == GROUPS:
         return Grouped(model.config.num_heads, model.kv_heads).back()
+    if what == NORM_GROUPS:
+        return Flat(model.config.mamba.groups).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)
