@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion reloads lazy absent columns
+.: errors elsewhere completion reloads lazy max_names absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
@@ -54,11 +54,12 @@ kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
-graph: symbolic tensor_type operands rebinding operators value
+graph: symbolic tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
 graph/weight: epoch running span rows stored transpose weight stacked __init__
-graph/weights: weight_data given rows cursor load __init__ device_reads gathering writing same
+graph/weights: weight_data given rows cursor load __init__ weights device_reads gathering writing same
 graph: subgraph reroll graph
-graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
+graph/ops: lift arithmetic buffers collectives allgather allreduce broadcast reducescatter random control convolution
+graph/ops: creation elementwise indexing interpolation resize joining linear
 graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
@@ -71,17 +72,25 @@ nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation identity dropout low_rank linear stacked_linear
-nn: transposed_linear embedding
+nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
+nn: identity dropout low_rank linear stacked_linear transposed_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: layout slots recurrent kinds cache __init__
+nn/kv_cache: layout slots recurrent kinds cache server_settings paged cache_params __init__ data_parallelism_utils
+nn/kv_cache: input_types metrics
 nn/ssm: convolution segments delta ssd __init__
-nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
-nn/moe: routing algorithms experts moe __init__
-nn/transformer: transformer __init__
-nn: conv conv_transpose recurrent
+nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention multihead_attention __init__
+nn/attention: multi_latent_attention multi_latent_attention_fp8
+nn/moe: routing algorithms experts moe __init__ expert_parallel stacked_moe
+nn/comm: allreduce __init__
+nn/comm/ep: __init__ ep_config ep_kernels ep_manager
+nn/data_parallelism: split_batch __init__
+nn/parallel: __init__
+nn/sampling: __init__ penalties rejection_sampler
+nn/state_space: __init__ kimi_delta
+nn/transformer: sequence outputs transformer distributed_transformer __init__
+nn: conv conv_transpose recurrent ragged paged_attention kernels
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
@@ -115,7 +124,7 @@ text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed rerank perplexity session holders usage release
+engine: hub load packing embed rerank perplexity session api holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

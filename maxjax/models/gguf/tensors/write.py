@@ -294,13 +294,15 @@ def _place(
     known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
 ) -> Place | None:
     """A tensor's place in the file; None if its name is unknown."""
-    stem, _, suffix = name.rpartition(".")
-    if suffix not in ("weight", "bias"):
-        stem, suffix = name, ""
-    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
+    suffix = name.rpartition(".")[2]
+    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", name)]
     marks = iter("*#")
-    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
-    entry = known.get(generic)
+    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), name)
+    entry = known.get(generic)  # of a tensor that has no suffix, in the checkpoint or in the file
+    if entry is None and suffix in ("weight", "bias"):
+        entry = known.get(generic.removesuffix(f".{suffix}"))
+    else:
+        suffix = ""
     if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
         return None
     order, key, what = entry
