@@ -9,20 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..dtype import DType
 from ..errors import UnsupportedModelError
-from ..nn.moe import Routing
 from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import (
-    BalancedRouter,
-    MoEConfig,
+    BalancedMLP,
+    GroupedMLP,
+    GroupedMoEConfig,
     MoELayer,
-    SparseMLP,
     after_dense,
-    check_routing,
 )  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import KNOWN, Decoder, make
@@ -32,18 +29,15 @@ from .multimodal import SIGHT
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(LatentConfig, MoEConfig):
+class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
     """The settings of a DeepSeek V3.
 
     Attributes:
-        n_group, topk_group: number of groups of experts, and of those that a token chooses from.
-        routed_scaling_factor: what the shares of the chosen experts are multiplied by.
         n_shared_experts: number of experts that every token goes through, which are one MLP.
     """
 
     model_type = "deepseek_v3"
     unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
-    scoring: ClassVar[str] = "sigmoid"
     first_dense: ClassVar[int] = 3
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
@@ -56,11 +50,6 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
     routed_scaling_factor: float = setting(default=2.5)
     n_group: int = setting(default=8, minimum=1, held="axis")
     topk_group: int = setting(default=4, minimum=1, held="axis")
-    best_of_group: int = own(2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -102,14 +91,6 @@ class DeepseekV3Config(LatentConfig, MoEConfig):
                 )
             found["query_scale"] = (nope + rope) ** -0.5 * yarn_mscale(factor, all_dim) ** 2
         return found
-
-    def routing(self) -> Routing:
-        """How experts are chosen: by sigmoids, from the best groups."""
-        return Routing(
-            self.num_experts_per_tok, self.scoring, normalised=self.norm_topk_prob,
-            factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
-            best_of_group=self.best_of_group, wide=True,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,35 +141,17 @@ class DeepseekV2Config(DeepseekV3Config):
         return super().derived(raw)
 
 
-class DeepseekMLP(SparseMLP):
-    """Experts chosen from the best groups, and an MLP that every token goes through."""
-
-    shared_name: ClassVar[str] = "shared_experts"
-
-    def routes(self, config: Any) -> Routing:
-        """``config.routing()``."""
-        return config.routing()
-
-
-class DeepseekV3MLP(DeepseekMLP):
-    """The same, with numbers that balance how often experts are chosen."""
-
-    def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
-        """The linear layer that gives each expert a score, and the numbers."""
-        return BalancedRouter(config.hidden_size, config.num_experts, dtype)
-
-
 class DeepseekV2Layer(MoELayer):
     """A layer of a DeepSeek V2."""
 
     attention_class: ClassVar[Any] = LatentAttention
-    sparse_class: ClassVar[Any] = DeepseekMLP
+    sparse_class: ClassVar[Any] = GroupedMLP
 
 
 class DeepseekV3Layer(DeepseekV2Layer):
     """A layer of a DeepSeek V3."""
 
-    sparse_class: ClassVar[Any] = DeepseekV3MLP
+    sparse_class: ClassVar[Any] = BalancedMLP
 
 
 class DeepseekV2(Decoder):

@@ -11,19 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..dtype import DType
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import PredictingFamily
-from .decoder.experts import (
-    BalancedRouter,
-    MoEConfig,
-    MoELayer,
-    SparseMLP,
-    after_dense,
-    check_routing,
-)  # fmt: skip
+from .decoder.experts import BalancedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope
 from .gguf.names import NEXT, ROUTED_KEYS, Rule, expert_names
@@ -31,13 +22,11 @@ from .gguf.table import GGUFTable
 
 
 @dataclass(frozen=True)
-class GLM4MoEConfig(MoEConfig):
+class GLM4MoEConfig(GroupedMoEConfig):
     """The settings of a GLM-4.5.
 
     Attributes:
         n_shared: number of experts' widths that the shared expert has.
-        n_group, topk_group, routed_scaling_factor: as ``groups``, ``chosen_groups`` and ``factor`` of a
-            ``Routing``.
     """
 
     model_type = "glm4_moe"
@@ -50,9 +39,6 @@ class GLM4MoEConfig(MoEConfig):
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
     n_shared: int = setting("n_shared_experts", default=1, held="axis")
-    n_group: int = setting(default=1, minimum=1, held="axis")
-    topk_group: int = setting(default=1, minimum=1, held="axis")
-    routed_scaling_factor: float = setting(default=1.0)
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     output_bias: bool | None = own(False)
     rope: Rope = own(Rope(part=0.5))
@@ -60,7 +46,6 @@ class GLM4MoEConfig(MoEConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
         super().__post_init__()
-        check_routing(self.routing(), self.num_experts, "n_routed_experts")
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,33 +56,11 @@ class GLM4MoEConfig(MoEConfig):
             "mlp_bias": False,
         }
 
-    def routing(self) -> Routing:
-        """How experts are chosen: by sigmoids, whose shares are normalised and scaled."""
-        return Routing(
-            self.num_experts_per_tok, "sigmoid", normalised=self.norm_topk_prob,
-            factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
-            wide=True,
-        )  # fmt: skip
-
-
-class GLM4MoEMLP(SparseMLP):
-    """Experts by balanced sigmoids, and an MLP for all tokens."""
-
-    shared_name: ClassVar[str] = "shared_experts"
-
-    def routes(self, config: Any) -> Routing:
-        """Sigmoids, whose shares are normalised and scaled."""
-        return config.routing()
-
-    def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
-        """The router with the numbers that balance it."""
-        return BalancedRouter(config.hidden_size, config.num_experts, dtype)
-
 
 class GLM4MoELayer(MoELayer):
     """A layer of a GLM-4.5."""
 
-    sparse_class: ClassVar[Any] = GLM4MoEMLP
+    sparse_class: ClassVar[Any] = BalancedMLP
 
 
 class GLM4MoE(Decoder):
@@ -106,7 +69,7 @@ class GLM4MoE(Decoder):
     Example:
         >>> config = GLM4MoEConfig(100, 8, 16, num_layers=3, num_heads=2, sparse=(False, True, True))
         >>> [type(layer.mlp).__name__ for layer in GLM4MoE(config, stacked=False).model.layers]
-        ['MLP', 'GLM4MoEMLP', 'GLM4MoEMLP']
+        ['MLP', 'BalancedMLP', 'BalancedMLP']
     """
 
     layer_class: ClassVar[Any] = GLM4MoELayer

@@ -68,16 +68,45 @@ class MoEConfig(DecoderConfig):
         object.__setattr__(self, "sparse", tuple(sparse))
         super().__post_init__()
         if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
-            field = type(self).__dataclass_fields__["num_experts"]
             raise ValueError(
                 f"'num_experts_per_tok' {self.num_experts_per_tok} is more than "
-                f"'{field.metadata.get('key') or field.name}' {self.num_experts}"
+                f"'{self.key_of('num_experts')}' {self.num_experts}"
             )
 
     @property
     def expert_size(self) -> int:
         """F, the inner features of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+
+@dataclass(frozen=True)
+class GroupedMoEConfig(MoEConfig):
+    """The settings of a decoder whose experts are in groups, of which a token chooses the best.
+
+    Attributes:
+        n_group, topk_group: number of groups of experts, and of those that a token chooses from.
+        routed_scaling_factor: what the shares of the chosen experts are multiplied by.
+        scoring, best_of_group: as of a ``Routing``.
+    """
+
+    scoring: ClassVar[str] = "sigmoid"
+
+    n_group: int = setting(default=1, minimum=1, held="axis")
+    topk_group: int = setting(default=1, minimum=1, held="axis")
+    routed_scaling_factor: float = setting(default=1.0)
+    best_of_group: int = own(2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_routing(self.routing(), self.num_experts, self.key_of("num_experts"))
+
+    def routing(self) -> Routing:
+        """How experts are chosen, and their shares."""
+        return Routing(
+            self.num_experts_per_tok, self.scoring, normalised=self.norm_topk_prob,
+            factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
+            best_of_group=self.best_of_group, wide=True,
+        )  # fmt: skip
 
 
 def check_routing(routing: Routing, experts: int, key: str) -> None:
@@ -376,6 +405,24 @@ class SparseMLP(Module):
 def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
     given = tuple(bias.operand() for bias in biases)
     return ExpertWeights(*(w.operand() for w in weights), given or None)  # type: ignore[arg-type]
+
+
+class GroupedMLP(SparseMLP):
+    """Experts as ``config.routing()`` says, and an MLP that every token goes through."""
+
+    shared_name: ClassVar[str] = "shared_experts"
+
+    def routes(self, config: Any) -> Routing:
+        """``config.routing()``."""
+        return config.routing()
+
+
+class BalancedMLP(GroupedMLP):
+    """The same, with numbers that balance how often experts are chosen."""
+
+    def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
+        """The linear layer that gives each expert a score, and the numbers."""
+        return BalancedRouter(config.hidden_size, config.num_experts, dtype)
 
 
 class MoELayer(DecoderLayer):
