@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
@@ -54,6 +54,9 @@ class DecoderConfig(ModelConfig):
         rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
         query_scaling: factor of the queries that grows with their position.
     """
+
+    # Keys that files of the family may have, with which transformers computes nothing either.
+    unused: ClassVar[Collection[str]] = ()
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -195,7 +198,8 @@ class DecoderConfig(ModelConfig):
         read = [field for field in fields.values() if not field.metadata.get("own")]
         known = {field.metadata.get("key") or field.name for field in read}
         known |= {key for field in read for key in field.metadata.get("also", ())}
-        warn_of_unread(cls.model_type or cls.__name__, raw, known | looked.keys_seen)
+        known |= {*cls.unused, *looked.keys_seen}
+        warn_of_unread(cls.model_type or cls.__name__, raw, known)
         return found
 
     @classmethod
