@@ -7,6 +7,7 @@ float8.
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from .absent import absent as _absent
 from .dtype import DType
 
 if TYPE_CHECKING:
@@ -66,6 +68,35 @@ def memory_stats(device: Any) -> Mapping[str, int]:
 def accelerator_count() -> int:
     """The number of accelerators of this process."""
     return len(local_devices("gpu"))
+
+
+def accelerator_api() -> str:
+    """What the accelerators of this process run: "cuda", "hip" (AMD) or "tpu"; "cpu" without one."""
+    found = local_devices("gpu")
+    if not found:
+        return "cpu"
+    version = str(getattr(found[0].client, "platform_version", "")).lower()
+    known = [name for key, name in (("cuda", "cuda"), ("rocm", "hip")) if key in version]
+    return known[0] if known else found[0].platform
+
+
+def accelerator_architecture_name() -> str:
+    """What kind the accelerators of this process are, as JAX says it; "" without one."""
+    found = local_devices("gpu")
+    return found[0].device_kind if found else ""
+
+
+def is_virtual_device_mode() -> bool:
+    """Whether MAX compiles for devices that are not there; in JAX, a topology is an argument of ``jax.jit``: False."""
+    return False
+
+
+class Usage(enum.Flag):
+    """What memory of a Buffer is for. All of it is memory of the host here, so it makes no difference."""
+
+    DEFAULT = 0
+    STAGING = 1
+    UNTRACKED = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -416,3 +447,6 @@ def _as_numpy(array: Any) -> np.ndarray:
         import jax
 
         return np.asarray(array if isinstance(array, jax.Array) else jax.dlpack.from_dlpack(array))
+
+
+__getattr__ = _absent(__name__)

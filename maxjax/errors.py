@@ -108,7 +108,7 @@ class CheckpointAccessError(CheckpointError, PermissionError):
     """The file exists, but permission to read or write it is denied."""
 
 
-class CheckpointTruncatedError(CheckpointError):
+class CheckpointTruncatedError(CheckpointError, ValueError):
     """The file is shorter than its own header declares."""
 
 

@@ -23,7 +23,7 @@ def attributes(
     Args:
         package: name of the package.
         homes: file → its names, separated by spaces; "" for submodules themselves.
-        missing: function that raises for an unknown name, from :func:`maxjax.absent.absent`.
+        missing: function for names that are not in ``homes``, from :func:`maxjax.absent.absent`.
 
     Submodules that are not in ``homes`` are found too, as after plain imports. A name that is also
     the name of a file in the package must be imported eagerly: otherwise importing the file would
@@ -37,7 +37,7 @@ def attributes(
             known = not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}")
             if not known:
                 if missing is not None:
-                    missing(name)
+                    return missing(name)
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = importlib.import_module(f"{package}.{home or name}")
         value = getattr(found, name) if home else found

@@ -9,7 +9,7 @@ ALSO: dict[str, tuple[type, ...]] = {
     "CheckpointError": (),
     "CheckpointMissingError": (FileNotFoundError, OSError),
     "CheckpointAccessError": (PermissionError, OSError),
-    "CheckpointTruncatedError": (),
+    "CheckpointTruncatedError": (ValueError,),
     "CheckpointFormatError": (ValueError,),
     "CheckpointCorruptError": (),
     "CheckpointUnsafeError": (),

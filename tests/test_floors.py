@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion reloads lazy absent columns
+.: errors elsewhere completion reloads lazy max_names absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row text tree rendered transcript picture attention
 graph: dim shape device quantization kind
@@ -47,18 +47,19 @@ storage/safetensors: writer
 kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels/gpu: __init__ triton attention packed_product
-kernels: packed_product quant_array matmul embed blocked_attention
+kernels: packed_product quant_array matmul embed head_products blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: decode_attention attention grouped block_matmul
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
-graph: symbolic tensor_type operands rebinding operators value
+graph: symbolic tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
 graph/weight: epoch running span rows stored transpose weight stacked __init__
-graph/weights: weight_data given rows cursor load __init__ device_reads gathering writing same
+graph/weights: weight_data given rows cursor load __init__ weights device_reads gathering writing same
 graph: subgraph reroll graph
-graph/ops: absent lift arithmetic control convolution creation elementwise indexing interpolation joining linear
+graph/ops: lift arithmetic buffers collectives allgather allreduce broadcast reducescatter random control convolution
+graph/ops: creation elementwise indexing interpolation resize joining linear
 graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
@@ -71,32 +72,42 @@ nn/layer: state module layer_list
 nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation identity dropout low_rank linear stacked_linear embedding
+nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
+nn: identity dropout low_rank linear stacked_linear transposed_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: layout slots recurrent kinds cache __init__
+nn/kv_cache: layout slots recurrent kinds cache server_settings paged cache_params __init__ data_parallelism_utils
+nn/kv_cache: input_types metrics
 nn/ssm: convolution segments delta ssd __init__
-nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention __init__
-nn/moe: routing algorithms experts moe __init__
-nn/transformer: transformer __init__
-nn: conv conv_transpose recurrent
+nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention multihead_attention __init__
+nn/attention: multi_latent_attention multi_latent_attention_fp8
+nn/moe: routing algorithms experts moe __init__ expert_parallel stacked_moe
+nn/comm: allreduce __init__
+nn/comm/ep: __init__ ep_config ep_kernels ep_manager
+nn/data_parallelism: split_batch __init__
+nn/parallel: __init__
+nn/sampling: __init__ penalties rejection_sampler
+nn/state_space: __init__ kimi_delta
+nn/transformer: sequence outputs transformer distributed_transformer __init__
+nn: conv conv_transpose recurrent ragged paged_attention kernels
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
 models/decoder: rope aliases
-models/gguf: metadata layouts names sources pieces
+models/gguf: metadata layouts state_layouts names sources pieces
 models/gguf/config: rope read llama_cpp
 models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model experts expert_files
+models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model positions experts
+models/decoder: expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
 models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
-models: deepseek_files delta_files hunyuan gpt_neox falcon
+models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert
@@ -113,7 +124,7 @@ text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
-engine: hub load packing embed rerank perplexity session holders usage release
+engine: hub load packing embed rerank perplexity session api holders usage release
 engine/plan: topology options footprint meshes capacity
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

@@ -9,10 +9,13 @@ loaded. ``export/`` stores compiled programs. ``session`` runs a Graph through M
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from ..absent import absent as _absent
 from ..lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
     from .session import InferenceSession as InferenceSession
     from .session import Model as Model
 
-__getattr__, __dir__, __all__ = _attributes(__name__, {"session": "InferenceSession Model"})
+__getattr__, __dir__, __all__ = _attributes(
+    __name__, {"session": "InferenceSession Model"}, _absent(__name__)
+)

@@ -16,6 +16,8 @@ from ..lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
     from . import ops as ops
+    from .buffer import BufferValue as BufferValue
+    from .buffer import BufferValueLike as BufferValueLike
     from .device import DeviceKind as DeviceKind
     from .device import DeviceRef as DeviceRef
     from .graph import Graph as Graph
@@ -28,8 +30,10 @@ if _TYPE_CHECKING:
     from .shape import Dim as Dim
     from .shape import DimLike as DimLike
     from .shape import Shape as Shape
+    from .shape import ShapeLike as ShapeLike
     from .shape import StaticDim as StaticDim
     from .shape import SymbolicDim as SymbolicDim
+    from .tensor_type import BufferType as BufferType
     from .tensor_type import TensorType as TensorType
     from .tensor_type import Type as Type
     from .value import TensorValue as TensorValue
@@ -42,21 +46,15 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "": "ops",
+        "buffer": "BufferValue BufferValueLike",
         "device": "DeviceKind DeviceRef",
         "graph": "Graph Module",
         "placement.strategy": "Segment Shardable ShardingStrategy",
         "program": "Model",
-        "shape": "AlgebraicDim Dim DimLike Shape StaticDim SymbolicDim",
-        "tensor_type": "TensorType Type",
+        "shape": "AlgebraicDim Dim DimLike Shape ShapeLike StaticDim SymbolicDim",
+        "tensor_type": "BufferType TensorType Type",
         "value": "TensorValue TensorValueLike Value",
         "weight": "Shard Weight",
     },
-    _absent(
-        __name__,
-        {
-            "BufferValue BufferType BufferValueLike": (
-                "arrays are immutable; return the new array (jax.jit can donate buffers)"
-            ),
-        },
-    ),
+    _absent(__name__),
 )

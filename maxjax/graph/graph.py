@@ -20,11 +20,12 @@ from jax.sharding import AxisType, NamedSharding
 
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
+from .buffer import BufferValue
 from .kind import returning_values
 from .reroll import reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
-from .tensor_type import TensorType
+from .tensor_type import BufferType, TensorType, Type
 from .value import TensorValue, unwrap
 from .weight.rows import array_row, weight_row
 from .weight.running import RUNNING
@@ -86,7 +87,7 @@ class GraphWeight:
 
 
 def program_row(
-    name: str, inputs: Sequence[TensorType], outputs: Sequence[TensorType] | None, entries: Any
+    name: str, inputs: Sequence[Type], outputs: Sequence[Type] | None, entries: Any
 ) -> Row:
     """The row of a Graph or of a program: its types, and the weights that it uses.
 
@@ -128,11 +129,12 @@ class Graph(Rendered, metaclass=_Meta):
         forward: function or Module of one TensorValue per input. Without it the
             computation is written in a ``with`` block, which ends with :meth:`output`.
         input_types: TensorType for each input. Dimensions may be named: equal names are
-            equal sizes, which need to be known only at run time.
+            equal sizes, which need to be known only at run time. A BufferType is for an input
+            that the graph writes to; what it holds in the end is an output, after the others.
         args, kwargs: further arguments of ``forward``, after the inputs.
 
     Attributes:
-        inputs: a TensorValue for each input.
+        inputs: a TensorValue, or a BufferValue, for each input.
         output_types: a TensorType for each output.
         jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until it is finished.
 
@@ -156,7 +158,7 @@ class Graph(Rendered, metaclass=_Meta):
         self,
         name: str,
         forward: Callable[..., Any] | None = None,
-        input_types: Iterable[TensorType] = (),
+        input_types: Iterable[Type] = (),
         path: Any = None,
         *args: Any,
         **kwargs: Any,
@@ -173,10 +175,9 @@ class Graph(Rendered, metaclass=_Meta):
         self.name = name
         self.input_types = tuple(input_types)
         for kind in self.input_types:
-            if not isinstance(kind, TensorType):
-                raise TypeError(
-                    f"Graph '{name}': an input type must be a TensorType, not {type(kind).__name__}"
-                )
+            if not isinstance(kind, Type):
+                raise TypeError(f"Graph '{name}': an input type must be a TensorType or BufferType, "
+                                f"not {type(kind).__name__}")  # fmt: skip
         self.jaxpr: Any = None
         self.entries: list[GraphWeight] = []
         self._by_weight: dict[int, GraphWeight] = {}
@@ -219,7 +220,10 @@ class Graph(Rendered, metaclass=_Meta):
 
         self._greenlet = greenlet.greenlet(run)
         tracers = self._greenlet.switch()
-        self.inputs = tuple(map(TensorValue, tracers))
+        self.inputs: tuple[Any, ...] = tuple(
+            (BufferValue if isinstance(kind, BufferType) else TensorValue)(x)
+            for kind, x in zip(self.input_types, tracers, strict=True)
+        )
         RUNNING.graphs.append(self)
         return self
 
@@ -228,7 +232,11 @@ class Graph(Rendered, metaclass=_Meta):
         finished = error is None and self._outputs is not None
         try:
             if finished:
-                self.jaxpr = reroll(writer.switch(self._outputs))
+                buffers = [x for x in self.inputs if isinstance(x, BufferValue)]
+                self.output_types += [x.type.as_tensor() for x in buffers]
+                self.jaxpr = reroll(
+                    writer.switch((*(self._outputs or ()), *(x.value for x in buffers)))
+                )
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.

@@ -18,6 +18,7 @@ from ..progress import compiling
 from ..reloads import Compiled
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row
+from .buffer import BufferValue
 from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .placement.arrays import default_device
@@ -26,7 +27,7 @@ from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
 from .symbolic import naming
-from .tensor_type import TensorType
+from .tensor_type import Type
 from .value import TensorValue, unwrap
 from .weight.epoch import EPOCH, LEAF_CACHES
 from .weight.weight import Weight
@@ -417,10 +418,10 @@ def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
     )
 
 
-def _input(i: int, value: Any, kind: TensorType, sizes: dict[str, int]) -> Any:
+def _input(i: int, value: Any, kind: Type, sizes: dict[str, int]) -> Any:
     """An input as an array, after checks; ``sizes`` collects the sizes of named dimensions."""
-    if isinstance(value, (TensorValue, Buffer, WeightData)):
-        value = value.value if isinstance(value, TensorValue) else np.asarray(value)
+    if isinstance(value, (TensorValue, BufferValue, Buffer, WeightData)):
+        value = value.value if isinstance(value, (TensorValue, BufferValue)) else np.asarray(value)
     elif not isinstance(value, (jax.Array, np.ndarray)):
         value = np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
     dtype = DType.of(jax.dtypes.canonicalize_dtype(kind.dtype.np))

@@ -57,3 +57,6 @@ class Shape(list[Dim]):
     def is_static(shape: Iterable[Dim]) -> TypeGuard[Iterable[StaticDim]]:
         """Whether every size is known and not negative."""
         return all(isinstance(dim, StaticDim) and dim.dim >= 0 for dim in shape)
+
+
+ShapeLike = Iterable[DimLike]

@@ -1,9 +1,9 @@
-"""TensorType: the dtype, shape and device of a tensor without a value."""
+"""TensorType and BufferType: the dtype, shape and device of a tensor without a value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -13,18 +13,13 @@ from .shape import Dim, Shape, StaticDim, SymbolicDim
 from .symbolic import to_sizes
 
 
-class TensorType:
-    """Element type, shape and device of a tensor. Hashable, compared by content.
+class Type:
+    """What TensorType and BufferType have in common: an element type, a shape and a device.
 
     Args:
         dtype: a DType, or anything that converts to one.
         shape: sizes; a string is a symbolic dimension.
         device: device of the tensor.
-
-    Example:
-        >>> from maxjax.graph import DeviceRef, TensorType
-        >>> TensorType("float32", ("batch", 4), DeviceRef.CPU())
-        TensorType(dtype=float32, shape=[Dim('batch'), Dim(4)], device=cpu:0)
     """
 
     __slots__ = ("_dims", "device", "dtype")
@@ -60,9 +55,9 @@ class TensorType:
             product *= int(dim)
         return product
 
-    def cast(self, dtype: Any) -> TensorType:
+    def cast(self, dtype: Any) -> Self:
         """The same type with another element type."""
-        return TensorType(dtype, self._dims, self.device)
+        return type(self)(dtype, self._dims, self.device)
 
     def to_jax(self) -> jax.ShapeDtypeStruct:
         """The type as a ShapeDtypeStruct; symbolic dimensions must be those of the Graph being traced."""
@@ -75,7 +70,7 @@ class TensorType:
         return all(isinstance(dim, StaticDim) for dim in self._dims)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorType) and self._key() == other._key()
+        return type(other) is type(self) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -84,8 +79,39 @@ class TensorType:
         return (self.dtype, self._dims, self.device)
 
     def __repr__(self) -> str:
-        return f"TensorType(dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
+        return f"{type(self).__name__}(dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
 
 
-# MAX's base class of types, of which there is only one here.
-Type = TensorType
+class TensorType(Type):
+    """Element type, shape and device of a tensor. Hashable, compared by content.
+
+    Args:
+        dtype: a DType, or anything that converts to one.
+        shape: sizes; a string is a symbolic dimension.
+        device: device of the tensor.
+
+    Example:
+        >>> from maxjax.graph import DeviceRef, TensorType
+        >>> TensorType("float32", ("batch", 4), DeviceRef.CPU())
+        TensorType(dtype=float32, shape=[Dim('batch'), Dim(4)], device=cpu:0)
+    """
+
+    __slots__ = ()
+
+    def as_buffer(self) -> BufferType:
+        """The type of a buffer that holds such a tensor."""
+        return BufferType(self.dtype, self._dims, self.device)
+
+
+class BufferType(Type):
+    """Type of a tensor that a Graph writes to: the input is a :class:`~maxjax.graph.buffer.BufferValue`.
+
+    Args:
+        dtype, shape, device: as for :class:`TensorType`.
+    """
+
+    __slots__ = ()
+
+    def as_tensor(self) -> TensorType:
+        """The type of the tensor in it."""
+        return TensorType(self.dtype, self._dims, self.device)

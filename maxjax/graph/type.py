@@ -10,5 +10,8 @@ from .dim import SymbolicDim as SymbolicDim
 from .ops.convolution import ConvInputLayout as ConvInputLayout
 from .ops.convolution import FilterLayout as FilterLayout
 from .shape import Shape as Shape
+from .shape import ShapeLike as ShapeLike
+from .tensor_type import BufferType as BufferType
 from .tensor_type import TensorType as TensorType
 from .tensor_type import Type as Type
+from .tensor_type import Type as _TensorTypeBase  # noqa: F401  # MAX's name

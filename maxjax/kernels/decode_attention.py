@@ -37,9 +37,9 @@ _SINKS, _SCALES = 9, 10
 def decode_attention(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any | None,
     keys: Any,
-    values: Any,
+    values: Any | None,
     lengths: Any,
     *,
     layer: Any = None,
@@ -49,7 +49,7 @@ def decode_attention(
     soft_cap: float | None = None,
     interleaved: bool = False,
     rotating: bool = False,
-    scales: tuple[Any, Any] | None = None,
+    scales: tuple[Any, ...] | None = None,
     sinks: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Write one token of each sequence into the KV cache, and attend from it to the cache.
@@ -58,7 +58,9 @@ def decode_attention(
         q: queries ``[B, H, D]``; H is a multiple of K, and H / K neighbouring query heads share
             one KV head.
         k, v: key and value of the new token, ``[B, K, D]`` each.
-        keys, values: the cache, ``[B, K, S, D]``, or ``[L, B, K, S, D]`` with ``layer``.
+        keys, values: the cache, ``[B, K, S, D]``, or ``[L, B, K, S, D]`` with ``layer``. If ``v`` and
+            ``values`` are None, keys are the values too, as in multi-head latent attention
+            (DeepSeek-V2, arXiv:2405.04434).
         lengths: integers ``[B]``: the number of tokens of each sequence in the cache so far,
             which is the position of the new one. A negative number marks an unused row of the
             batch: nothing is written for it, and its result is zeros.
@@ -74,14 +76,14 @@ def decode_attention(
         rotating: whether a sequence longer than S continues in slot 0 and attends to its last S
             tokens. If not, tokens after slot S - 1 are not written, and their results are NaN.
         scales: scales of an int8 cache, for keys and for values: float32, the shape of the cache
-            without D (``int8_rows``).
+            without D (``int8_rows``); those of keys only, ``(scales,)``, if these are the values too.
         sinks: attention sinks ``[H]``: for each query head a score that takes part in the softmax and
             has no value, so that the weights of the tokens add up to less than one (gpt-oss,
             arXiv:2508.10925). They are neither scaled nor capped. None: no sinks.
 
     Returns:
-        The result ``[B, H, D]`` in the dtype of ``q``, and the two caches, updated in place where
-        they are donated; for an int8 cache also its two scales. Scores, softmax and sums are
+        The result ``[B, H, D]`` in the dtype of ``q``, and the two caches (or the one), updated in
+        place where they are donated; for an int8 cache also its scales. Scores, softmax and sums are
         computed in float32.
 
     Raises:
@@ -99,8 +101,14 @@ def decode_attention(
         >>> y.shape, float(y[0, 0, 0]), float(keys.sum())
         ((1, 2, 8), 1.0, 16.0)
     """
-    q, k, v, keys, values, lengths = map(jnp.asarray, (q, k, v, keys, values, lengths))
-    _check(q, k, v, keys, values, lengths, layer is None, sliding_window, soft_cap)
+    q, k, keys, lengths = map(jnp.asarray, (q, k, keys, lengths))
+    is_shared = v is None and values is None
+    if is_shared:
+        _check(q, k, k, keys, keys, lengths, layer is None, sliding_window, soft_cap)
+        v, values = jnp.zeros((), k.dtype), jnp.zeros((), keys.dtype)
+    else:
+        v, values = jnp.asarray(v), jnp.asarray(values)
+        _check(q, k, v, keys, values, lengths, layer is None, sliding_window, soft_cap)
     batch, heads, width = q.shape
     cos, sin = (jnp.zeros((batch, 0)),) * 2 if rope is None else map(jnp.asarray, rope)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > width:
@@ -116,8 +124,11 @@ def decode_attention(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
     numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
-    more = [_checked_sinks(sinks, heads, kv_heads), *_checked_scales(scales, keys)]
+    count = 1 if is_shared else 2
+    more = [_checked_sinks(sinks, heads, kv_heads), *_checked_scales(scales, keys, count)]
     out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *more)
+    if is_shared:
+        del caches[1]
     return out.reshape(q.shape), *caches
 
 
@@ -131,12 +142,12 @@ def _checked_sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
     return sinks.astype(jnp.float32).reshape(kv_heads, heads // max(kv_heads, 1))
 
 
-def _checked_scales(scales: tuple[Any, Any] | None, keys: jax.Array) -> list[jax.Array]:
+def _checked_scales(scales: tuple[Any, ...] | None, keys: jax.Array, count: int) -> list[jax.Array]:
     found = [] if scales is None else list(map(jnp.asarray, scales))
-    right = [(keys.shape[:-1], jnp.float32)] * 2 if keys.dtype == jnp.int8 else []
+    right = [(keys.shape[:-1], jnp.float32)] * count if keys.dtype == jnp.int8 else []
     if [(a.shape, a.dtype) for a in found] != right:
         raise ValueError(
-            "an int8 cache takes two arrays of scales, "
+            f"an int8 cache takes {'two arrays' if count > 1 else 'one array'} of scales, "
             f"float32{list(keys.shape[:-1])}, and a cache of another dtype none; this one is "
             f"{keys.dtype} with scales {[f'{a.dtype}{list(a.shape)}' for a in found]}"
         )
@@ -215,7 +226,7 @@ def definition(
     """:func:`decode_attention` in jnp, which defines it; ``q`` is ``[B, K, H/K, D]`` here."""
     operands = (q, k, v, keys, values, layer, lengths, cos, sin, sinks, *scales)
     step, slots = written(static, *operands), keys.shape[-2]
-    seen_keys, seen_values = _read(step.caches, layer, keys.ndim == 5)  # [B, K, S, D]
+    seen_keys, seen_values = _read(step.layers(), layer)  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
@@ -229,13 +240,12 @@ def definition(
     return step.answer(out, lengths, q.dtype)
 
 
-def _read(caches: list[jax.Array], layer: jax.Array, of_layers: bool) -> list[jax.Array]:
+def _read(caches: list[jax.Array], layer: jax.Array) -> list[jax.Array]:
     """The keys and values of one layer, in float32."""
-    if of_layers:
-        caches = [
-            jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
-            for a in caches
-        ]
+    caches = [
+        jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
+        for a in caches
+    ]
     if len(caches) == 2:
         return [a.astype(jnp.float32) for a in caches]
     return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
@@ -276,6 +286,8 @@ def _rule(ranks: Sequence[int]) -> Any:
     """Batch and KV heads may be split, alike in all operands; all other axes are replicated."""
     b, h = "b", "h"
     cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
+    # Scalars where keys are the values too.
+    values, v = (cache, ArrayMapping(b, h, "d")) if ranks[4] else (ArrayMapping(), ArrayMapping())
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
     scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
@@ -284,9 +296,9 @@ def _rule(ranks: Sequence[int]) -> Any:
     operands = (
         q,
         kv,
-        kv,
+        v,
         cache,
-        cache,
+        values,
         ArrayMapping(),
         ArrayMapping(b),
         angles,
@@ -294,19 +306,20 @@ def _rule(ranks: Sequence[int]) -> Any:
         sinks,
         *scales,
     )
-    return operands, (q, cache, cache, *scales)
+    return operands, (q, cache, values, *scales)
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     """Batch and heads are split as they are in the cache, which is by far the largest operand."""
     *layers, batch, heads, _, _ = specs[3]
     cache, head = [*[()] * len(layers), batch, heads, (), ()], [batch, heads, ()]
+    v, values = (head, cache) if specs[4] else ([], [])
     operands = [
         [batch, heads, (), ()],
         head,
-        head,
+        v,
         cache,
-        cache,
+        values,
         [],
         [batch],
         [batch, ()],
@@ -314,7 +327,7 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
         [heads, ()],
     ]
     scales = [cache[:-1]] * (len(specs) - _SCALES)
-    return operands + scales, [[batch, heads, (), ()], cache, cache, *scales], ()
+    return operands + scales, [[batch, heads, (), ()], cache, values, *scales], ()
 
 
 _OPERATION = Operation(

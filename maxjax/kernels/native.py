@@ -22,7 +22,7 @@ from ..native_library import library_path as path
 
 _LOG = logging.getLogger("maxjax")
 
-TARGETS = ("maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention")
+TARGETS = ("maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention", "maxjax_heads")
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, some
 from ..models.family import PretrainedModel
-from ..models.gpt2 import TransposedLinear
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
+from ..nn.transposed_linear import TransposedLinear
 from .targets import Target, targets
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

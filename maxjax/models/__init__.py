@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ..lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
+    from .apertus import Apertus as Apertus
+    from .apertus import ApertusConfig as ApertusConfig
     from .bert import BertConfig as BertConfig
     from .bert import BertForSequenceClassification as BertForSequenceClassification
     from .bert import BertModel as BertModel
@@ -114,6 +116,10 @@ if _TYPE_CHECKING:
     from .olmo2 import Olmo3Config as Olmo3Config
     from .olmoe import OLMoE as OLMoE
     from .olmoe import OLMoEConfig as OLMoEConfig
+    from .opt import OPT as OPT
+    from .opt import OPTConfig as OPTConfig
+    from .phi import Phi as Phi
+    from .phi import PhiConfig as PhiConfig
     from .phi3 import Phi3 as Phi3
     from .phi3 import Phi3Config as Phi3Config
     from .qwen import Qwen2 as Qwen2
@@ -154,6 +160,7 @@ if _TYPE_CHECKING:
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
+        "apertus": "Apertus ApertusConfig",
         "bert": "BertConfig BertForSequenceClassification BertModel BertOutput",
         "cohere": "Cohere Cohere2 Cohere2Config CohereConfig",
         "config": "ModelConfig read_object",
@@ -199,6 +206,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "nomic": "NomicBertConfig NomicBertModel",
         "olmo2": "Olmo2 Olmo2Config Olmo3 Olmo3Config",
         "olmoe": "OLMoE OLMoEConfig",
+        "opt": "OPT OPTConfig",
+        "phi": "Phi PhiConfig",
         "phi3": "Phi3 Phi3Config",
         "qwen": "Qwen2 Qwen2Config Qwen3 Qwen3Config",
         "qwen2_moe": "Qwen2MoE Qwen2MoEConfig",

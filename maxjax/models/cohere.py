@@ -4,8 +4,6 @@ Both have one norm for a layer, LayerNorm without bias, and RoPE of neighbouring
 ``cohere2`` that see all tokens have no RoPE, the others a sliding window.
 
 Sources: transformers' ``modeling_cohere`` and ``modeling_cohere2``; arXiv:2504.00698.
-
-Shapes: H query heads and K KV heads of width D.
 """
 
 from __future__ import annotations
@@ -14,21 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-
 from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
-from ..graph.weight.weight import Weight
-from ..nn.layer import Module
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
-from .decoder.config import DecoderConfig, layers_of, own, slides_of
+from .decoder.config import (
+    DecoderConfig,
+    all_but_every,
+    count_of,
+    layers_of,
+    own,
+    slides_of,
+    windowed,
+)
 from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import Rope, read_rope
+from .decoder.norm import HeadNorms
+from .decoder.rope import Rope
 from .gguf.metadata import unsupported
 from .gguf.table import GGUFTable
 
@@ -54,11 +53,6 @@ class CohereConfig(DecoderConfig):
         """A Command-R has no sliding window, and its MLP no biases."""
         return {"mlp_bias": False, "sliding_window": None}
 
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of neighbouring features."""
-        return {"rope": read_rope(raw, context, interleaved=True)}
-
 
 @dataclass(frozen=True)
 class Cohere2Config(CohereConfig):
@@ -74,42 +68,10 @@ class Cohere2Config(CohereConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window, which are those with RoPE."""
-        layers, period = layers_of(raw), raw.get("sliding_window_pattern")
-        if type(period) is not int or period < 1:
-            raise ValueError(f"'sliding_window_pattern' is {str(period)[:60]}, not a number")
-        slides = slides_of(raw, [bool((i + 1) % period) for i in range(layers)])
-        window = raw.get("sliding_window") if any(slides) else None
-        return {"mlp_bias": False, "slides": slides, "rotates": slides, "sliding_window": window}
-
-
-class HeadNorms(Module):
-    """LayerNorm of each head, with a weight for each feature of each head.
-
-    Attributes:
-        weight: Weight ``[heads, D]``.
-    """
-
-    def __init__(self, heads: int, width: int, dtype: DType, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = Weight("weight", dtype, (heads, width), DeviceRef.CPU())
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the weight, which is small."""
-        return {"weight": Split(ShardingStrategy.replicate(1))}
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., heads, D]`` → the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        weight = jnp.asarray(self.weight).astype(jnp.float32)
-        weight = weight.reshape((1,) * (x.ndim - 2) + weight.shape)
-        return (weight * centred * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-
-    def initializer(self, name: str) -> Any:
-        """Ones."""
-        return jax.nn.initializers.ones
+        period = count_of(raw, "sliding_window_pattern")
+        slides = slides_of(raw, all_but_every(period, layers_of(raw)))
+        found = windowed(slides, raw.get("sliding_window"))
+        return {**found, "mlp_bias": False, "rotates": slides}
 
 
 class CohereAttention(DecoderAttention):

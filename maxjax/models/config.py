@@ -88,6 +88,11 @@ class ModelConfig:
             ModelConfig.by_model_type.setdefault(name, cls)
 
     @classmethod
+    def key_of(cls, name: str) -> str:
+        """The key in files of the field ``name``."""
+        return cls.__dataclass_fields__[name].metadata.get("key") or name
+
+    @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The default of each key that a file may leave out, for keys that have one."""
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..graph.weights import WeightData
-from .gguf.layouts import Logarithm, Matrix, Plus, Taps
+from .decoder.config import all_but_every
+from .gguf.layouts import Matrix, Plus
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import BARE, NEXT, Rule, expert_names
 from .gguf.pieces import columns, rows
+from .gguf.state_layouts import Logarithm, Taps
 from .gguf.table import GGUFTable
 
 # G heads of keys of width Dk, H heads of values of width Dv.
@@ -159,7 +161,7 @@ def _to_gguf(config: Any, *, sections: bool) -> dict[str, Any]:
         )  # fmt: skip
     linear = list(config.linear)
     every = 1 + (linear.index(False) if False in linear else len(linear))
-    if linear != [bool((i + 1) % every) for i in range(len(linear))]:
+    if tuple(linear) != all_but_every(every, len(linear)):
         raise unsupported("'layer_types' whose attention is not every n-th in a GGUF file", None)
     # llama.cpp asks for the sections of images' RoPE, in all of which text has the same position.
     pairs = config.rope.rotated(config.width) // 2

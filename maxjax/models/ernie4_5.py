@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.table import GGUFTable
 
 
@@ -36,11 +36,6 @@ class Ernie45Config(DecoderConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The biases; an ERNIE 4.5 has no sliding window."""
         return {"mlp_bias": bool(raw.get("use_bias")), "sliding_window": None}
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of neighbouring features."""
-        return {"rope": read_rope(raw, context, interleaved=True)}
 
 
 class Ernie45(Decoder):

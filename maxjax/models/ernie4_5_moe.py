@@ -17,11 +17,11 @@ from ..graph.weight.weight import Weight
 from ..nn.layer import Module
 from ..nn.moe import Routing
 from .config import setting
-from .decoder.config import layers_of
+from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.layouts import Matrix
 from .gguf.metadata import unsupported
 from .gguf.names import Rule, expert_names
@@ -55,15 +55,11 @@ class Ernie45MoEConfig(MoEConfig):
     attention_bias: bool = setting("use_bias", default=False)
     mlp_bias: bool = setting("use_bias", default=False)
     head_bias: bool = setting("use_bias", default=False)
+    rope: Rope = own(Rope(5e5, interleaved=True))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
         super().__post_init__()
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of neighbouring features."""
-        return {"rope": read_rope(raw, context, 5e5, interleaved=True)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,13 @@ Source: arXiv:2507.11407; transformers' ``modeling_exaone4``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import PostNormLayer
-from .decoder.config import DecoderConfig, layers_of, own, slides_of
+from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily, make
 from .gguf.metadata import unsupported
 from .gguf.table import GGUFTable
@@ -38,14 +38,14 @@ class Exaone4Config(DecoderConfig):
         """The layers with the sliding window; the others have no RoPE, where there is a window."""
         layers, window = layers_of(raw), raw.get("sliding_window")
         slides = slides_of(raw, _pattern(raw.get("sliding_window_pattern"), layers))
-        found = {"attention_bias": False, "mlp_bias": False, "slides": slides}
+        found = {"attention_bias": False, "mlp_bias": False}
         if window is None:
             return {**found, "slides": (False,) * layers}
         # A window that no layer uses still takes RoPE from all of them.
-        return {**found, "rotates": slides, "sliding_window": window if any(slides) else None}
+        return {**found, "rotates": slides, **windowed(slides, window)}
 
 
-def _pattern(given: Any, layers: int) -> list[bool]:
+def _pattern(given: Any, layers: int) -> Sequence[bool]:
     """Whether layers slide: all but every n-th, or as letters say ("LLLG": three local, one global)."""
     if given is None or given == 0:
         return [False] * layers
@@ -55,7 +55,7 @@ def _pattern(given: Any, layers: int) -> list[bool]:
         raise ValueError(
             f"'sliding_window_pattern' is {str(given)[:60]}, neither a number nor letters"
         )
-    return [bool((i + 1) % given) for i in range(layers)]
+    return all_but_every(given, layers)
 
 
 class Exaone4(Decoder):

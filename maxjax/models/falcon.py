@@ -63,8 +63,6 @@ class FalconConfig(DecoderConfig):
     def __post_init__(self) -> None:
         if not self.new_decoder_architecture:
             object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
-        if self.intermediate_size is None:
-            object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         super().__post_init__()
 
     @classmethod

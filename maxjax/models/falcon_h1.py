@@ -25,6 +25,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
+from .mamba_files import FALCON_H1_GGUF
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class FalconH1Config(DecoderConfig):
     ssm_in_multiplier: float = setting(default=1.0)
     ssm_out_multiplier: float = setting(default=1.0)
     mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
-    mamba_d_head: int = setting(default=64, minimum=1, held="axis")
+    mamba_d_head: int = setting(default=8, minimum=1, held="axis")
     mamba_n_groups: int = setting(default=1, minimum=1, held="axis")
     mamba_d_state: int = setting(default=256, minimum=1, held="axis")
     mamba_d_conv: int = setting(default=4, minimum=2, held="axis")
@@ -214,4 +215,5 @@ FALCON_H1 = FalconH1.family = DecoderFamily(
     config=FalconH1Config,
     make=make(FalconH1),
     bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
+    gguf=FALCON_H1_GGUF,
 )

@@ -20,7 +20,7 @@ from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputErro
 from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
-from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, rope_of
 from .encoder.attention import both_ways
@@ -101,8 +101,7 @@ class Gemma2Config(GemmaConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "query_scale", self.query_pre_attn_scalar**-0.5)
         if not self.slides:
-            slides = (bool((i + 1) % self.period) for i in range(self.num_layers))
-            object.__setattr__(self, "slides", tuple(slides))
+            object.__setattr__(self, "slides", all_but_every(self.period, self.num_layers))
         if not any(self.slides):  # A window that no layer uses is dropped.
             object.__setattr__(self, "sliding_window", None)
         super().__post_init__()

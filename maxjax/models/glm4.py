@@ -21,7 +21,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mlp import FusedMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.table import GATE_UP, GGUFTable
 
 
@@ -44,11 +44,6 @@ class GLMConfig(DecoderConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """A GLM-4 has no sliding window, and its MLP no biases."""
         return {"mlp_bias": False, "sliding_window": None}
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first part of each head."""
-        return {"rope": read_rope(raw, context, part=0.5, interleaved=True)}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .decoder.experts import (
     check_routing,
 )  # fmt: skip
 from .decoder.model import Decoder, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.names import NEXT, ROUTED_KEYS, Rule, expert_names
 from .gguf.table import GGUFTable
 
@@ -55,16 +55,12 @@ class GLM4MoEConfig(MoEConfig):
     routed_scaling_factor: float = setting(default=1.0)
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     output_bias: bool | None = own(False)
+    rope: Rope = own(Rope(part=0.5))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
         super().__post_init__()
         check_routing(self.routing(), self.num_experts, "n_routed_experts")
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first half of each head."""
-        return {"rope": read_rope(raw, context, part=0.5)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

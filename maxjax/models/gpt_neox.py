@@ -17,7 +17,7 @@ from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts, grouped_names
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.table import PLAIN_BIASES, GGUFTable
 
 
@@ -48,7 +48,7 @@ class GPTNeoXConfig(DecoderConfig):
         keys = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
         older = {key: raw[old] for key, old in keys.items() if raw.get(old) is not None}
         both = ChainMap(older, raw)  # type: ignore[arg-type]
-        return {"rope": read_rope(both, context, part=0.25)}
+        return super().ropes(both, context)
 
 
 class _Parts(GroupedParts):

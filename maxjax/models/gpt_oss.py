@@ -30,12 +30,6 @@ from .decoder.model import Decoder, make
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
 
-# What the class of transformers has where a file says nothing of RoPE.
-_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class GptOssConfig(MoEConfig):
@@ -45,6 +39,10 @@ class GptOssConfig(MoEConfig):
 
     unsaid: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0,
+    }  # fmt: skip
+    unsaid_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
     }  # fmt: skip
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
@@ -56,13 +54,6 @@ class GptOssConfig(MoEConfig):
     alpha: float = setting("swiglu_alpha", default=1.702)
     limit: float = setting("swiglu_limit", default=7.0)
     norm_topk_prob: bool = own(True)
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """YaRN where the file says nothing."""
-        if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
-            raw = {**raw, "rope_scaling": _ROPE}
-        return super().ropes(raw, context)
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from .decoder.mlp import FusedMLP
 from .decoder.model import make
 from .granite import Granite
 from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
+from .mamba_files import GRANITE_HYBRID_GGUF
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
@@ -67,6 +68,11 @@ class GraniteHybridConfig(GraniteMoEConfig):
         )  # fmt: skip
         object.__setattr__(self, "mamba", mamba)
         super().__post_init__()
+
+    @property
+    def layer_kinds(self) -> tuple:
+        """What tells layers with other tensors apart."""
+        return self.recurs
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """What Mamba 2 keeps; keys and values elsewhere."""
@@ -185,4 +191,5 @@ GRANITE_HYBRID = GraniteHybrid.family = MoEFamily(
         (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
         suffix=".weight", written=True,
     ),
+    gguf=GRANITE_HYBRID_GGUF,
 )  # fmt: skip

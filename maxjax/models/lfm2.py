@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import jax
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.kv_cache.kinds import KeysValues, Shared, State, States
@@ -23,14 +22,13 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
-from .decoder.config import DecoderConfig, own
+from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
 from .decoder.mixer import RecurrentMixer
-from .decoder.mlp import GatedMLP
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .gguf.config.read import Config
-from .gguf.layouts import Taps
-from .gguf.metadata import MAX_LAYERS, Settings
+from .gguf.metadata import Settings
 from .gguf.names import Rule
+from .gguf.state_layouts import Taps
 from .gguf.table import GGUFTable
 
 _KINDS = {"conv": True, "full_attention": False}
@@ -58,10 +56,7 @@ class LFM2Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "convolves", tuple(self.convolves) or (False,) * self.num_layers)
-        if len(self.convolves) != self.num_layers:
-            raise ValueError(
-                f"'layer_types' has {len(self.convolves)} entries for {self.num_layers} layers"
-            )
+        check_kinds(self.convolves, self.num_layers)
         super().__post_init__()
 
     @property
@@ -77,36 +72,26 @@ class LFM2Config(DecoderConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The MLP's size is computed from that of the file."""
-        return raw, frozenset({"intermediate_size"})
+        """:meth:`ModelConfig.counted`, with the MLP's size that is computed from that of the file."""
+        try:
+            return {**raw, "intermediate_size": _inner(raw)}, frozenset()
+        except (ValueError, OverflowError):  # from_dict says so too
+            return raw, frozenset()
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The kinds of the layers, the MLP's size, and settings under their first names."""
-        size = _first(raw, "block_ff_dim", "intermediate_size", 12288)
         found = {
-            "intermediate_size": _inner(raw, size), "attention_bias": False, "mlp_bias": False,
+            "intermediate_size": _inner(raw), "attention_bias": False, "mlp_bias": False,
             "sliding_window": None, "hidden_act": "silu",
             "tie_word_embeddings": _first(raw, "tie_embedding", "tie_word_embeddings", True),
         }  # fmt: skip
-        kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-        listed = raw.get("full_attn_idxs")
-        if (
-            kinds is None
-            and type(layers) is int
-            and 0 < layers <= MAX_LAYERS
-            and listed is not None
-        ):
+        listed, convolves = raw.get("full_attn_idxs"), ()
+        if listed is not None and raw.get("layer_types") is None:
             if not isinstance(listed, list):
                 raise ValueError("'full_attn_idxs' is not a list of numbers")
-            kinds = ["full_attention" if i in listed else "conv" for i in range(layers)]
-        if kinds is not None:
-            if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-                raise ValueError("'layer_types' is not a list of strings")
-            if other := [kind for kind in kinds if kind not in _KINDS]:
-                raise UnsupportedModelError(f"'layer_types' with {other[0][:80]!r}")
-            found["convolves"] = tuple(_KINDS[kind] for kind in kinds)
-        return found
+            convolves = [i not in listed for i in range(layers_of(raw))]
+        return {**found, "convolves": kinds_of(raw, _KINDS, convolves)}
 
 
 def _first(raw: Mapping[str, Any], first: str, second: str, default: Any) -> Any:
@@ -116,14 +101,13 @@ def _first(raw: Mapping[str, Any], first: str, second: str, default: Any) -> Any
     return default if value is None else value
 
 
-def _inner(raw: Mapping[str, Any], size: Any) -> Any:
+def _inner(raw: Mapping[str, Any]) -> Any:
     """The inner features of the MLP: two thirds of the given number, rounded up, if that is adjusted."""
+    size = _first(raw, "block_ff_dim", "intermediate_size", 12288)
     adjusts, factor = raw.get("block_auto_adjust_ff_dim"), raw.get("block_ffn_dim_multiplier", 1.0)
-    every = _first(raw, "block_multiple_of", "block_multiple_of", 256)
     if adjusts is False or type(size) is not int:
         return size
-    if type(every) is not int or every < 1:
-        raise ValueError("'block_multiple_of' is not a positive integer")
+    every = count_of(raw, "block_multiple_of", 256)
     size = 2 * size // 3
     if factor is None:
         return size
@@ -172,11 +156,6 @@ class LFM2Attention(DecoderAttention):
 
     o_proj, q_norm, k_norm = alias("out_proj"), alias("q_layernorm"), alias("k_layernorm")
 
-    def sharding_rules(self) -> dict[str, Any]:
-        """Those of other decoders, for ``out_proj``."""
-        rules = super().sharding_rules().items()
-        return {name.replace("o_proj", "out_proj"): rule for name, rule in rules}
-
 
 class LFM2Layer(DecoderLayer):
     """A layer with a convolution (``conv``) or attention (``self_attn``), by the names of LFM2's files."""
@@ -184,6 +163,7 @@ class LFM2Layer(DecoderLayer):
     attention_class: ClassVar[Any] = LFM2Attention
     mlp, input_layernorm = alias("feed_forward"), alias("operator_norm")
     post_attention_layernorm = alias("ffn_norm")
+    mlp_names: ClassVar[tuple[str, ...]] = ("w1", "w3", "w2")
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
         """Makes ``conv`` or ``self_attn``."""
@@ -198,11 +178,6 @@ class LFM2Layer(DecoderLayer):
     ) -> tuple[jax.Array, Cached]:
         """The result of either."""
         return (self.conv if self.convolves else self.self_attn)(x, step, cached, layer)
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> GatedMLP:
-        """``w2(silu(w1(x)) · w3(x))``."""
-        sizes = config.hidden_size, config.intermediate_size
-        return GatedMLP(("w1", "w3", "w2"), *sizes, dtype, config.hidden_act)
 
 
 class LFM2Model(DecoderModel):

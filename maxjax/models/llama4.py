@@ -16,14 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..nn.layer import Module
 from ..nn.linear import MLP, Linear
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.config import layers_of, own, rotates_of
+from .decoder.config import (
+    all_but_every,
+    count_of,
+    kinds_of,
+    layers_of,
+    own,
+    rotates_of,
+    windowed,
+)
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
@@ -33,6 +40,10 @@ from .gguf.metadata import unsupported
 from .gguf.names import expert_names
 from .gguf.table import GGUFTable
 from .multimodal import SIGHT
+
+# Every so many layers one sees all tokens, and has no RoPE.
+_PERIOD = 4
+_CHUNKED = {"full_attention": False, "chunked_attention": True}
 
 
 @dataclass(frozen=True)
@@ -87,22 +98,13 @@ class Llama4Config(MoEConfig):
         """
         count, chunk = layers_of(raw), raw.get("attention_chunk_size")
         rotates = rotates_of(raw)
-        kinds = raw.get("layer_types")
-        if kinds is None:
-            kinds = ["chunked_attention" if one else "full_attention" for one in rotates]
-        for kind in kinds if isinstance(kinds, list) else [kinds]:
-            if kind not in ("chunked_attention", "full_attention"):
-                raise UnsupportedModelError(f"'layer_types' with {str(kind)[:80]!r}")
-        slides = tuple(kind == "chunked_attention" and chunk is not None for kind in kinds)
-        listed, step = raw.get("moe_layers"), raw.get("interleave_moe_layer_step")
-        step = 1 if step is None else step
-        if type(step) is not int or step < 1:
-            raise ValueError(f"'interleave_moe_layer_step' is {str(step)[:60]}, not a number")
+        slides = [one and chunk is not None for one in kinds_of(raw, _CHUNKED, rotates)]
+        listed, step = raw.get("moe_layers"), count_of(raw, "interleave_moe_layer_step", 1)
         listed = list(range(step - 1, count, step)) if listed is None else listed
         if not isinstance(listed, list) or not all(type(i) is int for i in listed):
             raise ValueError("'moe_layers' is not a list of integers")
         return {
-            "rotates": rotates, "slides": slides, "sliding_window": chunk if any(slides) else None,
+            "rotates": rotates, **windowed(slides, chunk),
             "sparse": tuple(i in set(listed) for i in range(count)), "mlp_bias": False,
         }  # fmt: skip
 
@@ -190,28 +192,25 @@ class Llama4(Decoder):
     layer_class: ClassVar[Any] = Llama4Layer
 
 
-# Every so many layers one sees all tokens, and has no RoPE.
-_PERIOD = 4
-
-
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths, and what llama.cpp has in its code."""
     if given.count("attention.sliding_window", 1, minimum=0) == 0:
         raise given.unsupported("a Llama 4 without chunks")
-    chunked = [bool((i + 1) % _PERIOD) for i in range(config["num_hidden_layers"])]
+    names = {value: name for name, value in _CHUNKED.items()}
+    chunked = all_but_every(_PERIOD, config["num_hidden_layers"])
     return {
         "intermediate_size": given.count("expert_feed_forward_length"),
         "intermediate_size_mlp": config["intermediate_size"],
         "interleave_moe_layer_step": given.count("interleave_moe_layer_step", 1),
         "use_qk_norm": given.count("expert_count") != 128,
         "sliding_window": None,
-        "layer_types": ["chunked_attention" if one else "full_attention" for one in chunked],
+        "layer_types": [names[one] for one in chunked],
     }
 
 
 def _to_gguf(config: Any) -> dict[str, Any]:
     """The widths, and where experts are."""
-    if config.rotates != tuple(bool((i + 1) % _PERIOD) for i in range(config.num_layers)):
+    if config.rotates != all_but_every(_PERIOD, config.num_layers):
         raise unsupported("other layers without RoPE than every fourth in a GGUF file", None)
     step = config.sparse.index(True) + 1 if any(config.sparse) else 0
     if not step or config.sparse != tuple((i + 1) % step == 0 for i in range(config.num_layers)):

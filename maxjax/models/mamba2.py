@@ -22,6 +22,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
+from .mamba_files import MAMBA2_GGUF
 
 
 @dataclass(frozen=True)
@@ -142,4 +143,5 @@ MAMBA2 = Mamba2.family = DecoderFamily(
     renamed=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
+    gguf=MAMBA2_GGUF,
 )

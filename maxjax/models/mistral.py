@@ -8,26 +8,19 @@ Source: arXiv:2310.06825; transformers' ``modeling_ministral3``.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig
+from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import QueryScaling, read_rope, rope_settings
+from .decoder.rope import QueryScaling, Rope, rope_or, rope_settings
 from .gguf.metadata import Settings, unsupported
 from .gguf.table import PERMUTED, GGUFTable
 from .multimodal import SIGHT
 
 _LENGTH = "original_max_position_embeddings"
-# The RoPE of a Ministral 3 whose file says nothing of it.
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,18 +47,21 @@ class Ministral3Config(MistralConfig):
     model_type = "ministral3"
 
     unsaid: ClassVar[Mapping[str, Any]] = {}
+    unsaid_rope: ClassVar[Mapping[str, Any]] = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _LENGTH: 16384, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
 
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=262144, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
+    rope: Rope = own(Rope(1e6))
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE, and the growth of queries that stands among its settings."""
-        if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
-            raw = ChainMap({"rope_parameters": _YARN}, raw)  # type: ignore[arg-type]
-        found: dict[str, Any] = {"rope": read_rope(raw, context, 1e6)}
-        name, given = rope_settings(raw)
+        found = super().ropes(raw, context)
+        name, given = rope_settings(rope_or(raw, cls.unsaid_rope))
         beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)
         if beta is not None:
             good = isinstance(beta, (int, float)) and beta >= 0

@@ -19,7 +19,14 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .config import setting
-from .decoder.config import check_activation, layers_of, own, slides_of
+from .decoder.config import (
+    check_activation,
+    check_kinds,
+    count_of,
+    layers_of,
+    own,
+    slides_of,
+)
 from .decoder.rope import Rope, rope_of
 from .encoder.attention import EncoderAttention, Tokens, Types
 from .encoder.block import EncoderMLP
@@ -64,10 +71,7 @@ class ModernBertConfig(EncoderConfig):
         if not self.local_layers:
             slides = tuple(bool(i % 3) for i in range(self.num_layers))
             object.__setattr__(self, "local_layers", slides)
-        if len(self.local_layers) != self.num_layers:
-            raise ValueError(
-                f"'layer_types' has {len(self.local_layers)} entries for {self.num_layers} layers"
-            )
+        check_kinds(self.local_layers, self.num_layers)
         check_activation("classifier_activation", self.classifier_activation)
         if self.classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"'classifier_pooling' is {self.classifier_pooling[:60]!r}")
@@ -81,9 +85,7 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with windows and the RoPE of each kind, in both spellings."""
-        period, layers = raw.get("global_attn_every_n_layers", 3), layers_of(raw)
-        if type(period) is not int or period < 1:
-            raise ValueError(f"'global_attn_every_n_layers' is {str(period)[:60]}")
+        period, layers = count_of(raw, "global_attn_every_n_layers", 3), layers_of(raw)
         context = raw.get("max_position_embeddings")
         context = context if type(context) is int and context > 0 else 8192
         given = raw.get("rope_parameters") or {}

@@ -23,6 +23,7 @@ from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
 from .decoder.mlp import PlainMLP
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
+from .mamba_files import NEMOTRON_H_GGUF
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {
@@ -75,6 +76,11 @@ class NemotronHConfig(DecoderConfig):
         )  # fmt: skip
         object.__setattr__(self, "mamba", mamba)
         super().__post_init__()
+
+    @property
+    def layer_kinds(self) -> tuple:
+        """What tells layers with other tensors apart."""
+        return self.kinds
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """What Mamba 2 keeps, keys and values, or nothing."""
@@ -177,4 +183,5 @@ NEMOTRON_H = NemotronH.family = DecoderFamily(
     ignored=(*KNOWN, "mtp.*"),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
+    gguf=NEMOTRON_H_GGUF,
 )

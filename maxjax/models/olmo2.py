@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import PostNormLayer
-from .decoder.config import DecoderConfig, layers_of, own, slides_of
+from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind
 from .gguf.metadata import Settings, unsupported
@@ -50,9 +50,8 @@ class Olmo3Config(Olmo2Config):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window."""
-        slides = slides_of(raw, [bool((i + 1) % 4) for i in range(layers_of(raw))])
-        window = raw.get("sliding_window") if any(slides) else None
-        return {"mlp_bias": False, "slides": slides, "sliding_window": window}
+        slides = slides_of(raw, all_but_every(4, layers_of(raw)))
+        return {"mlp_bias": False, **windowed(slides, raw.get("sliding_window"))}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, own, slides_of
+from .decoder.config import DecoderConfig, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily, make
 from .multimodal import SIGHT
 
@@ -28,14 +28,11 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedModelError: ``layer_types`` names an unknown kind of layer.
     """
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    first, layers = raw.get("max_window_layers"), raw.get("num_hidden_layers")
-    if type(first) is not int or type(layers) is not int or not 0 < layers <= 1000:
+    first, layers = raw.get("max_window_layers"), layers_of(raw)
+    if type(first) is not int or not layers:
         return {"sliding_window": window}
     slides = [window is not None and i >= first for i in range(layers)]
-    found: dict[str, Any] = {"slides": slides_of(raw, slides)}
-    # A window that no layer uses is dropped.
-    found["sliding_window"] = window if window is not None and any(found["slides"]) else None
-    return found
+    return windowed(slides_of(raw, slides), window)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..nn.linear import Linear
 from .config import setting
-from .decoder.config import own, slides_of
+from .decoder.config import layers_of, own, slides_of, windowed
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoELayer, SparseMLP
 from .decoder.model import Decoder, make
@@ -44,14 +44,15 @@ class Qwen2MoEConfig(Qwen3MoEConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, and the layers with a window: every second one before ``max_window_layers``."""
         found = super().derived(raw)
-        first, layers = raw.get("max_window_layers"), raw.get("num_hidden_layers")
-        if type(first) is int and type(layers) is int and 0 < layers <= 1000:
-            window = found["sliding_window"] is not None
-            slides = [window and i % 2 == 0 and i < first for i in range(layers)]
-            found["slides"] = slides_of(raw, slides)
-            if not any(found["slides"]):
-                found["sliding_window"] = None  # a window that no layer uses is dropped
-        return found
+        first, layers, window = (
+            raw.get("max_window_layers"),
+            layers_of(raw),
+            found["sliding_window"],
+        )
+        if type(first) is not int or not layers:
+            return found
+        slides = [window is not None and i % 2 == 0 and i < first for i in range(layers)]
+        return {**found, **windowed(slides_of(raw, slides), window)}
 
 
 class Qwen2MoEMLP(SparseMLP):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import own
+from .decoder.config import count_of, layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
 from .decoder.model import Decoder, make
@@ -23,15 +23,12 @@ def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
     Raises:
         ValueError: a setting is of the wrong type.
     """
-    layers, step = raw.get("num_hidden_layers"), raw.get("decoder_sparse_step")
-    step = 1 if step is None else step
+    layers, step = layers_of(raw), count_of(raw, "decoder_sparse_step", 1)
     dense = raw.get("mlp_only_layers")
     dense = [] if dense is None else dense
-    if type(step) is not int or step < 1:
-        raise ValueError(f"'decoder_sparse_step' is {str(step)[:60]}, not a positive integer")
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ValueError("'mlp_only_layers' is not a list of integers")
-    if type(layers) is not int or not 0 < layers <= 1000 or type(experts) is not int:
+    if not layers or type(experts) is not int:
         return ()  # the checks of these fields raise later
     listed = set(dense)
     return tuple(i not in listed and experts > 0 and (i + 1) % step == 0 for i in range(layers))

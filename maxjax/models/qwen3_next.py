@@ -22,7 +22,7 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder, make
-from .decoder.rope import read_rope
+from .decoder.rope import Rope
 from .delta_files import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
@@ -48,11 +48,7 @@ class Qwen3NextConfig(GatedDeltaConfig, Qwen3MoEConfig):
         "shared_expert_intermediate_size", default=512, minimum=1, held="axis"
     )
     norm_offset: float = own(1.0)
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """RoPE of a quarter of each head, unless the file says otherwise."""
-        return {"rope": read_rope(raw, context, part=0.25)}
+    rope: Rope = own(Rope(part=0.25))
 
 
 class Qwen3NextDelta(GatedDelta):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, closest
+from .apertus import APERTUS
 from .bert import BERT, BERT_HEAD
 from .cohere import COHERE, COHERE2
 from .config import ModelConfig
@@ -54,6 +55,8 @@ from .nemotron_h import NEMOTRON_H
 from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
 from .olmo2 import OLMO2, OLMO3
 from .olmoe import OLMOE
+from .opt import OPT_FAMILY
+from .phi import PHI
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
@@ -72,7 +75,7 @@ FAMILIES: list[Family] = [
     GLM4_FAMILY, COHERE, COHERE2, SEED_OSS, EXAONE4, STARCODER2, STABLELM, ERNIE45, HUNYUAN,
     GPT_NEOX, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT,
     QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4, MINIMAX_M2, ERNIE4_5_MOE, GEMMA,
-    GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
+    GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, OPT_FAMILY, PHI, APERTUS, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
     DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
     XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
     LFM2_FAMILY, GRANITE_HYBRID, MAMBA2, FALCON_H1, NEMOTRON_H, MODERNBERT,

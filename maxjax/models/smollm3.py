@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, own, rotates_of, slides_of
+from .decoder.config import DecoderConfig, all_but_every, own, rotates_of, slides_of
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
 from .gguf.metadata import unsupported
@@ -51,7 +51,7 @@ class SmolLM3(Decoder):
 
 def _write(config: SmolLM3Config) -> dict[str, Any]:
     """llama.cpp knows one pattern of layers without RoPE."""
-    if config.rotates != tuple(bool((i + 1) % 4) for i in range(config.num_layers)):
+    if config.rotates != all_but_every(4, config.num_layers):
         raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file", None)
     return {}
 

@@ -15,7 +15,7 @@ from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import Rope, read_rope
+from .decoder.rope import Rope
 from .gguf.table import GGUFTable
 
 
@@ -48,11 +48,6 @@ class StableLMConfig(DecoderConfig):
         if raw.get("qk_layernorm"):
             raise UnsupportedModelError("'qk_layernorm' of a StableLM, a norm for each head")
         return {"mlp_bias": False, "sliding_window": None}
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first part of each head."""
-        return {"rope": read_rope(raw, context, part=0.25)}
 
 
 def layer(config: StableLMConfig, number: int, dtype: DType) -> DecoderLayer:

@@ -9,16 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..dtype import DType
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .gguf.metadata import unsupported
 from .gguf.table import PLAIN_BIASES, GGUFTable
-
-NAMES = ("c_fc", "c_proj")
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,7 @@ class Starcoder2Config(DecoderConfig):
 class Starcoder2Layer(DecoderLayer):
     """A decoder layer whose MLP has no gate."""
 
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
 
 
 class Starcoder2(Decoder):

@@ -33,6 +33,8 @@ EFFECTS: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,), "parallel_attn": (False,), "lm_head_bias": (False,),
     "use_post_norm": (False,), "layer_types": (), "block_types": (), "hybrid_override_pattern": (),
     "hidden_size_per_layer_input": (0,), "laurel_rank": (), "altup_num_inputs": (),
+    "do_layer_norm_before": (True,), "layer_norm_elementwise_affine": (True,),
+    "word_embed_proj_dim": (), "scale_embeddings": (False,),
     # experts
     "num_local_experts": (0, 1), "num_experts": (0, 1), "n_routed_experts": (0, 1),
     "n_shared_experts": (0,), "num_shared_experts": (0,), "first_k_dense_replace": (0,),

@@ -5,6 +5,7 @@ Names are imported on first use.
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from ..absent import absent as _absent
 from ..lazy import attributes as _attributes
 
 # Imported eagerly: the submodule ``clamp`` would otherwise shadow the function.
@@ -53,6 +54,7 @@ if _TYPE_CHECKING:
     from .norm import GroupNorm as GroupNorm
     from .norm import LayerNorm as LayerNorm
     from .norm import RMSNorm as RMSNorm
+    from .quant_config import QuantConfig as QuantConfig
     from .recurrent import GRU as GRU
     from .recurrent import LSTM as LSTM
     from .recurrent import GRUCell as GRUCell
@@ -67,6 +69,8 @@ if _TYPE_CHECKING:
     from .rotary_embedding import YarnRotaryEmbedding as YarnRotaryEmbedding
     from .rotary_embedding import YarnScalingParams as YarnScalingParams
     from .stacked_linear import StackedLinear as StackedLinear
+    from .transformer import ReturnHiddenStates as ReturnHiddenStates
+    from .transformer import ReturnLogits as ReturnLogits
     from .transformer import TransformerBlock as TransformerBlock
 
 __getattr__, __dir__, __all__ = _attributes(
@@ -85,11 +89,13 @@ __getattr__, __dir__, __all__ = _attributes(
         "linear": "MLP ColumnParallelLinear Linear",
         "moe": "MoE MoEGate",
         "norm": "BatchNorm BatchNorm1d BatchNorm2d BatchNorm3d ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
+        "quant_config": "QuantConfig",
         "recurrent": "GRU GRUCell LSTM LSTMCell",
         "rotary_embedding": "DynamicRotaryEmbedding LinearScalingParams Llama3RopeScalingParams "
         "Llama3RotaryEmbedding LongRoPERotaryEmbedding LongRoPEScalingParams "
         "RotaryEmbedding YarnRotaryEmbedding YarnScalingParams",
         "stacked_linear": "StackedLinear",
-        "transformer": "TransformerBlock",
+        "transformer": "ReturnHiddenStates ReturnLogits TransformerBlock",
     },
+    _absent(__name__),
 )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..absent import absent as _absent
 from ..errors import closest
 from ..graph.ops.lift import lift
 
@@ -149,3 +150,6 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
         [Dim(2)]
     """
     return lift(activation(name))
+
+
+__getattr__ = _absent(__name__)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.placement.fsdp import can_be_in_place, in_place
@@ -366,3 +367,6 @@ def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float
     if limit > 0:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return activation(activation_function)(gate) * up
+
+
+__getattr__ = _absent(__name__)

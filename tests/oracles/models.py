@@ -76,7 +76,7 @@ class OracleModel:
         self.config = _Config(json.loads(told["config"]), told["aliases"])
         """All its settings."""
         self.tensors: Arrays = {
-            name: np.ascontiguousarray(draw(_generator(seed, name), name, tuple(shape)), np.float32)
+            name: np.array(draw(_generator(seed, name), name, tuple(shape)), np.float32, order="C")
             for name, shape in told["tensors"].items()
         }
         """Name → values of what is in its file of weights."""

@@ -5,10 +5,12 @@ plain arrays it gives plain arrays. All run eagerly, under ``jax.jit`` and, wher
 one, under ``jax.grad``.
 """
 
-from typing import Any as _Any
-
+from ...absent import absent as _absent
 from ..subgraph import call as call
-from .absent import missing as _missing
+from . import allreduce as allreduce
+from . import random as random
+from . import reducescatter as reducescatter
+from .allgather import allgather as allgather
 from .arithmetic import add as add
 from .arithmetic import div as div
 from .arithmetic import equal as equal
@@ -24,6 +26,11 @@ from .arithmetic import not_equal as not_equal
 from .arithmetic import pow as pow
 from .arithmetic import sub as sub
 from .arithmetic import where as where
+from .broadcast import distributed_broadcast as distributed_broadcast
+from .buffers import buffer_create as buffer_create
+from .buffers import buffer_load as buffer_load
+from .buffers import buffer_store as buffer_store
+from .buffers import buffer_store_slice as buffer_store_slice
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
 from .control import print as print
@@ -77,7 +84,6 @@ from .indexing import scatter_nd_max as scatter_nd_max
 from .indexing import scatter_nd_min as scatter_nd_min
 from .indexing import scatter_nd_mul as scatter_nd_mul
 from .interpolation import InterpolationMode as InterpolationMode
-from .interpolation import resize as resize
 from .interpolation import resize_bicubic as resize_bicubic
 from .interpolation import resize_linear as resize_linear
 from .interpolation import resize_nearest as resize_nearest
@@ -115,6 +121,7 @@ from .reduction import min as min
 from .reduction import prod as prod
 from .reduction import softmax as softmax
 from .reduction import sum as sum
+from .resize import resize as resize
 from .shape import broadcast_to as broadcast_to
 from .shape import flatten as flatten
 from .shape import permute as permute
@@ -125,6 +132,4 @@ from .shape import squeeze as squeeze
 from .shape import transpose as transpose
 from .shape import unsqueeze as unsqueeze
 
-
-def __getattr__(name: str) -> _Any:
-    return _missing(name)
+__getattr__ = _absent(__name__)

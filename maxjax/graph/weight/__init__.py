@@ -7,5 +7,6 @@ of equal layers as one array; ``running`` tracks the running Modules and Graphs 
 
 from ..placement.strategy import Segment as Segment
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
+from ..placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from .weight import Shard as Shard
 from .weight import Weight as Weight

@@ -71,6 +71,22 @@ inline void scaled(float* s, const float* scales, int64_t count) {
     for (int64_t p = 0; p < count; p++) s[g * maxjax::kPart + p] *= scales[p];
 }
 
+// As mixed, for all `depth` elements d.
+template <class T, int G>
+void mixed_rows(const float* weights, const T* values, int64_t depth, int64_t count, float* out,
+                int64_t out_stride) {
+  int64_t d = 0;
+  for (; d + kMixed * 2 * kLanes <= depth; d += kMixed * 2 * kLanes)
+    mixed<T, G, kMixed>(weights, values + d, depth, count, out + d, out_stride);
+  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
+    mixed<T, G, 1>(weights, values + d, depth, count, out + d, out_stride);
+  if (d == depth) return;
+  alignas(64) T rest[maxjax::kPart * 2 * kLanes] = {};
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t j = d; j < depth; j++) rest[i * 2 * kLanes + j - d] = values[i * depth + j];
+  mixed<T, G, 1>(weights, rest, 2 * kLanes, count, out + d, out_stride);
+}
+
 template <class T, int G>
 void attend_group(const Attend& part, int64_t first) {
   alignas(64) float scores[G * maxjax::kPart];
@@ -94,16 +110,7 @@ void attend_group(const Attend& part, int64_t first) {
     part.sum[first + g] = softened(scores + g * maxjax::kPart, count, padded, part.cap,
                                    part.top + first + g);
   if (part.value_scales) scaled<G>(scores, part.value_scales + part.begin, count);
-  int64_t d = 0;
-  for (; d + kMixed * 2 * kLanes <= depth; d += kMixed * 2 * kLanes)
-    mixed<T, G, kMixed>(scores, values + d, depth, count, out + d, part.q_stride);
-  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
-    mixed<T, G, 1>(scores, values + d, depth, count, out + d, part.q_stride);
-  if (d == depth) return;
-  alignas(64) T rest[maxjax::kPart * 2 * kLanes] = {};
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t j = d; j < depth; j++) rest[i * 2 * kLanes + j - d] = values[i * depth + j];
-  mixed<T, G, 1>(scores, rest, 2 * kLanes, count, out + d, part.q_stride);
+  mixed_rows<T, G>(scores, values, depth, count, out, part.q_stride);
 }
 
 template <class T>
@@ -117,6 +124,34 @@ void attend_as(const Attend& part) {
       return attend_group<T, 2>(part, g);
     case 1:
       return attend_group<T, 1>(part, g);
+  }
+}
+
+template <class T, int G>
+void combine_group(const Combined& of, int64_t first) {
+  alignas(64) float weights[G * maxjax::kPart];
+  for (int g = 0; g < G; g++)
+    memcpy(weights + g * maxjax::kPart, of.x + (first + g) * of.x_stride, sizeof(float) * of.rows);
+  mixed_rows<T, G>(weights, static_cast<const T*>(of.w), of.depth, of.rows, of.y + first * of.y_stride,
+                   of.y_stride);
+}
+
+template <class T>
+void combine_as(const Combined& of) {
+  int64_t t = 0;
+  for (; t + kQueries <= of.tokens; t += kQueries) combine_group<T, kQueries>(of, t);
+  for (; t < of.tokens; t++) combine_group<T, 1>(of, t);
+}
+
+void combine(const Combined& of) {
+  const Exact exact;
+  switch (of.w_type) {
+    case Type::f32:
+      return combine_as<float>(of);
+    case Type::f16:
+      return combine_as<f16>(of);
+    case Type::bf16:
+      return combine_as<bf16>(of);
   }
 }
 

@@ -111,6 +111,59 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   return ffi::Error::Success();
 }
 
+// --- a matrix of each head -----------------------------------------------------------------------
+
+// Operands: x [B, H, n], w [H, P, C] or [L, H, P, C], layer []. Result: of rows `first` to `first + rows` of
+// each head's matrix, [B, H, rows], or with `transposed`, where n is rows, their sum weighted by x, [B, H, C].
+ffi::Error heads(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                 ffi::Result<ffi::AnyBuffer> y, int64_t first, int64_t rows, bool transposed) {
+  Type x_type, w_type, y_type;
+  if (!type_of(x.element_type(), &x_type) || !type_of(w.element_type(), &w_type) ||
+      !type_of(y->element_type(), &y_type))
+    return wrong("types of a product of each head");
+  const auto shape = w.dimensions();
+  const size_t rank = shape.size();
+  if (rank < 3 || rank > 4 || x.dimensions().size() != 3 || y->dimensions().size() != 3)
+    return wrong("axes of a product of each head");
+  const int64_t layers = rank == 4 ? shape[0] : 1, count = shape[rank - 3], height = shape[rank - 2],
+                depth = shape[rank - 1];
+  const int64_t batch = x.dimensions()[0], width = transposed ? rows : depth, out = transposed ? depth : rows;
+  if (x.dimensions()[1] != count || x.dimensions()[2] != width || y->dimensions()[0] != batch ||
+      y->dimensions()[1] != count || y->dimensions()[2] != out || first < 0 || rows < 0 ||
+      first + rows > height || layers < 1 || layer.element_count() != 1 || (transposed && rows > kPart))
+    return wrong("shapes of a product of each head");
+  if (y->element_count() == 0) return ffi::Error::Success();
+
+  const Level& level = active_level();
+  const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * count;
+  const char* data = static_cast<const char*>(w.untyped_data());
+  const auto matrix = [&](int64_t h) { return data + ((before + h) * height + first) * depth * size_of(w_type); };
+  char* to = static_cast<char*>(y->untyped_data());
+  const char* from = static_cast<const char*>(x.untyped_data());
+  const int64_t helpers = count * rows * depth < kChunkBytes ? 1 : pool.num_threads();
+  if (!transposed) {
+    const Activations all = prepared(pool, level, from, x_type, batch * count, depth, w_type);
+    const int64_t item = all.narrow ? 2 : 4;
+    parallel(pool, count, helpers, [&](int64_t h) {
+      const char* own = static_cast<const char*>(all.data) + h * all.stride * item;
+      level.product({{own, count * all.stride, all.narrow}, batch, matrix(h), w_type, depth,
+                     to + h * rows * size_of(y_type), y_type, count * rows, 0, rows});
+    });
+    return ffi::Error::Success();
+  }
+  const int64_t stride = padded(depth), floats = padded(rows);
+  parallel(pool, count, helpers, [&](int64_t h) {
+    float* results = reinterpret_cast<float*>(scratch<1>(4 * batch * (stride + floats)));
+    float* weights = results + batch * stride;
+    for (int64_t b = 0; b < batch; b++)
+      level.widen(from + (b * count + h) * rows * size_of(x_type), x_type, rows, Type::f32, weights + b * floats, floats);
+    level.combine({weights, floats, batch, matrix(h), w_type, rows, depth, results, stride});
+    for (int64_t b = 0; b < batch; b++)
+      level.narrow_row(results + b * stride, w_type, depth, to + (b * count + h) * depth * size_of(y_type), y_type);
+  });
+  return ffi::Error::Success();
+}
+
 // --- attention ---------------------------------------------------------------------------------
 
 struct Rope {
@@ -140,6 +193,9 @@ struct Rope {
 
 // Less work than this many elements is done before another thread would start.
 constexpr int64_t kLeastWork = 4096;
+
+// Query heads of a KV head that one thread computes at least.
+constexpr int64_t kSharers = 4;
 
 // A part of the cache of one unit, which is a KV head of a sequence.
 struct Part {
@@ -191,17 +247,19 @@ float quantised(const float* x, int64_t depth, int8_t* out) {
   return scale;
 }
 
-// The scales of an int8 cache, float [.., S] for keys and for values; null for other caches.
+// The scales of an int8 cache, float [.., S] for keys and for values; null for other caches. Where keys are
+// the values too, there are those of the keys only.
 struct Scales {
   float* keys = nullptr;
   float* values = nullptr;
 };
 
-bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, int64_t count,
+bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, bool shared, int64_t count,
                int64_t offset, Scales* scales) {
-  if (args.size() != 2 || results.size() != 2) return false;
+  const size_t wanted = shared ? 1 : 2;
+  if (args.size() != wanted || results.size() != wanted) return false;
   float** const to[] = {&scales->keys, &scales->values};
-  for (size_t i = 0; i < 2; i++) {
+  for (size_t i = 0; i < wanted; i++) {
     const auto arg = args.get<ffi::Buffer<ffi::F32>>(i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (arg.has_error() || result.has_error() || int64_t(arg->element_count()) != count ||
@@ -209,11 +267,13 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
       return false;
     *to[i] = arg->typed_data() + offset;
   }
+  if (shared) scales->values = scales->keys;
   return true;
 }
 
 // Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
 // lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], and for an int8 cache its two scales, shaped as it without D.
+// If v and values are scalars, which are not looked at, the keys are the values too, and there is one array of scales.
 // Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
@@ -230,21 +290,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     return wrong("types of attention");
   const auto shape = keys.dimensions();
   const size_t rank = shape.size();
+  const bool shared = values.dimensions().size() == 0;
   if (rank < 4 || rank > 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
     return wrong("axes of attention");
   const int64_t layers = rank == 5 ? shape[0] : 1, batch = shape[rank - 4], kv_heads = shape[rank - 3],
                 slots = shape[rank - 2], depth = shape[rank - 1];
   const int64_t heads = q.dimensions()[1];
   if (q.dimensions()[0] != batch || q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
-      k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth || v.element_count() != k.element_count() ||
-      values.element_count() != keys.element_count() || out->element_count() != q.element_count() ||
+      k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth ||
+      (!shared && (v.element_count() != k.element_count() || values.element_count() != keys.element_count())) || out->element_count() != q.element_count() ||
       int64_t(lengths.element_count()) != batch || layer.element_count() != 1 || layers < 1 ||
       cos.dimensions().size() != 2 || cos.dimensions()[0] != batch ||
       sin.element_count() != cos.element_count() || 2 * cos.dimensions()[1] > depth ||
       (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0) ||
       (sinks.element_count() != 0 && int64_t(sinks.element_count()) != heads))
     return wrong("shapes of attention");
-  if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data())
+  if (keys_out->untyped_data() != keys.untyped_data() ||
+      (!shared && values_out->untyped_data() != values.untyped_data()))
     return ffi::Error::Internal("maxjax: the cache was copied, not updated in place");
   if (q.element_count() == 0) return ffi::Error::Success();
   const Level& level = active_level();
@@ -252,9 +314,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const int64_t rows = batch * kv_heads * slots;  // of one layer
   const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * rows;
   char* key_cache = static_cast<char*>(keys.untyped_data()) + before * depth * item;
-  char* value_cache = static_cast<char*>(values.untyped_data()) + before * depth * item;
+  char* value_cache = shared ? key_cache : static_cast<char*>(values.untyped_data()) + before * depth * item;
   Scales scales;
-  if (is_int8 ? !scales_of(scales_in, scales_out, layers * rows, before, &scales)
+  if (is_int8 ? !scales_of(scales_in, scales_out, shared, layers * rows, before, &scales)
               : scales_in.size() + scales_out.size() > 0)
     return wrong("scales of attention");
   const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
@@ -288,8 +350,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     widened(k, new_type, unit);
     rope.turn(head, b, 1, depth);
     put(key_cache, scales.keys);
-    widened(v, new_type, unit);
-    put(value_cache, scales.values);
+    if (!shared) {
+      widened(v, new_type, unit);
+      put(value_cache, scales.values);
+    }
     for (int64_t g = unit * group; g < (unit + 1) * group; g++) {
       widened(q, type, g);
       rope.turn(head, b, scale, depth);
@@ -307,14 +371,19 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   float* sums = reinterpret_cast<float*>(scratch<1>(4 * int64_t(parts.size()) * group * (stride + 2)));
   const auto of_part = [&](int64_t i) { return sums + i * group * (stride + 2); };
   const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
-  parallel(pool, parts.size(), bytes < kChunkBytes ? 1 : pool.num_threads(), [&](int64_t i) {
-    const Part& part = parts[i];
-    const int64_t row = part.unit * slots, from = row * depth * item;
-    float* result = of_part(i);
-    level.attend({queries + part.unit * group * stride, stride, group, key_cache + from,
-                  value_cache + from, is_int8 ? scales.keys + row : nullptr,
+  const int64_t threads = bytes < kChunkBytes ? 1 : pool.num_threads();
+  // Where there are fewer parts than threads and many query heads share each, these are divided too.
+  const int64_t few = most(1, least(2 * threads / most(1, parts.size()), group / kSharers));
+  const int64_t sharers = (group + few - 1) / few;
+  parallel(pool, parts.size() * few, threads, [&](int64_t i) {
+    const Part& part = parts[i / few];
+    const int64_t g = i % few * sharers, row = part.unit * slots, from = row * depth * item;
+    if (g >= group) return;
+    float* result = of_part(i / few);
+    level.attend({queries + (part.unit * group + g) * stride, stride, least(sharers, group - g),
+                  key_cache + from, value_cache + from, is_int8 ? scales.keys + row : nullptr,
                   is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end, cap,
-                  result + group * stride, result + group * (stride + 1), result});
+                  result + group * stride + g, result + group * (stride + 1) + g, result + g * stride});
   });
   char* to = static_cast<char*>(out->untyped_data());
   const bool has_sinks = sinks.element_count() != 0;
@@ -366,6 +435,17 @@ MAXJAX_EXPORT bool maxjax_use_level(const char* name) {
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_matmul, maxjax::matmul,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_heads, maxjax::heads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("rows")
+                                  .Attr<bool>("transposed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
                               ffi::Ffi::Bind()

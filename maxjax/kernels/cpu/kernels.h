@@ -91,6 +91,18 @@ struct Attend {
   float* out;  // [queries, q_stride], in the order of the cache's type
 };
 
+// y[t][d] = sum over r of x[t][r] w[r][d], for at most kPart rows r.
+struct Combined {
+  const float* x;  // [tokens, x_stride]
+  int64_t x_stride;
+  int64_t tokens;
+  const void* w;  // [rows, depth]
+  Type w_type;
+  int64_t rows, depth;
+  float* y;  // [tokens, y_stride], in the order of w_type, padded
+  int64_t y_stride;
+};
+
 // The instruction sets that a level needs.
 struct Cpu {
   bool avx2;    // with FMA and F16C
@@ -115,6 +127,7 @@ struct Level {
   void (*narrow_row)(const float* x, Type w_type, int64_t depth, void* y, Type y_type);
   void (*product)(const Rows& rows);
   void (*attend)(const Attend& part);
+  void (*combine)(const Combined& of);
   void (*packed_product)(const PackedRows& rows);
   // Quantises a row of floats, padded with zeros to a multiple of 256, for `packed_product`.
   void (*quantise)(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums);
@@ -123,7 +136,7 @@ struct Level {
 // Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;
 
-// The maximum number of slots in one call of `attend`.
+// The maximum number of slots in one call of `attend`, and of rows in one of `combine`.
 constexpr int64_t kPart = 256;
 
 // Rows of activations are padded to this many elements, twice the longest vector.

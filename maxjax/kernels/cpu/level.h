@@ -21,5 +21,5 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
   namespace maxjax {                                                                    \
   extern const Level level_##name;                                                      \
   const Level level_##name = {#name, maxjax::Cpu __VA_ARGS__, kPairs, in_order, widen,         \
-                              narrow_row, product, attend, packed_product, quantise};   \
+                              narrow_row, product, attend, combine, packed_product, quantise}; \
   }

@@ -6,6 +6,7 @@ namespace {
 
 using maxjax::Activations;
 using maxjax::Attend;
+using maxjax::Combined;
 using maxjax::Rows;
 
 // Weights of type T, widened to float, times floats in the order of load2<T>.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..blocked_attention import slots_of
 from ..int8_rows import restored
-from .step import Options, layers_of, mean, seen, written
+from .step import Options, mean, seen, written
 
 # Numbers of keys in a block: 4 MiB in 16 bits, which take longer to read than a turn of the loop to begin.
 _NUMBERS = 1 << 21
@@ -28,7 +28,7 @@ def in_blocks(static: Options, devices: int, *operands: Any) -> list[jax.Array]:
     """What ``decode_attention.definition`` computes, for the same operands on so many devices."""
     q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
-    caches = layers_of(step.caches, keys.ndim)
+    caches = step.layers()
     slots = keys.shape[-2]
     block = _block(math.prod(q.shape[:2]) * q.shape[3] // devices, slots)
     low, high = _range(static, lengths, step.fits, slots)

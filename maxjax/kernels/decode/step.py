@@ -5,7 +5,6 @@ Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +45,15 @@ class Written(NamedTuple):
     caches: list[jax.Array]
     fits: jax.Array
 
+    def layers(self) -> list[jax.Array]:
+        """Keys and values ``[L, B, K, S, D]`` as they are read, and for int8 their scales."""
+        keys, values, *scales = self.caches
+        dims = keys.ndim
+        found = [keys, values, *scales]
+        if not values.ndim:  # the keys are the values
+            found = [keys, keys, *scales, *scales]
+        return [a if dims == 5 else a[None] for a in found]
+
     def answer(self, out: jax.Array, lengths: jax.Array, dtype: Any) -> list[jax.Array]:
         """The results of the operation: ``out`` ``[B, K, G, D]`` for rows that have a slot, and the caches."""
         missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
@@ -67,7 +75,10 @@ def written(
     sinks: jax.Array,
     *scales: jax.Array,
 ) -> Written:
-    """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches."""
+    """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches.
+
+    If ``values`` and ``v`` are scalars, the keys are the values too.
+    """
     slots = keys.shape[-2]
     q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
@@ -77,14 +88,17 @@ def written(
     rows, heads = jnp.arange(q.shape[0])[:, None], jnp.arange(q.shape[1])
     place = (rows, heads, slot[:, None])
     place = place if keys.ndim == 4 else (layer, *place)
-    new = [k32, v]
+    caches, new = [keys, values, *scales], [k32, v]
+    if not values.ndim:
+        caches, new = [keys, *scales], [k32]
     if scales:
-        (k8, ks), (v8, vs) = quantised(k32), quantised(v)
-        new = [k8, v8, ks, vs]
+        new = [a for pair in zip(*map(quantised, new), strict=True) for a in pair]
     caches = [
         a.at[place].set(x.astype(a.dtype), mode="drop", unique_indices=True)
-        for a, x in zip((keys, values, *scales), new, strict=True)
+        for a, x in zip(caches, new, strict=True)
     ]
+    if not values.ndim:
+        caches.insert(1, values)
     return Written(q32, caches, fits)
 
 
@@ -122,8 +136,3 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: Options) -> ja
     a, b = a * cos - b * sin, b * cos + a * sin
     turned = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
     return jnp.concatenate([*([a, b] if turned is None else [turned]), rest], -1)
-
-
-def layers_of(caches: Sequence[jax.Array], dims: int) -> list[jax.Array]:
-    """The caches with an axis of layers, which those of one layer lack; ``dims`` are those of keys."""
-    return [a if dims == 5 else a[None] for a in caches]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu.triton import FLOATS, dot, power, result, too_many
-from .step import Options, layers_of, mean, written
+from .step import Options, mean, written
 
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
@@ -73,7 +73,7 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
     """
     q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
-    caches = layers_of(step.caches, keys.ndim)
+    caches = step.layers()
     batch, kv_heads, group, width = q.shape
     slots = keys.shape[-2]
     size = tiles(batch * kv_heads, group, width, slots)

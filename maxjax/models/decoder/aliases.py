@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 
@@ -14,6 +15,8 @@ class Alias(property):
 def alias(name: str) -> Any:
     """A property that gives the attribute ``name`` the name that it is assigned to.
 
+    A name with dots is that of an attribute of an attribute.
+
     Example:
         >>> class Layer:
         ...     norm = alias("ln_f")
@@ -22,7 +25,11 @@ def alias(name: str) -> Any:
         >>> vars(layer), spelling(layer, "norm"), spelling(layer, "mlp")
         ({'ln_f': 1}, 'ln_f', 'mlp')
     """
-    found = Alias(lambda self: getattr(self, name), lambda self, v: setattr(self, name, v))
+    front, _, last = name.rpartition(".")
+    owner = operator.attrgetter(front) if front else lambda self: self
+    found = Alias(
+        lambda self: getattr(owner(self), last), lambda self, v: setattr(owner(self), last, v)
+    )
     found.name = name
     return found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, parts, split_over
 from ...graph.placement.strategy import Segment, ShardingStrategy
-from ...kernels import decode_attention, explicit
+from ...kernels import explicit
 from ...kernels.attention import (
     NO_KEY,
     attention_weights,
@@ -84,8 +84,6 @@ class DecoderAttention(Module):
     sinks: Any = None
     # The group of the cache that has the layer's keys and values; None: "sliding" or "full".
     cache_group: str | None = None
-    # Whether decode steps are those of ``kernels.decode_attention``, or prefills of one token.
-    uses_decode_kernel: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
@@ -244,7 +242,7 @@ class DecoderAttention(Module):
 
     def _has_kernel(self, rotating: bool) -> bool:
         """Whether ``kernels.decode_attention`` computes a decode step."""
-        return self.uses_decode_kernel and (rotating or not self.chunked)
+        return rotating or not self.chunked
 
     def _rotated(self, step: Step, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
         """Queries and keys ``[B, T, heads, D]``, if there are any, after RoPE."""
@@ -335,12 +333,11 @@ class DecoderAttention(Module):
             # The slots of a rotating cache are those of one chunk, which begins at the first.
             tokens = jnp.where(tokens < 0, tokens, tokens % window)
             window, rotating = None, False
-        y, *new = decode_attention(
-            q, k, v, slots.keys, slots.values, tokens, layer=layer, rope=rotations,
-            interleaved=self.interleaved, scale=self.scale, sliding_window=window, soft_cap=self.soft_cap,
-            rotating=rotating, scales=slots.scales, sinks=step.sinks,
+        return slots.decoded(
+            q, k, v, tokens, layer=layer, rope=rotations, interleaved=self.interleaved,
+            scale=self.scale, sliding_window=window, soft_cap=self.soft_cap, rotating=rotating,
+            sinks=step.sinks,
         )  # fmt: skip
-        return y, slots.with_arrays(new)
 
     def _prefill_full(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,

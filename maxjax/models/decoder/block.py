@@ -15,6 +15,7 @@ from ...nn.layer import Module
 from ...nn.linear import MLP
 from .attention import Cached, DecoderAttention, Step
 from .config import DecoderConfig
+from .mlp import GatedMLP, PlainMLP
 from .norm import norm
 
 
@@ -34,6 +35,9 @@ class DecoderLayer(Module):
     """
 
     attention_class: ClassVar[Any] = DecoderAttention
+    # Names of the MLP's linear layers, if they are not gate_proj, up_proj and down_proj: three, or
+    # two of an MLP without a gate.
+    mlp_names: ClassVar[tuple[str, ...]] = ()
     _mx_carries = True
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
@@ -58,8 +62,12 @@ class DecoderLayer(Module):
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
         """The layer's MLP, which maps ``[..., E]`` to the same shape."""
+        names, sizes = self.mlp_names, (config.hidden_size, config.intermediate_size)
+        if names:
+            kind: Any = PlainMLP if len(names) == 2 else GatedMLP
+            return kind(names, *sizes, dtype, config.hidden_act, config.mlp_bias)
         return MLP(
-            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
+            dtype, None, *sizes, [DeviceRef.CPU()],
             has_bias=config.mlp_bias, activation_function=config.hidden_act,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
@@ -15,10 +15,11 @@ from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
 from ..unread import Looked, warn_of_unread
-from .rope import DEFAULT_THETA, QueryScaling, Rope, read_rope
+from .rope import QueryScaling, Rope, read_rope, rope_or
 
 # The longest repeating pattern of layers that ``pattern`` finds.
 _LONGEST_PERIOD = 32
+_Kind = TypeVar("_Kind")
 _SLIDES = {"full_attention": False, "sliding_attention": True}
 
 
@@ -57,6 +58,8 @@ class DecoderConfig(ModelConfig):
 
     # Keys that files of the family may have, with which transformers computes nothing either.
     unused: ClassVar[Collection[str]] = ()
+    # RoPE's settings of a file that has no object for them.
+    unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -93,13 +96,14 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"'hidden_size' {self.hidden_size} is not a multiple of "
-                f"'num_attention_heads' {self.num_heads}"
+                f"'{self.key_of('hidden_size')}' {self.hidden_size} is not a multiple of "
+                f"'{self.key_of('num_heads')}' {self.num_heads}"
             )
         slides = self.slides or (self.sliding_window is not None,) * self.num_layers
         derived = {
             "head_dim": self.head_dim or self.hidden_size // self.num_heads,
             "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.inner_size,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
             "rotates": () if all(self.rotates) else tuple(self.rotates),
@@ -114,11 +118,8 @@ class DecoderConfig(ModelConfig):
                 f"'num_attention_heads' {self.num_heads} is not a multiple of "
                 f"'num_key_value_heads' {self.kv_heads}"
             )
-        check_activation("hidden_act", self.hidden_act)
-        if len(self.slides) != self.num_layers:
-            raise ValueError(
-                f"'layer_types' has {len(self.slides)} entries for {self.num_layers} layers"
-            )
+        check_activation(self.key_of("hidden_act"), self.hidden_act)
+        check_kinds(self.slides, self.num_layers)
         if self.rotates and len(self.rotates) != self.num_layers:
             raise ValueError(
                 f"{len(self.rotates)} entries say which of {self.num_layers} layers have RoPE "
@@ -137,10 +138,21 @@ class DecoderConfig(ModelConfig):
         return self.head_dim
 
     @property
+    def inner_size(self) -> int:
+        """The inner features of an MLP; in the first families four times the hidden size by default."""
+        given: int | None = self.intermediate_size
+        return 4 * self.hidden_size if given is None else given
+
+    @property
     def kv_heads(self) -> int:
         """K, the number of KV heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
+
+    @property
+    def embedding_size(self) -> int:
+        """The width of the embedding table's rows, and of what the head gets."""
+        return self.hidden_size
 
     def of_layer(self, number: int) -> Self:
         """The settings of layer ``number``, for families whose layers have heads or sizes of their own."""
@@ -214,10 +226,15 @@ class DecoderConfig(ModelConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE fields of a file, by name; ``context`` is ``max_position_embeddings``.
 
+        What a file does not say is as in the field's default: base, rotated part, order of features.
+
         Raises:
             ValueError, UnsupportedModelError: as for ``read_rope``.
         """
-        return {"rope": read_rope(raw, context, cls.unsaid.get("rope_theta", DEFAULT_THETA))}
+        raw, theta = rope_or(raw, cls.unsaid_rope), cls.unsaid.get("rope_theta", cls.rope.theta)
+        part = cls.rope.part if cls.rope.part < 1 else None
+        found = read_rope(raw, context, theta, part=part, interleaved=cls.rope.interleaved)
+        return {"rope": found}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +290,16 @@ def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
     return best[1:]
 
 
+def all_but_every(n: int, layers: int) -> tuple[bool, ...]:
+    """Whether each layer is another than the n-th, the 2n-th and so on.
+
+    Example:
+        >>> all_but_every(3, 4)
+        (True, True, False, True)
+    """
+    return tuple(bool((i + 1) % n) for i in range(layers))
+
+
 def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
     """Whether each layer has RoPE: as ``no_rope_layers`` lists, or all but each ``interval``-th.
 
@@ -289,18 +316,34 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
         >>> rotates_of({"num_hidden_layers": 3, "no_rope_layer_interval": 2})
         (True, False, True)
     """
-    listed, layers = raw.get("no_rope_layers"), raw.get("num_hidden_layers")
-    given = raw.get("no_rope_layer_interval")
-    if type(layers) is not int or not 0 < layers <= 1000:
+    key = "no_rope_layer_interval"
+    # Looked at in any case, so that no warning names it.
+    listed, layers, given = raw.get("no_rope_layers"), layers_of(raw), {key: raw.get(key)}
+    if not layers:
         return ()  # the check of this field raises later
     if listed:
         if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
             raise ValueError("'no_rope_layers' is not a list of numbers")
         return tuple(map(bool, listed[:layers]))
-    given = interval if given is None else given
-    if type(given) is not int or given < 1:
-        raise ValueError(f"'no_rope_layer_interval' is {str(given)[:60]}, not a positive integer")
-    return tuple(bool((i + 1) % given) for i in range(layers))
+    return all_but_every(count_of(given, key, interval), layers)
+
+
+def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of a file, or the default where it has none.
+
+    Raises:
+        ValueError: the value is another.
+
+    Example:
+        >>> count_of({"interval": 0}, "interval", 4)
+        Traceback (most recent call last):
+        ...
+        ValueError: 'interval' is 0, not a positive integer
+    """
+    found = default if raw.get(key) is None else raw[key]
+    if type(found) is not int or found < 1:
+        raise ValueError(f"'{key}' is {str(found)[:60]}, not a positive integer")
+    return found
 
 
 def layers_of(raw: Mapping[str, Any]) -> int:
@@ -309,21 +352,62 @@ def layers_of(raw: Mapping[str, Any]) -> int:
     return layers if type(layers) is int and 0 < layers <= 1000 else 0
 
 
-def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:
-    """Whether each layer has a sliding window: as ``layer_types`` says, or the default without it.
+def kinds_of(
+    raw: Mapping[str, Any], kinds: Mapping[str, _Kind], default: Sequence[_Kind] = ()
+) -> tuple[_Kind, ...]:
+    """What each layer is: as ``layer_types`` says, or the default without it.
+
+    Args:
+        raw: content of the file.
+        kinds: what the kinds of layers that a family has stand for.
+        default: what the layers of a file without the key are.
 
     Raises:
         ValueError: ``layer_types`` is not a list of strings.
         UnsupportedModelError: ``layer_types`` names another kind of layer.
+
+    Example:
+        >>> kinds_of({"layer_types": ["conv", "full_attention"]}, {"conv": 1, "full_attention": 0})
+        (1, 0)
     """
-    kinds = raw.get("layer_types")
-    if kinds is None:
+    listed = raw.get("layer_types")
+    if listed is None:
         return tuple(default)
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+    if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
         raise ValueError("'layer_types' is not a list of strings")
-    for kind in kinds:
-        if kind not in _SLIDES:
+    for kind in listed:
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"'layer_types' with {kind[:80]!r}: supported are {', '.join(_SLIDES)}"
+                f"'layer_types' with {kind[:80]!r}: supported are {', '.join(kinds)}"
             )
-    return tuple(_SLIDES[kind] for kind in kinds)
+    return tuple(kinds[kind] for kind in listed)
+
+
+def check_kinds(kinds: Sequence[Any], layers: int) -> None:
+    """Checks that each layer has a kind.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if len(kinds) != layers:
+        raise ValueError(f"'layer_types' has {len(kinds)} entries for {layers} layers")
+
+
+def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ...]:
+    """Whether each layer has a sliding window: as ``layer_types`` says, or the default without it.
+
+    Raises:
+        ValueError, UnsupportedModelError: as for :func:`kinds_of`.
+    """
+    return kinds_of(raw, _SLIDES, default)
+
+
+def windowed(slides: Sequence[bool], window: Any) -> dict[str, Any]:
+    """The fields of layers with a sliding window; a window that no layer uses is dropped.
+
+    Example:
+        >>> windowed((True, False), 8), windowed((False, False), 8)
+        ({'slides': (True, False), 'sliding_window': 8},
+         {'slides': (False, False), 'sliding_window': None})
+    """
+    return {"slides": tuple(slides), "sliding_window": window if any(slides) else None}

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...errors import UnsupportedModelError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
@@ -29,7 +28,15 @@ from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.delta import delta_chunks, delta_step
 from ..config import setting
 from .attention import DecoderAttention
-from .config import DecoderConfig, own
+from .config import (
+    DecoderConfig,
+    all_but_every,
+    check_kinds,
+    count_of,
+    kinds_of,
+    layers_of,
+    own,
+)
 from .mixer import GatedNorm, RecurrentMixer
 
 _KINDS = {"linear_attention": True, "full_attention": False}
@@ -62,12 +69,9 @@ class GatedDeltaConfig(DecoderConfig):
                 f"'linear_num_value_heads' {self.linear_num_value_heads} is not a multiple of "
                 f"'linear_num_key_heads' {self.linear_num_key_heads}"
             )
-        linear = self.linear or tuple(bool((i + 1) % 4) for i in range(self.num_layers))
-        object.__setattr__(self, "linear", tuple(linear))
-        if len(self.linear) != self.num_layers:
-            raise ValueError(
-                f"'layer_types' has {len(self.linear)} entries for {self.num_layers} layers"
-            )
+        linear = tuple(self.linear) or all_but_every(4, self.num_layers)
+        object.__setattr__(self, "linear", linear)
+        check_kinds(linear, self.num_layers)
         super().__post_init__()
 
     @property
@@ -92,21 +96,10 @@ class GatedDeltaConfig(DecoderConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the delta rule: as ``layer_types`` or ``full_attention_interval`` says."""
         found = {**super().derived(raw), "sliding_window": None}
-        kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-        every = raw.get("full_attention_interval")
-        every = 4 if every is None else every
-        if kinds is None and type(layers) is int and 0 < layers <= 1000:
-            if type(every) is not int or every < 1:
-                raise ValueError("'full_attention_interval' is not a positive integer")
-            return {**found, "linear": tuple(bool((i + 1) % every) for i in range(layers))}
-        if kinds is not None:
-            if not isinstance(kinds, list):
-                raise ValueError("'layer_types' is not a list of strings")
-            for kind in kinds:
-                if kind not in _KINDS:
-                    raise UnsupportedModelError(f"'layer_types' with {str(kind)[:80]!r}")
-            found["linear"] = tuple(_KINDS[kind] for kind in kinds)
-        return found
+        default: tuple[bool, ...] = ()
+        if raw.get("layer_types") is None:
+            default = all_but_every(count_of(raw, "full_attention_interval", 4), layers_of(raw))
+        return {**found, "linear": kinds_of(raw, _KINDS, default)}
 
 
 class GatedAttention(DecoderAttention):

@@ -18,7 +18,6 @@ from ..gguf.names import GROUPS, Rule
 from .aliases import alias
 from .attention import DecoderAttention
 from .config import DecoderConfig
-from .mlp import PlainMLP
 
 # The linear layers of MLPs beside such attention, and their names in GGUF files with the attention's.
 MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
@@ -79,8 +78,4 @@ class GroupedParts:
     """What the layers of these families have, whatever the order of attention and MLP."""
 
     attention_class: ClassVar[Any] = GroupedAttention
-
-    def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> PlainMLP:
-        """The layer's MLP, which has no gate."""
-        sizes = config.hidden_size, config.intermediate_size
-        return PlainMLP(MLP_NAMES, *sizes, dtype, config.hidden_act, config.mlp_bias)
+    mlp_names: ClassVar[tuple[str, ...]] = MLP_NAMES

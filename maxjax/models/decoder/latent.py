@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...kernels import explicit
+from ...kernels.head_products import head_products
 from ...nn.kv_cache.kinds import LatentVectors
 from ...nn.linear import Linear, linear_rules
 from ...nn.norm import RMSNorm
@@ -74,9 +74,6 @@ class LatentAttention(DecoderAttention):
         kv_b_proj: linear layer from a latent to keys and values of all heads.
     """
 
-    # Its kernel has keys and values of their own.
-    uses_decode_kernel: ClassVar[bool] = False
-
     def make_projections(self, config: Any, dtype: DType) -> None:
         """Makes the layers that :meth:`project` uses, and ``o_proj``."""
         size, heads, bias = config.hidden_size, self.num_heads, config.attention_bias
@@ -109,8 +106,7 @@ class LatentAttention(DecoderAttention):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype)))
         q = q.astype(x.dtype).reshape(*x.shape[:-1], self.num_heads, self.nope + self.rotated)
         kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)  # [..., C + R]
-        keys = self._expansion(x.dtype)[:, : self.nope]  # [H, N, C]
-        mixed = _mapped("...hn,hnc->...hc", q[..., : self.nope], keys)
+        mixed = self._mapped(q[..., : self.nope], 0, self.nope, True)  # [..., H, C]
         q = explicit.concatenate([q[..., self.nope :], mixed], -1)
         latent = self.kv_a_layernorm(kv[..., : self.latent])
         k = explicit.concatenate([kv[..., self.latent :], latent], -1)[..., None, :]
@@ -118,18 +114,17 @@ class LatentAttention(DecoderAttention):
 
     def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """The values of the latents ``[..., H, R + C]`` that heads have got: ``[..., H · V]``."""
-        values = self._expansion(y.dtype)[:, self.nope :]  # [H, V, C]
-        y = _mapped("...hc,hvc->...hv", y[..., self.rotated :], values)
-        return super().merged(y, gate)
+        return super().merged(
+            self._mapped(y[..., self.rotated :], self.nope, self.value, False), gate
+        )
 
-    def _expansion(self, dtype: Any) -> jax.Array:
-        """The weight of ``kv_b_proj`` as ``[H, N + V, C]``."""
+    def _mapped(self, x: jax.Array, first: int, rows: int, transposed: bool) -> jax.Array:
+        """Each head's product with its rows of the weight of ``kv_b_proj``, of which it has N + V."""
         self.kv_b_proj.refuse_update("latent attention")
         weight = self.kv_b_proj.weight
         if isinstance(weight, Weight):
             weight = weight.stored.operand()
-        array = jnp.asarray(weight).astype(dtype)
-        return array.reshape(self.num_heads, self.nope + self.value, self.latent)
+        return head_products(x, weight, self.num_heads, first, rows, transposed)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits queries, keys, values and the columns of ``o_proj`` between heads; latents are whole."""
@@ -143,12 +138,3 @@ class LatentAttention(DecoderAttention):
         for name in ("kv_a_proj_with_mqa",) + (() if self.q_rank is None else ("q_a_proj",)):
             rules |= linear_rules(name, ShardingStrategy.replicate(1))
         return rules
-
-
-def _mapped(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """An einsum of ``[..., H, n]`` with a weight of each head; its heads are split as those of ``x``."""
-    mesh = explicit.mesh_of(x, weight)
-    run = lambda x, weight: jnp.einsum(equation, x, weight)
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, [*explicit.entries(x)[:-1], ()])
-    return run(x, weight)

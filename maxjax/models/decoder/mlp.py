@@ -132,4 +132,8 @@ class PlainMLP(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., E]`` → the same shape."""
         up, down = (getattr(self, name) for name in self.names)
-        return down(activation(self.activation_function)(up(x)))
+        return down(self.activated(up(x)))
+
+    def activated(self, x: jax.Array) -> jax.Array:
+        """What comes between the two linear layers, ``[..., F]`` → the same shape."""
+        return activation(self.activation_function)(x)

@@ -38,6 +38,7 @@ from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig, groups_of_config, pattern, shares
 from .norm import norm
+from .step import nan_beyond
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
 KNOWN = ("*rotary_emb.inv_freq",)
@@ -56,11 +57,16 @@ class DecoderModel(Module):
     def __init__(self, config: DecoderConfig, dtype: DType, layer_class: Any):
         super().__init__()
         self.dtype, self.embedding_scale = dtype, config.embedding_scale
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, DeviceRef.CPU())
+        self.make_embeddings(config, dtype)
         self.layers: Any = LayerList(
             layer_class(config, i, dtype) for i in range(config.num_layers)
         )
         self.norm = norm(config, dtype)
+
+    def make_embeddings(self, config: DecoderConfig, dtype: DType) -> None:
+        """Makes what :meth:`embed` uses."""
+        width, cpu = config.embedding_size, DeviceRef.CPU()
+        self.embed_tokens = Embedding(config.vocab_size, width, dtype, cpu)
 
     def __call__(
         self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
@@ -80,7 +86,11 @@ class DecoderModel(Module):
         x, cached = self.run_layers(self.embed(ids, step), step, cached)
         if at is not None and x.ndim == 3:
             x = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-        return self.norm(x), cached
+        return self.output(x), cached
+
+    def output(self, x: jax.Array) -> jax.Array:
+        """Hidden states after the last layer → what the head gets."""
+        return self.norm(x)
 
     def run_layers(self, x: Any, step: Step, cached: Cached) -> tuple[Any, Cached]:
         """All layers in order, from what enters the first one to what the last one gives."""
@@ -139,7 +149,7 @@ class Decoder(PretrainedModel):
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
         self.lm_head: Any = ColumnParallelLinear(
-            config.hidden_size,
+            config.embedding_size,
             config.vocab_size,
             kind,
             [DeviceRef.CPU()],
@@ -301,7 +311,8 @@ class Decoder(PretrainedModel):
             logits = logits[:, None]
         if cache is None or not keeps:
             return logits
-        logits = _nan_beyond(logits, step._replace(counts=counts), length, cache.capacity, at)
+        step = step._replace(counts=counts)
+        logits = nan_beyond(cache.capacity, logits, step, length, at)
         lengths = cache.lengths + (length if counts is None else counts)
         return logits, cache.with_states(cached, lengths)
 
@@ -426,18 +437,6 @@ class Decoder(PretrainedModel):
             logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def _nan_beyond(
-    logits: jax.Array, step: Step, length: int, capacity: int, at: jax.Array | None
-) -> jax.Array:
-    """The logits, set to NaN for tokens beyond the cache's capacity."""
-    fits = step.positions(length) < capacity  # [B, T]
-    real = step.real(length)
-    fits = fits if real is None else fits | ~real
-    if at is not None:
-        fits = jnp.take_along_axis(fits, at[:, None], axis=1)[:, 0]
-    return jnp.where(fits[..., None], logits, jnp.nan)
 
 
 def _kind(layer: Module) -> Hashable:

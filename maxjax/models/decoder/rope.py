@@ -9,6 +9,7 @@ Source: transformers' ``modeling_rope_utils``.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +273,18 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"'{name}' must be an object, not {type(given).__name__}")
     outer = {key: raw[key] for key in _OUTER if raw.get(key)}
     return name, {**outer, **given}
+
+
+def rope_or(raw: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration; RoPE's settings are ``given`` if it has no object for them.
+
+    Example:
+        >>> rope_or({"rope_theta": 5e5}, {"rope_type": "yarn"})["rope_parameters"]
+        {'rope_type': 'yarn'}
+    """
+    if not given or raw.get("rope_parameters") or raw.get("rope_scaling"):
+        return raw
+    return ChainMap({"rope_parameters": given}, raw)  # type: ignore[arg-type]
 
 
 def rope_of(

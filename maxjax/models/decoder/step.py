@@ -93,3 +93,24 @@ def slot_positions(after: jax.Array, size: int, part: Part | None = None) -> jax
     last = after - 1
     found = last - (last - numbers(part, size)[None, :]) % (size * parts)
     return jnp.where(found < 0, NO_KEY, found)
+
+
+def nan_beyond(
+    limit: int, x: jax.Array, step: Step, length: int, at: jax.Array | None = None
+) -> jax.Array:
+    """``x``, with NaN for tokens at positions of ``limit`` and beyond.
+
+    Args:
+        limit: number of positions.
+        x: ``[B, T, ...]`` for all tokens, or ``[B, ...]`` for one in each row.
+        step: positions of the tokens.
+        length: T.
+        at: index ``[B]`` of that one token; None: there is only one, or all are given.
+    """
+    fits = step.positions(length) < limit  # [B or 1, T]
+    real = step.real(length)
+    fits = fits if real is None else fits | ~real
+    if at is not None:
+        fits = jnp.broadcast_to(fits, (at.shape[0], length))
+        fits = jnp.take_along_axis(fits, at[:, None], axis=1)
+    return jnp.where(fits[..., None] if x.ndim == 3 else fits, x, jnp.nan)

@@ -44,12 +44,11 @@ class EncoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
-            keys = {f.name: f.metadata.get("key") or f.name for f in dataclasses.fields(self)}
             raise ValueError(
-                f"'{keys['hidden_size']}' {self.hidden_size} is not a multiple of "
-                f"'{keys['num_heads']}' {self.num_heads}"
+                f"'{self.key_of('hidden_size')}' {self.hidden_size} is not a multiple of "
+                f"'{self.key_of('num_heads')}' {self.num_heads}"
             )
-        check_activation("hidden_act", self.hidden_act)
+        check_activation(self.key_of("hidden_act"), self.hidden_act)
         if self.is_decoder:
             what = type(self).__name__.removesuffix("Config")
             raise UnsupportedModelError(f"{what} as a decoder ('is_decoder') is not supported")

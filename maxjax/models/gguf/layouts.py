@@ -250,35 +250,6 @@ class Plus(Layout):
 
 
 @dataclass(frozen=True)
-class Logarithm(Layout):
-    """``log(-x)`` of each value: GGUF files hold ``-exp(A_log)`` of recurrent layers.
-
-    Computed in float32 or wider and rounded to the tensor's dtype.
-
-    Attributes:
-        inverse: whether it is ``-exp(x)``.
-
-    Example:
-        >>> Logarithm().apply(np.float32([-1, -2]))
-        array([0.       , 0.6931472], dtype=float32)
-    """
-
-    inverse: bool = False
-    keeps_values = False
-
-    def change(self, values: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`."""
-        wide = values.astype(np.promote_types(values.dtype, np.float32))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            made = -np.exp(wide) if self.inverse else np.log(-wide)
-        return made.astype(values.dtype)
-
-    def back(self) -> Layout:
-        """See :class:`Layout`."""
-        return Logarithm(not self.inverse)
-
-
-@dataclass(frozen=True)
 class Transposed(Layout):
     """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 
@@ -393,52 +364,3 @@ class Matrix(Layout):
     def apply(self, stored: np.ndarray) -> np.ndarray:
         """See :class:`Layout`. A view."""
         return stored.reshape(self.shape(stored.shape))
-
-
-@dataclass(frozen=True)
-class Taps(Layout):
-    """The weight ``[C, 1, K]`` of a convolution of each channel, which files hold as ``[C, K]``.
-
-    The converter drops the axis of size 1 (``LFM2Model``, ``Mamba2Model``).
-
-    Example:
-        >>> Taps().shape((6, 4)), Taps().back().shape((6, 1, 4))
-        ((6, 1, 4), (6, 4))
-    """
-
-    def shape(self, stored: Sequence[int]) -> Shape:
-        """See :class:`Layout`."""
-        if len(stored) != 2:
-            raise CheckpointFormatError(
-                "not the taps of channels", expected="2 axes", found=f"shape {list(stored)}"
-            )
-        return (stored[0], 1, stored[1])
-
-    def change(self, values: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`."""
-        return values[:, None]
-
-    def back(self) -> Layout:
-        """See :class:`Layout`."""
-        return NoMiddle()
-
-
-@dataclass(frozen=True)
-class NoMiddle(Layout):
-    """``[C, 1, K]`` as ``[C, K]``: the inverse of ``Taps``."""
-
-    def shape(self, stored: Sequence[int]) -> Shape:
-        """See :class:`Layout`."""
-        if len(stored) != 3 or stored[1] != 1:
-            raise CheckpointFormatError(
-                "not a convolution of each channel", expected="[C, 1, K]", found=f"{list(stored)}"
-            )
-        return (stored[0], stored[2])
-
-    def change(self, values: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`."""
-        return values.reshape(len(values), -1)
-
-    def back(self) -> Layout:
-        """See :class:`Layout`."""
-        return Taps()

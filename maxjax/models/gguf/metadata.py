@@ -63,6 +63,18 @@ class Settings:
             raise self.wrong(key, f"{minimum} to {maximum}", value, "is out of range")
         return value
 
+    def some(self, key: str, default: Any = ...) -> Any:
+        """An integer, or a list with 0 for layers that have none of what it counts, and one number else.
+
+        The default is also that of a list of zeros.
+        """
+        value = self.any(key) if self.has(key) else None
+        if not isinstance(value, list):
+            return self.count(key, default)
+        counts = [count for count in self.items(key, int) if count]
+        given = Settings({self.prefix + key: counts} if counts else {}, self.prefix, self.path)
+        return given.count(key, default)
+
     def number(self, key: str, default: Any = ..., *, positive: bool = True) -> Any:
         """A finite number as a float; it must be positive, or with ``positive=False`` not negative."""
         value = self._value(key, default)

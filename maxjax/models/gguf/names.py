@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
-from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Taps, Transposed
+from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+from .state_layouts import Flat, Taps
 
-# Layouts that need the number of heads or experts, which the metadata holds.
+# Layouts that need the number of heads, groups or experts, which the metadata holds.
 BARE = "-"
 QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
+NORM_GROUPS = "norm groups"
 STACK, GATES, UPS = "stack", "gates", "ups"
 
 
@@ -328,8 +330,10 @@ class _Counts:
         if what == QUERIES:
             return Permuted(self._given.count("attention.head_count"))
         if what == KEYS:
-            heads = self._given.count("attention.head_count_kv", None)
+            heads = self._given.some("attention.head_count_kv", None)
             return self.layout(QUERIES, expert) if heads is None else Permuted(heads)
+        if what == NORM_GROUPS:
+            return Flat()
         if what == GROUPS:
             heads = self._given.count("attention.head_count")
             return Grouped(heads, self._given.count("attention.head_count_kv", heads))

@@ -112,10 +112,10 @@ class Stacked(PartSource):
 
 
 class Exact(PartSource):
-    """The Source of one tensor that the file has twice: shifted (and so rounded), and the original.
+    """The Source of one tensor that the file has twice: changed (and so rounded), and the original.
 
-    The original is used only if shifting it gives the file's shifted values, so a program that
-    changes these need not know of the original.
+    The original is used only if changing it gives the file's values, so a program that changes these
+    need not know of the original.
     """
 
     def __init__(self, shifted: WeightData, original: np.ndarray, layout: Layout):
@@ -138,7 +138,7 @@ class Exact(PartSource):
     def _read(self) -> tuple[np.ndarray, int]:
         shifted, nbytes = read_box(self._shifted, whole(self._original.shape))
         wide = self._original.astype(shifted.dtype)
-        again = self._layout.change(self._layout.back().change(wide))
+        again = self._layout.apply(self._layout.back().apply(wide))
         same = np.array_equal(again, shifted, equal_nan=True)
         return (self._original if same else shifted.astype(self._original.dtype)), nbytes
 

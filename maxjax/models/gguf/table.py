@@ -74,6 +74,8 @@ class GGUFTable:
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         layer: beginning of the checkpoint's names of a layer's tensors, ``*`` being its number.
         period: n, where every n-th layer sees all tokens if there is a sliding window.
+        has_rope: whether attention has RoPE; without it files have no settings of it.
+        attends: whether there is attention; without it there are no MLPs either.
         lists_windows: whether files list the layers with a sliding window, so that any may have one.
         listed: keys that may differ between layers; the configuration so far has the first layer's, and
             ``read`` reads the others.
@@ -90,9 +92,13 @@ class GGUFTable:
         width: metadata key of the width of a head; None: that of a key, which a value shares.
         log_multiplier: what files hold of YaRN's ``mscale_all_dim``, which ``mscale`` equals then, as a
             multiple of it; 0: nothing.
+        numbers: metadata keys, complete ones, of lists with one number for each layer → the tensor of
+            a layer that is that number, and its shape.
         join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
             of them, or other numbers; the first argument is the file's metadata.
         split: the inverse, before tensors are renamed; the first argument is the family's config.
+        instead: what the family's config is written as, if not as this architecture: another that has a
+            table, and settings, by names of the config's fields, that have other values then; None: as this one.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -109,6 +115,8 @@ class GGUFTable:
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     layer: str = "model.layers.*."
     period: int | None = None
+    has_rope: bool = True
+    attends: bool = True
     lists_windows: bool = False
     listed: Collection[str] = ()
     is_partial: bool = False
@@ -123,8 +131,10 @@ class GGUFTable:
     model_types: Collection[str] = ()
     width: str | None = None
     log_multiplier: float = 0.0
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
+    instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
 
     @property
     def names(self) -> Mapping[str, Sequence[Rule]]:
@@ -147,7 +157,8 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     TABLES[name] = table
     ARCHITECTURES[name] = table.names
     MODELS[name] = Architecture(
-        model_type, architecture, dict(table.fixed), table.read, epsilon=table.epsilon,
+        model_type, architecture, dict(table.fixed), table.read, has_rope=table.has_rope,
+        attends=table.attends, epsilon=table.epsilon,
         keys=table.keys, is_partial=table.is_partial, period=table.period, width=table.width,
         log_multiplier=table.log_multiplier, listed=table.listed,
     )  # fmt: skip

@@ -84,7 +84,8 @@ def gguf_metadata(
         found["general.name"] = name
     found |= file_type(encoding or dtype or _most(tensors))
     _check_windows(model, path)
-    keys = _decoder(model, path) if model.has_rope else _plain(model)
+    is_decoder = model.has_rope or model.architecture in TABLES
+    keys = _decoder(model, path) if is_decoder else _plain(model)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
@@ -143,22 +144,22 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size, table = model.config, TABLES.get(model.architecture)
-    found = {
-        **_sizes(size),
-        "attention.head_count_kv": size.kv_heads,
-        "attention.key_length": size.width,
-        "attention.value_length": size.width,
-        **_epsilon(table, size),
-        "rope.dimension_count": model.rotated,
-        "rope.freq_base": size.rope.theta,
-        **rope_keys(
+    found = {**_sizes(size), **_epsilon(table, size)}
+    if table is None or table.attends:
+        found["attention.head_count_kv"] = size.kv_heads
+        found["attention.key_length"] = found["attention.value_length"] = size.width
+    else:
+        found |= {"attention.head_count": 0, "feed_forward_length": 0}
+    if model.has_rope:
+        found["rope.dimension_count"] = model.rotated
+        found["rope.freq_base"] = size.rope.theta
+        found |= rope_keys(
             size.rope,
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
             log_multiplier=0.0 if table is None else table.log_multiplier,
-        ),
-    }
+        )
     if model.experts:
         found |= _experts(model)
     if table is not None:

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...absent import absent as _absent
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import parts
 from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...graph.placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
 from ..layer import Module
@@ -213,3 +215,6 @@ class AttentionWithRope(Module):
         if self.sliding_window is not None:
             visible = visible & (distance < self.sliding_window)
         return visible[None, None] if given is None else visible[None, None] & given
+
+
+__getattr__ = _absent(__name__)

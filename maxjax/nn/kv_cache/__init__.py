@@ -6,13 +6,17 @@ vectors, as floats or int8, ``recurrent`` the states that do not grow with a seq
 
 from ...absent import absent as _absent
 from .cache import KVCache as KVCache
+from .paged import KVCacheInputs as KVCacheInputs
+from .paged import KVCacheInputsPerDevice as KVCacheInputsPerDevice
+from .paged import KVCacheParamInterface as KVCacheParamInterface
+from .paged import KVCacheParams as KVCacheParams
+from .paged import MHAKVCacheParams as MHAKVCacheParams
+from .paged import MultiKVCacheParams as MultiKVCacheParams
+from .paged import PagedCacheValues as PagedCacheValues
+from .paged import spec_decode_cache_slack as spec_decode_cache_slack
+from .server_settings import CacheLeafKind as CacheLeafKind
+from .server_settings import KVCacheQuantizationConfig as KVCacheQuantizationConfig
+from .server_settings import KVConnectorType as KVConnectorType
+from .server_settings import KVHashAlgo as KVHashAlgo
 
-__getattr__ = _absent(
-    __name__,
-    {
-        "PagedCacheValues KVCacheParams MultiKVCacheParams KVCacheParamInterface KVCacheInputs "
-        "KVCacheInputsPerDevice KVCacheMetrics RecurrentStateInputsPerDevice build_max_lengths_tensor": (
-            "use maxjax.nn.KVCache, which is an argument and a result of the model"
-        ),
-    },
-)
+__getattr__ = _absent(__name__)

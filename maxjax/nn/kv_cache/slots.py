@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.weight.rows import foreign, total
-from ...kernels import explicit
+from ...kernels import decode_attention, explicit
 from ...kernels.blocked_attention import bits, from_bits
 from ...kernels.int8_rows import quantised, restored
 from ...rendering.rendered import Rendered, summary
@@ -33,6 +33,8 @@ class _Tokens(Rendered):
     key_scales: jax.Array | None
     window: int | None
     parts: int
+    # Whether keys are the values too.
+    is_shared: ClassVar[bool] = False
 
     def _mx_row(self) -> Row:
         arrays = {f.name: getattr(self, f.name) for f in _fields(self)}
@@ -121,6 +123,23 @@ class _Tokens(Rendered):
             return [a.astype(dtype) for a in found]
         keys, values, *scales = found
         return [restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True)]
+
+    def decoded(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, **options: Any
+    ) -> tuple[jax.Array, Self]:
+        """A decode step: its result ``[B, H, D]``, and these slots with the new token.
+
+        Args:
+            q, k, v, lengths, options: as for :func:`~maxjax.kernels.decode_attention`.
+        """
+        keys, *scales = jax.tree.leaves(self)
+        new, values = (k, None), None
+        if not self.is_shared:
+            new, values = (k, v), scales.pop(0)
+        y, *arrays = decode_attention(
+            q, *new, keys, values, lengths, scales=tuple(scales) or None, **options
+        )
+        return y, self.with_arrays(arrays)
 
     def layer_slots(self, layer: Any) -> Self:
         """The slots of one layer."""
@@ -245,6 +264,7 @@ class Latent(_Tokens):
     key_scales: jax.Array | None = None
     window: int | None = _static(None)
     parts: int = _static(1)
+    is_shared: ClassVar[bool] = True
 
     @classmethod
     def empty(

@@ -46,11 +46,13 @@ def delta_step(
         (3.0, [3.0, 1.0])
     """
     q, k, v, g, beta, state = (a.astype(jnp.float32) for a in (q, k, v, g, beta, state))
-    state = state * jnp.exp(g)[..., None, None]
-    known = jnp.sum(state * k[..., None], axis=-2)  # [B, H, Dv]
+    kept = jnp.exp(g)[..., None]
+    # The state is read once for both: what it gives for the query follows from what it gave before.
+    both = jnp.einsum("bhjk,bhkv->bhjv", jnp.stack([k, q], -2), state, precision="highest")
+    known, found = kept * both[..., 0, :], kept * both[..., 1, :]  # [B, H, Dv]
     change = (v - known) * beta[..., None]
-    state = state + k[..., None] * change[..., None, :]
-    return jnp.sum(state * q[..., None], axis=-2), state
+    state = state * kept[..., None] + k[..., None] * change[..., None, :]
+    return found + jnp.sum(q * k, axis=-1, keepdims=True) * change, state
 
 
 def delta_chunks(

@@ -1,14 +1,11 @@
 """Blocks, under the names and paths of ``max.nn.transformer``."""
 
 from ...absent import absent as _absent
+from .outputs import ReturnHiddenStates as ReturnHiddenStates
+from .outputs import ReturnLogits as ReturnLogits
+from .outputs import logits_postprocess as logits_postprocess
+from .sequence import forward_sequential_layers as forward_sequential_layers
+from .sequence import forward_sharded_layers as forward_sharded_layers
 from .transformer import TransformerBlock as TransformerBlock
 
-__getattr__ = _absent(
-    __name__,
-    {
-        "Transformer DistributedTransformer DistributedTransformerBlock ReturnLogits ReturnHiddenStates "
-        "forward_sequential_layers": (
-            "use a decoder of maxjax.models, which returns logits; on a mesh, XLA inserts the communication"
-        ),
-    },
-)
+__getattr__ = _absent(__name__)

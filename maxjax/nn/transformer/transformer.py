@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...absent import absent as _absent
 from ..layer import Module
+from .outputs import LogitsPostprocessMixin as LogitsPostprocessMixin
+from .outputs import ReturnHiddenStates as ReturnHiddenStates
+from .outputs import ReturnLogits as ReturnLogits
+from .outputs import captures_by_device as captures_by_device
+from .outputs import extract_hs as extract_hs
+from .outputs import fuse_captured_hidden_states as fuse_captured_hidden_states
+from .outputs import logits_postprocess as logits_postprocess
+from .sequence import forward_sequential_layers as forward_sequential_layers
+from .sequence import forward_sharded_layers as forward_sharded_layers
 
 
 class TransformerBlock(Module):
@@ -49,3 +59,6 @@ class TransformerBlock(Module):
 
     def _scaled(self, y: Any) -> Any:
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+
+__getattr__ = _absent(__name__)

@@ -39,6 +39,8 @@ class Case:
         length: tokens of each text.
         is_whole: whether ``settings`` are all there are, and nothing of ``decoders.SMALL``.
         gguf: whether llama.cpp has the architecture, and files are written and read.
+        is_folded: whether factors of the configuration are multiplied into the tensors of a GGUF file,
+            so that these come back as others that compute the same.
         like_llama_cpp: whether llama.cpp computes the same of such a file.
         exact: whether greedy tokens are compared; not where experts' choices are near ties.
         in_float64: whether transformers' logits are computed in float64.
@@ -55,6 +57,7 @@ class Case:
     length: int = 24
     is_whole: bool = False
     gguf: bool = True
+    is_folded: bool = False
     like_llama_cpp: bool = True
     exact: bool = True
     in_float64: bool = False

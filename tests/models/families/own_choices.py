@@ -316,6 +316,29 @@ def of_neox(pick: Pick, found: Settings) -> Settings:
     return {**no_rope(), "rotary_pct": share, "rotary_emb_base": pick(10000, 25000)}
 
 
+def of_opt(pick: Pick, found: Settings) -> Settings:
+    return {"ffn_dim": pick(33, 64), "do_layer_norm_before": pick.maybe(), "max_position_embeddings": 96,
+            "word_embed_proj_dim": pick(LEFT_OUT, None, 12, found["hidden_size"]),
+            "_remove_final_layer_norm": pick.maybe(0.2), "enable_bias": pick.maybe(),
+            "activation_function": pick("relu", "gelu")}  # fmt: skip
+
+
+def of_apertus(pick: Pick, found: Settings) -> Settings:
+    return {"hidden_act": "xielu"}
+
+
+def of_phi(pick: Pick, found: Settings) -> Settings:
+    heads = found["num_attention_heads"]
+    found = {**found, "hidden_size": heads * pick(8, 20)}
+    changed = partly(pick, without_rope(found), 0.5, KINDS)
+    return {
+        **no_rope(),
+        **changed,
+        "hidden_size": found["hidden_size"],
+        "qk_layernorm": pick.maybe(0.3),
+    }
+
+
 def of_falcon(pick: Pick, found: Settings) -> Settings:
     heads = found["num_attention_heads"]
     kv = pick(*(n for n in (1, 2, 3, heads) if heads % n == 0))
@@ -429,6 +452,9 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "mamba2": of_mamba2,
     "gpt_neox": of_neox,
     "falcon": of_falcon,
+    "opt": of_opt,
+    "apertus": of_apertus,
+    "phi": of_phi,
     "falcon_h1": of_falcon_h1,
     "nemotron_h": of_nemotron_h,
 }

@@ -46,6 +46,16 @@ def logits(path: Path, ids: list[int]) -> list[float]:
         return peer.logits(ids)
 
 
+def following(path: Path, ids: list[int], text: list[int]) -> list[list[float]]:
+    """The logits after some tokens, and then after each further one of a text, by a cache in float32."""
+    with Peer(path, context=len(ids) + len(text), cache="F32", flash="off") as peer:
+        found = [peer.logits(ids)]
+        for i, token in enumerate(text[:-1]):
+            peer.decode([token], 1, len(ids) + i)
+            found += peer.last()
+    return found
+
+
 def _run(script: str, arguments: list, ask: dict) -> list:
     command = [python(), "-c", script, *map(str, arguments)]
     done = subprocess.run(
@@ -55,4 +65,4 @@ def _run(script: str, arguments: list, ask: dict) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-__all__ = ["available", "hidden", "logits", "tokens"]
+__all__ = ["available", "following", "hidden", "logits", "tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ...config import ModelConfig
 from ...multimodal import text_settings
 from ..metadata import MAX_EXPERTS, unsupported
 from ..table import ARCHITECTURE_OF as ARCHITECTURE_OF
+from ..table import TABLES, GGUFTable
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
@@ -28,11 +30,13 @@ class FamilyConfig:
         architecture: GGUF's name of the architecture.
         settings: content of the file, with defaults filled in and one spelling of each setting.
         config: the family's configuration object.
+        table: the family's own table, if it has one; the architecture may be another's.
     """
 
     architecture: str
     settings: dict[str, Any]
     config: Any
+    table: GGUFTable | None = None
 
     @property
     def has_rope(self) -> bool:
@@ -92,8 +96,18 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if kind == "gemma2" and not values[key]:  # llama.cpp would use its default then
             raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
-    model = FamilyConfig(architecture, values, family.from_dict(config, path=path))
-    read = model.config
+    for field in dataclasses.fields(family):
+        key, others = field.metadata.get("key") or field.name, field.metadata.get("also", ())
+        said = [config[name] for name in (key, *others) if config.get(name) is not None]
+        if others and said:
+            values[key] = said[0]
+    table = TABLES.get(architecture)
+    read: Any = family.from_dict(config, path=path)
+    if table is not None and table.instead is not None and (other := table.instead(read)):
+        architecture, changed = other
+        read = dataclasses.replace(read, **changed)
+        values |= changed
+    model = FamilyConfig(architecture, values, read, table)
     if model.has_rope:
         values["rope_theta"] = read.rope.theta
     if model.experts:

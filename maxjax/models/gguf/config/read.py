@@ -43,7 +43,9 @@ class Architecture:
         model_type, architecture: names as in ``config.json``.
         fixed: settings that are the same in every model of the architecture.
         more: function that reads the settings that only this architecture has.
-        has_rope: whether it is a Llama-like decoder, which uses RoPE.
+        is_decoder: whether it is a Llama-like decoder, whose files share most keys.
+        has_rope: whether its attention has RoPE.
+        attends: whether it has attention, and MLPs; of others, files say 0 heads and 0 features.
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
         is_partial: whether RoPE may rotate a part of each head.
@@ -57,7 +59,9 @@ class Architecture:
     architecture: str
     fixed: Config = field(default_factory=dict)
     more: Callable[[Settings, Shapes, Config], Config] | None = None
+    is_decoder: bool = True
     has_rope: bool = True
+    attends: bool = True
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     keys: Mapping[str, str] = field(default_factory=dict)
     is_partial: bool = False
@@ -110,7 +114,7 @@ def hf_config(
     config |= model.fixed
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    if model.has_rope:
+    if model.is_decoder:
         config |= _decoder(given, tensors, required(rope_freqs, tensors), model)
     if model.more is not None:
         config |= model.more(given, tensors, config)
@@ -143,33 +147,24 @@ def _decoder(
     given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
 ) -> Config:
     given = given.firsts(model.listed)
-    heads = given.count("attention.head_count")
-    head_dim = (
-        given.count(model.width) if model.width else _head_dim(given, heads, model.is_partial)
-    )
-    theta = given.number("rope.freq_base", 10_000.0)
-    rotated = given.count("rope.dimension_count", head_dim)
     epsilon, name = model.epsilon
     found: Config = {
         "hidden_size": given.count("embedding_length"),
-        # Some files leave out the MLP's width if every layer has experts.
-        "intermediate_size": given.count(
-            "feed_forward_length", None if given.has("expert_feed_forward_length") else ...
-        ),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(given, heads),
-        "head_dim": head_dim,
         "max_position_embeddings": given.count("context_length"),
         name: given.number(epsilon),
-        "rope_theta": theta,
-        "rope_scaling": rope_scaling(
-            given, rotated, theta, rope_freqs, log_multiplier=model.log_multiplier
-        ),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
-    if model.is_partial:
-        found["partial_rotary_factor"] = rotated / head_dim
+    if model.attends:
+        found |= _attention(given, tensors, model)
+    if model.attends and model.has_rope:
+        head_dim, theta = found["head_dim"], given.number("rope.freq_base", 10_000.0)
+        rotated = given.count("rope.dimension_count", head_dim)
+        found["rope_theta"] = theta
+        found["rope_scaling"] = rope_scaling(
+            given, rotated, theta, rope_freqs, log_multiplier=model.log_multiplier
+        )
+        if model.is_partial:
+            found["partial_rotary_factor"] = rotated / head_dim
     for key, name in model.keys.items():
         if given.has(key):
             found[name] = given.any(key)  # its family checks type and range
@@ -180,20 +175,26 @@ def _decoder(
     return found
 
 
-def _kv_heads(given: Settings, heads: int) -> int:
-    """The number of KV heads: of each layer, where it is 0 in layers without attention."""
-    key = "attention.head_count_kv"
-    listed = given.any(key) if given.has(key) else None
-    if not isinstance(listed, list):
-        return given.count(key, heads)
-    counts = [count for count in given.items(key, int) if count]
-    if not counts:
-        return heads
-    return Settings({given.prefix + key: counts}, given.prefix, given.path).count(key)
+def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
+    """The sizes of attention and MLPs, which files list where some layers have none."""
+    heads = given.count("attention.head_count")
+    checked = model.has_rope and not model.is_partial
+    inner = "feed_forward_length"
+    # Some files leave out the MLP's width if every layer has experts, or list a 0 for each.
+    left_out = given.has(f"expert_{inner}") or (
+        given.has(inner) and isinstance(given.any(inner), list)
+    )
+    return {
+        "intermediate_size": given.some(inner, None if left_out else ...),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.some("attention.head_count_kv", heads),
+        "head_dim": given.count(model.width) if model.width else _head_dim(given, heads, checked),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+    }
 
 
-def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:
-    """The width of a head, which must be the same for keys and values, and mostly for RoPE."""
+def _head_dim(given: Settings, heads: int, is_whole: bool) -> int:
+    """The width of a head, which is that of keys, of values, and if ``is_whole`` of what RoPE rotates."""
     width = given.count("attention.key_length", None)
     if width is None:
         hidden = given.count("embedding_length")
@@ -202,7 +203,7 @@ def _head_dim(given: Settings, heads: int, is_partial: bool) -> int:
                 "embedding_length", f"a multiple of {heads} heads", hidden, "does not fit"
             )
         width = hidden // heads
-    for key in ("attention.value_length", *([] if is_partial else ["rope.dimension_count"])):
+    for key in ("attention.value_length", *(["rope.dimension_count"] if is_whole else [])):
         if (other := given.count(key, width)) != width:
             raise given.unsupported(
                 f"a model whose '{given.prefix}{key}' is {other} and whose heads are {width} wide"
@@ -391,13 +392,13 @@ MODELS: MutableMapping[str, Architecture] = {
         _gemma3,
     ),
     "gpt2": Architecture(
-        "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, has_rope=False
+        "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, is_decoder=False
     ),
     "bert": Architecture(
         "bert",
         "BertModel",
         {"hidden_act": "gelu", "position_embedding_type": "absolute"},
         _bert,
-        has_rope=False,
+        is_decoder=False,
     ),
 }

@@ -13,15 +13,17 @@ from ....dtype import DType
 from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
-from ..metadata import Settings, settings, short
+from ..metadata import MAX_LAYERS, Settings, settings, short
 from ..names import hf_names
 from ..sources import Exact, Relaid
-from ..table import TABLES
+from ..table import TABLES, GGUFTable
 
 DTYPES_KEY = "maxjax.dtypes"
 """Metadata key that lists the tensors widened to float32: "name=BF16", with Hugging Face's names."""
 EXACT_KEY = "maxjax.exact."
 """Metadata key prefix, before Hugging Face's name, of exact values where the file's tensor lost bits."""
+# What a number of the metadata must be below; float32 ends at 3.4e38.
+_LARGE = 1e38
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
 
@@ -61,6 +63,9 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
         dtype, shape = source.stored(name)
         encoding = data.quantization_encoding if dtype == np.uint8 else None
         found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
+    table = TABLES.get(str(architecture))
+    if table is not None:
+        found |= _numbers(weights, table)
     narrower = _narrower(weights)
     for name in found:
         dtype = narrower.get(name)
@@ -71,9 +76,23 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
             found[name] = WeightData.lazy(source, name, DType.of(original.dtype), original.shape)
         elif dtype is not None:
             found[name] = found[name].astype(dtype)
-    table = TABLES.get(str(architecture))
     if table is not None and table.join is not None:
         found = dict(table.join(settings(weights.metadata, path=weights._path), found))
+    return found
+
+
+def _numbers(weights: GGUFWeights, table: GGUFTable) -> dict[str, WeightData]:
+    """The tensors of one number that the metadata lists, with one in each layer."""
+    given, found = Settings(weights.metadata, "", weights._path), {}
+    for key, (name, shape) in table.numbers.items():
+        layers = settings(weights.metadata).count("block_count", maximum=MAX_LAYERS)
+        values = given.items(key, float)
+        if len(values) != layers or not all(abs(value) < _LARGE for value in values):
+            expected = f"{layers} finite numbers, one for each layer"
+            raise given.wrong(key, expected, f"{len(values)}", "does not fit", shown=True)
+        for i, value in enumerate(values):
+            full = table.layer.replace("*", str(i)) + name
+            found[full] = WeightData.from_numpy(np.full(shape, value, np.float32), full)
     return found
 
 

@@ -261,7 +261,7 @@ def is_wide(name: str, shape: Sequence[int]) -> bool:
     return (
         len(shape) < 2
         or name.endswith(".bias")
-        or _WIDE.fullmatch(name.rpartition(".")[0]) is not None
+        or _WIDE.fullmatch(name.removesuffix(".weight")) is not None
     )
 
 

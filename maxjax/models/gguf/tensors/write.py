@@ -19,10 +19,22 @@ from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...multimodal import text_tensors
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Grouped, Layout, Permuted, Plus, Same, Taps, Transposed
-from ..names import ARCHITECTURES, BARE, GATES, GROUPS, KEYS, QUERIES, STACK, UPS, Source
+from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
+from ..names import (
+    ARCHITECTURES,
+    BARE,
+    GATES,
+    GROUPS,
+    KEYS,
+    NORM_GROUPS,
+    QUERIES,
+    STACK,
+    UPS,
+    Source,
+)
 from ..sources import Relaid, Stacked, read_box
-from ..table import TABLES
+from ..state_layouts import Flat, Taps
+from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
@@ -82,8 +94,8 @@ def gguf_tensors(
     the narrower ones, so that ``hf_tensors`` restores them. All other tensors keep their dtype. For
     Gemma's norms GGUF holds 1 + w in float32, which loses bits of w below 2⁻²⁴. So the norms are
     read here, and a norm with such bits is stored in the metadata too (in bfloat16 only values
-    under 2⁻¹⁶ have some). A head that the configuration ties is left out if all its values equal
-    the embedding table's.
+    under 2⁻¹⁶ have some); so is ``A_log`` of recurrent layers, of which GGUF holds ``-exp``. A head
+    that the configuration ties is left out if all its values equal the embedding table's.
 
     Args:
         config: content of ``config.json``.
@@ -107,9 +119,12 @@ def gguf_tensors(
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    own = TABLES.get(architecture)
+    own = model.table
     if own is not None and own.split is not None:
         tensors = own.split(model.config, tensors)
+    metadata, narrow = {}, []
+    if own is not None and own.numbers:
+        tensors, metadata, narrow = _listed(own, model, tensors, path)
     known = _known(architecture)
     places: dict[str, Place] = {}
     left_out, unknown = [], []
@@ -145,10 +160,10 @@ def gguf_tensors(
     divisors = model.divisors(path)
     if divisors is not None:
         found["rope_freqs.weight"] = WeightData.from_numpy(divisors, "rope_freqs.weight")
-    metadata: dict[str, Any] = {DTYPES_KEY: widened} if widened else {}
+    metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
         if (
-            isinstance(place.layout, Plus)
+            not place.layout.keeps_values
             and (exact := _rounded(tensors[name], place.layout)) is not None
         ):
             metadata[EXACT_KEY + _canonical(architecture, name)] = exact
@@ -209,17 +224,39 @@ def gguf_shapes(
     return names, found, traits
 
 
-def _rounded(data: WeightData, layout: Plus) -> np.ndarray | None:
-    """A vector that loses bits when it is shifted: its values, or 16-bit patterns; None if it does not."""
+def _rounded(data: WeightData, layout: Layout) -> np.ndarray | None:
+    """A vector that loses bits in a layout: its values, or 16-bit patterns; None if it does not."""
     if data.is_packed or len(data.shape) != 1:
         return None
     values, _ = read_box(data, whole(tuple(map(int, data.shape))))
     is_narrow = data.dtype in NARROW.values()
     wide = values.astype(np.float32) if is_narrow else values
-    again = layout.back().change(layout.change(wide)).astype(values.dtype)
+    again = layout.back().apply(layout.apply(wide)).astype(values.dtype)
     if again.tobytes() == values.tobytes():
         return None
     return values.view(np.uint16) if is_narrow else values
+
+
+def _listed(
+    table: GGUFTable, model: FamilyConfig, tensors: Mapping[str, WeightData], path: Any
+) -> tuple[dict[str, WeightData], dict[str, Any], list[str]]:
+    """The tensors without those of one number that the metadata lists; the lists; narrower dtypes."""
+    by_name = {_canonical(table.architecture, name): name for name in tensors}
+    rest, lists, narrow = dict(tensors), {}, []
+    for key, (part, shape) in table.numbers.items():
+        lists[key] = []
+        for layer in range(model.config.num_layers):
+            name = table.layer.replace("*", str(layer)) + part
+            if name not in by_name:
+                raise CheckpointMismatchError(f"tensor '{name}' is missing", path=path)
+            data = rest.pop(by_name[name])
+            if (found := tuple(map(int, data.logical_shape))) != shape:
+                raise CheckpointFormatError(
+                    "not one number", path=path, tensor=name, expected=shape, found=found
+                )
+            lists[key].append(float(read_box(data, whole(shape))[0].reshape(())))
+            narrow += [f"{name}={kind}" for kind, dtype in NARROW.items() if dtype is data.dtype]
+    return rest, lists, narrow
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -257,13 +294,15 @@ def _place(
     known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
 ) -> Place | None:
     """A tensor's place in the file; None if its name is unknown."""
-    stem, _, suffix = name.rpartition(".")
-    if suffix not in ("weight", "bias"):
-        stem, suffix = name, ""
-    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", stem)]
+    suffix = name.rpartition(".")[2]
+    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", name)]
     marks = iter("*#")
-    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), stem)
-    entry = known.get(generic)
+    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), name)
+    entry = known.get(generic)  # of a tensor that has no suffix, in the checkpoint or in the file
+    if entry is None and suffix in ("weight", "bias"):
+        entry = known.get(generic.removesuffix(f".{suffix}"))
+    else:
+        suffix = ""
     if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
         return None
     order, key, what = entry
@@ -287,6 +326,8 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
         return Permuted(model.kv_heads).back()
     if what == GROUPS:
         return Grouped(model.config.num_heads, model.kv_heads).back()
+    if what == NORM_GROUPS:
+        return Flat(model.config.mamba.groups).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)

@@ -7,11 +7,13 @@ _SIZES = {
 }  # fmt: skip
 
 
-def falcon(name, length=24, exact=True, **settings):
+def falcon(name, length=24, exact=True, gguf=True, **settings):
     kind = "falcon_h1", "FalconH1ForCausalLM", "FalconH1Config"
     last = ("model.final_layernorm.weight",)
     settings = {**_SIZES, **settings}
-    return Case(*kind, settings, name, last=last, length=length, gguf=False, exact=exact)
+    return Case(
+        *kind, settings, name, last=last, length=length, gguf=gguf, exact=exact, is_folded=True
+    )
 
 
 CASES = [
@@ -22,9 +24,12 @@ CASES = [
         mlp_multipliers=[0.88, 0.63], num_key_value_heads=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e11},
     ),
-    falcon("norm", mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True,
+    falcon("norm", gguf=False, mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True,
            attention_bias=True, mlp_bias=True, mamba_conv_bias=False, mamba_d_conv=3),
     # With biases, transformers' convolution sees the padding on the left of shorter texts.
-    falcon("before", exact=False, mamba_rms_norm=True, projectors_bias=True, mamba_proj_bias=True,
+    falcon("before", exact=False, gguf=False, mamba_rms_norm=True, projectors_bias=True, mamba_proj_bias=True,
            mamba_d_ssm=None, mamba_expand=3, mamba_d_head=12, mamba_n_groups=4),
+    falcon("tied", exact=False, mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True,
+           mlp_bias=True, mamba_d_conv=3, embedding_multiplier=2.5, lm_head_multiplier=0.3,
+           mlp_multipliers=[0.8, 1.2], ssm_in_multiplier=1.3),
 ]  # fmt: skip

@@ -40,7 +40,7 @@ CASES = [
     _1("7b", head_dim=16, num_key_value_heads=4),
     _1("8", head_dim=8, num_key_value_heads=2, hidden_act="gelu"),
     _2("caps", sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=2.0),
-    _2("uncapped", attn_logit_softcapping=None, final_logit_softcapping=None, num_key_value_heads=1),
+    _2("uncapped", gguf=False, attn_logit_softcapping=None, final_logit_softcapping=None, num_key_value_heads=1),
     _2("9b", sliding_window=16),
     _3("windows", sliding_window=6, num_hidden_layers=7,
        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]),

@@ -9,9 +9,9 @@ _SIZES = {
 }  # fmt: skip
 
 
-def hybrid(name, length=24, exact=True, **settings):
+def hybrid(name, length=24, exact=True, gguf=True, **settings):
     kind = "granitemoehybrid", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"
-    return Case(*kind, {**_SIZES, **settings}, name, length=length, gguf=False, exact=exact)
+    return Case(*kind, {**_SIZES, **settings}, name, length=length, gguf=gguf, exact=exact)
 
 
 CASES = [
@@ -22,10 +22,16 @@ CASES = [
     ),
     hybrid(
         # With biases, transformers' convolution sees the padding on the left of shorter texts.
-        "micro", exact=False, num_local_experts=0, num_experts_per_tok=0, layer_types=[_MAMBA, _FULL, _MAMBA],
-        position_embedding_type="rope", mamba_n_groups=2, mamba_d_head=8, mamba_proj_bias=True,
-        mamba_conv_bias=False, rms_norm_eps=1e-5, num_key_value_heads=1,
+        "micro", exact=False, gguf=False, num_local_experts=0, num_experts_per_tok=0,
+        layer_types=[_MAMBA, _FULL, _MAMBA], position_embedding_type="rope", mamba_n_groups=2,
+        mamba_d_head=8, mamba_proj_bias=True, mamba_conv_bias=False, rms_norm_eps=1e-5, num_key_value_heads=1,
     ),
-    hybrid("attention-first", length=70, layer_types=[_FULL, _MAMBA, _MAMBA],
+    # llama.cpp has only layers that are twice as wide as the hidden states.
+    hybrid("attention-first", length=70, gguf=False, layer_types=[_FULL, _MAMBA, _MAMBA],
            mamba_n_groups=4, mamba_expand=3, mamba_n_heads=12),
+    hybrid("dense", num_local_experts=0, num_experts_per_tok=0, layer_types=[_FULL, _MAMBA, _MAMBA],
+           position_embedding_type="rope", mamba_n_groups=2, attention_bias=True, num_key_value_heads=1,
+           attention_multiplier=0.3, residual_multiplier=0.7),
+    hybrid("no-recurrence", gguf=False, layer_types=[_FULL, _FULL, _FULL], position_embedding_type="rope",
+           attention_multiplier=0.3),
 ]  # fmt: skip

@@ -10,19 +10,19 @@ _SMALL = {
 }  # fmt: skip
 
 
-def mamba(name, length=24, exact=True, **settings):
+def mamba(name, length=24, exact=True, gguf=True, **settings):
     kind = "mamba2", "Mamba2ForCausalLM", "Mamba2Config"
     settings = {**_SMALL, **settings}
     last = ("backbone.norm_f.weight",)
     return Case(
-        *kind, settings, name, last=last, length=length, is_whole=True, gguf=False, exact=exact
+        *kind, settings, name, last=last, length=length, is_whole=True, gguf=gguf, exact=exact
     )
 
 
 CASES = [
     mamba("codestral", length=90, conv_kernel=3, layer_norm_epsilon=1e-3),
     # With biases, transformers' convolution sees the padding on the left of shorter texts.
-    mamba("biases", exact=False, use_bias=True, use_conv_bias=False, expand=3, num_heads=12, n_groups=4,
+    mamba("biases", exact=False, gguf=False, use_bias=True, use_conv_bias=False, expand=3, num_heads=12, n_groups=4,
           tie_word_embeddings=True),
     mamba("one-group", length=70, n_groups=1, num_heads=16, head_dim=4, state_size=16, expand=2),
 ]  # fmt: skip

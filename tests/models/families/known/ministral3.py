@@ -15,7 +15,7 @@ def ministral(**settings):
 
 CASES = [
     Case(*ministral(head_dim=16, rope_parameters=YARN, tie_word_embeddings=True), name="3b"),
-    Case(*ministral(head_dim=8, sliding_window=12), name="window"),
+    Case(*ministral(head_dim=8, sliding_window=12), name="window", like_llama_cpp=False),
     Case(
         *ministral(
             num_key_value_heads=1, head_dim=8, rope_parameters={**YARN, "llama_4_scaling_beta": 0.1}

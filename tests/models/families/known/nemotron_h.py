@@ -9,20 +9,22 @@ _SIZES = {
 }  # fmt: skip
 
 
-def nemotron(name, length=24, exact=True, **settings):
+def nemotron(name, length=24, exact=True, gguf=True, **settings):
     kind = "nemotron_h", "NemotronHForCausalLM", "NemotronHConfig"
     last = ("backbone.norm_f.weight", "model.norm_f.weight")
     settings = {**_SIZES, **settings}
-    return Case(*kind, settings, name, last=last, length=length, gguf=False, exact=exact)
+    return Case(*kind, settings, name, last=last, length=length, gguf=gguf, exact=exact)
 
 
 CASES = [
     nemotron("nano", length=90, layers_block_type=[_M, _P, _M, _A, _P, _M, _P], conv_kernel=3,
              num_key_value_heads=1),
     # With biases, transformers' convolution sees the padding on the left of shorter texts.
-    nemotron("biases", exact=False, layers_block_type=[_A, _P, _M], use_bias=True, mlp_bias=True,
+    nemotron("biases", exact=False, gguf=False, layers_block_type=[_A, _P, _M], use_bias=True, mlp_bias=True,
              use_conv_bias=False, layer_norm_epsilon=1e-3),
     # Its steps have no least length, which its chunks have.
-    nemotron("letters", exact=False, hybrid_override_pattern="M*-M-", n_groups=4, time_step_min=0.4),
-    nemotron("no-recurrence", layers_block_type=[_P, _A, _P], tie_word_embeddings=False),
+    nemotron("letters", exact=False, gguf=False, hybrid_override_pattern="M*-M-", n_groups=4, time_step_min=0.4),
+    # A bias before a convolution is another such padding.
+    nemotron("mlp-biases", exact=False, layers_block_type=[_A, _M, _P, _M], mlp_bias=True),
+    nemotron("no-recurrence", gguf=False, layers_block_type=[_P, _A, _P], tie_word_embeddings=False),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ CASES = [
         # where transformers computes them anew.
         name="mini", gguf=False, exact=False,
     ),
-    Case(*phi(num_key_value_heads=4, sliding_window=12), name="window"),
+    Case(*phi(num_key_value_heads=4, sliding_window=12), name="window", like_llama_cpp=False),
     Case(
         *phi(original_max_position_embeddings=128, rope_scaling=longrope(4)), name="long",
         gguf=False,

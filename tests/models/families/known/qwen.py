@@ -19,7 +19,7 @@ CASES = [
     _case("qwen2", "Qwen2", "yarn", rope_parameters=_YARN, num_key_value_heads=1),
     _case("qwen2", "Qwen2", "0.5b", tie_word_embeddings=True, num_attention_heads=2, num_key_value_heads=2),
     _case("qwen3", "Qwen3", "wide", head_dim=16, num_key_value_heads=1, tie_word_embeddings=True),
-    _case("qwen3", "Qwen3", "biases", head_dim=8, attention_bias=True),
+    _case("qwen3", "Qwen3", "biases", gguf=False, head_dim=8, attention_bias=True),
     _case("qwen3", "Qwen3", "yarn", head_dim=16, rope_parameters=_YARN),
     _case("qwen3_moe", "Qwen3Moe", "dense-between", gguf=False, **_EXPERTS, decoder_sparse_step=2, norm_topk_prob=True),
     _case("qwen3_moe", "Qwen3Moe", "mlp-only", gguf=False, **_EXPERTS, mlp_only_layers=[0], norm_topk_prob=False),

@@ -1,0 +1,124 @@
+"""Products of each head with a part of a matrix of its own, as multi-head latent attention has them.
+
+For a few tokens each matrix is read once where it lies, in a stack of layers too: XLA for CPUs copies the
+part of each head out of it first, which takes longer than the product.
+
+Shapes: B tokens, H heads, P rows and C columns of a head's matrix, of which n rows are used, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import ArrayMapping
+
+from . import explicit
+from .operation import Operation
+from .product import FLOATS
+from .stack_slice import StackSlice
+
+# The kernel reads each matrix once for so many tokens, and combines at most so many rows.
+_MOST_TOKENS, _MOST_ROWS = 16, 256
+
+
+class Part(NamedTuple):
+    """The static arguments.
+
+    Attributes:
+        first, rows: the rows of each matrix that are used: n from the first on.
+        transposed: whether the rows are added up, weighted by the activations.
+    """
+
+    first: int
+    rows: int
+    transposed: bool
+
+
+def head_products(x: jax.Array, w: Any, heads: int, first: int, rows: int, transposed: bool) -> Any:
+    """``w_h x_h`` of each head h, or with ``transposed`` ``w_hᵀ x_h``, for a part of the rows of ``w``.
+
+    Args:
+        x: activations ``[..., H, C]``; ``[..., H, n]`` with ``transposed``.
+        w: matrices of all heads, one below the other, ``[H · P, C]``: an array or a StackSlice.
+        heads: H.
+        first, rows: the part of each head's P rows: ``rows`` of them, n, from ``first`` on.
+        transposed: which of the two.
+
+    Returns:
+        ``[..., H, n]``, or ``[..., H, C]`` with ``transposed``, in the dtype of ``x``.
+
+    Example:
+        >>> w = jnp.arange(12.0).reshape(6, 2)  # of two heads
+        >>> print(head_products(jnp.ones((2, 2)), w, 2, 1, 2, False))
+        [[ 5.  9.]
+         [17. 21.]]
+        >>> print(head_products(jnp.ones((2, 2)), w, 2, 1, 2, True))
+        [[ 6.  8.]
+         [18. 20.]]
+    """
+    stack, layer = (w.flat, w.place) if type(w) is StackSlice else (jnp.asarray(w), 0)
+    stack = stack.reshape(*stack.shape[:-2], heads, -1, stack.shape[-1])
+    operands = [x, stack, jnp.asarray(layer, jnp.int32)]
+    part = Part(first, rows, transposed)
+    mesh = explicit.mesh_of(x, stack)
+    run = lambda *a: _run(part, *a)
+    if mesh is not None:
+        run = explicit.automatic(run, mesh, [*explicit.entries(x)[:-1], ()])
+    return run(*operands)
+
+
+def _run(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+    known = all(isinstance(n, int) for n in (*x.shape, *stack.shape))
+    tokens = np.prod(x.shape[:-2]) if known else _MOST_TOKENS + 1
+    has_kernel = {x.dtype, stack.dtype} <= set(FLOATS)
+    if tokens > _MOST_TOKENS or part.rows > _MOST_ROWS or not has_kernel:
+        return definition(part, x, stack, layer)[0]
+    y = _OPERATION([x.reshape(-1, *x.shape[-2:]), stack, layer], part)[0]
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def definition(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> list[jax.Array]:
+    """:func:`head_products` in jnp; ``stack`` is ``[H, P, C]`` or ``[L, H, P, C]``."""
+    if stack.ndim == 4:
+        stack = jax.lax.dynamic_index_in_dim(
+            stack, layer, keepdims=False, allow_negative_indices=False
+        )
+    used = stack[:, part.first : part.first + part.rows].astype(x.dtype)
+    equation = "...hn,hnc->...hc" if part.transposed else "...hc,hnc->...hn"
+    return [jnp.einsum(equation, x, used)]
+
+
+def _types(part: Part, x: Any, stack: Any, _: Any) -> list[Any]:
+    width = stack.shape[-1] if part.transposed else part.rows
+    return [x.update(shape=(*x.shape[:-1], width), weak_type=False)]
+
+
+def _kernel(part: Part, x: Any, stack: Any, layer: Any) -> Any:
+    (result,) = _types(part, jax.ShapeDtypeStruct(x.shape, x.dtype), stack, layer)
+    call = jax.ffi.ffi_call("maxjax_heads", [result])
+    first, rows = np.int64(part.first), np.int64(part.rows)
+    return call(x, stack, layer, first=first, rows=rows, transposed=part.transposed)
+
+
+def _rule(ranks: Sequence[int]) -> Any:
+    """Tokens and heads may be split, alike in all operands."""
+    stack = ArrayMapping(*["l"][: ranks[1] - 3], "h", "p", "c")
+    return (ArrayMapping("b", "h", "n"), stack, ArrayMapping()), (ArrayMapping("b", "h", "m"),)
+
+
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Heads are split as the matrices are, which are much larger."""
+    (tokens, *_), stack, _ = specs
+    heads = stack[-3]
+    tokens = tuple(name for name in tokens if name not in heads)
+    where = [tokens, heads, ()]
+    return [where, [*[()] * (len(stack) - 3), heads, (), ()], []], [where], ()
+
+
+_OPERATION = Operation(
+    "maxjax_heads", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
+)

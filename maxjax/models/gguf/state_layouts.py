@@ -1,0 +1,180 @@
+"""The changes that llama.cpp's converter makes to tensors of recurrent layers and of convolutions.
+
+Source: ``Mamba2Model`` and ``LFM2Model`` of llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import CheckpointFormatError
+from .layouts import Layout, Shape
+
+
+@dataclass(frozen=True)
+class Logarithm(Layout):
+    """``log(-x)`` of each value: GGUF files hold ``-exp(A_log)`` of recurrent layers.
+
+    Computed in float64 and rounded to the tensor's dtype once. Neither direction has an exact inverse: what
+    comes back differs by a few units in the last place.
+
+    Attributes:
+        inverse: whether it is ``-exp(x)``.
+
+    Example:
+        >>> Logarithm().apply(np.float32([-1, -2]))
+        array([0.       , 0.6931472], dtype=float32)
+    """
+
+    inverse: bool = False
+    keeps_values = False
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        wide = values.astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            made = -np.exp(wide) if self.inverse else np.log(-wide)
+            return made.astype(values.dtype)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Logarithm(not self.inverse)
+
+
+@dataclass(frozen=True)
+class Taps(Layout):
+    """The weight ``[C, 1, K]`` of a convolution of each channel, which files hold as ``[C, K]``.
+
+    The converter drops the axis of size 1 (``LFM2Model``, ``Mamba2Model``).
+
+    Example:
+        >>> Taps().shape((6, 4)), Taps().back().shape((6, 1, 4))
+        ((6, 1, 4), (6, 4))
+    """
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        if len(stored) != 2:
+            raise CheckpointFormatError(
+                "not the taps of channels", expected="2 axes", found=f"shape {list(stored)}"
+            )
+        return (stored[0], 1, stored[1])
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        return values[:, None]
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return NoMiddle()
+
+
+@dataclass(frozen=True)
+class NoMiddle(Layout):
+    """``[C, 1, K]`` as ``[C, K]``: the inverse of ``Taps``."""
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        if len(stored) != 3 or stored[1] != 1:
+            raise CheckpointFormatError(
+                "not a convolution of each channel", expected="[C, 1, K]", found=f"{list(stored)}"
+            )
+        return (stored[0], stored[2])
+
+    def change(self, values: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        return values.reshape(len(values), -1)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Taps()
+
+
+@dataclass(frozen=True)
+class Flat(Layout):
+    """A vector that files hold as a matrix, of some rows or of one row for each value.
+
+    The converter gives the norm of Mamba 2 a row for each group, and A and D one for each head
+    (``Mamba2Model``).
+
+    Attributes:
+        rows_stored: number of rows in the file; 0: as many as values.
+
+    Example:
+        >>> Flat().apply(np.float32([[1], [2]]))
+        array([1., 2.], dtype=float32)
+        >>> Flat(2).back().shape((6,)), Flat().back().shape((6,))
+        ((2, 3), (6, 1))
+    """
+
+    rows_stored: int = 0
+    by_rows = False
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        if len(stored) not in (1, 2):
+            raise CheckpointFormatError(
+                "not a vector in rows", expected="1 or 2 axes", found=f"shape {list(stored)}"
+            )
+        return (math.prod(stored),)
+
+    def apply(self, stored: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`. A view."""
+        return stored.reshape(self.shape(stored.shape))
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return InRows(self.rows_stored)
+
+
+@dataclass(frozen=True)
+class InRows(Flat):
+    """A vector as a matrix: the inverse of ``Flat``."""
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        count = self.rows_stored or (stored[0] if stored else 0)
+        if len(stored) != 1 or not count or stored[0] % count:
+            raise CheckpointFormatError(
+                "not a vector that divides into rows",
+                expected=f"a multiple of {count}", found=f"shape {list(stored)}",
+            )  # fmt: skip
+        return (count, stored[0] // count)
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Flat(self.rows_stored)
+
+
+@dataclass(frozen=True)
+class Both(Layout):
+    """One change of a complete tensor, and then another.
+
+    Attributes:
+        first, second: the changes.
+
+    Example:
+        >>> Both(Flat(), Logarithm()).apply(np.float32([[-1], [-1]]))
+        array([0., 0.], dtype=float32)
+    """
+
+    first: Layout
+    second: Layout
+    by_rows = False
+    keeps_values = False
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        return self.second.shape(self.first.shape(stored))
+
+    def apply(self, stored: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        return self.second.apply(self.first.apply(stored))
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return Both(self.second.back(), self.first.back())

@@ -1,0 +1,372 @@
+"""GGUF files of models with Mamba 2: names and layouts of its tensors, and its sizes in metadata.
+
+llama.cpp computes Mamba 2 without limits of time steps, with SiLU, a bias of the convolution, and a norm, if
+there is one, after the gate. Granite's shared MLP has gate and up in one tensor, of which files have two.
+Falcon-H1's factors are multiplied into the tensors of files.
+
+Source: ``Mamba2Model``, ``GraniteHybridModel``, ``NemotronHModel`` and ``FalconH1Model`` of llama.cpp's
+converter, and ``build_mamba2_layer`` in its graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..graph.weights import WeightData
+from .decoder.mamba2 import Mamba2Settings
+from .gguf.config.read import Config, Shapes
+from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
+from .gguf.names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
+from .gguf.pieces import computed, rows
+from .gguf.state_layouts import Both, Flat, Logarithm, Taps
+from .gguf.table import PERMUTED, GGUFTable
+from .granite import GRANITE
+
+Tensors = Mapping[str, WeightData]
+
+
+def _names(mixer: str) -> dict[str, Rule]:
+    """The tensors of a :class:`~maxjax.models.decoder.mamba2.Mamba2Mixer` of that name in its layer."""
+    return {
+        ".ssm_in": Rule(f"{mixer}.in_proj"),
+        ".ssm_conv1d": Rule(f"{mixer}.conv1d", Taps()),
+        ".ssm_dt": Rule(f"{mixer}.dt_bias", only="bias"),
+        ".ssm_a": Rule(f"{mixer}.A_log", Both(Flat(), Logarithm()), only=BARE),
+        ".ssm_d": Rule(f"{mixer}.D", Flat(), only=BARE),
+        ".ssm_norm": Rule(f"{mixer}.norm", NORM_GROUPS),
+        ".ssm_out": Rule(f"{mixer}.out_proj"),
+    }
+
+
+def _sizes_of(given: Settings, names: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of Mamba 2 in a file, under the names of a configuration.
+
+    Args:
+        given: the file's metadata.
+        names: keys of "heads", their "width", "groups", features of the "state", "taps", "inner"
+            features, and of how these "expand" the hidden ones, which is left out if it is no whole number.
+    """
+    heads, inner = given.count("ssm.time_step_rank"), given.count("ssm.inner_size")
+    if inner % heads:
+        raise given.wrong("ssm.inner_size", f"a multiple of {heads}", inner, "does not fit")
+    size = given.count("embedding_length")
+    sizes = {
+        "heads": heads, "width": inner // heads, "groups": given.count("ssm.group_count"),
+        "state": given.count("ssm.state_size"), "taps": given.count("ssm.conv_kernel"), "inner": inner,
+    }  # fmt: skip
+    if inner % size == 0:
+        sizes["expand"] = inner // size
+    return {names[key]: value for key, value in sizes.items() if key in names}
+
+
+def _has(tensor: str, tensors: Shapes) -> bool:
+    """Whether a layer of a file has a tensor."""
+    return any(name.startswith("blk.") and name.endswith(f".{tensor}") for name in tensors)
+
+
+def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
+    """The sizes of ``config.mamba`` as metadata; ``least`` is the least length of a step in such models.
+
+    Raises:
+        UnsupportedModelError: llama.cpp would compute something else.
+    """
+    of: Mamba2Settings = config.mamba
+    for what, fits in (
+        (f"time steps of {of.limits[0]} to {of.limits[1]}", of.limits == (least, math.inf)),
+        ("a convolution without a bias", of.conv_bias),
+        (f"{of.act!r} after the convolution", of.act == "silu"),
+        ("a norm before the gate", of.norm != "before"),
+    ):
+        if not fits:
+            raise unsupported(f"Mamba 2 with {what} in a GGUF file", None)
+    return {
+        "ssm.conv_kernel": of.taps, "ssm.state_size": of.state_size, "ssm.group_count": of.groups,
+        "ssm.time_step_rank": of.heads, "ssm.inner_size": of.inner,
+    }  # fmt: skip
+
+
+def _check_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
+    """Refuses a model without one of both kinds of layers: llama.cpp ends at an empty cache."""
+    for kind, layers in (("Mamba 2", recurs), ("attention", attends)):
+        if not any(layers):
+            raise unsupported(f"a hybrid without a layer of {kind} in a GGUF file", None)
+
+
+_WRITTEN = tuple(
+    f"ssm.{n}" for n in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+)
+_table = partial(GGUFTable, write=_to_gguf, written=_WRITTEN)
+
+# --- Mamba 2 alone -------------------------------------------------------------------------------
+
+
+def _mamba2_of(given: Settings, tensors: Shapes, config: Config) -> Config:
+    names = {
+        "heads": "num_heads", "width": "head_dim", "groups": "n_groups", "state": "state_size",
+        "taps": "conv_kernel", "expand": "expand",
+    }  # fmt: skip
+    return {
+        **_sizes_of(given, names), "use_bias": _has("ssm_in.bias", tensors),
+        "use_conv_bias": _has("ssm_conv1d.bias", tensors),
+    }  # fmt: skip
+
+
+def _new_names(config: Any, tensors: Tensors) -> Tensors:
+    """The embedding table by its name in newer files."""
+    old, new = "backbone.embedding.", "backbone.embeddings."
+    return {name.replace(old, new): data for name, data in tensors.items()}
+
+
+MAMBA2_GGUF = _table(
+    "mamba2",
+    {
+        "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", ".attn_norm": "norm",
+        **_names("mixer"),
+        **{f".attn_{part}": None for part in ("q", "k", "v", "output")},
+        **{f".ffn_{part}": None for part in ("norm", "gate", "up", "down")},
+    },
+    fixed={"hidden_act": "silu", "residual_in_fp32": True}, read=_mamba2_of, split=_new_names,
+    biases=("ssm_conv1d", "ssm_dt"), layer="backbone.layers.*.", attends=False, has_rope=False,
+    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+)  # fmt: skip
+
+# --- Granite 4 -----------------------------------------------------------------------------------
+
+# Names of the sizes of Mamba 2 in configurations of hybrids.
+_MAMBA_NAMES = {
+    "heads": "mamba_n_heads", "width": "mamba_d_head", "groups": "mamba_n_groups",
+    "state": "mamba_d_state", "taps": "mamba_d_conv",
+}  # fmt: skip
+# Names of the shared MLP's projections in place of the checkpoint's, without experts and with them.
+_DENSE, _SHARED = "mlp.", "mlp.shared_mlp."
+_BOTH, _DOWN = (f"shared_mlp.{name}_linear.weight" for name in ("input", "output"))
+
+
+def _granite_of(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The sizes of Mamba 2, of the experts and of the shared MLP, and the kinds of the layers."""
+    experts = given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
+    inner = "expert_shared_feed_forward_length" if experts else "feed_forward_length"
+    recurs = [f"blk.{i}.ssm_in.weight" in tensors for i in range(config["num_hidden_layers"])]
+    return {
+        **_sizes_of(given, {**_MAMBA_NAMES, "expand": "mamba_expand"}),
+        "mamba_conv_bias": _has("ssm_conv1d.bias", tensors) or not any(recurs),
+        "mamba_proj_bias": _has("ssm_in.bias", tensors),
+        "layer_types": ["mamba" if one else "attention" for one in recurs],
+        "position_embedding_type": "rope" if given.flag("rope.scaling.finetuned", True) else "nope",
+        "num_local_experts": experts,
+        "num_experts_per_tok": given.count("expert_used_count", maximum=experts) if experts else 0,
+        "shared_intermediate_size": given.count(inner),
+    }  # fmt: skip
+
+
+def _granite_instead(config: Any) -> tuple[str, dict[str, Any]] | None:
+    """A model without Mamba 2 is a Granite 3."""
+    if any(config.recurs):
+        return None
+    if config.num_experts or config.rotates:
+        what = "experts" if config.num_experts else "layers without RoPE"
+        raise unsupported(f"a Granite 4 without Mamba 2 and with {what} in a GGUF file", None)
+    return "granite", {"intermediate_size": config.shared_intermediate_size}
+
+
+def _granite_to(config: Any) -> dict[str, Any]:
+    """The same as metadata; a model without experts has its shared MLP in their place."""
+    if config.mamba.inner != 2 * config.hidden_size:
+        raise unsupported(
+            f"a Granite 4 with {config.mamba.inner} features of Mamba 2, which are not two for each of "
+            f"{config.hidden_size} hidden ones, in a GGUF file", None,
+        )  # fmt: skip
+    _check_kinds(config.recurs, [not one for one in config.recurs])
+    inner = "expert_shared_feed_forward_length" if config.num_experts else "feed_forward_length"
+    return {
+        **_to_gguf(config), inner: config.shared_intermediate_size,
+        "attention.head_count_kv": [0 if one else config.kv_heads for one in config.recurs],
+        "rope.scaling.finetuned": not config.rotates,
+    }  # fmt: skip
+
+
+def _split(config: Any, tensors: Tensors) -> Tensors:
+    """Gate and up of the shared MLP."""
+    to = _SHARED if config.num_experts else _DENSE
+    found = {}
+    for name, data in tensors.items():
+        if name.endswith(_BOTH):
+            halves = np.split(np.arange(2 * config.shared_intermediate_size), 2)
+            for part, half in zip(("gate", "up"), halves, strict=True):
+                new = f"{name.removesuffix(_BOTH)}{to}{part}_proj.weight"
+                found[new] = rows(new, [data], half)
+        else:
+            found[name.replace(_DOWN, f"{to}down_proj.weight")] = data
+    return found
+
+
+def _join(given: Settings, tensors: Tensors) -> Tensors:
+    """The shared MLP, whose gate and up are one tensor."""
+    of = _SHARED if given.count("expert_count", 0, minimum=0) else _DENSE
+    found: dict[str, WeightData] = {}
+    for name, data in tensors.items():
+        front = name.removesuffix(f"{of}gate_proj.weight")
+        if front != name:
+            up = f"{front}{of}up_proj.weight"
+            pair = [data, *([tensors[up]] if up in tensors else [])]
+            count = sum(int(one.shape[0]) for one in pair)
+            found[front + _BOTH] = rows(front + _BOTH, pair, np.arange(count))
+        elif not name.endswith(f"{of}up_proj.weight"):
+            found[name.replace(f"{of}down_proj.weight", _DOWN)] = data
+    return found
+
+
+GRANITE_HYBRID_GGUF = _table(
+    "granitehybrid",
+    {
+        **PERMUTED, **_names("mamba"), **expert_names("block_sparse_moe", "router.layer"),
+        **{f".ffn_{part}_shexp": f"{_SHARED}{part}_proj" for part in ("gate", "up", "down")},
+    },
+    keys={} if GRANITE.gguf is None else GRANITE.gguf.keys,
+    fixed={"hidden_act": "silu"}, read=_granite_of, write=_granite_to, join=_join, split=_split,
+    biases=("attn_q", "attn_k", "attn_v", "attn_output", "ssm_conv1d", "ssm_dt"),
+    written=(*_WRITTEN, "expert_shared_feed_forward_length", "rope.scaling.finetuned"),
+    computed=("layer_types", "intermediate_size", "mamba_d_head"), instead=_granite_instead,
+)  # fmt: skip
+
+# --- Nemotron-H ----------------------------------------------------------------------------------
+
+# A tensor of each kind of layer but MLPs.
+_OF_KIND = {"M": "ssm_in.weight", "*": "attn_q.weight"}
+# The least length of a step in transformers, which no file holds, and llama.cpp does not have.
+_LEAST_STEP = 0.001
+
+
+def _nemotron_of(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The sizes of Mamba 2, and the kinds of the layers."""
+    names = {
+        "heads": "mamba_num_heads", "width": "mamba_head_dim", "groups": "n_groups",
+        "state": "ssm_state_size", "taps": "conv_kernel", "expand": "expand",
+    }  # fmt: skip
+    letters = [
+        next((letter for letter, name in _OF_KIND.items() if f"blk.{i}.{name}" in tensors), "-")
+        for i in range(config["num_hidden_layers"])
+    ]
+    return {
+        **_sizes_of(given, names), "hybrid_override_pattern": "".join(letters),
+        "intermediate_size": config["intermediate_size"] or config["hidden_size"],
+        "use_conv_bias": _has("ssm_conv1d.bias", tensors) or "M" not in letters,
+        "use_bias": _has("ssm_in.bias", tensors), "mlp_bias": _has("ffn_up.bias", tensors),
+    }  # fmt: skip
+
+
+def _nemotron_to(config: Any) -> dict[str, Any]:
+    """The same as metadata: the numbers of KV heads and of features in MLPs say what a layer is."""
+    kinds, inner = config.kinds, config.intermediate_size
+    _check_kinds([one == "mamba" for one in kinds], [one == "attention" for one in kinds])
+    return {
+        **_to_gguf(config, _LEAST_STEP),
+        "attention.head_count_kv": [config.kv_heads * (kind == "attention") for kind in kinds],
+        "feed_forward_length": [inner * (kind == "mlp") for kind in kinds],
+        "attention.layer_norm_epsilon": config.rms_norm_eps,  # llama.cpp asks for it, too
+    }  # fmt: skip
+
+
+NEMOTRON_H_GGUF = _table(
+    "nemotron_h",
+    {
+        "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", ".attn_norm": "norm",
+        **_names("mixer"), ".attn_q": Rule("mixer.q_proj", QUERIES), ".attn_k": Rule("mixer.k_proj", KEYS),
+        ".attn_v": "mixer.v_proj", ".attn_output": "mixer.o_proj", ".ffn_up": "mixer.up_proj",
+        ".ffn_down": "mixer.down_proj", ".ffn_gate": None, ".ffn_norm": None,
+    },
+    fixed={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": _LEAST_STEP},
+    read=_nemotron_of, write=_nemotron_to, layer="backbone.layers.*.", has_rope=False,
+    written=(*_WRITTEN, "attention.layer_norm_epsilon"),
+    biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down", "ssm_conv1d", "ssm_dt"),
+    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+)  # fmt: skip
+
+
+# --- Falcon-H1 -----------------------------------------------------------------------------------
+
+
+def _falcon_of(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The sizes of Mamba 2, and the biases and norms that the file has."""
+    return {
+        **_sizes_of(given, {**_MAMBA_NAMES, "inner": "mamba_d_ssm"}),
+        "mamba_conv_bias": _has("ssm_conv1d.bias", tensors),
+        "mamba_proj_bias": _has("ssm_in.bias", tensors),
+        "projectors_bias": _has("ssm_out.bias", tensors), "mlp_bias": _has("ffn_gate.bias", tensors),
+        "mamba_rms_norm": _has("ssm_norm.weight", tensors), "mamba_norm_before_gate": False,
+    }  # fmt: skip
+
+
+def _factors(config: Any) -> dict[str, Sequence[Any]]:
+    """The factors of tensors by the ends of their names, in the converter's order.
+
+    A bias does not have those of what enters its layer.
+    """
+    of: Mamba2Settings = config.mamba
+    group = of.groups * of.state_size
+    parts = np.repeat(config.ssm_multipliers, (of.inner, of.inner, group, group, of.heads))
+    before, keys, inputs = (
+        config.attention_in_multiplier, config.key_multiplier, config.ssm_in_multiplier,
+    )  # fmt: skip
+    found: dict[str, Sequence[Any]] = {
+        "embed_tokens.weight": [config.embedding_scale], "lm_head.weight": [config.logit_scale],
+        ".q_proj.weight": [before], ".v_proj.weight": [before],
+        ".k_proj.weight": [keys, before], ".k_proj.bias": [keys],
+        ".in_proj.weight": [inputs, parts[:, None]], ".in_proj.bias": [parts],
+    }  # fmt: skip
+    gate, down = config.mlp_multipliers
+    results = {
+        "o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier,
+        "gate_proj": gate, "down_proj": down,
+    }  # fmt: skip
+    each = ("weight", "bias")
+    return found | {f".{name}.{one}": [by] for name, by in results.items() for one in each}
+
+
+def _scaled(name: str, data: WeightData, factors: Sequence[Any]) -> WeightData:
+    """A tensor times factors, by which it is multiplied one after the other, in float32."""
+    if all(np.all(np.equal(factor, 1)) for factor in factors):
+        return data
+
+    def change(values: np.ndarray) -> np.ndarray:
+        found = values.astype(np.float32)
+        for factor in factors:
+            found = found * np.float32(factor)
+        return found.astype(values.dtype)
+
+    return computed(name, [data], change, tuple(map(int, data.logical_shape)))
+
+
+def _folded(config: Any, tensors: Tensors) -> Tensors:
+    """The tensors times the model's factors, which files do not have.
+
+    Of a head that is the embedding table with another factor, a file has both.
+    """
+    found, factors, head = dict(tensors), _factors(config), "lm_head.weight"
+    if config.tie_word_embeddings and config.embedding_scale != config.logit_scale:
+        table = next((n for n in tensors if n.endswith("embed_tokens.weight")), "")
+        for name, other in ((head, table), ("model.embed_tokens.weight", head)):
+            if other in tensors and (name == head or not table):
+                found.setdefault(name, tensors[other])
+    return {
+        name: _scaled(name, data, next((f for end, f in factors.items() if name.endswith(end)), ()))
+        for name, data in found.items()
+    }
+
+
+FALCON_H1_GGUF = _table(
+    "falcon-h1",
+    {
+        "output_norm": "model.final_layernorm", **_names("mamba"),
+        ".ffn_norm": Rule("pre_ff_layernorm.weight", only=BARE),
+        **{f".ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    },
+    fixed={"hidden_act": "silu"}, read=_falcon_of, split=_folded,
+    biases=("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down", "ssm_conv1d", "ssm_dt"),
+    computed=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "tie_word_embeddings"),
+)  # fmt: skip

@@ -1,0 +1,100 @@
+"""Phi-1, Phi-1.5 and Phi-2: attention beside the MLP after one LayerNorm, RoPE of a part of each head.
+
+Source: arXiv:2309.05463; transformers' ``modeling_phi``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.attention import DecoderAttention
+from .decoder.block import ParallelLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.rope import Rope
+from .gguf.metadata import unsupported
+from .gguf.table import PLAIN_BIASES, GGUFTable, Tensors
+
+
+@dataclass(frozen=True)
+class PhiConfig(DecoderConfig):
+    """The settings of a Phi of the first three; all linear layers have biases."""
+
+    model_type = "phi"
+
+    rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
+    hidden_act: str = setting(default="gelu_new")
+    attention_bias: bool = own(True)
+    mlp_bias: bool = own(True)
+    head_bias: bool = own(True)
+    sliding_window: int | None = own(None)
+    qk_norm: bool = setting("qk_layernorm", default=False)
+    norm: str = own("layer")
+    rope: Rope = own(Rope(part=0.5))
+
+
+class PhiAttention(DecoderAttention):
+    """Attention, by the names of Phi's files."""
+
+    o_proj, q_norm, k_norm = alias("dense"), alias("q_layernorm"), alias("k_layernorm")
+
+
+class PhiLayer(ParallelLayer):
+    """A layer with the MLP, which has no gate, beside attention."""
+
+    attention_class: ClassVar[Any] = PhiAttention
+    mlp_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+
+
+class PhiModel(DecoderModel):
+    """The model without its head."""
+
+    norm = alias("final_layernorm")
+
+
+class Phi(Decoder):
+    """A Phi-1, Phi-1.5 or Phi-2 language model.
+
+    Example:
+        >>> model = Phi(PhiConfig(100, 32, 64, num_layers=1, num_heads=4))
+        >>> list(model.raw_state_dict())[:2]
+        ['lm_head.weight', 'lm_head.bias']
+    """
+
+    layer_class: ClassVar[Any] = PhiLayer
+    model_class: ClassVar[Any] = PhiModel
+
+
+def _split(config: PhiConfig, tensors: Tensors) -> Tensors:
+    if config.qk_norm:
+        raise unsupported("'qk_layernorm' in a GGUF file of 'phi2'", None)
+    return tensors
+
+
+PHI = Phi.family = DecoderFamily(
+    model_type=PhiConfig.model_type,
+    architectures=("PhiForCausalLM", "PhiModel"),
+    config=PhiConfig,
+    make=make(Phi),
+    bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
+    gguf=GGUFTable(
+        "phi2",
+        {
+            "output_norm": "model.final_layernorm",
+            ".attn_output": "self_attn.dense",
+            ".ffn_norm": None,
+            ".ffn_gate": None,
+            ".ffn_up": "mlp.fc1",
+            ".ffn_down": "mlp.fc2",
+        },
+        fixed={"hidden_act": "gelu_new"},
+        biases=(*PLAIN_BIASES, "output"),
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        is_partial=True,
+        has_head=True,
+        split=_split,
+    ),
+)

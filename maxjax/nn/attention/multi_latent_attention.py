@@ -1,0 +1,5 @@
+"""MAX\'s path of latent attention, which raises NotImplementedError with advice when it is used."""
+
+from ...absent import absent as _absent
+
+__getattr__ = _absent(__name__)

@@ -1,0 +1,5 @@
+"""MAX\'s path of stacked scales in float8, which raises NotImplementedError with advice when it is used."""
+
+from ..absent import absent as _absent
+
+__getattr__ = _absent(__name__)

@@ -1,0 +1,19 @@
+"""MAX's path of the settings of paged caches."""
+
+from ...absent import absent as _absent
+from .paged import KVCacheParamInterface as KVCacheParamInterface
+from .paged import KVCacheParams as KVCacheParams
+from .paged import MHAKVCacheParams as MHAKVCacheParams
+from .paged import MultiKVCacheParams as MultiKVCacheParams
+from .paged import spec_decode_cache_slack as spec_decode_cache_slack
+from .server_settings import TIERED_CONNECTOR_TYPES as TIERED_CONNECTOR_TYPES
+from .server_settings import CacheLeafKind as CacheLeafKind
+from .server_settings import HostStagingAlloc as HostStagingAlloc
+from .server_settings import KVCacheQuantizationConfig as KVCacheQuantizationConfig
+from .server_settings import KVConnectorType as KVConnectorType
+from .server_settings import KVHashAlgo as KVHashAlgo
+from .server_settings import SpeculativeMethod as SpeculativeMethod
+
+CacheLeafParamInterface = KVCacheParamInterface
+
+__getattr__ = _absent(__name__)

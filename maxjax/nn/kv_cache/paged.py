@@ -1,0 +1,312 @@
+"""Paged caches, as MAX's model files take them: pages of keys and values, and a table of each sequence's pages.
+
+A program takes the pages as a :class:`~maxjax.graph.BufferValue`, which it writes to, and gives the next ones back.
+MAX's server, which allocates pages to requests, is not here: the tables are the caller's.
+``maxjax.nn.KVCache`` is the cache of maxjax's own models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+from ...dtype import DType
+from ...graph.buffer import BufferValue
+from ...graph.device import DeviceRef
+from ...graph.placement.strategy import even_range
+from ...graph.tensor_type import BufferType, TensorType
+from ...graph.value import TensorValue
+from .server_settings import CacheLeafKind, KVCacheQuantizationConfig, KVHashAlgo, SpeculativeMethod
+
+_Tensor = TypeVar("_Tensor")
+_Buffer = TypeVar("_Buffer")
+
+
+@dataclass
+class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
+    """What a program takes of a paged cache on one device: types, or the values.
+
+    Attributes:
+        kv_blocks: pages, ``[pages, 2, layers, page_size, KV heads, head_dim]``, keys before values.
+        cache_lengths: ``[B]``, tokens of each sequence that are in the cache already.
+        lookup_table: ``[B, P]``, the pages of each sequence, in order.
+        max_prompt_length, max_cache_length: ``[1]``, the most tokens of a sequence that are new, and that are in the
+            cache; ignored.
+        page_stride, attention_dispatch_metadata and the others: of MAX's kernels; ignored.
+    """
+
+    kv_blocks: _Buffer
+    cache_lengths: _Tensor
+    lookup_table: _Tensor
+    max_prompt_length: _Tensor
+    max_cache_length: _Tensor
+    page_stride: _Tensor | None = None
+    kv_scales: _Buffer | None = None
+    scales_page_stride: _Tensor | None = None
+    scales_lookup_table: _Tensor | None = None
+    attention_dispatch_metadata: _Tensor | None = None
+    draft_attention_dispatch_metadata: _Tensor | None = None
+
+    def flatten(self) -> list[Any]:
+        """The fields that are set, in order."""
+        found = [getattr(self, one.name) for one in fields(self)]
+        return [one for one in found if one is not None]
+
+    def unflatten(self, values: Iterator[Any]) -> KVCacheInputsPerDevice[TensorValue, BufferValue]:
+        """The same fields with the next values, for example of ``graph.inputs``."""
+        found = {
+            one.name: next(values) for one in fields(self) if getattr(self, one.name) is not None
+        }
+        return KVCacheInputsPerDevice(**found)
+
+
+PagedCacheValues = KVCacheInputsPerDevice[TensorValue, BufferValue]
+KVCacheInputs = (
+    Sequence[KVCacheInputsPerDevice[_Tensor, _Buffer]]
+    | Mapping[str, KVCacheInputsPerDevice[_Tensor, _Buffer]]
+)
+
+
+class KVCacheParamInterface:
+    """What settings of caches have in common."""
+
+    page_size: int
+    devices: Sequence[DeviceRef]
+    num_draft_tokens: int = 0
+    num_draft_tokens_per_step: int = 1
+
+    @property
+    def n_devices(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    def get_symbolic_inputs(self, namespace: str = "") -> Any:
+        """The types of a program's inputs, as a tree."""
+        raise NotImplementedError
+
+    def flattened_kv_inputs(self) -> list[TensorType | BufferType]:
+        """The types of a program's inputs, in order."""
+        return [one for inputs in _leaves(self.get_symbolic_inputs()) for one in inputs.flatten()]
+
+    def unflatten_kv_inputs(self, it: Iterator[Any]) -> Any:
+        """The tree of types with the next values in their place."""
+        return _mapped(self.get_symbolic_inputs(), it)
+
+
+def _leaves(tree: Any) -> list[KVCacheInputsPerDevice[Any, Any]]:
+    if isinstance(tree, Mapping):
+        return [leaf for one in tree.values() for leaf in _leaves(one)]
+    return list(tree)
+
+
+def _mapped(tree: Any, values: Iterator[Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _mapped(one, values) for key, one in tree.items()}
+    return tuple(one.unflatten(values) for one in tree)
+
+
+@dataclass(kw_only=True)
+class KVCacheParams(KVCacheParamInterface):
+    """Settings of a paged cache.
+
+    Attributes:
+        dtype: dtype of keys and values.
+        head_dim: their width.
+        num_layers: number of layers.
+        devices: devices, of which each has its KV heads.
+        page_size: tokens in a page.
+        data_parallel_degree: groups of devices that have sequences of their own.
+        kvcache_quant_config: must be None; quantised caches are ``maxjax.nn.KVCache``'s.
+
+    The others are settings of MAX's server, and ignored.
+
+    Raises:
+        ValueError: a number is not positive, or devices and groups do not divide.
+        NotImplementedError: the cache is quantised.
+    """
+
+    leaf_kind: ClassVar[CacheLeafKind] = CacheLeafKind.ATTENTION
+
+    dtype: DType
+    head_dim: int
+    num_layers: int
+    devices: Sequence[DeviceRef]
+    enable_prefix_caching: bool = False
+    enable_dp_cross_replica_prefix_copy: bool = True
+    per_layer_buffers: bool = False
+    kv_hash_algo: KVHashAlgo = "ahash64"
+    kv_hash_seed: bytes | None = None
+    kv_connector_config: Any = None
+    page_size: int = 128
+    slots_per_page: int | None = None
+    data_parallel_degree: int = 1
+    kvcache_quant_config: KVCacheQuantizationConfig | None = None
+    speculative_method: SpeculativeMethod | None = None
+    num_draft_tokens: int = 0
+    num_draft_tokens_per_step: int = 1
+    window_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "num_layers", "page_size", "data_parallel_degree"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be positive, not {getattr(self, name)}"
+                )
+        if not self.devices or len(self.devices) % self.data_parallel_degree:
+            raise ValueError(
+                f"{len(self.devices)} devices do not divide into {self.data_parallel_degree} groups of data parallelism"
+            )
+        refused = {
+            "kvcache_quant_config": self.kvcache_quant_config,
+            "per_layer_buffers": self.per_layer_buffers,
+        }
+        for name, value in refused.items():
+            if value:
+                raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported; maxjax.nn.KVCache "
+                                          "keeps keys and values as int8")  # fmt: skip
+        self.slots_per_page = self.slots_per_page or self.page_size
+
+    @property
+    def devices_per_replica(self) -> list[list[DeviceRef]]:
+        """The devices of each group of data parallelism."""
+        each = self.tensor_parallel_degree
+        return [list(self.devices[i : i + each]) for i in range(0, len(self.devices), each)]
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """The number of devices of a group."""
+        return len(self.devices) // self.data_parallel_degree
+
+    @property
+    def quantized_kv_cache(self) -> bool:
+        """Whether keys and values are quantised: False."""
+        return False
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        """The number of KV heads of a device."""
+        raise NotImplementedError
+
+    @property
+    def shape_per_block(self) -> list[int]:
+        """The shape of a page: keys and values, layers, tokens, KV heads, head_dim."""
+        slots = self.slots_per_page or self.page_size
+        return [2, self.num_layers, slots, self.n_kv_heads_per_device, self.head_dim]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The bytes of a page on all devices of a group."""
+        size = self.dtype.size_in_bytes * self.tensor_parallel_degree
+        for one in self.shape_per_block:
+            size *= one
+        return size
+
+    def get_symbolic_inputs(
+        self, namespace: str = ""
+    ) -> tuple[KVCacheInputsPerDevice[TensorType, BufferType], ...]:
+        """The types of a program's inputs, for each device; ``namespace`` begins the names of its sizes."""
+        host = DeviceRef.CPU()
+        one = TensorType(DType.uint32, [1], host)
+        return tuple(
+            KVCacheInputsPerDevice(
+                BufferType(self.dtype, [f"{namespace}total_num_pages", *self.shape_per_block], device),
+                TensorType(DType.uint32, [f"replica_{i}_batch_size"], device),
+                TensorType(DType.uint32, [f"replica_{i}_batch_size", f"replica_{i}_{namespace}max_num_pages"], device),
+                one, one,
+            )
+            for i, group in enumerate(self.devices_per_replica)
+            for device in group
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class MHAKVCacheParams(KVCacheParams):
+    """Settings of a paged cache of KV heads.
+
+    Attributes:
+        n_kv_heads: number of KV heads; devices of a group share them.
+        allow_kv_head_replication: whether more devices than heads have copies.
+
+    Example:
+        >>> params = MHAKVCacheParams(dtype=DType.float32, head_dim=8, num_layers=2, n_kv_heads=4, page_size=16,
+        ...                           devices=[DeviceRef.CPU()])
+        >>> params.get_symbolic_inputs()[0].kv_blocks.shape
+        [Dim('total_num_pages'), Dim(2), Dim(2), Dim(16), Dim(4), Dim(8)]
+    """
+
+    n_kv_heads: int
+    allow_kv_head_replication: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        degree, heads = self.tensor_parallel_degree, self.n_kv_heads
+        copied = self.allow_kv_head_replication and heads > 0 and degree % heads == 0
+        if heads < 1 or (heads % degree and not copied):
+            raise ValueError(f"{heads} KV heads do not divide over {degree} devices")
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        """The number of KV heads of a device."""
+        start, stop = even_range(self.n_kv_heads, 0, self.tensor_parallel_degree)
+        return max(stop - start, 1)
+
+
+@dataclass(frozen=True)
+class MultiKVCacheParams(KVCacheParamInterface):
+    """Settings of several caches of one model, by name."""
+
+    children: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> MultiKVCacheParams:
+        """The settings of several caches.
+
+        Raises:
+            ValueError: there is none, or their pages or devices differ.
+        """
+        if not params:
+            raise ValueError("MultiKVCacheParams needs the settings of at least one cache")
+        pages = {(one.page_size, tuple(one.devices)) for one in params.values()}
+        if len(pages) > 1:
+            raise ValueError(
+                "the caches of MultiKVCacheParams have one page_size and the same devices"
+            )
+        return cls(dict(params))
+
+    @property
+    def page_size(self) -> int:  # type: ignore[override]
+        """Tokens in a page."""
+        return next(iter(self.children.values())).page_size
+
+    @property
+    def devices(self) -> Sequence[DeviceRef]:  # type: ignore[override]
+        """The devices."""
+        return next(iter(self.children.values())).devices
+
+    def child(self, key: str, kind: type[Any]) -> Any:
+        """The settings of one cache.
+
+        Raises:
+            KeyError: there is none of that name.
+            TypeError: they are of another class.
+        """
+        found = self.children[key]
+        if not isinstance(found, kind):
+            raise TypeError(f"the cache {key!r} has {type(found).__name__}, not {kind.__name__}")
+        return found
+
+    def get_symbolic_inputs(self, namespace: str = "") -> dict[str, Any]:
+        """The types of a program's inputs, for each cache and device."""
+        return {
+            key: one.get_symbolic_inputs(f"{namespace}{key}_") for key, one in self.children.items()
+        }
+
+
+def spec_decode_cache_slack(params: KVCacheParamInterface) -> int:
+    """Positions behind the longest sequence that a step of speculative decoding may write to.
+
+    Three times the drafted tokens and one, and one more where all are drafted in one step; 0 without drafts.
+    """
+    drafts = params.num_draft_tokens
+    return 3 * drafts + 1 + (params.num_draft_tokens_per_step == drafts) if drafts > 0 else 0

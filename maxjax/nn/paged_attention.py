@@ -1,0 +1,341 @@
+"""Attention over a paged cache, for ragged batches: projections, RoPE, norms and stores, as MAX's kernels name them.
+
+N tokens of B sequences, H query heads, K KV heads, head dimension D. The new tokens of a sequence are behind those that
+are in the cache (``cache_lengths``). Stores replace the pages (``BufferValue.store``), so that a program gives the
+next pages back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..graph.ops import rms_norm
+from ..graph.shape import Dim
+from ..graph.symbolic import to_size
+from ..graph.value import TensorValue
+from ..kernels import matmul
+from ..kernels.attention import attention
+from .attention.mask_config import MHAMaskVariant
+from .kv_cache.paged import KVCacheParams, PagedCacheValues
+from .ragged import rotated, seen, sequences
+
+KEYS, VALUES = 0, 1
+
+
+def _array(x: Any) -> Any:
+    return TensorValue(x).value
+
+
+class _Places:
+    """Where the new tokens of a ragged batch are: sequence, position, page and slot of each."""
+
+    def __init__(self, cache: PagedCacheValues, input_row_offsets: Any, count: int):
+        self.rows, places = sequences(_array(input_row_offsets), count)
+        self.positions = places + _array(cache.cache_lengths).astype(jnp.int32)[self.rows]
+        self.page_size = cache.kv_blocks.value.shape[3]
+        table = _array(cache.lookup_table).astype(jnp.int32)
+        self.pages = table[self.rows, self.positions // self.page_size]
+        self.slots = self.positions % self.page_size
+
+    def index(self, layer: Any, kind: int) -> tuple[Any, ...]:
+        """The index of the tokens' keys or values in the pages."""
+        return self.pages, kind, jnp.asarray(_array(layer), jnp.int32).reshape(()), self.slots
+
+
+def _store(cache: PagedCacheValues, places: _Places, layer: Any, kind: int, x: Any) -> None:
+    pages = cache.kv_blocks
+    x = x.reshape(x.shape[0], *pages.value.shape[4:]).astype(pages.value.dtype)
+    pages.store(x, places.index(layer, kind))
+
+
+def store_k_cache_ragged(
+    kv_collection: PagedCacheValues, x_k: Any, input_row_offsets: Any, layer_idx: Any
+) -> None:
+    """Puts the keys of the new tokens ``[N, K, D]`` into a layer's pages."""
+    x = _array(x_k)
+    _store(kv_collection, _Places(kv_collection, input_row_offsets, x.shape[0]), layer_idx, KEYS, x)
+
+
+def store_v_cache_ragged(
+    kv_collection: PagedCacheValues, x_v: Any, input_row_offsets: Any, layer_idx: Any
+) -> None:
+    """Puts the values of the new tokens ``[N, K, D]`` into a layer's pages."""
+    x = _array(x_v)
+    _store(
+        kv_collection, _Places(kv_collection, input_row_offsets, x.shape[0]), layer_idx, VALUES, x
+    )
+
+
+def _product(x: Any, weight: Any, bias: Any) -> Any:
+    y = matmul(_array(x), _array(weight))
+    return y if bias is None else y + jnp.broadcast_to(_array(bias), y.shape)
+
+
+def fused_qkv_ragged_matmul(
+    kv_params: KVCacheParams,
+    input: Any,
+    input_row_offsets: Any,
+    wqkv: Any,
+    kv_collection: PagedCacheValues,
+    layer_idx: Any,
+    n_heads: int,
+    bias: Any = None,
+    _output_dim: int | None = None,
+) -> TensorValue:
+    """The queries of the new tokens, and their keys and values into the cache.
+
+    Args:
+        kv_params: the cache's settings.
+        input: ``[N, E]``.
+        input_row_offsets: ``[B + 1]``.
+        wqkv: ``[(H + 2 K) D, E]``, the projections of queries, keys and values.
+        kv_collection: the cache.
+        layer_idx: the layer, an integer scalar.
+        n_heads: H.
+        bias: ``[(H + 2 K) D]``.
+        _output_dim: width of the queries, where it is not ``H D``.
+
+    Returns:
+        The queries ``[N, H D]``.
+    """
+    y = _product(input, wqkv, bias)
+    width = n_heads * kv_params.head_dim if _output_dim is None else _output_dim
+    _store_both(kv_collection, input_row_offsets, layer_idx, y[:, width:])
+    return TensorValue(y[:, :width])
+
+
+def _store_both(cache: PagedCacheValues, offsets: Any, layer: Any, y: Any) -> None:
+    places, half = _Places(cache, offsets, y.shape[0]), y.shape[1] // 2
+    _store(cache, places, layer, KEYS, y[:, :half])
+    _store(cache, places, layer, VALUES, y[:, half:])
+
+
+def matmul_kv_cache_ragged(
+    kv_params: KVCacheParams,
+    hidden_states: Any,
+    input_row_offsets: Any,
+    weight: Any,
+    kv_collection: PagedCacheValues,
+    layer_idx: Any,
+) -> None:
+    """Puts the keys and values of the new tokens, ``[N, E]`` times ``weight [2 K D, E]``, into the cache."""
+    _store_both(kv_collection, input_row_offsets, layer_idx, _product(hidden_states, weight, None))
+
+
+def _frequencies(freqs_cis: Any, places: _Places, position_ids: Any, mrope_section: Any) -> Any:
+    if mrope_section is not None:
+        raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
+                                  "has the families that use them")  # fmt: skip
+    positions = (
+        places.positions
+        if position_ids is None
+        else _array(position_ids).reshape(-1).astype(jnp.int32)
+    )
+    return _array(freqs_cis)[positions]
+
+
+def fused_qk_ragged_rope(
+    kv_params: KVCacheParams,
+    input: Any,
+    input_row_offsets: Any,
+    kv_collection: PagedCacheValues,
+    freqs_cis: Any,
+    layer_idx: Any,
+    interleaved: bool = True,
+    position_ids: Any = None,
+    mrope_section: Any = None,
+) -> TensorValue:
+    """RoPE of the queries of the new tokens, and of their keys in the cache.
+
+    Args:
+        kv_params: the cache's settings.
+        input: queries ``[N, H, D]``.
+        input_row_offsets: ``[B + 1]``.
+        kv_collection: the cache.
+        freqs_cis: ``[positions, W]``, of a RotaryEmbedding.
+        layer_idx: the layer.
+        interleaved: whether neighbours are rotated, or halves.
+        position_ids: ``[N]``; by default the new tokens are behind the cached ones.
+        mrope_section: sections of positions in several directions; not supported.
+
+    Returns:
+        The rotated queries.
+
+    Raises:
+        NotImplementedError: there are positions in several directions.
+    """
+    queries = _array(input)
+    places = _Places(kv_collection, input_row_offsets, queries.shape[0])
+    table = _frequencies(freqs_cis, places, position_ids, mrope_section)
+    keys = kv_collection.kv_blocks.value[places.index(layer_idx, KEYS)]
+    _store(kv_collection, places, layer_idx, KEYS, rotated(keys, table, interleaved, False))
+    return TensorValue(rotated(queries, table, interleaved, False))
+
+
+def rope_split_store_ragged(
+    kv_params: KVCacheParams,
+    qkv: Any,
+    input_row_offsets: Any,
+    freqs_cis: Any,
+    kv_collection: PagedCacheValues,
+    layer_idx: Any,
+    n_heads: int,
+    interleaved: bool = True,
+    position_ids: Any = None,
+    mrope_section: Any = None,
+    fuse: bool = True,
+    q_out_dtype: Any = None,
+    q_norm_weight: Any = None,
+    k_norm_weight: Any = None,
+    rms_norm_eps: float | None = None,
+    k_eq_v: bool = False,
+) -> TensorValue:
+    """Queries, keys and values in one tensor: RoPE of the queries and keys, keys and values into the cache.
+
+    Args:
+        kv_params: the cache's settings.
+        qkv: ``[N, (H + 2 K) D]``.
+        input_row_offsets, freqs_cis, kv_collection, layer_idx, interleaved, position_ids, mrope_section: as for
+            :func:`fused_qk_ragged_rope`.
+        n_heads: H.
+        fuse: ignored.
+        q_out_dtype: dtype of the queries; that of ``qkv`` by default.
+        q_norm_weight, k_norm_weight, rms_norm_eps: an RMS norm of each head before RoPE.
+        k_eq_v: not supported.
+
+    Returns:
+        The queries ``[N, H D]``.
+
+    Raises:
+        NotImplementedError: ``k_eq_v`` or ``mrope_section`` is set.
+    """
+    if k_eq_v:
+        raise NotImplementedError("rope_split_store_ragged(k_eq_v=True) is not supported")
+    x, heads, width = _array(qkv), kv_params.n_kv_heads_per_device, kv_params.head_dim
+    count = x.shape[0]
+    x = x.reshape(count, n_heads + 2 * heads, width)
+    q, k, v = x[:, :n_heads], x[:, n_heads : n_heads + heads], x[:, n_heads + heads :]
+    if q_norm_weight is not None and k_norm_weight is not None:
+        eps = 1e-6 if rms_norm_eps is None else rms_norm_eps
+        q, k = (_array(rms_norm(TensorValue(one), TensorValue(weight), eps))
+                for one, weight in ((q, q_norm_weight), (k, k_norm_weight)))  # fmt: skip
+    places = _Places(kv_collection, input_row_offsets, count)
+    table = _frequencies(freqs_cis, places, position_ids, mrope_section)
+    _store(kv_collection, places, layer_idx, KEYS, rotated(k, table, interleaved, False))
+    _store(kv_collection, places, layer_idx, VALUES, v)
+    q = rotated(q, table, interleaved, False).reshape(count, n_heads * width)
+    return TensorValue(q if q_out_dtype is None else q.astype(DType.of(q_out_dtype).np))
+
+
+def rms_norm_key_cache(
+    kv_params: KVCacheParams,
+    kv_collection: PagedCacheValues,
+    gamma: Any,
+    epsilon: float,
+    layer_idx: Any,
+    total_seq_len: Any,
+    input_row_offsets: Any,
+    weight_offset: float,
+    rms_norm_cols: int | None = None,
+    multiply_before_cast: bool = True,
+    per_head_norm: bool = True,
+) -> None:
+    """RMS norm of the keys of the new tokens in the cache.
+
+    Args:
+        kv_params: the cache's settings.
+        kv_collection: the cache.
+        gamma: ``[D]``, or ``[K D]`` for a norm of all heads together.
+        epsilon, weight_offset, multiply_before_cast: as for ``ops.rms_norm``.
+        layer_idx: the layer.
+        total_seq_len: N.
+        input_row_offsets: ``[B + 1]``.
+        rms_norm_cols: number of elements that are normalised; must be all.
+        per_head_norm: whether each head is normalised by itself.
+
+    Raises:
+        NotImplementedError: only some elements of a key are normalised.
+    """
+    pages, weight = kv_collection.kv_blocks, TensorValue(gamma)
+    places = _Places(kv_collection, input_row_offsets, to_size(Dim(total_seq_len)))
+    keys = pages.value[places.index(layer_idx, KEYS)]
+    x = keys if per_head_norm else keys.reshape(keys.shape[0], -1)
+    if weight.value.shape[0] != x.shape[-1]:
+        raise NotImplementedError(f"a norm of {weight.value.shape[0]} of the {x.shape[-1]} elements of a key is not "
+                                  "supported")  # fmt: skip
+    normed = rms_norm(
+        TensorValue(x), weight.cast(x.dtype), epsilon, weight_offset, multiply_before_cast
+    )
+    _store(kv_collection, places, layer_idx, KEYS, normed.value)
+
+
+def flash_attention_ragged(
+    kv_params: KVCacheParams,
+    input: Any,
+    input_row_offsets: Any,
+    kv_collection: PagedCacheValues,
+    layer_idx: Any,
+    mask_variant: MHAMaskVariant,
+    scale: float,
+    local_window_size: int = -1,
+    sink_weights: Any = None,
+    rel_logits: Any = None,
+    output_dtype: Any = None,
+) -> TensorValue:
+    """Attention of the new tokens to the keys of their sequences in the cache, their own included.
+
+    Args:
+        kv_params: the cache's settings.
+        input: queries ``[N, H, D]``.
+        input_row_offsets: ``[B + 1]``.
+        kv_collection: the cache, with the keys and values of the new tokens.
+        layer_idx: the layer.
+        mask_variant: which keys a query attends to.
+        scale: factor of the scores.
+        local_window_size: positions of a window or chunk.
+        sink_weights: attention sinks ``[H]``.
+        rel_logits: numbers by relative position; not supported.
+        output_dtype: dtype of the result; that of the queries by default.
+
+    Returns:
+        ``[N, H, D]``. Scores are computed of each query and all pages of the table.
+
+    Raises:
+        ValueError: the mask needs a window.
+        NotImplementedError: ``rel_logits`` is given.
+    """
+    if rel_logits is not None:
+        raise NotImplementedError("flash_attention_ragged(rel_logits=...) is not supported; "
+                                  "maxjax.kernels.attention.attention takes a bias")  # fmt: skip
+    queries = _array(input)
+    places = _Places(kv_collection, input_row_offsets, queries.shape[0])
+    pages, table = (
+        kv_collection.kv_blocks.value,
+        _array(kv_collection.lookup_table).astype(jnp.int32),
+    )
+    layer = jnp.asarray(_array(layer_idx), jnp.int32).reshape(())
+    there = pages[table, :, layer]  # [B, P, 2, page_size, K, D]
+    length = table.shape[1] * places.page_size
+    key, value = (
+        there[:, :, kind].reshape(1, table.shape[0] * length, *pages.shape[4:])
+        for kind in (KEYS, VALUES)
+    )
+    # Keys of all sequences one after another; what is behind a query's position may be anything.
+    grid = (table.shape[0], length)
+    of_row = jnp.broadcast_to(jnp.arange(grid[0])[:, None], grid).reshape(-1)
+    at = jnp.broadcast_to(jnp.arange(length)[None], grid).reshape(-1)
+    # Taken by index, because the numbers of offsets and of sequences may have names of their own.
+    offsets, row = _array(input_row_offsets).astype(jnp.int32), jnp.arange(table.shape[0])
+    ends = _array(kv_collection.cache_lengths).astype(jnp.int32) + offsets[row + 1] - offsets[row]
+    ends = ends[of_row]
+    mask = (places.rows[:, None] == of_row[None]) & (at < ends)[None]
+    shown = seen(mask_variant, places.positions, at, local_window_size)
+    mask = mask if shown is None else mask & shown
+    sinks = None if sink_weights is None else _array(sink_weights)
+    dtype = queries.dtype if output_dtype is None else DType.of(output_dtype).np
+    key, value = key.astype(queries.dtype), value.astype(queries.dtype)
+    found = attention(queries[None], key, value, mask[None], scale=scale, sinks=sinks)
+    return TensorValue(found[0].astype(dtype))

@@ -1,0 +1,293 @@
+"""How a checkpoint is quantised, as data: formats, scales, and the layers that they are of.
+
+The layers that compute with quantised weights are in ``maxjax.nn.quantized``, and made by ``maxjax.load``;
+these classes let adapters and configurations written for MAX say what they found.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..dtype import DType
+from ..graph.shape import Dim, DimLike
+
+# Elements that share a scale.
+NVFP4_BLOCK_SIZE = 16
+MXFP4_BLOCK_SIZE = 32
+
+
+class ScaleGranularity(enum.Enum):
+    """The elements that share a scale."""
+
+    TENSOR = "tensor"
+    ROWWISE = "rowwise"
+    COLWISE = "colwise"
+    BLOCK = "block"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class ScaleOrigin(enum.Enum):
+    """Whether scales are in the checkpoint or computed from the inputs."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+    @property
+    def is_static(self) -> bool:
+        return self is ScaleOrigin.STATIC
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self is ScaleOrigin.DYNAMIC
+
+
+class QuantFormat(enum.Enum):
+    """The names of quantised formats."""
+
+    COMPRESSED_TENSORS_FP8 = "compressed-tensors-fp8"
+    FBGEMM_FP8 = "fbgemm-fp8"
+    BLOCKSCALED_FP8 = "blockscaled-fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+    MXFP6 = "mxfp6"
+    INT8_W8A8 = "int8-w8a8"
+
+
+class _Scale:
+    granularity: ScaleGranularity
+    block_size: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        if self.granularity is ScaleGranularity.BLOCK and len(self.block_size or ()) != 2:
+            raise ValueError(
+                f"block_size must be two integers where blocks share a scale, not {self.block_size!r}"
+            )
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.granularity is ScaleGranularity.TENSOR
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.granularity is ScaleGranularity.ROWWISE
+
+    @property
+    def is_colwise(self) -> bool:
+        return self.granularity is ScaleGranularity.COLWISE
+
+    @property
+    def is_block(self) -> bool:
+        return self.granularity is ScaleGranularity.BLOCK
+
+
+@dataclass
+class WeightScaleSpec(_Scale):
+    """The scales of weights.
+
+    Raises:
+        ValueError: blocks share a scale, and ``block_size`` is not two integers.
+    """
+
+    granularity: ScaleGranularity
+    dtype: DType
+    block_size: tuple[int, int] | None = None
+
+
+@dataclass
+class InputScaleSpec(_Scale):
+    """The scales of a layer's inputs.
+
+    Raises:
+        ValueError: blocks share a scale, and ``block_size`` is not two integers.
+    """
+
+    granularity: ScaleGranularity
+    origin: ScaleOrigin
+    dtype: DType
+    activation_scale_ub: float | None = None
+    block_size: tuple[int, int] | None = None
+
+
+@dataclass
+class QuantConfig:
+    """How a model is quantised. The fields and constructors are MAX's.
+
+    Attributes:
+        input_scale, weight_scale: the scales.
+        mlp_quantized_layers, attn_quantized_layers: numbers of the layers whose MLP or attention is quantised.
+        format: the format.
+        embedding_output_dtype, bias_dtype: dtypes of what is not quantised.
+        shared_experts_weight_dtype: dtype of shared experts where it is not that of the other experts.
+
+    Example:
+        >>> config = QuantConfig.mxfp4(mlp_quantized_layers=range(2))
+        >>> config.is_fp4, config.weight_scale.block_size, fp4_packed_k(64, config)
+        (True, (1, 32), 32)
+    """
+
+    input_scale: InputScaleSpec
+    weight_scale: WeightScaleSpec
+    mlp_quantized_layers: set[int]
+    attn_quantized_layers: set[int]
+    format: QuantFormat
+    embedding_output_dtype: DType | None = None
+    shared_experts_weight_dtype: DType | None = None
+    bias_dtype: DType | None = None
+    can_use_fused_mlp: bool = False
+    can_use_fused_swiglu: bool = False
+    scales_pre_interleaved: bool = False
+    _mxfp6_element_format: str = "e2m3"
+
+    @classmethod
+    def _of_blocks(
+        cls,
+        format: QuantFormat,
+        origin: ScaleOrigin,
+        dtypes: tuple[DType, DType],
+        block: tuple[int, int],
+        mlp_quantized_layers: Iterable[int],
+        attn_quantized_layers: Iterable[int],
+        **more: Any,
+    ) -> Self:
+        grain = ScaleGranularity.BLOCK
+        return cls(
+            InputScaleSpec(grain, origin, dtypes[0], block_size=(1, block[1])),
+            WeightScaleSpec(grain, dtypes[1], block_size=block),
+            set(mlp_quantized_layers), set(attn_quantized_layers), format, **more,
+        )  # fmt: skip
+
+    @classmethod
+    def blockscaled_fp8(
+        cls,
+        *,
+        mlp_quantized_layers: Iterable[int],
+        attn_quantized_layers: Iterable[int],
+        block_size: int = 128,
+        scale_dtype: DType = DType.float32,
+        **more: Any,
+    ) -> Self:
+        """float8 weights with a scale for each square block, and inputs scaled as they come."""
+        return cls._of_blocks(
+            QuantFormat.BLOCKSCALED_FP8, ScaleOrigin.DYNAMIC, (scale_dtype, scale_dtype),
+            (block_size, block_size), mlp_quantized_layers, attn_quantized_layers, **more,
+        )  # fmt: skip
+
+    @classmethod
+    def mxfp4(
+        cls,
+        *,
+        mlp_quantized_layers: Iterable[int],
+        attn_quantized_layers: Iterable[int] = (),
+        **more: Any,
+    ) -> Self:
+        """MXFP4: blocks of 32 with a power of two as scale."""
+        return cls._of_blocks(
+            QuantFormat.MXFP4, ScaleOrigin.DYNAMIC, (DType.float32, DType.float8_e8m0fnu),
+            (1, MXFP4_BLOCK_SIZE), mlp_quantized_layers, attn_quantized_layers, **more,
+        )  # fmt: skip
+
+    @classmethod
+    def nvfp4(
+        cls,
+        *,
+        mlp_quantized_layers: Iterable[int],
+        attn_quantized_layers: Iterable[int],
+        **more: Any,
+    ) -> Self:
+        """NVFP4: blocks of 16 with a float8 as scale."""
+        return cls._of_blocks(
+            QuantFormat.NVFP4, ScaleOrigin.STATIC, (DType.float32, DType.float8_e4m3fn),
+            (1, NVFP4_BLOCK_SIZE), mlp_quantized_layers, attn_quantized_layers, **more,
+        )  # fmt: skip
+
+    @property
+    def scales_granularity_mnk(self) -> tuple[int, int, int]:
+        """Elements that share a scale along the input's rows, the weight's rows, and the contracted axis; -1 is all.
+
+        Raises:
+            ValueError: the scales of inputs and weights do not fit each other.
+        """
+        given, weight = self.input_scale, self.weight_scale
+        if given.is_rowwise or weight.is_colwise:
+            side = "input" if given.is_rowwise else "weight"
+            raise ValueError(f"unsupported {side} scale granularity")
+        m, k = (
+            given.block_size or (1, -1) if given.is_block else (1 if given.is_colwise else -1, -1)
+        )
+        n, other = (
+            weight.block_size or (1, -1)
+            if weight.is_block
+            else (1 if weight.is_rowwise else -1, -1)
+        )
+        if k != other:
+            raise ValueError(f"inputs share a scale along {k} elements, and weights along {other}")
+        return m, n, k
+
+    @property
+    def is_static(self) -> bool:
+        return self.input_scale.origin.is_static
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.input_scale.origin.is_dynamic
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.format is QuantFormat.NVFP4
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.format is QuantFormat.MXFP4
+
+    @property
+    def is_mxfp6(self) -> bool:
+        return self.format is QuantFormat.MXFP6
+
+    @property
+    def is_mxfp8(self) -> bool:
+        return self.format is QuantFormat.MXFP8
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.is_nvfp4 or self.is_mxfp4
+
+    @property
+    def is_mx(self) -> bool:
+        return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
+
+    @property
+    def is_int8_w8a8(self) -> bool:
+        return self.format is QuantFormat.INT8_W8A8
+
+    def shared_experts_dtype(self, routed_weight_dtype: DType) -> DType:
+        """The dtype of shared experts, given that of the others."""
+        return self.shared_experts_weight_dtype or routed_weight_dtype
+
+    def shared_experts_use_quant(self, routed_weight_dtype: DType) -> bool:
+        """Whether shared experts are quantised as the others are."""
+        return self.shared_experts_dtype(routed_weight_dtype) == routed_weight_dtype
+
+
+def fp4_packed_k(in_dim: int, quant_config: QuantConfig | None) -> int:
+    """The number of bytes, or of elements where they are not packed, that hold ``in_dim`` inputs of a weight."""
+    if quant_config is not None and quant_config.is_fp4:
+        return in_dim // 2
+    if quant_config is not None and quant_config.is_mxfp6:
+        return in_dim * 3 // 4
+    return in_dim
+
+
+def ceildiv(n: DimLike, d: DimLike) -> Dim:
+    """``n / d`` rounded up.
+
+    Example:
+        >>> ceildiv(5, 2), ceildiv("n", 2)
+        (Dim(3), (Dim('n') + Dim(1)) // Dim(2))
+    """
+    return (Dim(n) + Dim(d) - 1) // Dim(d)

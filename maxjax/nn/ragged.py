@@ -1,0 +1,49 @@
+"""Ragged batches: which tokens are of one sequence, which keys they see, and RoPE at their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .attention.mask_config import MHAMaskVariant
+from .rotary_embedding import rotate
+
+
+def seen(variant: MHAMaskVariant, queries: Any, keys: Any, window: int) -> Any:
+    """Which keys a query attends to by their positions; None means all."""
+    if variant == MHAMaskVariant.NULL_MASK:
+        return None
+    behind = queries[..., :, None] - keys[..., None, :]
+    causal = behind >= 0
+    if variant == MHAMaskVariant.CAUSAL_MASK:
+        return causal
+    if variant == MHAMaskVariant.SLIDING_WINDOW_NONCAUSAL_MASK:
+        raise NotImplementedError(
+            "SLIDING_WINDOW_NONCAUSAL_MASK is not supported: give the mask to jax.nn.dot_product_attention"
+        )
+    if window < 1:
+        raise ValueError(f"{variant.name} needs a local_window_size, not {window}")
+    if variant == MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK:
+        return causal & (behind < window)
+    return causal & (queries[..., :, None] // window == keys[..., None, :] // window)
+
+
+def sequences(offsets: Any, count: int) -> tuple[Any, Any]:
+    """For each token of a ragged batch the number of its sequence, and its place in it."""
+    offsets = offsets.astype(jnp.int32)
+    tokens = jnp.arange(count)
+    # Counted, because jnp.searchsorted takes no named sizes.
+    rows = (offsets[1:, None] <= tokens[None]).sum(axis=0, dtype=jnp.int32)
+    return rows, tokens - offsets[rows]
+
+
+def rotated(x: Any, freqs: Any, interleaved: bool, rope_first: bool) -> Any:
+    """``x [tokens, H, D]`` rotated by ``freqs [tokens, W]``, cosines and sines in turn; W may be less than D."""
+    width = freqs.shape[-1]
+    table = freqs.reshape(freqs.shape[0], width // 2, 2)
+    start = 0 if rope_first else x.shape[-1] - width
+    part = jax.lax.slice_in_dim(x, start, start + width, axis=-1)
+    part = rotate(part, table[..., 0], table[..., 1], interleaved=interleaved).astype(x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=-1)

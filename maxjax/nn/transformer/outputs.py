@@ -1,0 +1,276 @@
+"""What a ragged decoder returns: the logits of some of its tokens, and hidden states."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...dtype import DType
+from ...graph import ops
+from ...graph.value import TensorValue
+from .sequence import forward_sharded_layers
+
+
+class ReturnLogits(enum.StrEnum):
+    """The tokens of each sequence whose logits are returned: the last, the last few, or all."""
+
+    LAST_TOKEN = "last_token"
+    VARIABLE = "variable"
+    ALL = "all"
+
+
+class ReturnHiddenStates(enum.StrEnum):
+    """The hidden states that are returned beside the logits.
+
+    ``LAST`` is of each sequence's last token, ``LAST_PER_DEVICE`` the same for each device; ``ALL`` of all
+    tokens, ``ALL_NORMALIZED`` after the last norm; ``SELECTED_LAYERS`` those that layers captured.
+    """
+
+    NONE = "none"
+    LAST = "last"
+    LAST_PER_DEVICE = "last_per_device"
+    ALL_NORMALIZED = "all_normalized"
+    ALL = "all"
+    SELECTED_LAYERS = "selected_layers"
+
+
+def extract_hs(
+    return_hidden_states: ReturnHiddenStates,
+    last_token_hs_distributed: Sequence[TensorValue],
+    all_hs_distributed: Sequence[TensorValue],
+    normalizer: Sequence[Callable[[TensorValue], TensorValue]] | None = None,
+    capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
+) -> tuple[TensorValue, ...]:
+    """The hidden states that were asked for.
+
+    Args:
+        return_hidden_states: which.
+        last_token_hs_distributed, all_hs_distributed: hidden states of the last tokens and of all, one for each
+            device.
+        normalizer: the last norm, for each device; for ``ALL_NORMALIZED``.
+        capture_hidden_states: for each captured layer, its hidden states on each device; for ``SELECTED_LAYERS``,
+            which returns those of the first device for all layers, then those of the second, and so on.
+
+    Raises:
+        ValueError: ``normalizer`` or ``capture_hidden_states`` is needed and missing.
+    """
+    match return_hidden_states:
+        case ReturnHiddenStates.LAST:
+            return (last_token_hs_distributed[0],)
+        case ReturnHiddenStates.LAST_PER_DEVICE:
+            return tuple(last_token_hs_distributed)
+        case ReturnHiddenStates.ALL:
+            return tuple(all_hs_distributed)
+        case ReturnHiddenStates.ALL_NORMALIZED:
+            if normalizer is None:
+                raise ValueError("ReturnHiddenStates.ALL_NORMALIZED needs the normalizer")
+            return tuple(forward_sharded_layers(normalizer, all_hs_distributed))
+        case ReturnHiddenStates.SELECTED_LAYERS:
+            if not capture_hidden_states:
+                raise ValueError("ReturnHiddenStates.SELECTED_LAYERS needs capture_hidden_states")
+            return tuple(
+                one for device in zip(*capture_hidden_states, strict=True) for one in device
+            )
+    return ()
+
+
+def captures_by_device(values: Sequence[TensorValue], num_devices: int) -> list[list[TensorValue]]:
+    """The captured hidden states that :func:`extract_hs` returned, as one list for each device.
+
+    Raises:
+        ValueError: their number is not a multiple of the number of devices.
+
+    Example:
+        >>> captures_by_device([1, 2, 3, 4], 2)  # of two layers on two devices
+        [[1, 2], [3, 4]]
+    """
+    if not values or len(values) % num_devices:
+        raise ValueError(
+            f"{len(values)} captured hidden states are not the same number for each of {num_devices} devices"
+        )
+    each = len(values) // num_devices
+    return [list(values[start : start + each]) for start in range(0, len(values), each)]
+
+
+def fuse_captured_hidden_states(
+    captures_per_device: Sequence[Sequence[TensorValue]],
+) -> list[TensorValue]:
+    """The captures of each device, joined along the last axis."""
+    return [
+        one[0] if len(one) == 1 else ops.concat(list(one), axis=-1) for one in captures_per_device
+    ]
+
+
+def _before_last(input_row_offsets: Any, count: Any) -> Any:
+    """Indices of the last ``count`` tokens of each sequence, in order: ``[B * count]``."""
+    back = ops.range(
+        count,
+        0,
+        -1,
+        out_dim="return_n_logits_range",
+        dtype=DType.int64,
+        device=input_row_offsets.device,
+    )
+    ends = ops.unsqueeze(input_row_offsets[1:].cast(back.dtype), -1)
+    return ops.reshape(ends - back, (-1,))
+
+
+def _postprocess(
+    h: Sequence[TensorValue],
+    input_row_offsets: Sequence[TensorValue],
+    return_n_logits: TensorValue,
+    logits_of: Callable[[Sequence[TensorValue]], TensorValue],
+    return_logits: ReturnLogits,
+    finish: Callable[[TensorValue], TensorValue],
+) -> tuple[list[TensorValue], tuple[TensorValue, ...]]:
+    """The hidden states of the last tokens on each device; and logits, offsets."""
+    last_h = [
+        ops.gather(x, offsets[1:] - 1, axis=0)
+        for x, offsets in zip(h, input_row_offsets, strict=True)
+    ]
+    found: tuple[TensorValue, ...] = (finish(logits_of(last_h)),)
+    if return_logits == ReturnLogits.VARIABLE:
+        count = return_n_logits[0]
+        indices = [_before_last(offsets, count) for offsets in input_row_offsets]
+        tokens = [ops.gather(x, i, axis=0) for x, i in zip(h, indices, strict=True)]
+        ends = ops.range(
+            0, TensorValue(indices[0].shape[0]) + count, count,
+            out_dim="logit_offsets", dtype=DType.int64, device=h[0].device,
+        )  # fmt: skip
+        found += finish(logits_of(tokens)), ends
+    elif return_logits == ReturnLogits.ALL:
+        found += finish(logits_of(h)), input_row_offsets[0]
+    return last_h, found
+
+
+def logits_postprocess(
+    h: TensorValue,
+    input_row_offsets: TensorValue,
+    return_n_logits: TensorValue,
+    norm: Callable[[TensorValue], TensorValue],
+    lm_head: Callable[[TensorValue], TensorValue],
+    return_logits: ReturnLogits,
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
+    logits_scaling: float = 1.0,
+    capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
+) -> tuple[TensorValue, ...]:
+    """The logits of a ragged batch, in float32.
+
+    Args:
+        h: ``[tokens, hidden_size]``, hidden states after the last layer.
+        input_row_offsets: ``[B + 1]``, where each sequence begins and the last one ends.
+        return_n_logits: ``[1]``, how many logits of each sequence, for ``ReturnLogits.VARIABLE``.
+        norm, lm_head: the last two layers.
+        return_logits: the tokens whose logits are returned beside those of the last ones.
+        return_hidden_states, capture_hidden_states: as for :func:`extract_hs`.
+        logits_scaling: number by which logits are divided.
+
+    Returns:
+        Logits of the last tokens, ``[B, vocab_size]``; unless only these were asked for, those of more tokens and
+        the offsets of their sequences; and hidden states.
+    """
+
+    def finish(logits: TensorValue) -> TensorValue:
+        logits = ops.cast(logits, DType.float32)
+        return logits if logits_scaling == 1.0 else logits / logits_scaling
+
+    last_h, found = _postprocess(
+        [h],
+        [input_row_offsets],
+        return_n_logits,
+        lambda xs: lm_head(norm(xs[0])),
+        return_logits,
+        finish,
+    )
+    return found + extract_hs(return_hidden_states, last_h, [h], [norm], capture_hidden_states)
+
+
+def distributed_logits_postprocess(
+    h: Sequence[TensorValue],
+    input_row_offsets: Sequence[TensorValue],
+    return_n_logits: TensorValue,
+    lm_head: Callable[..., Sequence[TensorValue]],
+    signal_buffers: Sequence[Any],
+    return_logits: ReturnLogits,
+    device: Any,
+    norm_shards: Sequence[Callable[[TensorValue], TensorValue]] | None = None,
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
+    logits_scaling: float = 1.0,
+    logit_softcapping: float | None = None,
+    capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
+) -> tuple[TensorValue, ...]:
+    """:func:`logits_postprocess` for hidden states that are in a list, one for each device.
+
+    Args:
+        h, input_row_offsets: as there, for each device.
+        lm_head: layer of such a list and of ``signal_buffers``; the first of its results counts.
+        signal_buffers, device: passed on, and ignored.
+        norm_shards: the last norm, for each device.
+        logit_softcapping: cap ``c`` of the logits, ``c · tanh(logits / c)``.
+    """
+
+    def finish(logits: TensorValue) -> TensorValue:
+        logits = ops.cast(logits, DType.float32)
+        if logits_scaling != 1.0:
+            logits = logits / logits_scaling
+        if logit_softcapping is not None:
+            logits = ops.tanh(logits / logit_softcapping) * logit_softcapping
+        return logits
+
+    def logits_of(xs: Sequence[TensorValue]) -> TensorValue:
+        normed = list(xs) if norm_shards is None else forward_sharded_layers(norm_shards, xs)
+        return lm_head(normed, signal_buffers)[0]
+
+    last_h, found = _postprocess(
+        h, input_row_offsets, return_n_logits, logits_of, return_logits, finish
+    )
+    return found + extract_hs(return_hidden_states, last_h, h, norm_shards, capture_hidden_states)
+
+
+class LogitsPostprocessMixin:
+    """Gives a decoder with ``norm``, ``lm_head`` and ``return_logits`` :func:`logits_postprocess` as a method."""
+
+    norm: Callable[[TensorValue], TensorValue]
+    lm_head: Callable[[TensorValue], TensorValue]
+    return_logits: ReturnLogits
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE
+    logits_scaling: float = 1.0
+
+    def _postprocess_logits(
+        self,
+        h: TensorValue,
+        input_row_offsets: TensorValue,
+        return_n_logits: TensorValue,
+        capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
+    ) -> tuple[TensorValue, ...]:
+        return logits_postprocess(
+            h, input_row_offsets, return_n_logits, self.norm, self.lm_head, self.return_logits,
+            self.return_hidden_states, self.logits_scaling, capture_hidden_states,
+        )  # fmt: skip
+
+
+class DistributedLogitsPostprocessMixin:
+    """The same for a decoder with ``norm_shards`` and ``devices``: :func:`distributed_logits_postprocess`."""
+
+    norm_shards: Sequence[Callable[[TensorValue], TensorValue]]
+    lm_head: Callable[..., Sequence[TensorValue]]
+    return_logits: ReturnLogits
+    devices: list[Any]
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE
+    logits_scaling: float = 1.0
+    logit_softcapping: float | None = None
+
+    def _postprocess_logits(
+        self,
+        h: Sequence[TensorValue],
+        input_row_offsets: Sequence[TensorValue],
+        return_n_logits: TensorValue,
+        signal_buffers: Sequence[Any],
+        capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
+    ) -> tuple[TensorValue, ...]:
+        return distributed_logits_postprocess(
+            h, input_row_offsets, return_n_logits, self.lm_head, signal_buffers, self.return_logits,
+            self.devices[0], self.norm_shards, self.return_hidden_states, self.logits_scaling,
+            self.logit_softcapping, capture_hidden_states,
+        )  # fmt: skip
