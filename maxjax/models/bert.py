@@ -6,11 +6,10 @@ Shapes: B sequences of T tokens, H heads of width D, hidden size E.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
-from ..dtype import DType
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
 from ..nn.attention.tapped_attention import tapped_attention
@@ -152,7 +151,7 @@ class BertModel(Encoder):
         config: settings of the model.
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
-        pooler: whether the model has a pooler.
+        pooler: whether the model has a pooler; by default it has.
         head: whether the model has a classification head.
 
     Example:
@@ -163,16 +162,7 @@ class BertModel(Encoder):
         ((3, 5, 8), (3, 8))
     """
 
-    def __init__(
-        self,
-        config: BertConfig,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = True,
-        head: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler, head=head)
+    has_pooler: ClassVar[bool] = True
 
     def make(self, config: BertConfig, types: Types) -> None:
         """Makes embeddings and layers."""

@@ -101,6 +101,13 @@ class ModelConfig:
         return {**given, **cls.unsaid}
 
     @classmethod
+    def value(cls, raw: Mapping[str, Any], name: str) -> Any:
+        """What a file says of a field, under whichever of its keys; the default if it says nothing."""
+        field = cls.__dataclass_fields__[name]
+        found = raw.get(_key(field, raw))
+        return field.default if found is None else found
+
+    @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """The object that holds a file's numbers, and the keys of numbers that its model does not use."""
         return raw, frozenset()
@@ -119,10 +126,7 @@ class ModelConfig:
         types_of = typing.get_type_hints(cls)
         values = {}
         for field in dataclasses.fields(cls):
-            key = field.metadata.get("key") or field.name
-            key = next(
-                (k for k in (key, *field.metadata.get("also", ())) if raw.get(k) is not None), key
-            )
+            key = _key(field, raw)
             value = raw.get(key)
             if value is not None:
                 values[field.name] = _checked(key, value, types_of[field.name], field, path)
@@ -132,6 +136,13 @@ class ModelConfig:
             return cls(**values)
         except ValueError as error:  # from a subclass's __post_init__
             raise CheckpointFormatError(str(error), path=path) from None
+
+
+def _key(field: dataclasses.Field, raw: Mapping[str, Any]) -> str:
+    """The key under which a file has a field; the first of them if it does not."""
+    key = field.metadata.get("key") or field.name
+    names = (key, *field.metadata.get("also", ()))
+    return next((name for name in names if raw.get(name) is not None), key)
 
 
 def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -157,6 +157,7 @@ class Gemma3Config(Gemma2Config):
     sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
     use_bidirectional_attention: bool = setting(default=False)
     # transformers has a setting for it too, but never uses it.
+    unused: ClassVar[Collection[str]] = ("attn_logit_softcapping",)
     attn_soft_cap: float | None = own(None)
     logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
     qk_norm: bool = own(True)

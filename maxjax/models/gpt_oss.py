@@ -25,7 +25,7 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.config import layers_of, own, slides_of
 from .decoder.expert_files import MoEFamily, Together
-from .decoder.experts import MoEConfig, MoELayer, SparseMLP, expert_count
+from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
@@ -57,10 +57,9 @@ class GptOssConfig(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, and the layers with a window: every second one, from the first on."""
+        """The layers with a window: every second one, from the first on."""
         count = layers_of(raw)
         return {
-            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
             "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
         }  # fmt: skip
 

@@ -18,7 +18,7 @@ from ..nn.linear import Linear
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
-from .decoder.experts import MoEConfig, SparseMLP, expert_count
+from .decoder.experts import MoEConfig, SparseMLP
 from .decoder.model import make
 from .gguf.names import expert_names
 from .granite import GRANITE, Granite, GraniteConfig
@@ -37,10 +37,9 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, in all layers."""
+        """All layers have experts, and no MLP has biases."""
         return {
             **super().derived(raw), "mlp_bias": False,
-            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
         }  # fmt: skip
 
 

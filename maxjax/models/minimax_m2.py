@@ -16,7 +16,7 @@ from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MAPS_W, MoEConfig, SparseMLP, expert_count
+from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
 from .gguf.metadata import unsupported
@@ -55,7 +55,7 @@ class MiniMaxM2Config(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts; a MiniMax M2 has neither biases nor a window, whatever its file says.
+        """A MiniMax M2 has neither biases nor a window, whatever its file says.
 
         Raises:
             ValueError: queries and keys are normalised in another way.
@@ -63,7 +63,6 @@ class MiniMaxM2Config(MoEConfig):
         if raw.get("qk_norm_type") not in (None, "per_layer") or raw.get("use_qk_norm") is False:
             raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
         return {
-            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
             "attention_bias": False, "mlp_bias": False,
             "sliding_window": None,
         }  # fmt: skip

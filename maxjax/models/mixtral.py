@@ -13,7 +13,7 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MAPS_W, MoEConfig, MoELayer, expert_count
+from .decoder.experts import MAPS_W, MoEConfig, MoELayer
 from .decoder.model import Decoder, make
 
 
@@ -33,9 +33,8 @@ class MixtralConfig(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts; a Mixtral has no biases, whatever its file says."""
+        """A Mixtral has no biases, whatever its file says."""
         return {
-            "num_experts": expert_count(raw, "num_local_experts", cls.num_experts),
             "norm_topk_prob": True,
             "attention_bias": False, "mlp_bias": False,
         }  # fmt: skip

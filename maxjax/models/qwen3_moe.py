@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import count_of, layers_of, own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MoEConfig, MoELayer, expert_count
+from .decoder.experts import MoEConfig, MoELayer
 from .decoder.model import Decoder, make
 from .qwen import WINDOW
 
@@ -53,20 +53,17 @@ class Qwen3MoEConfig(MoEConfig):
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """``intermediate_size`` is not used if every layer has experts."""
         try:
-            sparse = sparse_layers(raw, expert_count(raw, "num_experts", cls.num_experts))
+            sparse = sparse_layers(raw, cls.value(raw, "num_experts"))
         except ValueError:
             sparse = ()
         return raw, frozenset({"intermediate_size"} if sparse and all(sparse) else ())
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, the layers that have them, and the sliding window, if it is used."""
+        """The layers that have experts, and the sliding window, if it is used."""
         window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-        experts = expert_count(raw, "num_experts", cls.num_experts)
-        return {
-            "num_experts": experts, "sliding_window": window, "mlp_bias": False,
-            "sparse": sparse_layers(raw, experts),
-        }  # fmt: skip
+        sparse = sparse_layers(raw, cls.value(raw, "num_experts"))
+        return {"sliding_window": window, "mlp_bias": False, "sparse": sparse}
 
 
 class Qwen3MoE(Decoder):

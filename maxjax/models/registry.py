@@ -6,7 +6,8 @@ There is one file per family.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, closest
@@ -144,7 +145,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         for family in FAMILIES:
             if architectures[0] in family.architectures and family.claims(config):
                 return family
-        raise _unsupported(f"the architecture {architectures[0]!r}", architectures[0], path)
+        what = f"the architecture {architectures[0]!r}"
+        raise _unsupported(what, architectures[0], path, model_type)
     if model_type:
         if model_type in _TEXTS:
             model_type = text_of(config, path)["model_type"]
@@ -197,11 +199,13 @@ def families() -> list[FamilyNames]:
     ]  # fmt: skip
 
 
-def _unsupported(what: str, name: str, path: Any) -> UnsupportedModelError:
-    """The error for a name that no family has, with the family whose name is the most similar."""
-    names = {n: one for one in FAMILIES for n in (*one.architectures, one.model_type)}
-    like = closest(name[:200], names)
-    near = f" The nearest is {names[like].model_type!r} ({like})." if like is not None else ""
+def _unsupported(
+    what: str, name: str, path: Any, model_type: str | None = None
+) -> UnsupportedModelError:
+    """The error for a name that no family has, with the family that is the nearest to it."""
+    said = next((one for one in FAMILIES if one.model_type == model_type), None)
+    like = _nearest(name[:200]) if said is None else ((*said.architectures, model_type)[0], said)
+    near = "" if like is None else f" The nearest is {like[1].model_type!r} ({like[0]})."
     where = f"{os.fspath(path)}: " if path is not None else ""
     what = "".join(c if c.isprintable() else "?" for c in what[:200])
     known = ", ".join(dict.fromkeys(one.model_type for one in FAMILIES))
@@ -210,3 +214,59 @@ def _unsupported(what: str, name: str, path: Any) -> UnsupportedModelError:
         "their architectures. maxjax.models.register(family) adds one of your own: docs/families.md "
         "shows how"
     )
+
+
+# What architectures are called after the name of the model: the head, or a part of a model that sees.
+_HEAD = re.compile(
+    r"(For[A-Z]\w*|(Text|LMHead|DoubleHeads|Encoder|Decoder|Thinker|PreTrained)?Model)$"
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
+_PARTS = frozenset(
+    "vl vision visual text omni audio image thinker talker for conditional generation".split()
+)
+
+
+def _words(name: str) -> list[str]:
+    """The words and numbers of an architecture or a model type, without the head.
+
+    Example:
+        >>> _words("Qwen3VLMoeForConditionalGeneration"), _words("qwen3_vl_moe")
+        (['qwen', '3', 'moe'], ['qwen', '3', 'moe'])
+    """
+    words = [word.lower() for word in _WORD.findall(_HEAD.sub("", name))]
+    return [word for word in words if word not in _PARTS]
+
+
+def _nearest(name: str) -> tuple[str, Family] | None:
+    """The family that is the nearest to a name, and its own name of that kind.
+
+    Families of the same first word are before others: that with the most words in common, the fewest
+    others, and the nearest version. Without such a one, spelling decides.
+
+    Example:
+        >>> _nearest("Gemma3ForSequenceClassification")[0], _nearest("glm_moe_dsa")[0]
+        ('Gemma3ForCausalLM', 'glm4_moe')
+    """
+    names = {n: one for one in FAMILIES for n in (*one.architectures, one.model_type)}
+    wanted, kind = _words(name), _HEAD.search(name) is not None
+    own = {n: _words(n) for n in names if (_HEAD.search(n) is not None) is kind}
+    alike = [n for n, words in own.items() if words[:1] == wanted[:1] != []]
+    if not alike:
+        stems = {"".join(words): n for n, words in reversed(own.items())}
+        like = closest("".join(wanted), stems)
+        return None if like is None else (stems[like], names[stems[like]])
+
+    def far(n: str) -> tuple[int, int, int, float]:
+        same, others = {*own[n]} & {*wanted}, {*own[n]} - {*wanted}
+        version, numbers = _version(wanted), sum(word.isdigit() for word in others)
+        apart = abs(_version(own[n]) - version) if version else 0.0
+        return -len(same), len(others) - numbers, numbers, apart
+
+    like = min(alike, key=far)
+    return like, names[like]
+
+
+def _version(words: Sequence[str]) -> float:
+    """The number in a name: 2.5 of ``qwen2_5``; 0 if it has none."""
+    numbers = [word for word in words if word.isdigit()]
+    return float(".".join(numbers[:2])) if numbers else 0.0

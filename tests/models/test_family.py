@@ -205,6 +205,29 @@ def test_unknown_ones_are_named_with_those_there_are(config, named):
 
 
 @pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("qwen3_vl_moe", "'qwen3_moe' (qwen3_moe)"),
+        ("Qwen3OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
+        ("Qwen2ForSequenceClassification", "'qwen2' (Qwen2ForCausalLM)"),
+        ("Gemma4ForTokenClassification", "'gemma4_text' (Gemma4ForCausalLM)"),
+        ("DeepseekV32ForCausalLM", "'deepseek_v3' (DeepseekV3ForCausalLM)"),
+        ("glm_moe_dsa", "'glm4_moe' (glm4_moe)"),
+        ("GPTBigCodeForCausalLM", "'gpt2' (GPT2LMHeadModel)"),
+        ("LamaForCausalLM", "'llama' (LlamaForCausalLM)"),
+        ("T5ForConditionalGeneration", None),
+        ("ForCausalLM", None),
+    ],
+)
+def test_the_nearest_family_is_of_the_same_name_and_kind(name, nearest):
+    key = "model_type" if name.islower() else "architectures"
+    with pytest.raises(UnsupportedModelError) as caught:
+        find_family({key: name if name.islower() else [name]})
+    said = str(caught.value)
+    assert f"The nearest is {nearest}." in said if nearest else "nearest" not in said
+
+
+@pytest.mark.parametrize(
     "config", [{}, {"architectures": "BertModel"}, {"architectures": [3]}, {"model_type": 3}]
 )
 def test_configurations_that_do_not_say(config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -56,6 +56,8 @@ class DecoderConfig(ModelConfig):
         query_scaling: factor of the queries that grows with their position.
     """
 
+    # Keys that files of the family may have, with which transformers computes nothing either.
+    unused: ClassVar[Collection[str]] = ()
     # RoPE's settings of a file that has no object for them.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
@@ -208,7 +210,8 @@ class DecoderConfig(ModelConfig):
         read = [field for field in fields.values() if not field.metadata.get("own")]
         known = {field.metadata.get("key") or field.name for field in read}
         known |= {key for field in read for key in field.metadata.get("also", ())}
-        warn_of_unread(cls.model_type or cls.__name__, raw, known | looked.keys_seen)
+        known |= {*cls.unused, *looked.keys_seen}
+        warn_of_unread(cls.model_type or cls.__name__, raw, known)
         return found
 
     @classmethod

@@ -136,14 +136,6 @@ def after_dense(raw: Mapping[str, Any], layers: int, default: int = 0) -> tuple[
     return tuple(i >= dense for i in range(layers))
 
 
-def expert_count(raw: Mapping[str, Any], name: str, default: int) -> Any:
-    """The number of experts, under either of the two keys that transformers accepts."""
-    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
-    found = raw.get(name)
-    found = raw.get(other) if found is None else found
-    return default if found is None else found
-
-
 class ExpertMLP(Module):
     """One gated feed-forward network, whose linear layers have the checkpoint's names.
 

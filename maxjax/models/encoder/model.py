@@ -66,7 +66,7 @@ class Encoder(PretrainedModel):
         config: settings of the model.
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
-        pooler: whether the model has a pooler.
+        pooler: whether the model has a pooler; None: as the class says.
         head: whether the model has a classification head.
 
     Attributes:
@@ -74,10 +74,12 @@ class Encoder(PretrainedModel):
         classifier: the layer of the scores, or None.
         head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
             classification head takes.
+        has_pooler: whether models have a pooler if nothing else is said.
         takes_types: whether the model was trained with the token types of text pairs.
     """
 
     head_pooling: ClassVar[str] = "cls"
+    has_pooler: ClassVar[bool] = False
     takes_types: ClassVar[bool] = True
 
     def __init__(
@@ -86,7 +88,7 @@ class Encoder(PretrainedModel):
         dtype: Any = DType.float32,
         *,
         reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
+        pooler: bool | None = None,
         head: bool = False,
     ):
         super().__init__()
@@ -94,7 +96,8 @@ class Encoder(PretrainedModel):
         self.config = config
         self.reduce_dtype = types.reduce
         self.make(config, types)
-        self.pooler = Pooler(config, types) if pooler else None
+        has_pooler = self.has_pooler if pooler is None else pooler
+        self.pooler = Pooler(config, types) if has_pooler else None
         self.classifier: Any = None
         if head:
             self.make_head(config, types)

@@ -77,6 +77,9 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
+    # Whoever reads a family's configuration knows all families, whatever was imported before.
+    from ... import registry as _  # noqa: F401
+
     try:
         config = text_settings(config)
     except ValueError as error:

@@ -36,7 +36,7 @@ _LONGEST_PIECE = 512
 # llama.cpp's list of tokens that end an answer, whatever type a file gives them.
 ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>"
-    " _<EOT> <|end_of_text|> <end_of_utterance>".split()
+    " _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>".split()
 )
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
@@ -73,6 +73,20 @@ def sentencepiece(given: Settings) -> dict[str, Any]:
         CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
         CheckpointLimitError: a token is too long to try every way to cut it.
     """
+    return _pieces(given, _SENTENCEPIECE_IDS, prefix=True)
+
+
+def merged_pieces(given: Settings) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for Gemma 4's tokenizer: Llama's kind, with the merges in the file.
+
+    Raises:
+        CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
+    """
+    given.items("merges", str)
+    return _pieces(given, {}, prefix=False)
+
+
+def _pieces(given: Settings, usual: dict[str, int], prefix: bool) -> dict[str, Any]:
     tokens = [
         # An added token that is a run of spaces is found by merges as well.
         token.replace(" ", WORD) if token.strip(" ") == "" else token
@@ -80,14 +94,14 @@ def sentencepiece(given: Settings) -> dict[str, Any]:
     ]
     types = _types(given, tokens)
     vocab = _filled(tokens, types, given)
-    prefix = given.flag("add_space_prefix", True)
-    unknown = _id(given, tokens, "unknown", _SENTENCEPIECE_IDS)
+    prefix = given.flag("add_space_prefix", prefix)
+    unknown = _id(given, tokens, "unknown", usual)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
     steps = [{"type": "Prepend", "prepend": WORD}, space] if prefix else [space]
     has_merges = given.has("merges")
     merges = _stored_merges(given, vocab) if has_merges else _scored(given, tokens, types, vocab)
     return _document(
-        given, tokens, types, True, _SENTENCEPIECE_IDS,
+        given, tokens, types, True, usual,
         normalizer={"type": "Sequence", "normalizers": steps},
         pre_tokenizer=None,
         decoder=_decoder(prefix),

@@ -15,7 +15,7 @@ from typing import Any
 from ....errors import CheckpointFormatError, UserInputError, some
 from ....storage.strict_json import load_json
 from ..metadata import Settings
-from .bpe import ENDS, byte_level, sentencepiece
+from .bpe import ENDS, byte_level, merged_pieces, sentencepiece
 from .tokens import SPECIAL, special_id
 from .unigram import unigram
 from .wordpiece import PIECE as PIECE
@@ -28,6 +28,7 @@ HF_JSON = "tokenizer.huggingface.json"
 _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "bert": wordpiece,
     "gpt2": byte_level,
+    "gemma4": merged_pieces,
     "llama": sentencepiece,
     "t5": unigram,
 }
@@ -39,7 +40,7 @@ def tokenizer_json(
     """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
 
     A complete ``tokenizer.json`` in the file is returned. Otherwise tokenizers of the kinds "bert",
-    "gpt2", "llama" and "t5" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
+    "gpt2", "llama", "gemma4" and "t5" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
     loses its accents; with others it is, unless the vocabulary has upper-case words.
 
     Args:

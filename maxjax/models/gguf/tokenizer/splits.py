@@ -31,6 +31,14 @@ _QWEN35 = (
 )
 TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}|{_PATHS}|{_SPACES}"
 GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
+# Kimi K2: as GPT4O, where Chinese characters are words of their own.
+_NOT_HAN = tuple(f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+KIMI = (
+    r"[\p{Han}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_SHORT}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_SHORT}?"
+    rf"|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
+)
 _SEED = rf"{_SHORT}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEEPSEEK3 = (
@@ -120,6 +128,7 @@ SPLITTINGS: dict[str, Splitting] = {
     **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo", QWEN2),
     **_kinds("tekken", TEKKEN, ignore_merges=True, adds_bos=True),
     **_kinds("gpt-4o llama4 minimax-m2", GPT4O),
+    **_kinds("kimi-k2", KIMI),
     **_kinds("seed-coder", _SEED),
     **_kinds("poro-chat bloom gpt3-finnish", _BLOOM),
     **_kinds("viking", _BLOOM, r"\p{N}"),
@@ -142,6 +151,7 @@ _PATTERNS = {
     (QWEN2, False): "qwen2",
     (TEKKEN, True): "tekken",
     (GPT4O, False): "gpt-4o",
+    (KIMI, False): "kimi-k2",
     (GPT2, False): "gpt-2",
     (GPT2.removesuffix(r"|\s+"), False): "gpt-2",
 }

@@ -99,6 +99,7 @@ def test_digits_and_marks_as_deepseek_falcon_and_old_files_cut_them():
         ).pre_tokenize_str(text)
     ]
     assert cut("deepseek-v3", "a12345 漢字x") == ["a", "123", "45", "Ġ", "æ¼¢åŃĹ", "x"]
+    assert cut("kimi-k2", "漢字x's 1234") == ["æ¼¢åŃĹ", "x's", "Ġ", "123", "4"]
     assert cut("falcon", "a12345, b") == ["a", "123", "45", ",", "Ġb"]
     assert cut("smollm", "a12") == ["a", "1", "2"]
     assert cut("deepseek-coder", "ab 12\n!") == ["ab", "Ġ", "1", "2", "Ċ", "!"]
@@ -241,6 +242,20 @@ def test_merges_in_the_file_are_taken():
     pairs = data["model"]["merges"]
     metadata[KEY + "merges"] = [p if isinstance(p, str) else " ".join(p) for p in pairs]
     same(built(metadata), llama_oracle(data), [t for t in ODD if "<" not in t])
+
+
+def test_gemma_4s_kind_is_llamas_with_merges_and_no_usual_ids():
+    data = files.sentencepiece(False)
+    metadata = through(data, LLAMA) | {KEY + "model": "gemma4"}
+    metadata[KEY + "merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
+    del metadata[KEY + "add_space_prefix"], metadata[KEY + "scores"]
+    metadata |= {KEY + f"{name}_token_id": i for i, name in enumerate(("unknown", "bos"))}
+    same(built(metadata), llama_oracle(data), [t for t in ODD if "<" not in t])
+    del metadata[KEY + "bos_token_id"]
+    assert tokenizer_json(metadata)["post_processor"] is None
+    del metadata[KEY + "merges"]
+    with pytest.raises(CheckpointFormatError, match="merges' is missing"):
+        tokenizer_json(metadata)
 
 
 def test_gemmas_merges_are_in_the_order_of_its_tokens():

@@ -21,6 +21,13 @@ GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UP}*{_LOW}+{SHORT}?|[^\r\n\p{{L}}\p{{N}}]?{_UP}+{_LOW}*{SHORT}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As in Kimi K2's tokenization_kimi.py.
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    r"&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # Name of ours → (how text is split, ignore_merges, llama.cpp's name).
 BYTE_LEVEL = {
@@ -31,6 +38,7 @@ BYTE_LEVEL = {
     "smollm": ("digits", False, "smollm"),
     "tekken": (TEKKEN, True, "tekken"),
     "gpt4o": (GPT4O, False, "gpt-4o"),
+    "kimi": (KIMI, False, "kimi-k2"),
 }
 
 WORDS = (
