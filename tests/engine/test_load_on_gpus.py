@@ -137,7 +137,11 @@ def test_nothing_else_changes_the_form(gpu):
 def test_every_family_says_whether_it_is_separate():
     kinds = {family.model_type: family.config for family in FAMILIES}
     assert {"mixtral", "qwen3_moe"} < set(kinds)
-    separate = {cls.__name__: cls.separate_on_gpus for cls in Decoder.__subclasses__()}
+
+    def subclasses(cls):
+        return {cls}.union(*map(subclasses, cls.__subclasses__()))
+
+    separate = {cls.__name__: cls.separate_on_gpus for cls in subclasses(Decoder)}
     assert {"Llama", "Gemma3", "GPT2", "Mixtral", "Qwen3MoE"} < set(separate)
     assert all(separate.values())
 
