@@ -62,10 +62,12 @@ class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
 
 
 PagedCacheValues = KVCacheInputsPerDevice[TensorValue, BufferValue]
+"""The inputs of a paged cache on one device, as values of a graph."""
 KVCacheInputs = (
     Sequence[KVCacheInputsPerDevice[_Tensor, _Buffer]]
     | Mapping[str, KVCacheInputsPerDevice[_Tensor, _Buffer]]
 )
+"""The inputs of paged caches: a list with one for each device, or several such lists by name."""
 
 
 class KVCacheParamInterface:
