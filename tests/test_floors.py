@@ -111,7 +111,7 @@ models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apert
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert
-models: registry construct
+models: registry find construct
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata
