@@ -130,9 +130,7 @@ class StackedLinear(LowRank):
         y = matmul(x, stored.reshape(n * r, -1))
         if self.bias is not None:
             y = add_bias(y, self.bias.stored.used().reshape(-1))
-        y = y.reshape(*y.shape[:-1], n, r)
-        ends = list(accumulate(layout.own))[:-1]
-        parts = [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        parts = layout.parts(y)
         if self.lora_A is None:
             return parts
         return self.split(self.updated(explicit.concatenate(parts, -1), x))
