@@ -118,7 +118,6 @@ ADVICE: dict[str, dict[str, str]] = {
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},
     "nn.state_space.kimi_delta": {"KDA_GATE_LOWER_BOUND KdaGateMode KdaStateLayout": _STATE},
-    "nn.transformer": {"Transformer DistributedTransformer DistributedTransformerBlock": _DECODER},
+    "nn.transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
     "nn.transformer.distributed_transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
-    "nn.transformer.transformer": {"Transformer": _DECODER},
 }  # fmt: skip
