@@ -78,7 +78,8 @@ ARCHITECTURES = {
          "rope_parameters": YARN},
         narrow=("router.weight", "router.bias"),
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM"),
+    # MAX's olmo2 normalises queries and keys with an epsilon of 1e-6, whatever rms_norm_eps is.
+    "olmo2": Architecture("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6}),
     "granite": Architecture(
         "GraniteForCausalLM",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
