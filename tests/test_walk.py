@@ -74,11 +74,9 @@ def test_the_walk_runs(minilm, gguf_file):
 def test_getting_started_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = run_shown(ROOT / "docs" / "getting-started.md", capsys)
-    assert names["value"] < 0.1 and (tmp_path / "model.html").stat().st_size > 1000
+    assert names["value"] < 0.5 and (tmp_path / "model.html").stat().st_size > 1000
     model, tokenizer = maxjax.load("tuned")
-    asked = ["What is 5 + 6?\n", "What is 20 + 22?\n", "What is 90 + 17?\n"]
-    answers = maxjax.generate(model, tokenizer, asked)
-    assert answers == ["5 and 6 make 11.", "20 and 22 make 42.", "90 and 17 make 107."]
+    assert maxjax.generate(model, tokenizer, "Who is near Tom?\n") == "The brother."
 
 
 def test_the_page_of_formats_runs(gguf_file):
