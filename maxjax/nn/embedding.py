@@ -111,7 +111,7 @@ class Embedding(Module):
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         self.weight.sharding_strategy = strategy
 
-    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one Embedding for each device, each with its shard of the table.
 
         Raises:
@@ -162,7 +162,9 @@ class VocabParallelEmbedding(Embedding):
             return super().__call__(indices)
         buffers = list(signal_buffers)
         if len(buffers) != max(len(self.devices), 1):
-            raise ValueError(f"{len(buffers)} signal buffers for the {len(self.devices)} devices of a layer")
+            raise ValueError(
+                f"{len(buffers)} signal buffers for the {len(self.devices)} devices of a layer"
+            )
         if len(buffers) == 1:
             return [super().__call__(indices)]
         each = distributed_broadcast(indices, buffers)

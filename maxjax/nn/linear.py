@@ -212,7 +212,7 @@ def add_bias(y: jax.Array, bias: Any) -> jax.Array:
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
-    Called as MAX calls it, with a list of tensors and signal buffers, it gives a list: the whole result for each device.
+    Called as MAX calls it, with a list of tensors and signal buffers, it gives a list: the result for each device.
     For few tokens a weight that is split over ``fsdp`` is used where it lies, without gathering it.
 
     Args (in MAX's order):

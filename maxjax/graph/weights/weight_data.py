@@ -109,7 +109,7 @@ class WeightData(Rendered):
     __hash__ = None  # type: ignore[assignment]  # mutable, like MAX's
 
     # Fields, because MAX's adapters of weights call dataclasses.replace; it reads the data.
-    data: Any
+    data: Any  # pyright: ignore[reportRedeclaration]
     name: str
     dtype: DType
     shape: Shape

@@ -64,8 +64,8 @@ _IS_CAUSAL = {
 class AttentionWithRope(Module):
     """Self-attention with rotary position embedding. Takes MAX's keyword arguments.
 
-    Called with tokens it attends within them. Called as MAX calls it, with a layer's number, the tokens of a ragged batch
-    and a paged cache, it puts their keys and values into the cache and attends to all that is there.
+    Called with tokens it attends within them. Called as MAX calls it, with a layer's number, the tokens of a ragged
+    batch and a paged cache, it puts their keys and values into the cache and attends to all that is there.
 
     Args:
         rope: rotary embedding of queries and keys.

@@ -7,6 +7,7 @@ MAX's server, which allocates pages to requests, is not here: the tables are the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, TypeVar
@@ -122,16 +123,15 @@ class KVCacheParamInterface:
         raise ValueError(f"{type(self).__name__} has no caches by name")
 
 
-# As ``max.tree`` does it: by sorted names.
 def _leaves(tree: Any) -> list[KVCacheInputsPerDevice[Any, Any]]:
     if isinstance(tree, Mapping):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
+        return [leaf for one in tree.values() for leaf in _leaves(one)]
     return list(tree)
 
 
 def _mapped(tree: Any, values: Iterator[Any]) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _mapped(tree[key], values) for key in sorted(tree)}
+        return {key: _mapped(one, values) for key, one in tree.items()}
     return tuple(one.unflatten(values) for one in tree)
 
 
@@ -337,9 +337,11 @@ class MultiKVCacheParams(KVCacheParamInterface):
 
     def get_symbolic_inputs(self, namespace: str = "") -> dict[str, Any]:
         """The types of a program's inputs, for each cache and device."""
-        return {
-            key: one.get_symbolic_inputs(f"{namespace}{key}_") for key, one in self.children.items()
-        }
+        # ``max.tree`` sorts the names of other dicts.
+        return OrderedDict(
+            (key, one.get_symbolic_inputs(f"{namespace}{key}_"))
+            for key, one in self.children.items()
+        )
 
     def unflatten_basic_kv_tree(self, it: Iterator[Any]) -> tuple[list[Any], ...]:
         """The next values of each cache, for each device."""

@@ -22,7 +22,6 @@ from ..kernels import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from ..layer import Module
 from ..layer.sharded import sharded
 from ..linear import MLP
-from .moe import MoEGate
 
 
 class GateUpFormat(enum.Enum):
@@ -75,6 +74,7 @@ class StackedMoE(Module):
         NotImplementedError: the experts are quantised.
 
     Example:
+        >>> from maxjax.nn.moe import MoEGate
         >>> layer = StackedMoE([DeviceRef.CPU()], 4, 3, 2, 6, MoEGate, "float32", router_dtype="float32")
         >>> list(layer.raw_state_dict())
         ['experts.gate_up_proj', 'experts.down_proj', 'gate.gate_score.weight']
@@ -126,13 +126,15 @@ class StackedMoE(Module):
             self.shared_experts = MLP(dtype, None, hidden_dim, shared_experts_dim, self.devices)
         if is_sharding:
             return
-        sizes = {"gate_up": (hidden_dim, 2 * moe_dim), "down": (moe_dim, hidden_dim)}
-        for name, (rows, columns) in sizes.items():
-            path, shape = f"experts.{name}_proj", (num_experts, rows, columns)
-            setattr(self, f"_{name}_weight", Weight(path, dtype, shape, device))
-            if has_bias:
-                bias = Weight(f"{path}_bias", dtype, (num_experts, columns), device)
-                setattr(self, f"_{name}_bias", bias)
+
+        def weight(name: str, *shape: int) -> Weight:
+            return Weight(f"experts.{name}", dtype, (num_experts, *shape), device)
+
+        self._gate_up_weight = weight("gate_up_proj", hidden_dim, 2 * moe_dim)
+        self._down_weight = weight("down_proj", moe_dim, hidden_dim)
+        if has_bias:
+            self._gate_up_bias = weight("gate_up_proj_bias", 2 * moe_dim)
+            self._down_bias = weight("down_proj_bias", hidden_dim)
 
     @property
     def gate_up_proj_transposed(self) -> TensorValue:
@@ -153,24 +155,23 @@ class StackedMoE(Module):
         order, starts, back, groups, stats = moe_create_indices(ids, self.num_experts)
         tokens = value.value[order.astype(jnp.int32) // self.num_experts_per_token]
         if self.apply_router_weight_first:
-            first = shares.value.reshape(-1, 1)[order.astype(jnp.int32)]
-            tokens, shares = (
-                tokens * first.astype(tokens.dtype),
-                TensorValue(jnp.ones_like(shares.value)),
-            )
+            of_token = shares.value.reshape(-1, 1)[order.astype(jnp.int32)]
+            tokens = tokens * of_token.astype(tokens.dtype)
+            shares = TensorValue(jnp.ones_like(shares.value))
         of_row = ids[order.astype(jnp.int32)]
 
-        def product(rows: Any, name: str, parts: int = 1) -> Any:
-            weight = unwrap(getattr(self, f"{name}_proj_transposed"))
-            y = grouped_matmul_ragged(rows, weight, starts, groups, stats)
-            if not self.has_bias:
+        def product(rows: Any, weight: Any, bias: Any, parts: int = 1) -> Any:
+            y = grouped_matmul_ragged(rows, unwrap(weight), starts, groups, stats)
+            if bias is None:
                 return y
             # Each of several devices adds its part of the bias of what they sum.
-            return y + (unwrap(getattr(self, f"_{name}_bias")) / parts)[of_row].astype(y.dtype)
+            return y + (unwrap(bias) / parts)[of_row].astype(y.dtype)
 
-        gate, up = self._gate_and_up(product(tokens, "gate_up"))
+        first, last = (self._gate_up_bias, self._down_bias) if self.has_bias else (None, None)
+        gate, up = self._gate_and_up(product(tokens, self.gate_up_proj_transposed, first))
         gated = unwrap(self.gated_activation_fn(TensorValue(gate), TensorValue(up)))
-        y = unwrap(moe_finalize(product(gated, "down", self.tp_size), back, shares, value.dtype))
+        y = product(gated, self.down_proj_transposed, last, self.tp_size)
+        y = unwrap(moe_finalize(y, back, shares, value.dtype))
         if self.has_shared_experts:
             y = y + unwrap(self.shared_experts(value))
         return TensorValue(y) if wraps(x) else y

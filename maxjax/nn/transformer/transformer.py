@@ -26,7 +26,7 @@ from .sequence import forward_sharded_layers as forward_sharded_layers
 class TransformerBlock(Module):
     """``h = x + m · attention(norm(x))``, then ``h + m · mlp(norm(h))``.
 
-    Called as MAX calls it, with a layer's number before ``x`` and a paged cache after it, all of them go to the attention.
+    Called as MAX calls it, with a layer's number before ``x`` and a paged cache behind it, both go to the attention.
 
     Args (in MAX's order):
         attention: layer that is called with the normalised input and the block's further arguments.
