@@ -137,7 +137,11 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
                 )  # fmt: skip
         dtypes = {data[name].dtype for name in layers}
         if kind is None and len(dtypes) > 1:
-            raise CheckpointMismatchError("tensors of several dtypes: pass dtype=", path=file)
+            raise CheckpointMismatchError(
+                "tensors of several dtypes",
+                path=file,
+                hint="Pass dtype=: the dtype of the adapter.",
+            )
         new = attached(model, adapters, kind or dtypes.pop())
         without = set(adapters) - {name for one in adapted(new) for name in one.names}
         if without:

@@ -232,7 +232,11 @@ def _directory(root: str, step: int | None) -> str:
     if not os.path.isdir(directory):
         steps = some(steps_in(root)) or "no steps"
         raise CheckpointMissingError(
-            "no such step", path=directory, expected=str(step), found=steps
+            "no such step",
+            path=directory,
+            expected=str(step),
+            found=steps,
+            hint="Name a step that is there.",
         )
     return directory
 

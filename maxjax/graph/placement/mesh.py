@@ -65,7 +65,8 @@ def make_mesh(
     if needed > len(available):
         ids = some([f"{device.platform}:{device.id}" for device in available], 8)
         raise UserInputError(
-            f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}"
+            f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}. "
+            "Ask for fewer, or write -1 for all that remain; JAX_NUM_CPU_DEVICES=8 makes eight of a CPU"
         )
     types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
     return jax.make_mesh(
