@@ -125,7 +125,7 @@ def register(family: Family) -> Family:
 
 
 def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
-    """The family of a configuration, by its first architecture, or by its model type without one.
+    """Finds the family of a configuration, by its first architecture, or else by its model type.
 
     Raises:
         UnsupportedModelError: maxjax does not have the model; the message lists the families.
@@ -183,7 +183,7 @@ class FamilyNames(NamedTuple):
 
 
 def families() -> list[FamilyNames]:
-    """The model families that maxjax can run, those that :func:`register` added among them.
+    """Lists the model families that maxjax can run, with those that :func:`register` added.
 
     Example:
         >>> families()[0]

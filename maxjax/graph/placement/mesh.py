@@ -34,7 +34,7 @@ def make_mesh(
     axis_types: Any = jax.sharding.AxisType.Auto,
     **sizes: int,
 ) -> jax.sharding.Mesh:
-    """A mesh of devices, given the sizes of its axes: ``make_mesh(data=2, model=4)``.
+    """Makes a mesh of devices from the sizes of its axes: ``make_mesh(data=2, model=4)``.
 
     Args:
         devices: devices; by default the first of ``jax.devices()``, as many as the sizes need.
