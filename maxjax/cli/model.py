@@ -128,7 +128,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
     if tokenizer and found is None:
         raise UserInputError(
             f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights, and"
-            " neither vocab.json with merges.txt nor vocab.txt"
+            " neither vocab.json with merges.txt nor vocab.txt. Put one of them there"
         )
     return LoadedModel(model, found, time.perf_counter() - began)
 
