@@ -29,7 +29,7 @@ T = TypeVar("T")
 def load(
     tree: T, weights: Any, *, rename: Any = None, cast: bool = False, strict: bool = True
 ) -> T:
-    """A pytree like ``tree`` with the values of a checkpoint in place of its arrays.
+    """Fills a pytree like ``tree`` with the values of a checkpoint in place of its arrays.
 
     Args:
         tree: equinox module, or another pytree of arrays (also ``jax.ShapeDtypeStruct``); it is not changed. Leaves
@@ -93,7 +93,7 @@ def load(
 
 
 def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
-    """The arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
+    """Returns the arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
 
     Args:
         rename: the table of :func:`load`, whose layouts are inverted.

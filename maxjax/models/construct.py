@@ -34,7 +34,7 @@ def build(
     stacked: bool = True,
     tie: bool | None = None,
 ) -> PretrainedModel:
-    """A lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
+    """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
     ``model.load_state_dict(weights)`` then fills it. Values are read in one case only: if the
     configuration ties the head to the embedding table and the file holds both, with the same dtype
@@ -128,7 +128,7 @@ def _config(
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
+    """Finds a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
 
     Raises:
         CheckpointMissingError: there is no such file.

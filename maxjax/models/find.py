@@ -32,7 +32,7 @@ _PARTS = frozenset(
 
 
 def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
-    """The family of a configuration, by its first architecture, or by its model type without one.
+    """Finds the family of a configuration, by its first architecture, or else by its model type.
 
     Raises:
         UnsupportedModelError: maxjax does not have the model; the message lists the families.

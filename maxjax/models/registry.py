@@ -135,7 +135,7 @@ class FamilyNames(NamedTuple):
 
 
 def families() -> list[FamilyNames]:
-    """The model families that maxjax can run, those that :func:`register` added among them.
+    """Lists the model families that maxjax can run, with those that :func:`register` added.
 
     Example:
         >>> families()[0]

@@ -25,7 +25,7 @@ from .importance import Importance
 def calibrate(
     model: Module, tokenizer: Any, texts: str | Iterable[str | Sequence[int]], *, length: int = 512
 ) -> Importance:
-    """The importance matrix of a language model: the mean squared inputs of its linear layers.
+    """Computes a language model's importance matrix: mean squared inputs of its linear layers.
 
     ``maxjax.quantize(..., importance=...)`` and ``maxjax convert --importance`` weigh the errors of a
     weight with it, so that what the texts need is more exact. As for ``llama-imatrix``, a few hundred

@@ -46,7 +46,7 @@ def quantize(
     importance: Mapping[str, Any] | None = None,
     activations: Literal["int8", "float"] | None = None,
 ) -> Quantized[M]:
-    """Quantise the weights of a loaded model, one after the other, where they lie.
+    """Quantises the weights of a loaded model, one after the other, on the devices that hold them.
 
     The result is a new model; the given one is not changed. It is as one that was loaded from a file of
     these blocks: it generates, is saved, stacked and sharded as before, with the same names. Weights of linear

@@ -101,7 +101,7 @@ class CheckpointSource:
 
 
 class Weights(Rendered):
-    """A place in the tree of names of a checkpoint.
+    """A cursor: a place in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
     are the same place; neither fails if there is no tensor, which :meth:`exists` tells. Names

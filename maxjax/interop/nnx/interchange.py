@@ -55,7 +55,7 @@ def load(
     verify: Verify = "auto",
     limits: Limits | None = None,
 ) -> LoadResult:
-    """Load a checkpoint into the Variables of an nnx module: all of them, or none on an error.
+    """Loads a checkpoint into the Variables of an nnx module: all of them, or none on an error.
 
     Each array keeps the sharding of the Variable's present value; without a value
     (``nnx.eval_shape``) it gets the sharding of its metadata. Each device reads its own part.
@@ -143,7 +143,7 @@ def _named(weights: Weights) -> dict[str, WeightData]:
 def tensors(
     module: Any, *, rename: Any = None, transform: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The values of a module under the names and in the layouts of a checkpoint.
+    """Returns the values of a module under the names and in the layouts of a checkpoint.
 
     It is the inverse of :func:`load`.
 
