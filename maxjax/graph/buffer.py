@@ -122,3 +122,4 @@ class BufferValue:
 
 
 BufferValueLike = BufferValue | jax.Array
+"""What a graph takes as a BufferValue."""

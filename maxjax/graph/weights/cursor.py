@@ -43,6 +43,7 @@ RESERVED_NAMES = (
     "keys",
     "name",
 )
+"""Names of tensors that are methods of Weights too: ``weights["name"]`` reaches these tensors."""
 
 
 class _FullName(str):

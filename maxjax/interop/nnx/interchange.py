@@ -32,8 +32,11 @@ from .variables import Target, targets
 # Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
 # of a convolution.
 T = "o i -> i o"
+"""The pattern of a linear layer: torch's ``[out, in]`` to the ``[in, out]`` of flax."""
 AS_IS = "i o -> i o"
+"""The pattern of a kernel that both sides store alike."""
 OIHW_TO_HWIO = "o i h w -> h w i o"
+"""The pattern of a convolution: torch's order of axes to that of flax."""
 
 __all__ = [
     "AS_IS", "OIHW_TO_HWIO", "T", "Packed", "as_nnx", "from_state", "load", "tensors", "to_state",

@@ -236,6 +236,7 @@ ARCHITECTURES: MutableMapping[str, Table] = {
         },
     ),
 }
+"""Name of an architecture in a GGUF file → the table of its tensors' names."""
 
 # Known tensors that are not weights: their RoPE settings belong to the configuration (config/), or
 # are computed by the program that runs the model.
