@@ -18,10 +18,9 @@ from .bounds import check_bounds
 from .config import read_object
 from .decoder.model import Decoder
 from .family import PretrainedModel, one_head, tensors
-from .gguf import config_of
+from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, unquantised
-from .registry import find_family, text_of
 from .ties import is_tied, with_tie
 from .weights import main_dtype
 
@@ -61,6 +60,8 @@ def build(
         CheckpointError: the configuration is missing or broken.
     """
     given = not isinstance(weights, Weights)
+    if isinstance(weights, GGUFWeights):
+        all_families()
     with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
@@ -116,6 +117,8 @@ def _config(
         path = Path(os.fsdecode(config))
         return read_object(path), path
     if isinstance(weights, GGUFWeights):
+        from .gguf import config_of
+
         return config_of(weights), Path(weights._path)
     if not isinstance(weights, Weights):
         raise UserInputError("arrays by name do not say what model they are of: pass its config")

@@ -235,6 +235,33 @@ def grouped_matmul_ragged(
 
 
 @lift
+def moe_finalize(
+    down_projs: Any, restore_token_order: Any, router_weight: Any, out_type: Any
+) -> Any:
+    """The results of the experts of each token, multiplied by their shares and summed.
+
+    Args:
+        down_projs: ``[N k, E]``, results in the order of the experts.
+        restore_token_order: ``[N k]``, the places of each token's results in that order.
+        router_weight: ``[N, k]``, shares.
+        out_type: dtype of the result.
+
+    Returns:
+        ``[N, E]``; summed in float32.
+
+    Example:
+        >>> rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+        >>> shares = jnp.array([[1.0, 2.0], [1.0, 10.0]])
+        >>> moe_finalize(rows, jnp.array([0, 2, 1, 3]), shares, "float32").tolist()
+        [[7.0], [42.0]]
+    """
+    shares = router_weight.astype(jnp.float32)
+    each = down_projs[restore_token_order.astype(jnp.int32)].astype(jnp.float32)
+    each = each.reshape(*shares.shape, down_projs.shape[-1])
+    return (each * shares[..., None]).sum(axis=1).astype(DType.of(out_type).np)
+
+
+@lift
 def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any) -> tuple[Any, Any]:
     """Two ragged batches as one: of each sequence the tokens of the first, then those of the second.
 

@@ -16,7 +16,7 @@ from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
 from ...graph.weight.weight import Weight
 from ...kernels.packed_product import ACTIVATIONS
-from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
@@ -126,7 +126,7 @@ def _checked(
     weights = model.raw_state_dict()
     if isinstance(importance, Importance):
         config, places = getattr(model, "hf_config", None), {}
-        if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+        if config is not None and has_architecture(config):
             places = gguf_places(config, types)
         names = dict.fromkeys(types, ("", -1))
         importance = importance.of_checkpoint(

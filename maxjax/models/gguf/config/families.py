@@ -64,6 +64,18 @@ class FamilyConfig:
         return rope_divisors(self.config.rope, self.rotated, path=path) if self.has_rope else None
 
 
+def has_architecture(config: Mapping[str, Any]) -> bool:
+    """Whether there are GGUF files of the model of a ``config.json``.
+
+    Example:
+        >>> has_architecture({"model_type": "qwen3"}), has_architecture({"model_type": "opt"})
+        (True, False)
+    """
+    from ... import registry as _  # noqa: F401 as in read_config
+
+    return config.get("model_type") in ARCHITECTURE_OF
+
+
 def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     """A configuration with its defaults filled in.
 
