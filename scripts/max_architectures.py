@@ -259,7 +259,9 @@ def compare(name: str) -> dict[str, Any]:
         sequences = [rng.integers(1, VOCAB, length + STEPS) for length in LENGTHS]
         with torch.no_grad():
             wanted = [theirs(torch.tensor(s[None])).logits[0].numpy() for s in sequences]
-        found = ours.step([s[:n] for s, n in zip(sequences, LENGTHS, strict=True)], [0] * len(LENGTHS))
+        found = ours.step(
+            [s[:n] for s, n in zip(sequences, LENGTHS, strict=True)], [0] * len(LENGTHS)
+        )
         prefill = [
             np.abs(got - want[:n]).max()
             for got, want, n in zip(found, wanted, LENGTHS, strict=True)
@@ -267,7 +269,9 @@ def compare(name: str) -> dict[str, Any]:
         decode = []
         for step in range(STEPS):
             places = [n + step for n in LENGTHS]
-            found = ours.step([s[i : i + 1] for s, i in zip(sequences, places, strict=True)], places)
+            found = ours.step(
+                [s[i : i + 1] for s, i in zip(sequences, places, strict=True)], places
+            )
             for got, want, i in zip(found, wanted, places, strict=True):
                 decode.append(np.abs(got[0] - want[i]).max())
     # NumPy's maximum: Python's does not see what is no number.
@@ -286,7 +290,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="MAX's own architectures on maxjax.")
     parser.add_argument("names", nargs="*", help="architectures; all by default")
     parser.add_argument("--max", metavar="SITE", help="the site-packages that max is installed in")
-    parser.add_argument("--trace", action="store_true", help="end at the first error, with its trace")
+    parser.add_argument(
+        "--trace", action="store_true", help="end at the first error, with its trace"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of the docs")
     options = parser.parse_args()
     names = options.names or list(ARCHITECTURES)
@@ -299,7 +305,9 @@ def main() -> int:
     sys.path.append(str(site))  # what MAX's files import of other packages
     sys.meta_path.insert(0, MaxFiles(site / "max"))
     if options.table:
-        print("| architecture | prompts | tokens after them | deviation of the logits |\n|---|---|---|---|")
+        print(
+            "| architecture | prompts | tokens after them | deviation of the logits |\n|---|---|---|---|"
+        )
     failed = False
     for name in names:
         try:
