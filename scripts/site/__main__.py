@@ -43,13 +43,24 @@ def navigation(entries: list[Any], missing: list[str]) -> list[Any]:
         if isinstance(value, list):
             value = navigation(value, missing)
         elif value == "reference/":
-            value = ["reference/index.md"]
-            value += [{m: reference.page_name(m)} for m in reference.package().public]
+            value = ["reference/index.md", *_reference()]
         elif not (PAGES / value).exists():
             missing.append(value)
             continue
         kept.append(value if title is None else {title: value})
     return kept
+
+
+def _reference() -> list[Any]:
+    """The pages of the reference: a package with its parts below it."""
+    groups: dict[str, list[Any]] = {}
+    for module in reference.package().public:
+        name = ".".join(module.split(".")[:2])
+        groups.setdefault(name, []).append({module: reference.page_name(module)})
+    found: list[Any] = []
+    for name, group in groups.items():
+        found += group if len(group) == 1 else [{name: group}]
+    return found
 
 
 def _files(entries: list[Any]) -> set[str]:

@@ -55,6 +55,8 @@ def gather(to: Path) -> list[str]:
         else:
             text = path.read_text()
         target.write_text(_relinked(text, path, page, places, to, wrong))
+    home = to / "index.md"  # the navigation beside it would hold nothing but itself
+    home.write_text(f"---\nhide: [navigation]\n---\n{home.read_text()}")
     names = reference.package()
     (to / "reference").mkdir()
     (to / "reference/index.md").write_text(reference.index(names))

@@ -3,7 +3,8 @@
 A public name is what the ``__init__`` of a package passes on under its own name (``from .load import
 load as load``), or what a module of `MODULES` defines, without an underscore in front. Both are read
 from the sources, as the facades are lazy and nothing here may need JAX. A name that several packages
-pass on has its entry in the first of them; the others point there.
+pass on has its entry in the module that defines it if that is public, otherwise in the first of them;
+the others point there.
 """
 
 from __future__ import annotations
@@ -154,12 +155,12 @@ class Sources:
 
     @cached_property
     def entries(self) -> dict[str, Name]:
-        """Path of a definition → the name that has its entry."""
+        """Path of a definition → the name that has its entry: that of its own module if it is public."""
         first: dict[str, Name] = {}
         for names in self.public.values():
             for name in names:
-                if name.kind != "module":
-                    first.setdefault(name.home, name)
+                if name.kind != "module" and (name.path == name.home or name.home not in first):
+                    first[name.home] = name
         return first
 
 
@@ -195,22 +196,20 @@ def page(sources: Sources, module: str) -> str:
     lines = [f"# {module}", "", said, ""]
     for name in sources.public[module]:
         entry = sources.entries.get(name.home)
-        lines += [f"## `{name.name}` {{ #{name.path} data-toc-label='{name.name}' }}", ""]
         if name.kind == "module":
-            to = (
-                f"[{name.home}]({name.home}.md)"
-                if name.home in sources.public
-                else f"`{name.home}`"
-            )
-            lines += [f"The module {to}. {_first_sentence(name.docstring)}", ""]
+            to = name.home if name.home in sources.public else ""
+            to = f"[`{to}`]({to}.md)" if to else f"`{name.home}`"
+            said = f"The module {to}. {_first_sentence(name.docstring)}"
         elif entry is not None and entry.path != name.path:
-            target = f"{entry.module}.md#{entry.path}"
-            lines += [
-                f"The same as [`{entry.path}`]({target}). {_first_sentence(name.docstring)}",
-                "",
-            ]
+            to = f"{entry.module}.md#{entry.path}"
+            said = f"The same as [`{entry.path}`]({to}). {_first_sentence(name.docstring)}"
         else:
-            lines += [f"::: {name.home}", ""]
+            # mkdocstrings writes the heading, with the anchor of the definition; ours is above it.
+            lines += [f"[](){{#{name.path}}}", ""] if name.path != name.home else []
+            lines += [f"::: {name.home}", "    options:"]
+            lines += [f"      heading: {name.name}", f"      toc_label: {name.name}", ""]
+            continue
+        lines += [f"## `{name.name}` {{ #{name.path} data-toc-label='{name.name}' }}", "", said, ""]
     return "\n".join(lines)
 
 
