@@ -19,7 +19,7 @@ def key(name: str) -> str:
 def size(package: Distribution) -> int:
     """Bytes of its files."""
     paths = [file.locate() for file in package.files or () if file.suffix != ".pyc"]
-    return sum(path.stat().st_size for path in map(lambda p: p.resolve(), paths) if path.exists())  # type: ignore[union-attr]
+    return sum(path.stat().st_size for path in (p.resolve() for p in paths) if path.exists())  # type: ignore[union-attr]
 
 
 def main() -> int:

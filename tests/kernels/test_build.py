@@ -97,7 +97,9 @@ def test_the_compiler_that_is_asked_for(monkeypatch):
 
 def _api(headers):
     text = (headers / "xla" / "ffi" / "api" / "c_api.h").read_text()
-    return [int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")]
+    return [
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")
+    ]
 
 
 def test_the_installed_jaxlib_understands_our_headers():

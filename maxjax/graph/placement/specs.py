@@ -242,7 +242,9 @@ def _split_tensor(
 
 def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:
     """The layout of a weight whose segments of rows or columns are each split."""
-    rule = split.strategy.shard if split is not None and split.by_device else None
+    if split is None or not split.by_device:
+        return None
+    rule = split.strategy.shard
     if not isinstance(rule, Segmented) or len(rule.segments) < 2:
         return None
     over = entries[rule.axis]

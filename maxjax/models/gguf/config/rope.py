@@ -58,7 +58,9 @@ def rope_scaling(
         names = " and ".join(divisors)
         if factor != 1.0:
             raise given.unsupported(f"rope scaling by both a factor and {names}")
-        checked = {name: _checked(values, name, head_dim, given) for name, values in divisors.items()}
+        checked = {
+            name: _checked(values, name, head_dim, given) for name, values in divisors.items()
+        }
         if [*checked] == [FREQS]:
             return _divided(given, head_dim, theta, checked[FREQS])
         if {*checked} != {SHORT, LONG}:

@@ -83,7 +83,9 @@ def test_llama3s_divisors_are_recognised(width, factor):
 
 def test_other_divisors_are_listed_and_transformers_uses_them():
     freqs = np.float32([1.0, 1.5, 2.0, 7.0])
-    found = config(tensors={**TENSORS, "rope_freqs.weight": (4,)}, divisors={"rope_freqs.weight": freqs})
+    found = config(
+        tensors={**TENSORS, "rope_freqs.weight": (4,)}, divisors={"rope_freqs.weight": freqs}
+    )
     assert found["rope_scaling"]["rope_type"] == "longrope"
     found["attn_implementation"] = "eager"
 
@@ -103,13 +105,21 @@ def test_other_divisors_are_listed_and_transformers_uses_them():
 
 def test_divisors_of_one_are_none():
     tensors = {**TENSORS, "rope_freqs.weight": (4,)}
-    assert config(tensors=tensors, divisors={"rope_freqs.weight": np.ones(4, np.float32)})["rope_scaling"] is None
+    assert (
+        config(tensors=tensors, divisors={"rope_freqs.weight": np.ones(4, np.float32)})[
+            "rope_scaling"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("freqs", [np.ones(3), np.ones((2, 2)), [1, 1, 1, 0], [1, 1, 1, np.nan]])
 def test_divisors_that_cannot_be(freqs):
     with pytest.raises(CheckpointFormatError, match="rope_freqs.weight"):
-        config(tensors={**TENSORS, "rope_freqs.weight": (4,)}, divisors={"rope_freqs.weight": np.asarray(freqs)})
+        config(
+            tensors={**TENSORS, "rope_freqs.weight": (4,)},
+            divisors={"rope_freqs.weight": np.asarray(freqs)},
+        )
 
 
 def test_divisors_must_be_passed():
