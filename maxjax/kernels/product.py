@@ -90,21 +90,11 @@ def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.
     return definition(x, arrays, dtypes, narrow_sums)
 
 
-# XLA for GPUs makes one product of several with the same x, and reads the weights where they lie if
-# their rows on a device are a multiple of this. Others it copies together first, in every call.
-_MERGED_ROWS = 64
-
-
 def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
     # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
     # does so in any case.
-    x, weights, layers = split(operands)
-    found = []
-    for w, layer, dtype in zip(weights, layers, dtypes, strict=True):
-        own = jax.lax.optimization_barrier(x) if w.shape[-2] % (devices * _MERGED_ROWS) else x
-        found += _in_jnp((dtype,), own, w, layer, narrow_sums=devices > 1)
-    return found
+    return _in_jnp(dtypes, *operands, narrow_sums=devices > 1)
 
 
 def types(dtypes: Any, *avals: Any) -> list[Any]:

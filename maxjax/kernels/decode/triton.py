@@ -23,7 +23,7 @@ from .step import Options, mean, written
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
 # The widest head, and the most numbers of queries and their sums that a program keeps in registers.
-WIDEST, MOST_NUMBERS = 576, 1 << 14
+WIDEST, MOST_NUMBERS = 256, 1 << 14
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -49,8 +49,8 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
         >>> options = Options(1.0, 0, 0.0, False, False)
         >>> one = shape(1, 2, 512)
-        >>> lacks(options, shape(1, 2, 4, 640), one, one, shape(1, 2, 64, 640))
-        'heads are 640 wide, at most 576'
+        >>> lacks(options, shape(1, 2, 4, 512), one, one, shape(1, 2, 64, 512))
+        'heads are 512 wide, at most 256'
     """
     group, width = q.shape[2:]
     if width > WIDEST:
@@ -101,7 +101,7 @@ def tiles(programs: int, group: int, width: int, slots: int) -> Tiles:
         Tiles(rows=16, width=128, block=64, splits=1)
     """
     rows, columns = power(group), power(width)
-    block = min(128, max(16, 8192 // columns))
+    block = min(128, max(32, 8192 // columns))
     most = -(-slots // block)
     return Tiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
 
