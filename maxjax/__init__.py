@@ -151,7 +151,8 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'maxjax' has no attribute {name!r}")
     home = _HOMES[name]
-    found = _importlib.import_module(f".{home or name}", __name__)
+    with _importlib.import_module(".lazy", __name__).without_collector():
+        found = _importlib.import_module(f".{home or name}", __name__)
     value = found if home is None else getattr(found, name)
     globals()[name] = value
     return value

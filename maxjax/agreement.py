@@ -44,7 +44,7 @@ def same_program(
     timeout: int = _TIMEOUT_SECONDS,
     **parts: Any,
 ) -> None:
-    """Check that all processes are about to run the same program. Each process must call it.
+    """Checks that all processes are about to run the same program. Each process must call it.
 
     Processes that run different programs wait for each other's collectives until JAX ends them
     half a minute later, without a reason. Here each process sends a digest of every part to the

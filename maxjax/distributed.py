@@ -67,7 +67,7 @@ def initialize(
     shutdown_timeout: int = 30,
     arrival_timeout: int = ARRIVAL_SECONDS,
 ) -> None:
-    """Make this process one of several that share one set of devices: `jax.distributed`.
+    """Makes this process one of several that share one set of devices: `jax.distributed`.
 
     Each process calls it once, before anything that starts JAX's devices. Afterwards
     ``jax.devices()`` are those of all processes and ``jax.local_devices()`` those of this one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class CheckpointError(Exception):
@@ -20,7 +20,7 @@ class CheckpointError(Exception):
         tensor: name of the tensor (or archive member).
         offset: byte offset in the file.
         expected, found: the two sides of a comparison; either may be absent.
-        hint: one sentence that says what to do.
+        hint: one sentence that says what to do; by default the ``advice`` of the class.
 
     All of them are also attributes of the exception.
 
@@ -31,6 +31,8 @@ class CheckpointError(Exception):
         >>> print(e)
         m.safetensors: tensor 'w': unknown dtype (expected a safetensors dtype, found F128). Convert the file.
     """
+
+    advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class CheckpointError(Exception):
         self.offset = offset
         self.expected = expected
         self.found = found
-        self.hint = hint
+        self.hint = self.advice if hint is None else hint
         self.message = self._compose()
         super().__init__(self.message)
 
@@ -103,6 +105,8 @@ def _one_line(value: Any, limit: int = 300) -> str:
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
     """A file, shard, split part or host directory does not exist."""
 
+    advice = "Check the path."
+
 
 class CheckpointAccessError(CheckpointError, PermissionError):
     """The file exists, but permission to read or write it is denied."""
@@ -115,21 +119,31 @@ class CheckpointTruncatedError(CheckpointError, ValueError):
 class CheckpointFormatError(CheckpointError, ValueError):
     """The file's structure is invalid, or its format is not the one that its name says."""
 
+    advice = "Download the file again, or convert the model again."
+
 
 class CheckpointCorruptError(CheckpointError):
     """A checksum does not match the bytes."""
+
+    advice = "Use another copy."
 
 
 class CheckpointUnsafeError(CheckpointError):
     """The file asks for code to run, or for a path outside its directory."""
 
+    advice = "Take the file from a source that you trust."
+
 
 class CheckpointLimitError(CheckpointError):
     """A count, depth, ratio or size exceeds a limit that protects this process."""
 
+    advice = "This limit is fixed: use another file."
+
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint and the model (or mesh) do not fit: names, shapes, dtypes."""
+
+    advice = "Check that the weights and the configuration are of one model."
 
 
 class CheckpointChangedError(CheckpointError):
@@ -139,11 +153,14 @@ class CheckpointChangedError(CheckpointError):
         replaced: whether another checkpoint has replaced it; open it again to read the new one.
     """
 
+    advice = "Open the checkpoint again."
     replaced = False
 
 
 class CheckpointIncompleteError(CheckpointError):
     """The checkpoint was never written completely."""
+
+    advice = "Save it again, or open an earlier step."
 
 
 class CheckpointSaveError(CheckpointError, OSError):

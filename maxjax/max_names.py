@@ -76,7 +76,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "quantize_dynamic_scaled_float8 block_scales_interleave grouped_matmul_block_scaled dynamic_scaled_matmul "
         "grouped_quantize_nvfp4_row_scaled grouped_quantize_dynamic_block_scaled": _PACKED,
         "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router "
-        "moe_router_group_limited moe_finalize": _EXPERTS,
+        "moe_router_group_limited": _EXPERTS,
         "mtp_eh_norm hyper_connection_gates row_mean_of_squares_qk apply_qk_rms_norm "
         "learnable_2d_interp_pos_emb tpool_patch_merger spatial_merge": _KERNEL,
     },
@@ -101,10 +101,9 @@ ADVICE: dict[str, dict[str, str]] = {
                   "linear": "use maxjax.nn.Linear, or x @ w.T + b"},
     "nn.moe": {
         "MoEQuantized NvMxf4f8Strategy": _PACKED,
-        "StackedMoE GateUpFormat GatedActivation make_concatenated_gated_activation_fn "
+        "GatedActivation make_concatenated_gated_activation_fn "
         "SigmoidTopKRouter": "use nn.MoE and nn.MoEGate",
     },
-    "nn.moe.stacked_moe": {"GateUpFormat StackedMoE": "use nn.MoE"},
     "nn.parallel": {"ParallelArrayOps": "use NumPy; maxjax.load reads files in parallel"},
     "nn.quant_ops": {"quantized_matmul quantized_fused_qkv_matmul": _PACKED},
     "nn.sampling": {"RejectionSampler RejectionSamplerWithResiduals greedy_acceptance_sampler "
@@ -118,7 +117,6 @@ ADVICE: dict[str, dict[str, str]] = {
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},
     "nn.state_space.kimi_delta": {"KDA_GATE_LOWER_BOUND KdaGateMode KdaStateLayout": _STATE},
-    "nn.transformer": {"Transformer DistributedTransformer DistributedTransformerBlock": _DECODER},
+    "nn.transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
     "nn.transformer.distributed_transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
-    "nn.transformer.transformer": {"Transformer": _DECODER},
 }  # fmt: skip

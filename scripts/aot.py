@@ -55,6 +55,7 @@ from maxjax.dtype import DType  # noqa: E402
 from maxjax.engine.plan.compiled import lowered, memory_of, placeholder_of  # noqa: E402
 from maxjax.engine.plan.topology import Topology  # noqa: E402
 from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
+from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import find_family  # noqa: E402
 from scripts import hlo  # noqa: E402
 from scripts.aot_programs import MODELS, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
@@ -84,8 +85,19 @@ def model_of(case: Case, mesh: Any) -> Any:
     family = find_family(config)
     settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
     model: Any = family.make(settings, (), DType.of(case.dtype), DType.float32)
+    if case.experts is not None:
+        _pack_experts(model, QuantizationEncoding(case.experts))
     model = model.unstack() if case.unstack else model.stack_for(mesh)
     return placeholder_of(model, mesh)
+
+
+def _pack_experts(model: Any, encoding: QuantizationEncoding) -> None:
+    """Declares the matrices of a model's experts as blocks, as loading a checkpoint of blocks does."""
+    definition, holders = model._mx_definition()
+    for name, holder in zip(definition.names, holders, strict=True):
+        dims = [int(size) for size in holder.stored.dims]
+        if ".experts." in name and len(dims) == 2:
+            holder.stored.redeclare(DType.uint8, encoding.packed_shape(dims), encoding)
 
 
 def trace(case: Case, topology: str) -> tuple[Any, int]:
@@ -316,6 +328,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16", help="dtype of weights and cache")
     made.add_argument("--cache-dtype", help="dtype of the cache, such as int8")
     made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all three")
+    made.add_argument("--experts", metavar="ENCODING", help="blocks of the experts, such as MXFP4")
     made.add_argument("--unstack", action="store_true", help="give each layer its own weights")
     made.add_argument("--save", type=Path, help="directory for the texts of the programs")
     both = made.add_mutually_exclusive_group()
@@ -361,6 +374,7 @@ def _single(topologies: Sequence[str], options: argparse.Namespace) -> int:
         (topology, Case(
             program, options.model, options.layers, options.mesh, options.batch, options.capacity,
             options.tokens, options.dtype, options.cache_dtype, options.unstack,
+            options.experts,
         ))
         for topology in topologies
         for program in options.program or PROGRAMS

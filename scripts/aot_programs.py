@@ -47,6 +47,43 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
         "tie_word_embeddings": True,
     },
+    "gptoss": {
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0, "tie_word_embeddings": False,
+    },
+    "deepseek2": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
+        "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False,
+        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10000.0, "tie_word_embeddings": False,
+    },
+    "qwen3next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936,
+        "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "full_attention_interval": 4, "partial_rotary_factor": 0.25, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "max_position_embeddings": 262144, "rope_theta": 10000000.0, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    },
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": 32768,
+        "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
+        "n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "use_bias": False,
+        "use_conv_bias": True, "hidden_act": "silu", "layer_norm_epsilon": 1e-5,
+        "rms_norm": True, "tie_word_embeddings": False,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257,
         "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None,
@@ -67,6 +104,7 @@ class Case(NamedTuple):
         tokens: tokens of each sequence, of a prefill or a call.
         dtype, cache_dtype: dtypes of the weights and of the cache; None for that of the weights.
         unstack: whether each layer has weights of its own, whatever ``load`` would choose.
+        experts: encoding of the matrices of experts, such as "MXFP4"; None for floats.
     """
 
     program: str
@@ -79,6 +117,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     cache_dtype: str | None = None
     unstack: bool = False
+    experts: str | None = None
 
     def __str__(self) -> str:
         """The name of the case in a table.
@@ -94,6 +133,7 @@ class Case(NamedTuple):
         words += [] if self.program == "call" else [f"S={self.capacity}"]
         words += [] if self.dtype == "bfloat16" else [self.dtype]
         words += [] if self.cache_dtype is None else [f"cache={self.cache_dtype}"]
+        words += [] if self.experts is None else [f"experts={self.experts}"]
         return " ".join(words + ["unstacked"] * self.unstack)
 
     @property

@@ -1,7 +1,8 @@
-"""What `import maxjax` adds to `import jax`, in fresh processes, interleaved.
+"""What `import maxjax` adds to `import jax`, in fresh processes, interleaved: processor time.
 
-Wanted: at most 0.1 s. maxjax imports its parts when they are first used, so a second figure says
-what a program pays that goes on to use nearly all of them. As users have it, the bytecode is there:
+Wanted: at most 0.1 s, and 0.15 s with `maxjax.load` and `maxjax.Module`. maxjax imports its parts
+when they are first used; the second figure has most of what a program goes on to use. As users
+have it, the bytecode is there:
 pip writes it. The first run of a checkout writes it, or, with PYTHONDONTWRITEBYTECODE, every run
 compiles all sources again, which the last line shows.
 """
@@ -18,7 +19,7 @@ STATEMENTS = (
     "import jax, maxjax",
     "import jax, maxjax; maxjax.load, maxjax.Module",
 )
-WANTED = 0.1
+WANTED = (None, 0.1, 0.15)
 
 
 def seconds(statement: str, bytecode: str | None) -> float:
@@ -28,7 +29,7 @@ def seconds(statement: str, bytecode: str | None) -> float:
         statement: What it imports.
         bytecode: Where compiled sources are kept; None for nowhere.
     """
-    code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+    code = f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONDONT")}
     kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": bytecode or tempfile.gettempdir()}
     kept |= {} if bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -46,7 +47,7 @@ def main() -> None:
         times = [[seconds(statement, bytecode) for statement in STATEMENTS] for _ in range(rounds)]
         for i, statement in enumerate(STATEMENTS):
             added = statistics.median(row[i] - row[0] for row in times)
-            wanted = f"  (wanted <= {WANTED} s)" if i == 1 else ""
+            wanted = f"  (wanted <= {WANTED[i]} s)" if WANTED[i] else ""
             median = statistics.median(row[i] for row in times)
             print(f"{statement:47} {median:.3f} s, {added:+.3f} s{wanted}")
     print(f"{'the last, all sources compiled':47} {seconds(STATEMENTS[-1], None):.3f} s")

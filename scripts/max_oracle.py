@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts.max_files import MaxFiles
+from scripts.max_import import MaxFiles
 from scripts.max_recipes import RECIPES, weight_value
 
 OPS: dict[str, Callable[..., Any]] = {}
@@ -149,7 +149,9 @@ def _gather_nd(op: Any, x: Any, index: Any) -> Any:
     if not count:
         return x[tuple(np.moveaxis(index, -1, 0))]
     lead = x.shape[:count]
-    flat = zip(x.reshape(-1, *x.shape[count:]), index.reshape(-1, *index.shape[count:]), strict=True)
+    flat = zip(
+        x.reshape(-1, *x.shape[count:]), index.reshape(-1, *index.shape[count:]), strict=True
+    )
     found = [one[tuple(np.moveaxis(at, -1, 0))] for one, at in flat]
     return np.stack(found).reshape(*lead, *found[0].shape)
 
@@ -164,7 +166,12 @@ def _scatter_nd(op: Any, x: Any, updates: Any, index: Any) -> Any:
 @operation("Scatter")
 def _scatter(op: Any, x: Any, updates: Any, index: Any, *rest: Any) -> Any:
     out = x.copy()
-    np.put_along_axis(out, index, updates, int(op.axis if hasattr(op, "axis") and isinstance(op.axis, int) else rest[0]))
+    np.put_along_axis(
+        out,
+        index,
+        updates,
+        int(op.axis if hasattr(op, "axis") and isinstance(op.axis, int) else rest[0]),
+    )
     return out
 
 
@@ -235,19 +242,25 @@ def _rms_norm(op: Any, x: Any, weight: Any) -> Any:
 
 @operation("ReduceLayerNorm")
 def _layer_norm(op: Any, x: Any, gamma: Any, beta: Any, epsilon: Any) -> Any:
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) * gamma + beta
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(
+        x.var(-1, keepdims=True) + epsilon
+    ) * gamma + beta
 
 
 @operation("ReduceGroupNorm")
 def _group_norm(op: Any, x: Any, gamma: Any, beta: Any, epsilon: Any, groups: Any) -> Any:
     parts = x.reshape(x.shape[0], int(groups), -1)
-    parts = (parts - parts.mean(-1, keepdims=True)) / np.sqrt(parts.var(-1, keepdims=True) + epsilon)
+    parts = (parts - parts.mean(-1, keepdims=True)) / np.sqrt(
+        parts.var(-1, keepdims=True) + epsilon
+    )
     axes = (1, -1, *[1] * (x.ndim - 2))
     return parts.reshape(x.shape) * gamma.reshape(axes) + beta.reshape(axes)
 
 
 @operation("Conv", "StaticConv")
-def _conv(op: Any, x: Any, kernel: Any, strides: Any, dilations: Any, paddings: Any, groups: Any = 1) -> Any:
+def _conv(
+    op: Any, x: Any, kernel: Any, strides: Any, dilations: Any, paddings: Any, groups: Any = 1
+) -> Any:
     """NHWC and RSCF, or FCRS where the filter's type says so, of two or three spatial axes."""
     groups, spatial = int(np.reshape(groups, -1)[0]), x.ndim - 2
     written = str(op.operands[1].value.type)
@@ -264,12 +277,16 @@ def _conv(op: Any, x: Any, kernel: Any, strides: Any, dilations: Any, paddings: 
     letters = "rst"[:spatial]
     parts = []
     for c, k in zip(np.split(out, groups, spatial + 1), np.split(kernel, groups, -1), strict=True):
-        parts.append(np.einsum(f"n{'xyz'[:spatial]}c{letters},{letters}cf->n{'xyz'[:spatial]}f", c, k))
+        parts.append(
+            np.einsum(f"n{'xyz'[:spatial]}c{letters},{letters}cf->n{'xyz'[:spatial]}f", c, k)
+        )
     return np.concatenate(parts, -1)
 
 
 @operation("AvgPool", "AvgPoolCeilModeTrue")
-def _avg_pool(op: Any, x: Any, shape: Any, strides: Any, dilations: Any, paddings: Any, *rest: Any) -> Any:
+def _avg_pool(
+    op: Any, x: Any, shape: Any, strides: Any, dilations: Any, paddings: Any, *rest: Any
+) -> Any:
     if np.any(paddings):
         raise NotImplementedError("padding in pooling")
     out = np.lib.stride_tricks.sliding_window_view(x, tuple(map(int, shape)), axis=(1, 2))
@@ -316,7 +333,9 @@ def _mha(params: dict[str, Any], q: Any, k: Any, v: Any, scale: Any, *rest: Any)
 
 
 @custom("mo.mha.ragged.no_cache")
-def _mha_ragged(params: dict[str, Any], q: Any, k: Any, v: Any, offsets: Any, longest: Any, scale: Any) -> Any:
+def _mha_ragged(
+    params: dict[str, Any], q: Any, k: Any, v: Any, offsets: Any, longest: Any, scale: Any
+) -> Any:
     del longest
     parts = [_mha(params, q[None, a:b], k[None, a:b], v[None, a:b], scale)[0]
              for a, b in zip(offsets, offsets[1:], strict=False)]  # fmt: skip
@@ -325,11 +344,15 @@ def _mha_ragged(params: dict[str, Any], q: Any, k: Any, v: Any, offsets: Any, lo
 
 @custom("repeat_interleave")
 def _repeat_interleave(params: dict[str, Any], x: Any, counts: Any, axis: Any) -> Any:
-    return np.repeat(x, counts if np.size(counts) > 1 else int(np.reshape(counts, -1)[0]), int(axis))
+    return np.repeat(
+        x, counts if np.size(counts) > 1 else int(np.reshape(counts, -1)[0]), int(axis)
+    )
 
 
 @custom("mo.composite.masked_flash_attention_gpu", "masked_flash_attention_gpu")
-def _masked(params: dict[str, Any], q: Any, k: Any, v: Any, mask: Any, scale: Any, *rest: Any) -> Any:
+def _masked(
+    params: dict[str, Any], q: Any, k: Any, v: Any, mask: Any, scale: Any, *rest: Any
+) -> Any:
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) * float(scale) + mask
     e = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhqk,bkhd->bqhd", e / e.sum(-1, keepdims=True), v)
@@ -366,13 +389,17 @@ def _is_interleaved(params: dict[str, Any]) -> bool:
 
 
 @custom("mo.rope.ragged.with_position_id")
-def _rope_positions(params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs: Any, at: Any = None) -> Any:
+def _rope_positions(
+    params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs: Any, at: Any = None
+) -> Any:
     raise NotImplementedError("rope by positions")
 
 
 @custom("mo.rope.ragged")
 def _rope_ragged(params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs: Any) -> Any:
-    at = np.concatenate([np.arange(b - a) + s for a, b, s in zip(offsets, offsets[1:], start, strict=False)])
+    at = np.concatenate(
+        [np.arange(b - a) + s for a, b, s in zip(offsets, offsets[1:], start, strict=False)]
+    )
     return _turned(x, freqs[at].reshape(len(at), -1, 2), _is_interleaved(params))
 
 
@@ -406,7 +433,9 @@ class _Op:
         return getattr(self._op, name)
 
 
-def evaluate(graph: Any, inputs: list[Any], weights: Callable[[str, tuple[int, ...], str], Any]) -> list[Any]:
+def evaluate(
+    graph: Any, inputs: list[Any], weights: Callable[[str, tuple[int, ...], str], Any]
+) -> list[Any]:
     """The outputs of a graph of MAX's."""
     from max import _core
     from max._core.dialects import mo, rmo
@@ -423,7 +452,10 @@ def evaluate(graph: Any, inputs: list[Any], weights: Callable[[str, tuple[int, .
              for value, array, kind in zip(graph.inputs, inputs, kinds, strict=True)}  # fmt: skip
 
     def sizes_of(shape: Any) -> tuple[int, ...]:
-        return tuple(int(Dim(dim).substitute(names)) if not hasattr(dim, "dim") else int(dim) for dim in shape)
+        return tuple(
+            int(Dim(dim).substitute(names)) if not hasattr(dim, "dim") else int(dim)
+            for dim in shape
+        )
 
     block = next(top for top in graph._module.body if isinstance(top, mo.GraphOp)).regions[0].front
     for op in block:
@@ -456,7 +488,9 @@ def evaluate(graph: Any, inputs: list[Any], weights: Callable[[str, tuple[int, .
         else:
             raise NotImplementedError(f"MAX's operation {name}")
         results = found if isinstance(found, tuple) else (found,)
-        tensors = [(r, t) for r, t in zip(op.results, types, strict=True) if isinstance(t, TensorType)]
+        tensors = [
+            (r, t) for r, t in zip(op.results, types, strict=True) if isinstance(t, TensorType)
+        ]
         for (result, kind), array in zip(tensors, results, strict=True):
             array = rounded(array, kind.dtype)
             for dim, size in zip(kind.shape, array.shape, strict=True):
@@ -469,7 +503,10 @@ def _ape(value: Any, names: dict[str, int]) -> list[int]:
     """The numbers of a shape attribute, as `#mosh<ape[b, 3]>`."""
     from max.graph import Shape
 
-    return [int(dim.substitute(names)) if not hasattr(dim, "dim") else int(dim) for dim in Shape.from_mlir(value)]
+    return [
+        int(dim.substitute(names)) if not hasattr(dim, "dim") else int(dim)
+        for dim in Shape.from_mlir(value)
+    ]
 
 
 def _constant(op: Any, kind: Any) -> Any:
@@ -478,7 +515,9 @@ def _constant(op: Any, kind: Any) -> Any:
     from max.dtype import DType
     from max.graph import Shape
 
-    buffer = _core.graph._buffer_from_constant_attr(op.value, kind.dtype, Shape(kind.shape).static_dims, CPU())
+    buffer = _core.graph._buffer_from_constant_attr(
+        op.value, kind.dtype, Shape(kind.shape).static_dims, CPU()
+    )
     if kind.dtype.name == "bfloat16":
         bits = buffer.view(DType.uint16).to_numpy().astype(np.uint32) << 16
         return bits.view(np.float32)

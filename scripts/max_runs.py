@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.max_files import MaxFiles
+from scripts.max_import import MaxFiles
 from scripts.max_recipes import RECIPES, weight_value
 
 TOLERANCE = 1e-5
@@ -109,7 +109,9 @@ def compared(name: str, expected: Any) -> Outcome:
     except Exception as error:
         if os.environ.get("MAX_RUNS_TRACE"):
             traceback.print_exc()
-        return Outcome(name, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300])
+        return Outcome(
+            name, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+        )
     shapes = [one.shape for one in found], [one.shape for one in expected]
     if shapes[0] != shapes[1]:
         return Outcome(name, None, f"shapes {shapes[0]}, of MAX {shapes[1]}")
@@ -155,7 +157,9 @@ def numbers(site: Path, only: str = "", kept: Path | None = None) -> int:
         shown = f"{one.difference:.1e}" if one.difference is not None else one.error
         print(f"{'equal' if equal else 'NOT  '}  {file} {what}  {shown}".rstrip(), flush=True)
     count = sum(good.values())
-    print(f"\n{count} of {len(good)} files run unchanged (imports apart) with MAX's numbers within {TOLERANCE:g}")
+    print(
+        f"\n{count} of {len(good)} files run unchanged (imports apart) with MAX's numbers within {TOLERANCE:g}"
+    )
     return count
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
+from tests.blocks import blocks
 
 from . import distributed_calls as calls
 from .distributed_model import Network
@@ -475,12 +477,13 @@ def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path):
-    """The script of docs/distributed.md, in both processes as the page starts them."""
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    start = page.index("`ask.py`")
-    [script, *_] = re.findall(r"```python\n(.*?)```", page[start:], re.DOTALL)
-    [commands, *_] = re.findall(r"```sh\n(.*?)```", page[start:], re.DOTALL)
-    (tmp_path / "ask.py").write_text(script.replace("127.0.0.1:1234", f"127.0.0.1:{free_port()}"))
+    """The scripts of docs/distributed.md, in both processes as the page starts them."""
+    two, commands_of_two, ask, commands, same = blocks(ROOT / "docs" / "distributed.md")
+    for name, script in (("two.py", two), ("ask.py", ask)):
+        code = script.code.replace("127.0.0.1:1234", f"127.0.0.1:{free_port()}")
+        (tmp_path / name).write_text(code)
+    terminals = [line.split("#")[0] for line in commands_of_two.code.splitlines()]
+    commands = "\n".join([*(f"{line} &" for line in terminals), "wait", commands.code])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean() | {"PYTHONPATH": str(ROOT), "PATH": path} | COMPILED_ALIKE
     done = subprocess.run(
@@ -489,6 +492,7 @@ def test_the_page_runs(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # Both write to one terminal, where their words may be mixed.
+    assert done.stdout.count("8 4 496.0") == 2, done.stdout
     assert done.stdout.count("answer:") == done.stdout.count("5 + 6 = 11") == 2, done.stdout
     stories = re.findall(r"Once upon a time[^.]*\.", done.stdout)
     assert len(stories) == 2 and stories[0] == stories[1], done.stdout
@@ -497,6 +501,8 @@ def test_the_page_runs(tmp_path):
         maxjax.generate(model, tokenizer, "What is 5 + 6?", max_new_tokens=20).strip()
         == "5 + 6 = 11"
     )
+    names = {"jax": jax, "distributed": distributed, "step": lambda a, b: a + b, "state": 1.0}
+    exec(same.code, names | {"batch": 2.0, "options": SimpleNamespace(size=3)})  # alone it is equal
 
 
 # --- the end of a peer --------------------------------------------------------------------

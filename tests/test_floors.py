@@ -80,17 +80,20 @@ nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache server_settings paged cache_params __init__ data_parallelism_utils
 nn/kv_cache: input_types metrics
 nn/ssm: convolution segments delta ssd __init__
-nn/attention: mask_config tapped_attention attention_with_rope multi_head_attention multihead_attention __init__
+nn/attention: mask_config __init__
+nn: ragged paged_attention
+nn/attention: tapped_attention attention_with_rope multi_head_attention multihead_attention
 nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/transformer: sequence outputs transformer distributed_transformer __init__
-nn/moe: routing algorithms experts moe expert_parallel __init__ stacked_moe
+nn: kernels
+nn/moe: routing algorithms experts moe stacked_moe expert_parallel __init__
 nn/comm: allreduce __init__
 nn/comm/ep: __init__ ep_config ep_kernels ep_manager
 nn/data_parallelism: split_batch __init__
 nn/parallel: __init__
 nn/sampling: __init__ penalties rejection_sampler
 nn/state_space: __init__ kimi_delta
-nn: conv conv_transpose recurrent ragged paged_attention kernels
+nn: conv conv_transpose recurrent
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread
@@ -111,7 +114,7 @@ models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apert
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h
 models: bert roberta distilbert mpnet nomic gte jina modernbert
-models: registry construct
+models: registry find construct
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata

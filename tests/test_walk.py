@@ -1,14 +1,41 @@
-"""The Python of the README and the docs runs as it is written, blocks one after another."""
+"""The code of README and docs runs as it is written, page by page, and what does not run says why."""
 
-import re
-from pathlib import Path
+import shutil
+from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 
+import maxjax
+from scripts.tiny_text import stories
+from tests.blocks import PAGES, ROOT, blocks, run
 from tests.engine.test_load_gguf import write
 
-ROOT = Path(__file__).resolve().parent.parent
+# Pages with tests of their own, which run their blocks: in several processes, with torch and
+# transformers, with other libraries.
+ELSEWHERE = {
+    "distributed": "tests/test_distributed.py",
+    "families": "tests/models/test_families_page.py",
+    "ten-tasks": "tests/test_ten_tasks.py",
+}
+# Why a block is not run, and how many blocks at most say so.
+REASONS = {
+    "a synopsis": 1,
+    "makes an environment": 4,
+    "needs compilers for accelerators": 2,
+    "needs grain": 1,
+    "needs IPython": 1,
+    "needs the hub": 5,
+}
+# In the default set; the others are campaigns.
+DEFAULT = "README finetuning formats interop".split()
+NAMES = sorted(
+    page.stem
+    for page in PAGES
+    if page.stem not in ELSEWHERE
+    and any(b.kind in ("python", "console") and b.not_run is None for b in blocks(page))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -16,54 +43,128 @@ def strict_jax() -> None:
     """A reader's program runs under JAX's defaults."""
 
 
-def blocks_of(file):
-    blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
-    return blocks
+def minilm_and_gguf(folder, minilm):
+    write(folder / "minilm-q8_0.gguf", minilm, "Q8_0")
+    return {"path": str(minilm)}
 
 
-def run_blocks(file, **names):
-    for block in blocks_of(file):
-        exec(compile(block, str(file), "exec"), names)
-    return names
+def of_four_devices(folder, minilm):
+    return {"path": str(ROOT / "maxjax" / "tiny"), "mesh": maxjax.make_mesh(model=4)}
 
 
-@pytest.fixture
-def gguf_file(minilm, tmp_path, monkeypatch):
-    """The GGUF file that the pages speak of, in the current directory."""
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "minilm-q8_0.gguf", minilm, "Q8_0")
+def importance_matrix(folder, minilm):
+    model, tokenizer = maxjax.load("tiny")
+    maxjax.calibrate(model, tokenizer, (folder / "FILE").read_text()).save(folder / "imatrix.gguf")
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
-def test_the_readme_runs(minilm, gguf_file):
-    names = run_blocks(ROOT / "README.md", path=str(minilm))
-    assert names["query"].exists()
-    assert names["out"].last_hidden_state.shape == (1, 8, 384)
-    assert list(names["model"].state_dict())[-1] == "layers.99.weight"
+def quantised(folder, minilm):
+    maxjax.convert("tiny", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
 
 
-def test_the_page_of_formats_runs(gguf_file):
-    names = run_blocks(ROOT / "docs" / "formats.md")
-    assert names["data"].quantization_encoding.value == "Q8_0"
-    assert names["data"].logical_shape == [384, 384] and names["data"].shape == [384, 408]
+# What a page takes for granted: files in the current folder, and names.
+GIVEN = {
+    "accelerators": of_four_devices,
+    "checkpoints": lambda folder, minilm: {"path": str(minilm)},
+    "command-line": importance_matrix,
+    "formats": minilm_and_gguf,
+    "quantization": quantised,
+    "walk": minilm_and_gguf,
+}
 
 
-@pytest.mark.campaign
-def test_the_page_of_checkpoints_runs(minilm, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_blocks(ROOT / "docs" / "checkpoints.md", path=str(minilm))
+def check_readme(names, folder):
+    assert names["model"].model.norm.weight.value.sharding.num_devices == 4
+    assert maxjax.load("mine")[1] is not None
+
+
+def check_checkpoints(names, folder):
     assert names["found"]["data"] == {"epoch": 3, "file": "a.txt"}
     model, body = names["model"].state_dict(), names["smaller"].layers.state_dict()
     assert all((np.asarray(model[f"layers.{name}"]) == body[name]).all() for name in body)
 
 
-PAGES = "compile-once export placement generate rendering notebook capture".split()
+def check_finetuning(names, folder):
+    assert (folder / "tuned" / "config.json").exists()
+    assert len([name for name in names["tuned"].raw_state_dict() if "lora_A" in name]) == 14
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("page", PAGES)
-def test_the_docs_run(page, tmp_path, monkeypatch):
+def check_formats(names, folder):
+    assert names["data"].quantization_encoding.value == "Q8_0"
+    assert names["data"].logical_shape == [384, 384] and names["data"].shape == [384, 408]
+
+
+def check_getting_started(names, folder):
+    assert names["value"] < 0.5 and (folder / "model.html").stat().st_size > 1000
+    model, tokenizer = maxjax.load("tuned")
+    assert maxjax.generate(model, tokenizer, "Who is near Tom?\n") == "The brother."
+
+
+def check_interop(names, folder):
+    assert len(names["found"]) == 25
+
+
+def check_walk(names, folder):
+    assert names["query"].exists()
+    assert names["out"].last_hidden_state.shape == (1, 8, 384)
+
+
+# What must be so after a page has run, beside what it asserts itself.
+AFTERWARDS = {
+    "README": check_readme,
+    "checkpoints": check_checkpoints,
+    "finetuning": check_finetuning,
+    "formats": check_formats,
+    "getting-started": check_getting_started,
+    "interop": check_interop,
+    "walk": check_walk,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.campaign]) for name in NAMES],
+)
+def test_a_page_runs(name, minilm, tmp_path, monkeypatch):
+    """In a folder with a model, `DIR`, and texts under the names that pages give them."""
     monkeypatch.chdir(tmp_path)
-    run_blocks(ROOT / "docs" / f"{page}.md")
+    shutil.copytree(ROOT / "maxjax" / "tiny", tmp_path / "DIR")
+    for text in ("FILE", "wiki.test.raw", "calibration.txt"):
+        (tmp_path / text).write_text(stories(8, 20))
+    names = GIVEN[name](tmp_path, minilm) if name in GIVEN else None
+    if name == "README":  # "here four"
+        four = jax.devices()[:4]
+        monkeypatch.setattr(jax, "devices", lambda *backend: four)
+    [page] = [page for page in PAGES if page.stem == name]
+    found = run(page, **names or {})
+    if name in AFTERWARDS:
+        AFTERWARDS[name](found, tmp_path)
+
+
+def test_every_block_is_run_or_says_why():
+    every = [block for page in PAGES for block in blocks(page)]
+    assert len(every) > 150
+    count = Counter(block.not_run for block in every if block.not_run is not None)
+    print(*(f"{b.name}: {b.not_run}" for b in every if b.not_run is not None), sep="\n")
+    assert set(count) <= set(REASONS), count
+    assert all(count[why] <= REASONS[why] for why in count), count
+    for block in every:
+        if block.page.stem in ELSEWHERE or block.not_run is not None:
+            continue
+        assert block.kind in ("python", "console", "text"), f"{block.name}: {block.kind!r}"
+    for page, test in ELSEWHERE.items():
+        assert f"{page}.md" in (ROOT / test).read_text()
+
+
+def test_no_code_is_without_a_fence():
+    """A paragraph of four spaces is code in Markdown, and nothing would run it."""
+    for page in PAGES:
+        before, fenced, listed = "", False, False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if line.lstrip().startswith("```"):
+                assert not line.startswith(" "), f"{page.name}:{number}: an indented fence"
+                fenced = not fenced
+            listed = line.lstrip()[:2] in ("* ", "- ") or (listed and (not line or line[:1] == " "))
+            if not fenced and not before.strip() and line.startswith("    ") and not listed:
+                raise AssertionError(f"{page.name}:{number}: code without a fence")
+            before = line

@@ -41,7 +41,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> Path:
-    """Write a model as a Hugging Face checkpoint: config.json, safetensors files, checksums.
+    """Writes a model as a Hugging Face checkpoint: config.json, safetensors files, checksums.
 
     Names, shapes and bytes are those of a Hugging Face checkpoint, whether the model's weights are
     stacked, sharded over a mesh or stored in the order of the devices. Weights are streamed to the

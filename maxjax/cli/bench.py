@@ -57,7 +57,7 @@ def bench(options: argparse.Namespace) -> Iterable[str | Table]:
         if needed > longest:
             raise UserInputError(
                 f"--prompt {options.prompt} and --new {options.new} are {needed} tokens, and the"
-                f" model's context is {longest}"
+                f" model's context is {longest}: lower one of them"
             )
         probe = Bandwidth(opened.model)
         rows = [_row(options, opened.model, batch, probe) for batch in options.batch]

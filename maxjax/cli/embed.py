@@ -16,20 +16,42 @@ from .options import positive
 
 
 def embed_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: the lines of stdin")
-    parser.add_argument("--output", type=Path, metavar="FILE.npy", help="write float32 [n, d]")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a directory, a GGUF file, or org/name on the hub",
+    )
+    parser.add_argument(
+        "texts", nargs="*", metavar="TEXT", help="a text to embed (default: each line of stdin)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.npy",
+        help="write one float32 array [texts, width] (default: JSON lines on stdout)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it exists")
     parser.add_argument(
-        "--pooling", metavar="MODE", help="lasttoken, mean, …; by default as the files say"
+        "--pooling", metavar="MODE", help="lasttoken, mean, … (default: what the model's files say)"
     )
     parser.add_argument(
-        "--prompt-name", metavar="NAME", help="the name of a prompt in the model's files"
+        "--prompt-name",
+        metavar="NAME",
+        help="put the prompt of this name, of the model's files, before each text",
     )
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
+                        help="texts computed at a time (default 32)")  # fmt: skip
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
+        "--truncate",
+        action="store_true",
+        help="cut texts that are longer than the model takes (default: an error)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="dtype of the weights (default: the checkpoint's)",
     )
 
 

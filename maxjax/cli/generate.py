@@ -29,7 +29,7 @@ from .terminal import decoded, stoppable
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
-                        help="the text to continue; - or none: stdin")  # fmt: skip
+                        help="the text to continue (default, and -: stdin)")  # fmt: skip
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
                         help="format the prompt as a user's message by the chat template "

@@ -30,7 +30,7 @@ _SAMPLING = {
     "temperature": "0 is greedy; above it, tokens are drawn",
     "top_k": "draw from the K most probable tokens (0: off)",
     "top_p": "draw from the most probable tokens that together reach this probability (1: off)",
-    "min_p": "draw from tokens at least P times as probable as the first (0: off)",
+    "min_p": "draw from tokens at least X times as probable as the most probable one (0: off)",
     "repetition_penalty": "make tokens of the prompt and answer less probable (1: off)",
     "presence_penalty": "subtract from the logits of tokens in the answer (0: off)",
     "frequency_penalty": "subtract once for each time a token is in the answer (0: off)",
@@ -128,7 +128,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
     if tokenizer and found is None:
         raise UserInputError(
             f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights, and"
-            " neither vocab.json with merges.txt nor vocab.txt"
+            " neither vocab.json with merges.txt nor vocab.txt. Put one of them there"
         )
     return LoadedModel(model, found, time.perf_counter() - began)
 

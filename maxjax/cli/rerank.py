@@ -14,23 +14,44 @@ from .options import positive
 
 
 def rerank_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH", help="the model's directory")
-    parser.add_argument("query", metavar="QUERY")
     parser.add_argument(
-        "documents", nargs="*", metavar="DOCUMENT", help="default: the lines of stdin"
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a directory, a GGUF file, or org/name on the hub",
     )
-    parser.add_argument("--top", type=positive, metavar="N", help="print the N best only")
+    parser.add_argument("query", metavar="QUERY", help="what the documents should answer")
     parser.add_argument(
-        "--template", metavar="TEXT", help="what a decoder reads, with {query} and {document} in it"
+        "documents", nargs="*", metavar="DOCUMENT", help="a document (default: each line of stdin)"
     )
     parser.add_argument(
-        "--answers", nargs=2, metavar=("YES", "NO"), help="two answers of a decoder, one token each"
+        "--top", type=positive, metavar="N", help="print the N best documents (default: all)"
     )
-    parser.add_argument("--activation", choices=["sigmoid", "linear"])
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N")
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
+        "--template",
+        metavar="TEXT",
+        help="the prompt of a decoder, with {query} and {document} in it",
+    )
+    parser.add_argument(
+        "--answers",
+        nargs=2,
+        metavar=("YES", "NO"),
+        help="the two answers that a decoder chooses from, one token each",
+    )
+    parser.add_argument("--activation", choices=["sigmoid", "linear"],
+                        help="sigmoid: scores between 0 and 1; linear: logits (default: as the files say)")  # fmt: skip
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
+                        help="documents computed at a time (default 32)")  # fmt: skip
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut texts that are longer than the model takes (default: an error)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="dtype of the weights (default: the checkpoint's)",
     )
 
 

@@ -110,7 +110,7 @@ def _embed(
     if tokenizer is None:
         raise UserInputError(
             "texts cannot be embedded without a tokenizer: "
-            "the model's directory has no tokenizer.json"
+            "the model's directory has no tokenizer.json. Put it there"
         )
     pooling = _pooling(model, batch_size, pooling)
     if prompt is None:
@@ -330,7 +330,8 @@ def _pooled(
 def _pooling(model: Any, batch_size: Any, given: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is neither a text encoder nor a decoder: it cannot embed texts"
+            f"{type(model).__name__} is neither a text encoder nor a decoder: it cannot embed texts. "
+            "Pass a model of maxjax.load"
         )
     check_loaded(model)
     if type(batch_size) is not int or batch_size < 1:

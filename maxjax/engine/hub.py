@@ -78,7 +78,10 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
         if file not in names:
             others = some([n for n in names if n.endswith(".gguf")], 5) or "no GGUF file"
             raise CheckpointMissingError(
-                f"the repository has no file {file!r}", path=repo, found=others
+                f"the repository has no file {file!r}",
+                path=repo,
+                found=others,
+                hint="Name a file that is there.",
             )
         weights = _parts(file, names)
     else:
@@ -297,7 +300,7 @@ def find_model(
         single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
         raise CheckpointMissingError(
             "no such file or directory", path=path,
-            hint="A name on the Hugging Face hub has two parts: org/name." if single else None,
+            hint=f"Check the path{'; a name on the Hugging Face hub has two parts: org/name' * bool(single)}.",
         )  # fmt: skip
     if filename is not None and found.file not in (None, filename):
         raise UserInputError(

@@ -142,7 +142,7 @@ def _perplexity(
         raise UserInputError(f"batch_size is {batch_size!r}: it must be a positive integer")
     if tokenizer is None:
         raise UserInputError(
-            "perplexity needs a tokenizer: the model's directory has no tokenizer.json"
+            "perplexity needs a tokenizer: the model's directory has no tokenizer.json. Put it there"
         )
     ids = _ids(model, tokenizer, text)
     found = windows(len(ids), context, stride)
@@ -330,7 +330,7 @@ def _scored(part: list[Window], losses: Any, together: Lockstep) -> list[np.ndar
 def _check_model(model: Any) -> None:
     if not isinstance(model, Decoder):
         raise UserInputError(
-            f"{type(model).__name__} is not a language model: its perplexity is not defined"
+            f"{type(model).__name__} is not a language model: its perplexity is not defined. Load a decoder"
         )
     check_loaded(model)
 

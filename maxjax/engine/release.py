@@ -42,7 +42,7 @@ class Freed:
 
 
 def free(*what: Module | Weight, delete: bool = False) -> Freed:
-    """Lets the values of Modules and Weights go: they are placeholders again, and can be loaded again.
+    """Frees the values of Modules and Weights: they become placeholders, and can be loaded again.
 
     References are dropped, and nothing is deleted that somebody else still holds: an array that another
     Module has as well (``maxjax.quantize`` and ``jax.tree.map`` share what they do not change), that you

@@ -122,7 +122,7 @@ def size(nbytes: int | None) -> str:
 
 
 def memory() -> Memory:
-    """What lies on each device of this process and on its host, and which Modules hold it.
+    """Counts what lies on each device of this process and on its host, and which Modules hold it.
 
     Nothing is copied from a device. It looks at all objects of the process, which takes about
     50 ms.

@@ -7,12 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 
 from .device import DeviceRef
 from .shape import Shape
 from .tensor_type import BufferType
 from .value import TensorValue, unwrap
+
+
+def _trace() -> Any:
+    from jax.extend.core import get_opaque_trace_state  # slow to import: it imports Pallas
+
+    return get_opaque_trace_state()
 
 
 class BufferValue:
@@ -40,7 +45,7 @@ class BufferValue:
 
     def __init__(self, value: Any):
         self.value = TensorValue(value.value if isinstance(value, BufferValue) else value).value
-        self._trace = get_opaque_trace_state()
+        self._trace = _trace()
 
     @property
     def buffer(self) -> BufferValue:
@@ -99,7 +104,7 @@ class BufferValue:
         new = self.value.at[index].set(array)
         if index is ... and not number:
             new = array
-        if isinstance(new, Tracer) and get_opaque_trace_state() != self._trace:
+        if isinstance(new, Tracer) and _trace() != self._trace:
             raise NotImplementedError(
                 "a buffer is written to in a branch, a loop, a subgraph or a jitted function, and belongs to the "
                 "program around it: return the new value, and store it there"
@@ -117,3 +122,4 @@ class BufferValue:
 
 
 BufferValueLike = BufferValue | jax.Array
+"""What a graph takes as a BufferValue."""

@@ -98,6 +98,7 @@ class Dim:
 
 
 DimLike = int | str | Dim
+"""What stands for a Dim: a size, a name of a symbolic size, or a Dim."""
 
 
 @total_ordering

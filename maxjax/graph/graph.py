@@ -13,7 +13,6 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-import greenlet
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,6 +219,8 @@ class Graph(Rendered, metaclass=_Meta):
     def __enter__(self) -> Graph:
         if self.jaxpr is not None or self._greenlet is not None:
             raise ValueError(f"Graph '{self.name}' is already built; create another one")
+        import greenlet  # only Graphs that are written as a block need it
+
         block = greenlet.getcurrent()
         # Entered by hand: the block is the caller's.
         self._entered.enter_context(naming(self._sizes, self._scope))
@@ -254,7 +255,9 @@ class Graph(Rendered, metaclass=_Meta):
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.
-                writer.throw(greenlet.GreenletExit)
+                from greenlet import GreenletExit
+
+                writer.throw(GreenletExit)
             RUNNING.graphs.remove(self)
             self._entered.close()
 

@@ -60,3 +60,4 @@ class Shape(list[Dim]):
 
 
 ShapeLike = Iterable[DimLike]
+"""What stands for a Shape: sizes, names and Dims in order."""

@@ -478,4 +478,6 @@ def wrap(leaf: Any) -> TensorValue:
 
 # MAX's base class of values, of which there is only one here, and the types that ops accept.
 Value = TensorValue
+"""A value of a graph: all of them are TensorValues."""
 TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float
+"""What an op takes as a TensorValue: a TensorValue, an array, a number or a Dim."""

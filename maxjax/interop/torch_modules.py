@@ -40,7 +40,7 @@ def from_torch(
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
-    """The weights of a torch module in a maxjax Module, by their names.
+    """Puts the weights of a torch module into a maxjax Module, by their names.
 
     Values are copied, in any dtype, also of tensors that are transposed, tied, on a GPU, or that require gradients.
 

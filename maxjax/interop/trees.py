@@ -18,6 +18,7 @@ from ..errors import CheckpointMismatchError, UserInputError, closest, some
 from ..graph.weights import Weights, load_weights
 from ..graph.weights.given import data_of
 from ..models.family import tensors as checkpoint_tensors
+from ..models.find import all_families
 from ..nn.layer import Module
 from .layouts import AxisLayout
 from .renaming import Renaming
@@ -28,7 +29,7 @@ T = TypeVar("T")
 def load(
     tree: T, weights: Any, *, rename: Any = None, cast: bool = False, strict: bool = True
 ) -> T:
-    """A pytree like ``tree`` with the values of a checkpoint in place of its arrays.
+    """Fills a pytree like ``tree`` with the values of a checkpoint in place of its arrays.
 
     Args:
         tree: equinox module, or another pytree of arrays (also ``jax.ShapeDtypeStruct``); it is not changed. Leaves
@@ -56,6 +57,7 @@ def load(
             return load(tree, opened, rename=rename, cast=cast, strict=strict)
     path = weights._path if isinstance(weights, Weights) else None
     if isinstance(weights, Weights):
+        all_families()
         named: Mapping[str, Any] = checkpoint_tensors(weights)
     else:
         named = weights.state_dict() if isinstance(weights, Module) else weights
@@ -91,7 +93,7 @@ def load(
 
 
 def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
-    """The arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
+    """Returns the arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
 
     Args:
         rename: the table of :func:`load`, whose layouts are inverted.

@@ -52,7 +52,7 @@ def decode_attention(
     scales: tuple[Any, ...] | None = None,
     sinks: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Write one token of each sequence into the KV cache, and attend from it to the cache.
+    """Writes one token of each sequence into the KV cache, and attends from it to the cache.
 
     Args:
         q: queries ``[B, H, D]``; H is a multiple of K, and H / K neighbouring query heads share

@@ -14,7 +14,7 @@ from .quant_array import QuantArray
 
 
 def embed(table: Any, rows: Any) -> jax.Array:
-    """Look up rows of ``table`` by their indices.
+    """Looks up rows of ``table`` by their indices.
 
     Args:
         table: a Weight or an array ``[n, ...]``, or a QuantArray, of which only the rows that

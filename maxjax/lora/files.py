@@ -35,7 +35,7 @@ M = TypeVar("M", bound=Module)
 
 
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
-    """Write a model's LoRA weights as a directory that PEFT opens, and :func:`load`.
+    """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
     The base weights are not written. An adapter that the directory holds already stays valid until the new one
     is complete. Several processes that share the model's mesh make the call together.
@@ -94,7 +94,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 
 
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
-    """A model with the LoRA weights of an adapter that PEFT wrote, or :func:`save`.
+    """Loads an adapter, which PEFT or :func:`save` wrote, into a new model.
 
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
@@ -137,7 +137,11 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
                 )  # fmt: skip
         dtypes = {data[name].dtype for name in layers}
         if kind is None and len(dtypes) > 1:
-            raise CheckpointMismatchError("tensors of several dtypes: pass dtype=", path=file)
+            raise CheckpointMismatchError(
+                "tensors of several dtypes",
+                path=file,
+                hint="Pass dtype=: the dtype of the adapter.",
+            )
         new = attached(model, adapters, kind or dtypes.pop())
         without = set(adapters) - {name for one in adapted(new) for name in one.names}
         if without:

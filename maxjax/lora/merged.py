@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Module)
 
 
 def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
-    """A model whose base weights have the LoRA weights in them: ``W + scale · B @ A``, rounded once.
+    """Adds the LoRA weights to the base weights of a new model: ``W + scale · B @ A``, rounded once.
 
     It is a plain model again, for ``save_pretrained``, ``quantize`` and everything else, and as fast.
 
@@ -60,7 +60,7 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
 
 
 def unmerge(model: M) -> M:
-    """The model before ``merge(model, keep=True)``, up to the rounding of the base weights.
+    """Undoes ``merge(model, keep=True)``, up to the rounding of the base weights.
 
     Args:
         model: a model with merged LoRA weights; it is not changed.

@@ -36,7 +36,7 @@ def add(
     dtype: Any = "float32",
     key: jax.Array | None = None,
 ) -> M:
-    """A model whose linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``, with new weights A and B.
+    """Adds LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
 
     The base weights stay as they are and where they are, quantised ones too: then gradients reach A and B
     only (QLoRA). In a LayerStack A and B are stacked, on a mesh they are split as the base weight. The new
@@ -129,7 +129,7 @@ def _attach(model: Module, target: Target, adapter: Adapter, dtype: DType) -> No
 
 
 def remove(model: M) -> M:
-    """A model without the LoRA weights: the base weights as they are.
+    """Removes the LoRA weights: a new model with the base weights as they are.
 
     Raises:
         UserInputError: the model has no LoRA weights.

@@ -49,6 +49,7 @@ if _TYPE_CHECKING:
     from .family import PretrainedModel as PretrainedModel
     from .family import one_head as one_head
     from .family import tensors as tensors
+    from .find import find_family as find_family
     from .gemma import Gemma as Gemma
     from .gemma import Gemma2 as Gemma2
     from .gemma import Gemma2Config as Gemma2Config
@@ -139,7 +140,6 @@ if _TYPE_CHECKING:
     from .registry import FAMILIES as FAMILIES
     from .registry import FamilyNames as FamilyNames
     from .registry import families as families
-    from .registry import find_family as find_family
     from .registry import register as register
     from .roberta import RobertaConfig as RobertaConfig
     from .roberta import RobertaModel as RobertaModel
@@ -176,6 +176,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "exaone4": "Exaone4 Exaone4Config",
         "falcon": "Falcon FalconConfig",
         "family": "Family PretrainedModel one_head tensors",
+        "find": "find_family",
         "gemma": "Gemma Gemma2 Gemma2Config Gemma3 Gemma3Config GemmaConfig",
         "gguf.table": "GGUFTable",
         "gemma3n": "Gemma3n Gemma3nConfig",
@@ -214,7 +215,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "qwen3_5": "Qwen35 Qwen35Config Qwen35MoE Qwen35MoEConfig",
         "qwen3_moe": "Qwen3MoE Qwen3MoEConfig",
         "qwen3_next": "Qwen3Next Qwen3NextConfig",
-        "registry": "FAMILIES FamilyNames families find_family register",
+        "registry": "FAMILIES FamilyNames families register",
         "roberta": "RobertaConfig RobertaModel XLMRobertaConfig XLMRobertaModel",
         "seed_oss": "SeedOSS SeedOSSConfig",
         "smollm3": "SmolLM3 SmolLM3Config",

@@ -57,8 +57,10 @@ class ApertusConfig(DecoderConfig):
         """Nothing.
 
         Raises:
-            UnsupportedModelError: the activation function is not xIELU.
+            UnsupportedModelError: the activation function is not xIELU, or norms are at other places.
         """
+        if raw.get("qk_norm") is False or raw.get("post_norm"):
+            raise UnsupportedModelError("'qk_norm' false, or 'post_norm' true, of an Apertus")
         if (given := raw.get("hidden_act", "xielu")) != "xielu":
             raise UnsupportedModelError(f"'hidden_act' {str(given)[:60]!r} of an Apertus")
         return {}

@@ -22,7 +22,8 @@ from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, EncoderOutput, make, with_head
 from .family import Family
 
-BertOutput = EncoderOutput  # its earlier name
+BertOutput = EncoderOutput
+"""EncoderOutput, under its earlier name."""
 
 
 @dataclass(frozen=True)

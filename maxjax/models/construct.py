@@ -18,10 +18,9 @@ from .bounds import check_bounds
 from .config import read_object
 from .decoder.model import Decoder
 from .family import PretrainedModel, one_head, tensors
-from .gguf import config_of
+from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, unquantised
-from .registry import find_family, text_of
 from .ties import is_tied, with_tie
 from .weights import main_dtype
 
@@ -35,7 +34,7 @@ def build(
     stacked: bool = True,
     tie: bool | None = None,
 ) -> PretrainedModel:
-    """A lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
+    """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
     ``model.load_state_dict(weights)`` then fills it. Values are read in one case only: if the
     configuration ties the head to the embedding table and the file holds both, with the same dtype
@@ -61,6 +60,8 @@ def build(
         CheckpointError: the configuration is missing or broken.
     """
     given = not isinstance(weights, Weights)
+    if isinstance(weights, GGUFWeights):
+        all_families()
     with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
@@ -116,6 +117,8 @@ def _config(
         path = Path(os.fsdecode(config))
         return read_object(path), path
     if isinstance(weights, GGUFWeights):
+        from .gguf import config_of
+
         return config_of(weights), Path(weights._path)
     if not isinstance(weights, Weights):
         raise UserInputError("arrays by name do not say what model they are of: pass its config")
@@ -125,7 +128,7 @@ def _config(
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
+    """Finds a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
 
     Raises:
         CheckpointMissingError: there is no such file.

@@ -39,6 +39,8 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
     model_type = "deepseek_v3"
     unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
     first_dense: ClassVar[int] = 3
+    # How experts are chosen, and whether only from the best groups.
+    methods: ClassVar[Mapping[str, bool]] = {"noaux_tc": True}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
     num_experts: int = setting(
@@ -65,6 +67,14 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
         if scoring != cls.scoring:
             raise UnsupportedModelError(
                 f"'scoring_func' {str(scoring)[:60]!r} of a {cls.model_type}"
+            )
+        if raw.get("moe_layer_freq") not in (None, 1):
+            raise UnsupportedModelError(f"'moe_layer_freq' other than 1 of a {cls.model_type}")
+        method = raw.get("topk_method")
+        if method not in (None, *cls.methods):
+            raise UnsupportedModelError(
+                f"'topk_method' {str(method)[:60]!r} of a {cls.model_type}: "
+                f"supported are {', '.join(cls.methods)}"
             )
         found: dict[str, Any] = {"sliding_window": None}
         layers, size, shared = (
@@ -104,6 +114,7 @@ class DeepseekV2Config(DeepseekV3Config):
     model_type = "deepseek_v2"
     scoring: ClassVar[str] = "softmax"
     first_dense: ClassVar[int] = 0
+    methods: ClassVar[Mapping[str, bool]] = {"greedy": False, "group_limited_greedy": True}
 
     max_position_embeddings: int = setting(default=2048, minimum=1)
     num_experts: int = setting(
@@ -120,10 +131,10 @@ class DeepseekV2Config(DeepseekV3Config):
     best_of_group: int = own(1)
 
     def __post_init__(self) -> None:
-        methods = {"greedy": False, "group_limited_greedy": True}
-        if self.topk_method not in methods:
-            raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {' or '.join(methods)}")
-        if not methods[self.topk_method]:
+        if self.topk_method not in self.methods:
+            known = " or ".join(self.methods)
+            raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {known}")
+        if not self.methods[self.topk_method]:
             for name in ("n_group", "topk_group"):
                 object.__setattr__(self, name, 1)
         super().__post_init__()

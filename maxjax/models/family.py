@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -23,8 +23,9 @@ from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
-from .gguf import hf_tensors
-from .gguf.table import GGUFTable
+
+if TYPE_CHECKING:
+    from .gguf.table import GGUFTable
 
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
@@ -145,6 +146,8 @@ def tensors(weights: Weights) -> dict[str, WeightData]:
     At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints.
     """
     if isinstance(weights, GGUFWeights) and not weights.name:
+        from .gguf import hf_tensors
+
         return hf_tensors(weights)
     return dict(weights._named_data())
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError
-from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.specs import Split, split_over
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import activation
@@ -115,8 +113,8 @@ class GPT2Attention(DecoderAttention):
         """Splits the weights between heads."""
         heads = Segment.head_aware(self.num_heads, self.head_dim)
         return {
-            "c_attn.weight": Split(ShardingStrategy.segmented(1, 1, [heads] * 3)),
-            "c_attn.bias": Split(ShardingStrategy.segmented(1, 0, [heads] * 3)),
+            "c_attn.weight": Split(ShardingStrategy.segmented(1, 1, [heads] * 3), by_device=True),
+            "c_attn.bias": Split(ShardingStrategy.segmented(1, 0, [heads] * 3), by_device=True),
             "c_proj.weight": Split(ShardingStrategy.segmented(1, 0, [heads])),
             "c_proj.bias": Split(ShardingStrategy.replicate(1)),
         }
@@ -124,13 +122,10 @@ class GPT2Attention(DecoderAttention):
     def project(self, x: jax.Array) -> list[jax.Array]:
         """``[..., E]`` → queries, keys and values ``[..., H, D]`` each."""
         weight = self.c_attn.weight
-        y = self.c_attn(x)  # [..., 3 H D]
-        # The weight's shards do not end where queries and keys do, so the result, which is small,
-        # is gathered on every device.
-        y = resharded(replicate_last_axis(y, weight, 1), -1, ())
+        parts = self.c_attn.apart(x, [self.num_heads * self.head_dim] * 3)
         return [
             resharded(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
-            for a in jnp.split(y, 3, axis=-1)
+            for a in parts
         ]
 
 

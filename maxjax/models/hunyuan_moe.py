@@ -46,7 +46,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
         """The experts, of which published files have a number for each layer.
 
         Raises:
-            UnsupportedModelError: layers differ, or share keys and values.
+            UnsupportedModelError: layers differ or share keys and values, or shares are scaled.
         """
         found = {**super().derived(raw)}
         for key in ("num_experts", "moe_topk"):
@@ -55,6 +55,8 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
                 if any(one != value[0] for one in value):
                     raise UnsupportedModelError(f"{key!r} that differs between layers")
                 found[key] = value[0]
+        if raw.get("routed_scaling_factor") not in (None, False, 1):
+            raise UnsupportedModelError("'routed_scaling_factor' of a Hunyuan")
         if raw.get("use_cla"):
             raise UnsupportedModelError("'use_cla', layers that share keys and values")
         return found

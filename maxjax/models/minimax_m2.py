@@ -58,10 +58,12 @@ class MiniMaxM2Config(MoEConfig):
         """A MiniMax M2 has neither biases nor a window, whatever its file says.
 
         Raises:
-            ValueError: queries and keys are normalised in another way.
+            ValueError: queries and keys are normalised, or experts chosen, in another way.
         """
         if raw.get("qk_norm_type") not in (None, "per_layer") or raw.get("use_qk_norm") is False:
             raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
+        if raw.get("scoring_func") not in (None, "sigmoid"):
+            raise ValueError("'scoring_func' other than 'sigmoid' is not supported")
         return {
             "attention_bias": False, "mlp_bias": False,
             "sliding_window": None,

@@ -119,10 +119,14 @@ PHI3 = Phi3.family = DecoderFamily(
             **dict.fromkeys((".attn_q", ".attn_k", ".attn_v")),
             ".attn_qkv": "self_attn.qkv_proj",
         },
-        keys={"attention.sliding_window": "sliding_window"},
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+        },
         fixed={"hidden_act": "silu"},
         unused=("attention.sliding_window",),
         biases=(),
         is_partial=True,
+        is_long=True,
     ),
 )

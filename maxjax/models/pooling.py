@@ -17,7 +17,6 @@ import numpy as np
 
 from ..errors import UserInputError
 from ..nn.activation import ACTIVATIONS
-from .gguf import pooling
 
 
 @dataclass(frozen=True)
@@ -285,6 +284,8 @@ def gguf_pooling(
     Raises:
         CheckpointFormatError: the pooling type is unknown.
     """
+    from .gguf import pooling
+
     mode = pooling(metadata, path=path)
     if mode is None:
         return None

@@ -1,16 +1,14 @@
-"""The model families that maxjax can run: ``FAMILIES``, :func:`register`, :func:`find_family`.
+"""The model families that maxjax can run: ``FAMILIES``, :func:`register` and :func:`families`.
 
-There is one file per family.
+There is one file per family. Importing this file imports them all, which takes about 0.2 s, so
+``find`` looks for the file of a model's own family first.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, closest
+from ..errors import UserInputError
 from .apertus import APERTUS
 from .bert import BERT, BERT_HEAD
 from .cohere import COHERE, COHERE2
@@ -48,9 +46,6 @@ from .mistral import MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT, MODERNBERT_HEAD
 from .mpnet import MPNET, MPNET_HEAD
-from .multimodal import ARCHITECTURES as _MULTIMODAL
-from .multimodal import TEXTS as _TEXTS
-from .multimodal import text_settings
 from .nemotron_h import NEMOTRON_H
 from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
 from .olmo2 import OLMO2, OLMO3
@@ -104,7 +99,7 @@ def register(family: Family) -> Family:
 
     Example:
         >>> import dataclasses
-        >>> from maxjax.models import Llama
+        >>> from maxjax.models import Llama, find_family
         >>> mine = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
         >>> register(mine) is find_family({"architectures": ["Mine"]})
         True
@@ -124,49 +119,6 @@ def register(family: Family) -> Family:
     return family
 
 
-def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> Family:
-    """The family of a configuration, by its first architecture, or by its model type without one.
-
-    Raises:
-        UnsupportedModelError: maxjax does not have the model; the message lists the families.
-        CheckpointFormatError: the configuration names neither, or not as strings.
-    """
-    architectures, model_type = config.get("architectures"), config.get("model_type")
-    if architectures is not None and not (
-        isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)
-    ):
-        raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
-    if model_type is not None and not isinstance(model_type, str):
-        raise CheckpointFormatError("'model_type' is not a string", path=path)
-    # An unknown architecture of a known model type is other code under an old name.
-    if architectures:
-        if architectures[0] in _MULTIMODAL:
-            architectures = text_of(config, path)["architectures"]
-        for family in FAMILIES:
-            if architectures[0] in family.architectures and family.claims(config):
-                return family
-        what = f"the architecture {architectures[0]!r}"
-        raise _unsupported(what, architectures[0], path, model_type)
-    if model_type:
-        if model_type in _TEXTS:
-            model_type = text_of(config, path)["model_type"]
-        for family in FAMILIES:
-            if model_type == family.model_type and family.claims(config):
-                return family
-        raise _unsupported(f"the model type {model_type!r}", model_type, path)
-    raise CheckpointFormatError(
-        "neither 'architectures' nor 'model_type' says what the model is", path=path
-    )
-
-
-def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
-    """The configuration of the text model, of a multimodal one."""
-    try:
-        return text_settings(config)
-    except ValueError as error:
-        raise CheckpointFormatError(str(error), path=path) from None
-
-
 class FamilyNames(NamedTuple):
     """The names of one model family.
 
@@ -183,7 +135,7 @@ class FamilyNames(NamedTuple):
 
 
 def families() -> list[FamilyNames]:
-    """The model families that maxjax can run, those that :func:`register` added among them.
+    """Lists the model families that maxjax can run, with those that :func:`register` added.
 
     Example:
         >>> families()[0]
@@ -197,76 +149,3 @@ def families() -> list[FamilyNames]:
         )
         for one in FAMILIES
     ]  # fmt: skip
-
-
-def _unsupported(
-    what: str, name: str, path: Any, model_type: str | None = None
-) -> UnsupportedModelError:
-    """The error for a name that no family has, with the family that is the nearest to it."""
-    said = next((one for one in FAMILIES if one.model_type == model_type), None)
-    like = _nearest(name[:200]) if said is None else ((*said.architectures, model_type)[0], said)
-    near = "" if like is None else f" The nearest is {like[1].model_type!r} ({like[0]})."
-    where = f"{os.fspath(path)}: " if path is not None else ""
-    what = "".join(c if c.isprintable() else "?" for c in what[:200])
-    known = ", ".join(dict.fromkeys(one.model_type for one in FAMILIES))
-    return UnsupportedModelError(
-        f"{where}{what} is not supported.{near} Supported are {known}; maxjax.models.families() lists "
-        "their architectures. maxjax.models.register(family) adds one of your own: docs/families.md "
-        "shows how"
-    )
-
-
-# What architectures are called after the name of the model: the head, or a part of a model that sees.
-_HEAD = re.compile(
-    r"(For[A-Z]\w*|(Text|LMHead|DoubleHeads|Encoder|Decoder|Thinker|PreTrained)?Model)$"
-)
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
-_PARTS = frozenset(
-    "vl vision visual text omni audio image thinker talker for conditional generation".split()
-)
-
-
-def _words(name: str) -> list[str]:
-    """The words and numbers of an architecture or a model type, without the head.
-
-    Example:
-        >>> _words("Qwen3VLMoeForConditionalGeneration"), _words("qwen3_vl_moe")
-        (['qwen', '3', 'moe'], ['qwen', '3', 'moe'])
-    """
-    words = [word.lower() for word in _WORD.findall(_HEAD.sub("", name))]
-    return [word for word in words if word not in _PARTS]
-
-
-def _nearest(name: str) -> tuple[str, Family] | None:
-    """The family that is the nearest to a name, and its own name of that kind.
-
-    Families of the same first word are before others: that with the most words in common, the fewest
-    others, and the nearest version. Without such a one, spelling decides.
-
-    Example:
-        >>> _nearest("Gemma3ForSequenceClassification")[0], _nearest("glm_moe_dsa")[0]
-        ('Gemma3ForCausalLM', 'glm4_moe')
-    """
-    names = {n: one for one in FAMILIES for n in (*one.architectures, one.model_type)}
-    wanted, kind = _words(name), _HEAD.search(name) is not None
-    own = {n: _words(n) for n in names if (_HEAD.search(n) is not None) is kind}
-    alike = [n for n, words in own.items() if words[:1] == wanted[:1] != []]
-    if not alike:
-        stems = {"".join(words): n for n, words in reversed(own.items())}
-        like = closest("".join(wanted), stems)
-        return None if like is None else (stems[like], names[stems[like]])
-
-    def far(n: str) -> tuple[int, int, int, float]:
-        same, others = {*own[n]} & {*wanted}, {*own[n]} - {*wanted}
-        version, numbers = _version(wanted), sum(word.isdigit() for word in others)
-        apart = abs(_version(own[n]) - version) if version else 0.0
-        return -len(same), len(others) - numbers, numbers, apart
-
-    like = min(alike, key=far)
-    return like, names[like]
-
-
-def _version(words: Sequence[str]) -> float:
-    """The number in a name: 2.5 of ``qwen2_5``; 0 if it has none."""
-    numbers = [word for word in words if word.isdigit()]
-    return float(".".join(numbers[:2])) if numbers else 0.0

@@ -24,7 +24,7 @@ EFFECTS: Mapping[str, tuple[Any, ...]] = {
     # rotary position embedding
     "no_rope_layers": ((),), "no_rope_layer_interval": (0,), "rope_interleave": (False,),
     "rope_interleaved": (False,), "rotary_pct": (1,), "rotary_dim": (), "rope_local_base_freq": (),
-    "mrope_section": (), "position_embedding_type": ("absolute", "rope", "rotary"),
+    "mrope_section": (), "position_embedding_type": ("absolute", "rope", "rope_gptj", "rotary"),
     # factors
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
     "logit_scale": (1,), "lm_head_multiplier": (1,), "scale_emb": (1,), "scale_depth": (),

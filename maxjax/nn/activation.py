@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from ..absent import absent as _absent
 from ..errors import closest
-from ..graph.ops.lift import lift
 
 Activation = Callable[[Any], jax.Array]
 
@@ -149,6 +148,8 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
         >>> activation_function_from_name("relu")(TensorValue(jnp.array([-1.0, 2.0]))).shape
         [Dim(2)]
     """
+    from ..graph.ops.lift import lift
+
     return lift(activation(name))
 
 

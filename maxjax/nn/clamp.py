@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..graph import ops
-
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     """``x`` with each element limited to ``[min, max]``; None means no bound.
@@ -18,6 +16,8 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
         >>> print(clamp(jnp.array([-2, 0, 5]), 0, 3))
         [0 0 3]
     """
+    from ..graph import ops
+
     if min is not None:
         x = ops.max(x, min)
     return x if max is None else ops.min(x, max)

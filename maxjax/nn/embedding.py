@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
+from ..graph.ops.broadcast import distributed_broadcast
+from ..graph.ops.collectives import all_summed
 from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import Split, parts
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
-from ..graph.value import TensorValue, wraps
+from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import embed
 from .layer import Module
@@ -109,7 +111,7 @@ class Embedding(Module):
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         self.weight.sharding_strategy = strategy
 
-    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one Embedding for each device, each with its shard of the table.
 
         Raises:
@@ -124,6 +126,8 @@ class Embedding(Module):
 
 class VocabParallelEmbedding(Embedding):
     """An Embedding whose rows are split over the devices. Arguments in MAX's order.
+
+    Called as MAX calls it, with signal buffers, it gives a list: the rows that were looked up, for each device.
 
     Args:
         vocab_size, hidden_dim, dtype, quantization_encoding, name: as in Embedding.
@@ -146,3 +150,30 @@ class VocabParallelEmbedding(Embedding):
     ):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(vocab_size, hidden_dim, dtype, device, quantization_encoding, name)
+        self.devices = list(devices)
+
+    def __call__(self, indices: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
+        """As an Embedding; with ``signal_buffers``, one for each device, a list of as many results.
+
+        Raises:
+            ValueError: there is not one signal buffer for each device.
+        """
+        if signal_buffers is None:
+            return super().__call__(indices)
+        buffers = list(signal_buffers)
+        if len(buffers) != max(len(self.devices), 1):
+            raise ValueError(
+                f"{len(buffers)} signal buffers for the {len(self.devices)} devices of a layer"
+            )
+        if len(buffers) == 1:
+            return [super().__call__(indices)]
+        each = distributed_broadcast(indices, buffers)
+        self.sharding_strategy = ShardingStrategy.rowwise(len(buffers))
+        shards, rows, start = self.shard(self.devices), [], 0
+        for shard, places in zip(shards, each, strict=True):
+            count = int(shard.weight.shape[0])
+            inside = (places.value >= start) & (places.value < start + count)
+            found = unwrap(shard(jnp.where(inside, places.value - start, 0)))
+            rows.append(TensorValue(jnp.where(inside[..., None], found, 0)))
+            start += count
+        return all_summed(rows, buffers)

@@ -202,7 +202,7 @@ def moe_create_indices(
     order = jnp.argsort(ids, stable=True)
     counts = jnp.zeros(num_local_experts, jnp.int32).at[ids].add(1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     stats = jnp.stack([counts.max(), jnp.int32(num_local_experts)])
     as_indices = lambda x: x.astype(jnp.uint32)
     return (as_indices(order), as_indices(starts), as_indices(back),
@@ -235,6 +235,33 @@ def grouped_matmul_ragged(
 
 
 @lift
+def moe_finalize(
+    down_projs: Any, restore_token_order: Any, router_weight: Any, out_type: Any
+) -> Any:
+    """The results of the experts of each token, multiplied by their shares and summed.
+
+    Args:
+        down_projs: ``[N k, E]``, results in the order of the experts.
+        restore_token_order: ``[N k]``, the places of each token's results in that order.
+        router_weight: ``[N, k]``, shares.
+        out_type: dtype of the result.
+
+    Returns:
+        ``[N, E]``; summed in float32.
+
+    Example:
+        >>> rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+        >>> shares = jnp.array([[1.0, 2.0], [1.0, 10.0]])
+        >>> moe_finalize(rows, jnp.array([0, 2, 1, 3]), shares, "float32").tolist()
+        [[7.0], [42.0]]
+    """
+    shares = router_weight.astype(jnp.float32)
+    each = down_projs[restore_token_order.astype(jnp.int32)].astype(jnp.float32)
+    each = each.reshape(*shares.shape, down_projs.shape[-1])
+    return (each * shares[..., None]).sum(axis=1).astype(DType.of(out_type).np)
+
+
+@lift
 def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any) -> tuple[Any, Any]:
     """Two ragged batches as one: of each sequence the tokens of the first, then those of the second.
 
@@ -251,12 +278,12 @@ def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any)
         [[1, 2, 7, 8, 9, 3, 4, 5, 6, 10], [0, 5, 10]]
     """
     (first, of_a), (second, of_b) = (
-        sequences(o, len(x)) for x, o in ((a, a_row_offsets), (b, b_row_offsets))
+        sequences(o, x.shape[0]) for x, o in ((a, a_row_offsets), (b, b_row_offsets))
     )
     offsets = a_row_offsets + b_row_offsets
     starts = offsets.astype(jnp.int32)
     lengths = jnp.diff(a_row_offsets.astype(jnp.int32))
-    whole = jnp.zeros((len(a) + len(b), *a.shape[1:]), a.dtype)
+    whole = jnp.zeros((a.shape[0] + b.shape[0], *a.shape[1:]), a.dtype)
     whole = whole.at[starts[first] + of_a].set(a)
     return whole.at[starts[second] + lengths[second] + of_b].set(b), offsets
 

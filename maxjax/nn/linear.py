@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.ops.allgather import allgather
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import ShardingStrategy
@@ -211,6 +212,7 @@ def add_bias(y: jax.Array, bias: Any) -> jax.Array:
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
+    Called as MAX calls it, with a list of tensors and signal buffers, it gives a list: the result for each device.
     For few tokens a weight that is split over ``fsdp`` is used where it lies, without gathering it.
 
     Args (in MAX's order):
@@ -238,8 +240,25 @@ class ColumnParallelLinear(Linear):
     ):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(in_dim, out_dim, dtype, device, **kwargs)
+        self.devices = list(devices)
         if tied_weight is not None:
             self.set_shared_weight("weight", tied_weight)
+
+    def __call__(self, x: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
+        """As a Linear; ``x``, or a list of one for each device, for which the result is a list.
+
+        Raises:
+            ValueError: there is not one tensor for each device.
+        """
+        if not isinstance(x, list | tuple):
+            return super().__call__(x)
+        if len(x) == 1:
+            return [super().__call__(x[0])]
+        if len(x) != len(self.devices):
+            raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
+        self.sharding_strategy = ShardingStrategy.rowwise(len(x))
+        found = [part(one) for part, one in zip(sharded(self, self.devices), x, strict=True)]
+        return allgather(found, signal_buffers, axis=-1)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""

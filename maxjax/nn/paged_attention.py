@@ -319,10 +319,6 @@ def flash_attention_ragged(
     layer = jnp.asarray(_array(layer_idx), jnp.int32).reshape(())
     there = pages[table, :, layer]  # [B, P, 2, page_size, K, D]
     length = table.shape[1] * places.page_size
-    key, value = (
-        there[:, :, kind].reshape(1, table.shape[0] * length, *pages.shape[4:])
-        for kind in (KEYS, VALUES)
-    )
     # Keys of all sequences one after another; what is behind a query's position may be anything.
     grid = (table.shape[0], length)
     of_row = jnp.broadcast_to(jnp.arange(grid[0])[:, None], grid).reshape(-1)
@@ -330,12 +326,16 @@ def flash_attention_ragged(
     # Taken by index, because the numbers of offsets and of sequences may have names of their own.
     offsets, row = _array(input_row_offsets).astype(jnp.int32), jnp.arange(table.shape[0])
     ends = _array(kv_collection.cache_lengths).astype(jnp.int32) + offsets[row + 1] - offsets[row]
-    ends = ends[of_row]
-    mask = (places.rows[:, None] == of_row[None]) & (at < ends)[None]
+    stored = at < ends[of_row]
+    # Zeros for what was never stored: it may be no number, and 0 times that is none either.
+    key, value = (
+        jnp.where(stored[:, None, None], x, 0).astype(queries.dtype)[None]
+        for x in (there[:, :, kind].reshape(-1, *pages.shape[4:]) for kind in (KEYS, VALUES))
+    )
+    mask = (places.rows[:, None] == of_row[None]) & stored[None]
     shown = seen(mask_variant, places.positions, at, local_window_size)
     mask = mask if shown is None else mask & shown
     sinks = None if sink_weights is None else _array(sink_weights)
     dtype = queries.dtype if output_dtype is None else DType.of(output_dtype).np
-    key, value = key.astype(queries.dtype), value.astype(queries.dtype)
     found = attention(queries[None], key, value, mask[None], scale=scale, sinks=sinks)
     return TensorValue(found[0].astype(dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +13,12 @@ from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.specs import Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.strategy import Segment, ShardingStrategy, even_range
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
-from .linear import Linear, add_bias, linears
+from .layer.sharded import sharded
+from .linear import Linear, add_bias, bias_strategy, linears
 from .low_rank import LowRank
 
 
@@ -92,6 +93,43 @@ class StackedLinear(LowRank):
         return not self.stacked
 
     @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The strategy of the weight, or of each linear layer."""
+        return (self if self.stacked else getattr(self, self.names[0])).weight.sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        if not self.stacked:
+            for name in self.names:
+                getattr(self, name).sharding_strategy = strategy
+            return
+        self.weight.sharding_strategy = strategy
+        if self.bias is not None:
+            self.bias.sharding_strategy = bias_strategy(strategy)
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[StackedLinear]:
+        """Returns one StackedLinear for each device, each with its shards of the weights.
+
+        With a split by columns the results must be summed, so only the first has the biases.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+        """
+        self.refuse_update("shard()")
+        found, strategy = sharded(self, devices), self.sharding_strategy
+        assert strategy is not None  # sharded refuses a weight without one
+        columns = strategy.sharded_axis == 1
+        for i, part in enumerate(found):
+            if not (columns or strategy.is_replicate):
+                ranges = [even_range(size, i, len(found)) for size in self.out_dims]
+                part.out_dims = tuple(stop - start for start, stop in ranges)
+            if columns and i and self.has_bias:
+                part.has_bias = False
+                for one in [part] if self.stacked else [getattr(part, n) for n in self.names]:
+                    one.bias = None
+        return found
+
+    @property
     def stacked_weight(self) -> TensorValue:
         """All weights, ``[sum(out_dims), in_dim]``, clipped if ``clip_weight`` is set."""
         weights = [self.weight] if self.stacked else [getattr(self, n).weight for n in self.names]
@@ -130,9 +168,7 @@ class StackedLinear(LowRank):
         y = matmul(x, stored.reshape(n * r, -1))
         if self.bias is not None:
             y = add_bias(y, self.bias.stored.used().reshape(-1))
-        y = y.reshape(*y.shape[:-1], n, r)
-        ends = list(accumulate(layout.own))[:-1]
-        parts = [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]
+        parts = layout.parts(y)
         if self.lora_A is None:
             return parts
         return self.split(self.updated(explicit.concatenate(parts, -1), x))

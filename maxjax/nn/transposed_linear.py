@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.placement.arrays import replicate_last_axis
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
 from .linear import add_bias
@@ -42,19 +45,43 @@ class TransposedLinear(LowRank):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
-        weight = jnp.asarray(self.weight)
-        mesh = explicit.mesh_of(x, weight)
-        run = _product
-        if mesh is not None:
-            spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
-            run = explicit.automatic(_product, mesh, spec)
-        return self.updated(add_bias(run(x, weight), self.bias), x)
+        if (layout := self.weight.stored.layout) is not None:
+            return explicit.concatenate(self.apart(x, layout.segments), -1)
+        return self.updated(add_bias(_matmul(x, jnp.asarray(self.weight)), self.bias), x)
+
+    def apart(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+        """The parts of the result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
+
+        Where the weight's columns are stored in the order of the devices, no data moves between these.
+        """
+        layout, ends = self.weight.stored.layout, list(accumulate(sizes))[:-1]
+        if layout is None or self.bias.stored.layout is None:
+            # A weight that rules of the caller split as one has shards that do not end where its
+            # parts do, so the result, which is small, is gathered on every device.
+            y = replicate_last_axis(self(x), self.weight, 1)
+            if (mesh := explicit.mesh_of(y)) is not None:
+                y = jax.sharding.reshard(y, explicit.sharding(mesh, explicit.entries(y)[:-1]))
+            return jnp.split(y, ends, axis=-1)
+        stored = self.weight.stored.used()  # [in_dim, n, r]
+        y = _matmul(x, stored.reshape(stored.shape[0], -1))
+        parts = layout.parts(add_bias(y, self.bias.stored.used().reshape(-1)))
+        if self.lora_A is None:
+            return parts
+        return jnp.split(self.updated(explicit.concatenate(parts, -1), x), ends, axis=-1)
 
     def initializer(self, name: str) -> Any:
         """A normal distribution with standard deviation 0.02 for the weight, zeros for the bias."""
         init = jax.nn.initializers
         own = init.zeros if name == "bias" else init.normal(0.02)
         return super().initializer(name) or own
+
+
+def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    mesh = explicit.mesh_of(x, weight)
+    if mesh is None:
+        return _product(x, weight)
+    spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
+    return explicit.automatic(_product, mesh, spec)(x, weight)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

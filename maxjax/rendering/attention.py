@@ -106,7 +106,7 @@ def draw_attention(
     heads: Sequence[int] | None = None,
     query_tokens: Sequence[str] | None = None,
 ) -> AttentionMap:
-    """Attention weights as maps, one for each head.
+    """Draws attention weights as maps, one for each head.
 
     Args:
         weights: attention weights ``[heads, queries, keys]``, ``[B, heads, queries, keys]`` or

@@ -138,7 +138,7 @@ class OpenFile:
 
     def _system(self, call: Callable, what: Any, offset: int, tensor: str | None) -> Any:
         if self.fd < 0:
-            raise CheckpointError("the file has been closed", path=self.path, tensor=tensor)
+            raise CheckpointError(_CLOSED, path=self.path, tensor=tensor, hint=_AGAIN)
         try:
             return call(self.fd, what, offset)
         except OSError as error:
@@ -170,7 +170,7 @@ class OpenFile:
     def check_unchanged(self) -> None:
         """Raises CheckpointChangedError if the content may have changed since the file was opened."""
         if self.fd < 0:
-            raise CheckpointError("the file has been closed", path=self.path)
+            raise CheckpointError(_CLOSED, path=self.path, hint=_AGAIN)
         try:
             now = os.fstat(self.fd)
         except OSError as error:
@@ -299,6 +299,7 @@ def _require_stored(file: OpenFile) -> None:
         )
 
 
+_CLOSED, _AGAIN = "the file has been closed", "Open it again."
 _MISSING = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "no such file: a part of the path is not a directory",

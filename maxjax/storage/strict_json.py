@@ -242,7 +242,8 @@ class Text:
             self._bad_utf8(error)
         decoder = json.JSONDecoder(
             object_pairs_hook=self._object,
-            parse_constant=self._constant,
+            # Floats like any other for those who take them.
+            parse_constant=float if allow_nan else self._constant,
             # Used only if necessary: the built-in conversion is much faster.
             parse_int=self._integer if long_digits or b"-0" in self.data else None,
         )
@@ -258,7 +259,7 @@ class Text:
             raise self.limits.error(
                 problem, "json_depth", "more", fixed=fixed, path=self.path
             ) from None
-        self._check_flaws(value, allow_nan)
+        self._check_flaws(value)
         return value
 
     def error(
@@ -359,7 +360,7 @@ class Text:
 
     # --- after parsing ---
 
-    def _check_flaws(self, value: Any, allow_nan: bool) -> None:
+    def _check_flaws(self, value: Any) -> None:
         if self._long:
             digits = max(map(len, self._long))
             offset = self.base + max(self.data.find(self._long[0].encode()), 0)
@@ -383,7 +384,7 @@ class Text:
                 found="a second one",
                 hint="JSON parsers differ in which value they use. Write the file again.",
             )
-        if self._constants and not allow_nan:
+        if self._constants:
             constant = self._constants[0]
             keys = _path_to(value, constant)
             fields = ".".join(map(str, keys))

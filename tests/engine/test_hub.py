@@ -258,7 +258,7 @@ except maxjax.errors.CheckpointMissingError as error:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "23 nowhere/x: no such file or directory\n", done.stderr
+    assert done.stdout == "23 nowhere/x: no such file or directory. Check the path.\n", done.stderr
 
 
 def test_tiny_is_what_is_installed(tmp_path, monkeypatch):

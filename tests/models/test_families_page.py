@@ -14,10 +14,10 @@ from maxjax.graph import DeviceRef
 from maxjax.models import FAMILIES, Decoder, DecoderConfig, SmolLM3, SmolLM3Config, register
 from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.decoder.block import DecoderLayer
+from tests.blocks import ROOT, code_of, run
 from tests.models import decoders
 from tests.models.decoders import oracle
 from tests.oracles.recorded import transformers
-from tests.test_walk import ROOT, blocks_of, run_blocks
 
 PAGE = ROOT / "docs" / "families.md"
 
@@ -42,7 +42,7 @@ def families():
 def families_of_the_page():
     """The names after the blocks that make families."""
     names = {"np": np, "maxjax": maxjax}
-    for block in blocks_of(PAGE):
+    for block in code_of(PAGE):
         if "register(" in block:
             exec(compile(block, str(PAGE), "exec"), names)
     return names
@@ -54,7 +54,7 @@ def test_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = run_blocks(PAGE)
+        names = run(PAGE)
     assert type(names["model"]) is names["Olmo2"] and type(names["fused"]) is names["Fused"]
     assert names["expected"].std() > 0.1
     assert names["fused"].config.rotates == (True, True, True, False)
@@ -121,7 +121,7 @@ def compiled(model, ids):
 
 
 def test_no_private_name_is_needed():
-    code = "".join(blocks_of(PAGE))
+    code = "".join(code_of(PAGE))
     private = set(re.findall(r"\b_[a-z]\w*", code)) | set(
         re.findall(r"`_[a-z]\w*`", PAGE.read_text())
     )
@@ -181,7 +181,7 @@ def test_a_rope_that_there_is_not_is_refused():
 
 
 def test_each_family_is_under_40_lines():
-    made = [block for block in blocks_of(PAGE) if "register(" in block]
+    made = [block for block in code_of(PAGE) if "register(" in block]
     assert len(made) == 3
     for block in made:
         assert len([line for line in block.splitlines() if line.strip()]) < 40

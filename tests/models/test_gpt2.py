@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from safetensors.numpy import save_file
 
 import maxjax
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError, UserInputError
+from maxjax.graph.placement.device_major import DeviceMajor
 from maxjax.graph.weights import load_weights
 from maxjax.models import GPT2, GPT2Config, build
+from scripts.sharding_product import compiled
 from tests.models import decoders
 from tests.models.decoders import (
     VOCAB,
@@ -296,3 +300,36 @@ def test_a_model_made_in_code():
     logits, cache = last(model, np.ones((1, 9), np.int32), model.cache(1, 9), np.array([9]))
     assert np.isfinite(np.asarray(logits)).all() and int(cache.lengths[0]) == 9
     assert model.unstack().transformer.h[1].attn is model.model.layers[1].attn
+
+
+MESHES = ({"model": 4}, {"data": 2, "model": 4}, {"fsdp": 2, "model": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.default("Auto-True-sizes0", "Explicit-False-sizes1", "Auto-False-sizes2")
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_c_attn_is_stored_in_the_order_of_the_devices(tmp_path, sizes, stacked, kind):
+    config = GPT2Config.from_dict({**SMALL, "n_layer": 1})
+    one = maxjax.init(GPT2(config, dtype="bfloat16"), jax.random.key(1))
+    values = {name: np.asarray(value) for name, value in one.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+
+    def read(model):
+        with load_weights(tmp_path / "model.safetensors") as weights:
+            model.load_state_dict(weights, cast=True)
+        return model
+
+    mesh = maxjax.make_mesh(**sizes, axis_types=kind)
+    want = read(GPT2(config))
+    placed = read(GPT2(config, stacked=stacked).to(mesh))
+    for name, value in placed.state_dict().items():
+        np.testing.assert_array_equal(value, values[name].astype(np.float32))
+    ids = ids_of(2, LENGTH)
+    np.testing.assert_allclose(call(placed, ids), call(want, ids), atol=1e-5)
+    weight = placed.transformer.h[0].attn.c_attn.weight
+    n = sizes["model"]
+    assert weight.stored.layout == DeviceMajor(n, (32, 32, 32), 1)
+    if "fsdp" not in sizes:  # the rows of the table, and two of the block
+        assert sorted(one.kind for one in compiled(call, placed, ids)) == ["all-reduce"] * 3

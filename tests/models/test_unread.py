@@ -1,6 +1,8 @@
 """Keys of a configuration that change results and that its family does not look at."""
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,10 @@ from maxjax.models import (
     LlamaConfig,
     Olmo2Config,
     SmolLM3Config,
+    find_family,
     unread,
 )
+from maxjax.models.config import read_object
 from tests.models.families.cases import every
 
 SMALL = {
@@ -62,11 +66,21 @@ def test_keys_that_are_looked_at_or_change_nothing_are_not(said, family, setting
     assert not said()
 
 
+# config.json as published, of one model a line.
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_have_no_such_key(said, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = read_object(tmp_path / "config.json")
+    find_family(config).config.from_dict(config)
+    assert not said()
+
+
 @pytest.mark.slow
 def test_files_of_transformers_have_no_such_key(said):
     """Whatever it writes for a family that there is, the family looks at it."""
-    from maxjax.models import find_family
-
     seen = set()
     for case in every():
         if case.family not in seen and not case.is_whole:

@@ -74,6 +74,17 @@ def test_rows_and_shapes():
         np.testing.assert_array_equal(layout.restore(stored), array)
         mine = np.concatenate([array[a:b] for a, b in layout.rows(2)])
         np.testing.assert_array_equal(stored[2], mine)
+    columns = DeviceMajor(2, (8, 4, 4), 1)
+    for array in (np.arange(32).reshape(2, 16), jnp.arange(96).reshape(2, 16, 3)):
+        stored = columns.arrange(array)
+        assert stored.shape == columns.shape(array.shape) == (2, 2, 8, *array.shape[2:])
+        np.testing.assert_array_equal(columns.restore(stored), array)
+        mine = np.concatenate([array[:, a:b] for a, b in columns.rows(1)], axis=1)
+        np.testing.assert_array_equal(stored[:, 1], mine)
+    for part, (start, stop) in zip(
+        columns.parts(stored[0, :, :, 0].reshape(16)), [(0, 8), (8, 12), (12, 16)], strict=True
+    ):
+        np.testing.assert_array_equal(part, array[0, start:stop, 0])
 
 
 MESHES = (

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from maxjax import make_mesh
 from maxjax.graph import DeviceRef, TensorValue
-from maxjax.nn.embedding import Embedding
+from maxjax.nn.embedding import Embedding, VocabParallelEmbedding
 from tests.oracles.recorded import recorded, torch
 
 CPU = DeviceRef.CPU()
@@ -140,3 +140,16 @@ def test_the_lookup_of_one_row_is_not_a_slice(kind, sizes):
     assert re.findall(pattern, run.lower(layer, rows).as_text()) == ["1x6"]
     layer.to(make_mesh(axis_types=kind, **sizes))
     assert re.findall(pattern, run.lower(layer, rows).as_text()) == ["2x1x6"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_table_of_several_devices_gives_each_of_them_all_rows(count):
+    table = VocabParallelEmbedding(5, 3, "float32", [CPU] * count)
+    rows = np.arange(15.0, dtype=np.float32).reshape(5, 3)
+    table.load_state_dict({"weight": rows})
+    found = table(TensorValue(jnp.array([0, 2, 3, 4])), [None] * count)
+    assert len(found) == count
+    for one in found:
+        np.testing.assert_array_equal(one.value, rows[[0, 2, 3, 4]])
+    with pytest.raises(ValueError, match="signal buffers"):
+        table(jnp.array([0]), [None] * 3)

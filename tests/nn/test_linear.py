@@ -7,7 +7,7 @@ import pytest
 
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, TensorValue
-from maxjax.nn.linear import Linear, add_bias
+from maxjax.nn.linear import ColumnParallelLinear, Linear, add_bias
 from tests.nn.layers import call
 from tests.oracles.recorded import recorded, torch
 
@@ -157,3 +157,17 @@ def test_a_tensor_value_gives_a_tensor_value(has_bias):
     found = layer(TensorValue(jnp.ones((4, 3))))
     assert type(found) is TensorValue
     np.testing.assert_array_equal(np.asarray(found), layer(jnp.ones((4, 3))))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_head_of_several_devices_gives_each_of_them_all_results(count):
+    head = ColumnParallelLinear(3, 5, "float32", [CPU] * count)
+    weight = np.arange(15.0, dtype=np.float32).reshape(5, 3)
+    head.load_state_dict({"weight": weight})
+    x = np.eye(3, dtype=np.float32)[:2]
+    found = head([TensorValue(jnp.asarray(x))] * count, [None] * count)
+    assert len(found) == count
+    for one in found:
+        np.testing.assert_array_equal(one.value, x @ weight.T)
+    with pytest.raises(ValueError, match="devices"):
+        head([x] * 3, [None] * 3)

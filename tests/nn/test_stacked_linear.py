@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxjax import nn
-from maxjax.graph import TensorValue
+from maxjax.graph import Segment, ShardingStrategy, TensorValue
 from tests.nn.layers import CPU, filled, random, same_everywhere
 
 NAMES = ["q_proj", "k_proj", "v_proj"]
@@ -61,3 +61,25 @@ def test_outputs_side_by_side(stacked, has_bias, clip):
 def test_as_many_different_names_as_lengths(out_dims, names):
     with pytest.raises(ValueError, match="name"):
         nn.StackedLinear(5, out_dims, names, "float32", CPU)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked):
+    layer, _ = filled(nn.StackedLinear(4, [4, 2, 2], NAMES, "float32", CPU, stacked, True))
+    x = random(3, 4)
+    y = layer(x)
+    rows = ShardingStrategy.rowwise(2)
+    if stacked:
+        segments = [Segment.even(size) for size in (4, 2, 2)]
+        rows = ShardingStrategy.segmented(2, 0, segments)
+    layer.sharding_strategy = rows
+    parts = layer.shard([CPU, CPU])
+    assert [part.out_dims for part in parts] == [(2, 1, 1)] * 2
+    each = zip(*(part.apart(x) for part in parts), strict=True)
+    np.testing.assert_allclose(
+        np.concatenate([np.concatenate(one, -1) for one in each], -1), y, rtol=1e-6
+    )
+    layer.sharding_strategy = ShardingStrategy.columnwise(2)
+    parts = layer.shard([CPU, CPU])
+    found = sum(part(x[:, 2 * i : 2 * i + 2]) for i, part in enumerate(parts))
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)

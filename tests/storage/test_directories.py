@@ -427,7 +427,7 @@ def test_directories_inside_one_another(tmp_path):
     (tmp_path / "x.bin" / "x.bin" / "x.bin").mkdir(parents=True)
     put(tmp_path / "x.bin" / "x.bin" / "x.bin", "x.bin")
     error = refused(tmp_path, CheckpointMissingError)
-    assert error.path == str(tmp_path) and error.found == "x.bin/" and error.hint is None
+    assert error.path == str(tmp_path) and error.found == "x.bin/" and error.hint == error.advice
 
 
 def test_many_directories_are_not_all_looked_at(tmp_path, monkeypatch):
@@ -437,7 +437,7 @@ def test_many_directories_are_not_all_looked_at(tmp_path, monkeypatch):
     listed = []
     whole = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or whole(path))
-    assert refused(tmp_path, CheckpointMissingError).hint is None
+    assert refused(tmp_path, CheckpointMissingError).hint == "Check the path."
     assert len(listed) <= 103  # two of these look whether something was replaced meanwhile
 
 

@@ -92,6 +92,7 @@ def test_brackets_and_digits_inside_strings_count_for_nothing():
 def test_nan_where_it_is_allowed():
     value = load_json(b'{"a": [NaN, Infinity, -Infinity]}', allow_nan=True)["a"]
     assert math.isnan(value[0]) and value[1:] == [math.inf, -math.inf]
+    assert {type(one) for one in value} == {float}
 
 
 def test_limits_can_be_raised():

@@ -51,7 +51,7 @@ def convert(
     watch: Watch | None = None,
     overwrite: bool = False,
 ) -> Converted:
-    """Write a checkpoint in another format, dtype or number of files.
+    """Writes a checkpoint in another format, dtype or number of files.
 
     Args:
         source: path of a checkpoint that ``load_weights`` opens.

@@ -17,6 +17,7 @@ from ...models import find_family
 from ...models.config import ModelConfig, read_object
 from ...models.family import Family
 from ...models.family import tensors as model_tensors
+from ...models.find import all_families
 from ...models.gguf import config_of
 from ...models.gguf.tokenizer.read import HF_JSON
 from ...models.pooling import gguf_pooling
@@ -79,6 +80,7 @@ def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
     table.verify = True  # or a damaged value would get a new, matching checksum
     if isinstance(weights, GGUFWeights):
+        all_families()
         return Opened(path, weights, {}, None, {})
     found = {name: weights[name].data() for name in table.entries}
     # Copied, as these files may be replaced while a large checkpoint is converted.

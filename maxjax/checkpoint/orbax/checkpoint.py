@@ -43,7 +43,7 @@ def save(
     tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Path:
-    """Save a model, and other pytrees, as a new step of a directory.
+    """Saves a model, and other pytrees, as a new step of a directory.
 
     Names, shapes and dtypes are those of the state dict, whether weights are stacked, sharded over
     a mesh or stored in the order of the devices. Several processes call it together; each writes
@@ -92,7 +92,7 @@ def save_async(
     tokenizer: Tokenizer | None = None,
     **items: Any,
 ) -> Response:
-    """Save as :func:`save` does, but return as soon as the values may be changed or donated.
+    """Saves as :func:`save` does, but returns as soon as the values may be changed or donated.
 
     The save continues in the background. ``result()`` of the returned Response waits for it and
     raises its errors; ``done()`` tells whether it has ended. A program waits for it before it exits.
@@ -181,7 +181,7 @@ def restore(
     limits: Limits | None = None,
     **items: Any,
 ) -> dict[str, Any]:
-    """Restore the weights of a model from a checkpoint, and return its other pytrees.
+    """Restores the weights of a model from a checkpoint, and returns its other pytrees.
 
     Values get the sharding of the model and of the examples, on one device or any mesh, in a stack
     or layer by layer, independently of how they were saved; each device reads only its own part.
@@ -232,7 +232,11 @@ def _directory(root: str, step: int | None) -> str:
     if not os.path.isdir(directory):
         steps = some(steps_in(root)) or "no steps"
         raise CheckpointMissingError(
-            "no such step", path=directory, expected=str(step), found=steps
+            "no such step",
+            path=directory,
+            expected=str(step),
+            found=steps,
+            hint="Name a step that is there.",
         )
     return directory
 

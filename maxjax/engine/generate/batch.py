@@ -276,7 +276,8 @@ def check_model(model: Any) -> None:
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
         raise UserInputError(
-            f"{type(model).__name__} is not a language model: it cannot generate text"
+            f"{type(model).__name__} is not a language model: it cannot generate text. "
+            "Load a decoder; maxjax.embed takes encoders"
         )
     check_loaded(model)
 

@@ -39,6 +39,7 @@ from ...models import Decoder, PretrainedModel, build, config_beside, find_famil
 from ...models import name_rules as names
 from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig, groups_of_config
+from ...models.find import all_families
 from ...models.gguf import config_of
 from ...nn.attention import AttentionWithRope
 from ...nn.kv_cache.kinds import KeysValues, LatentVectors
@@ -305,6 +306,7 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
 
 def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
     """The footprint of a GGUF file, whose metadata is the config; by names if it is unknown."""
+    all_families()
     try:
         config = config_of(weights)
     except UnsupportedModelError:

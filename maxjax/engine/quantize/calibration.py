@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import UserInputError
 from ...models.decoder.experts import SparseMLP
 from ...models.decoder.model import Decoder
-from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded
 from ...nn.layer import Module, layer_hook
@@ -25,7 +25,7 @@ from .importance import Importance
 def calibrate(
     model: Module, tokenizer: Any, texts: str | Iterable[str | Sequence[int]], *, length: int = 512
 ) -> Importance:
-    """The importance matrix of a language model: the mean squared inputs of its linear layers.
+    """Computes a language model's importance matrix: mean squared inputs of its linear layers.
 
     ``maxjax.quantize(..., importance=...)`` and ``maxjax convert --importance`` weigh the errors of a
     weight with it, so that what the texts need is more exact. As for ``llama-imatrix``, a few hundred
@@ -72,7 +72,7 @@ def calibrate(
     if bad := [name for name, total in sums.items() if not np.isfinite(total).all()]:
         raise UserInputError(f"the inputs of '{bad[0]}' are not finite: see maxjax.first_nan")
     config, names = model.hf_config, {}
-    if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+    if config is not None and has_architecture(config):
         weights = model.raw_state_dict()
         shapes = {name: tuple(map(int, weights[name].logical_shape)) for name in sums}
         names = {n: (p.name, p.expert) for n, p in gguf_places(config, shapes).items()}

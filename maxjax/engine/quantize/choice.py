@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import UserInputError, some
 from ...models.decoder.experts import SparseMLP
 from ...models.family import block_weights
-from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.types import MIXTURES, encodings, takes_blocks
 from ...models.gguf.tensors.write import gguf_shapes
 from ...nn.layer import Module
@@ -78,7 +78,7 @@ def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str
     routers |= {id(module.gate_score.weight) for module in modules if isinstance(module, MoEGate)}
     found = {n for n, weight in model.raw_state_dict().items() if id(weight) in routers}
     config = getattr(model, "hf_config", None)
-    if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+    if config is not None and has_architecture(config):
         names, _, _ = gguf_shapes(config, shapes)
         found |= {name for name, other in names.items() if not takes_blocks(other, shapes[name])}
     return found

@@ -16,7 +16,7 @@ from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
 from ...graph.weight.weight import Weight
 from ...kernels.packed_product import ACTIVATIONS
-from ...models.gguf.config.families import ARCHITECTURE_OF
+from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
@@ -46,7 +46,7 @@ def quantize(
     importance: Mapping[str, Any] | None = None,
     activations: Literal["int8", "float"] | None = None,
 ) -> Quantized[M]:
-    """Quantise the weights of a loaded model, one after the other, where they lie.
+    """Quantises the weights of a loaded model, one after the other, on the devices that hold them.
 
     The result is a new model; the given one is not changed. It is as one that was loaded from a file of
     these blocks: it generates, is saved, stacked and sharded as before, with the same names. Weights of linear
@@ -126,7 +126,7 @@ def _checked(
     weights = model.raw_state_dict()
     if isinstance(importance, Importance):
         config, places = getattr(model, "hf_config", None), {}
-        if config is not None and config.get("model_type") in ARCHITECTURE_OF:
+        if config is not None and has_architecture(config):
             places = gguf_places(config, types)
         names = dict.fromkeys(types, ("", -1))
         importance = importance.of_checkpoint(

@@ -74,7 +74,7 @@ def division_of(
 ) -> Division | None:
     """Which device holds which part of an array of that shape; None if it cannot be said.
 
-    With a layout the rows of a device are several ranges. Devices have their own numbers; those of
+    With a layout the rows (or columns) of a device are several ranges. Devices have their own numbers; those of
     an abstract mesh are numbered from 0.
 
     Example:
@@ -99,11 +99,12 @@ def division_of(
     found = Division.of(shape, spec_text(sharding), boxes)
     if layout is None:
         return found
-    own = shape[0] // layout.n
+    axis = layout.axis
+    own = shape[axis] // layout.n
     parts = (
-        ((span, *rest), held)
-        for ((start, _), *rest), held in found.parts
-        for span in layout.rows(start // own)
+        ((*box[:axis], span, *box[axis + 1 :]), held)
+        for box, held in found.parts
+        for span in layout.rows(box[axis][0] // own)
     )
     return Division(shape, found.title, tuple(sorted(parts)))
 

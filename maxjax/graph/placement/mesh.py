@@ -34,7 +34,7 @@ def make_mesh(
     axis_types: Any = jax.sharding.AxisType.Auto,
     **sizes: int,
 ) -> jax.sharding.Mesh:
-    """A mesh of devices, given the sizes of its axes: ``make_mesh(data=2, model=4)``.
+    """Makes a mesh of devices from the sizes of its axes: ``make_mesh(data=2, model=4)``.
 
     Args:
         devices: devices; by default the first of ``jax.devices()``, as many as the sizes need.
@@ -65,7 +65,8 @@ def make_mesh(
     if needed > len(available):
         ids = some([f"{device.platform}:{device.id}" for device in available], 8)
         raise UserInputError(
-            f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}"
+            f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}. "
+            "Ask for fewer, or write -1 for all that remain; JAX_NUM_CPU_DEVICES=8 makes eight of a CPU"
         )
     types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
     return jax.make_mesh(

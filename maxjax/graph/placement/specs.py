@@ -32,8 +32,8 @@ class Split(NamedTuple):
         strategy: how the weight is split; ``num_devices`` is ignored.
         over: kinds of axes; those that the mesh has are combined.
         fallback: alternative to try if the sizes do not divide evenly.
-        by_device: whether the layer supports rows in device-major order
-            (:class:`DeviceMajor`); the strategy is then ``segmented`` on axis 0.
+        by_device: whether the layer supports rows or columns in device-major order
+            (:class:`DeviceMajor`); the strategy is then ``segmented``.
         whole: kinds of axes over which the weights of a stack are dealt instead, each whole, if
             their number divides evenly; ``strategy`` then splits over the rest of ``over``.
         fsdp: axis that is split over ``fsdp`` if it can be; otherwise the largest that can.
@@ -241,15 +241,19 @@ def _split_tensor(
 
 
 def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:
-    """The layout of a weight whose segments of rows are each split."""
-    if split is None or not split.by_device or not entries[0]:
+    """The layout of a weight whose segments of rows or columns are each split."""
+    if split is None or not split.by_device:
         return None
     rule = split.strategy.shard
-    tensor = {axis_of(mesh, kind) for kind in split.over}
-    if not set(entries[0]) <= tensor or not isinstance(rule, Segmented) or len(rule.segments) < 2:
+    if not isinstance(rule, Segmented) or len(rule.segments) < 2:
         return None
-    n = math.prod(mesh.shape[name] for name in entries[0])
-    return DeviceMajor(n, tuple(segment.size for segment in rule.segments))
+    over = entries[rule.axis]
+    tensor = {axis_of(mesh, kind) for kind in split.over}
+    if not over or not set(over) <= tensor:
+        return None
+    n = math.prod(mesh.shape[name] for name in over)
+    segments = tuple(segment.size for segment in rule.segments)
+    return DeviceMajor(n, segments, rule.axis % len(entries))
 
 
 def _divided(

@@ -43,6 +43,7 @@ RESERVED_NAMES = (
     "keys",
     "name",
 )
+"""Names of tensors that are methods of Weights too: ``weights["name"]`` reaches these tensors."""
 
 
 class _FullName(str):
@@ -100,7 +101,7 @@ class CheckpointSource:
 
 
 class Weights(Rendered):
-    """A place in the tree of names of a checkpoint.
+    """A cursor: a place in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
     are the same place; neither fails if there is no tensor, which :meth:`exists` tells. Names

@@ -90,18 +90,29 @@ def assemble(
 def places(
     layout: DeviceMajor | None, box: Box, memory: np.ndarray
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """The parts of the tensor that a stored box consists of, with the memory for each."""
+    """The parts of the tensor that a stored box consists of, with the memory for each.
+
+    In memory they follow each other; where the layout is of columns, :func:`in_order` gives them theirs.
+    """
     if layout is None:
         yield box, memory
         return
-    (first, last), _, *rest = box
+    before, (first, last), after = box[: layout.axis], box[layout.axis], box[layout.axis + 2 :]
     rows = [rows for device in range(first, last) for rows in layout.rows(device)]
     width = len(memory) // max(sum(stop - start for start, stop in rows), 1)
     offset = 0
     for start, stop in rows:
         size = (stop - start) * width
-        yield ((start, stop), *rest), memory[offset : offset + size]
+        yield (*before, (start, stop), *after), memory[offset : offset + size]
         offset += size
+
+
+def in_order(layout: DeviceMajor | None, read: np.ndarray, box: Box) -> np.ndarray:
+    """The values of a stored box, of which :func:`places` said where they were read from."""
+    if layout is None or layout.axis == 0:
+        return read.reshape(extents(box))
+    parts = [part.reshape(extents(one)) for one, part in places(layout, box, read)]
+    return np.concatenate(parts, axis=layout.axis).reshape(extents(box))
 
 
 class Order(Protocol):
@@ -264,8 +275,12 @@ class Destination:
         data = self.sources[number]
         if not isinstance(data, WeightData) or data.casts or data.decodes is not None:
             return False
-        in_order = self.order is None and self.axis in (None, 0)
-        return in_order and data.stored_dtype == self.dtype
+        return self._is_ordered() and data.stored_dtype == self.dtype
+
+    def _is_ordered(self) -> bool:
+        """Whether what is read of a source has the order of the array."""
+        by_columns = self.layout is not None and self.layout.axis > 0
+        return self.order is None and self.axis in (None, 0) and not by_columns
 
     def _is_in_place(self, number: int) -> bool:
         """Whether a source is read straight into its place in a stack."""
@@ -274,10 +289,10 @@ class Destination:
     def _is_cast(self, number: int) -> bool:
         """Whether a source's values lie in the order of the array, and only their type changes."""
         data = self.sources[number]
-        if not isinstance(data, WeightData) or data.decodes is not None or self.order is not None:
+        if not isinstance(data, WeightData) or data.decodes is not None:
             return False
         by_value = self.convert is None or self.elementwise
-        return by_value and self.axis in (None, 0) and not self._is_direct(number)
+        return by_value and self._is_ordered() and not self._is_direct(number)
 
     def _nbytes(self, data: WeightData, part: Box) -> int:
         return count(self._tensor_box(part)) * data.stored_dtype.itemsize
@@ -307,7 +322,7 @@ class Destination:
         if isinstance(source, WeightData):
             for part in list(memory):
                 read = memory.pop(part).view(source.stored_dtype)
-                read = source.cast(read.reshape(extents(self._tensor_box(part))))
+                read = source.cast(in_order(self.layout, read, self._tensor_box(part)))
                 read = np.asarray(self._converted(number, read))
                 yield self.order.take(read, part) if self.order else read.reshape(extents(part))
             return

@@ -55,13 +55,14 @@ class Gathering:
 
     def _read(self, number: int, box: Box) -> np.ndarray:
         array, index, layout = self._arrays[number]
-        rows = np.arange(*box[0], dtype=np.int32)
+        axis = 0 if layout is None else layout.axis
+        rows = np.arange(*box[axis], dtype=np.int32)
         where = np.stack([rows, rows]) if layout is None else _stored(layout, rows)
         starts = np.asarray([*index, *(start for start, _ in box)], np.int32)
         bits = self._together.fetch(
             self._together.run(
                 _gather, array, starts, where,
-                sizes=extents(box), sharding=array.sharding, by_device=layout is not None,
+                sizes=extents(box), sharding=array.sharding, by_device=None if layout is None else axis,
             )
         )  # fmt: skip
         dtype = np.dtype(array.dtype)
@@ -92,7 +93,7 @@ def _gather(
     *,
     sizes: tuple[int, ...],
     sharding: NamedSharding,
-    by_device: bool,
+    by_device: int | None,
 ) -> jax.Array:
     """The bits of a box of an array as unsigned integers, on every device.
 
@@ -101,10 +102,10 @@ def _gather(
     Args:
         array: the array as it is stored.
         starts: an index for each leading axis, then the beginning of the box along each other one.
-        where: index along the first axis of the box, and along the second, if rows are stored by device.
+        where: device of each row (or column) of the box and its place there, if they are stored by device.
         sizes: extents of the box.
         sharding: sharding of the array.
-        by_device: whether the rows are stored as in :class:`DeviceMajor`.
+        by_device: axis that is stored as in :class:`DeviceMajor`, if any.
     """
     spec = [names_in(entry) for entry in sharding.spec]
     spec += [()] * (array.ndim - len(spec))
@@ -118,14 +119,17 @@ def _gather(
             part, here = _cut(part, axis, starts[axis], 1, spec[axis])
             mine = mine & here.reshape((1,) * ndim)
         part = part.reshape(part.shape[lead:])
-        if by_device:
-            here, at = _within(where[0], part.shape[0], axes[0])
-            part = jnp.take(
-                part.reshape(-1, *part.shape[2:]), at * part.shape[1] + where[1], axis=0
-            )
-            mine = mine & _along(here, 0, ndim)
-        for axis in range(int(by_device), ndim):
-            over = axes[axis + int(by_device)]
+        if by_device is not None:
+            here, at = _within(where[0], part.shape[by_device], axes[by_device])
+            devices, own = part.shape[by_device : by_device + 2]
+            merged = (*part.shape[:by_device], devices * own, *part.shape[by_device + 2 :])
+            part = jnp.take(part.reshape(merged), at * own + where[1], axis=by_device)
+            mine = mine & _along(here, by_device, ndim)
+            axes = [*axes[:by_device], *axes[by_device + 1 :]]
+        for axis in range(ndim):
+            if axis == by_device:
+                continue
+            over = axes[axis]
             part, here = _cut(part, axis, starts[lead + axis], sizes[axis], over)
             mine = mine & _along(here, axis, ndim)
         bits = jnp.where(mine, _bits(part), 0)

@@ -99,6 +99,7 @@ as_leaf(GGUFWeights)
 PathLike = str | bytes | os.PathLike[Any]
 # Renames and converts the tensors of a file for a model: f(weights, …) → state dict.
 WeightsAdapter = Callable[..., dict[str, WeightData]]
+"""A function from a checkpoint's weights to the names and values that a model of MAX's wants."""
 
 
 class WeightsFormat(enum.StrEnum):

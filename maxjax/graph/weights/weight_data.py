@@ -6,6 +6,7 @@ Casts use NumPy and ml_dtypes, and round once, to nearest even, for every pair o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -81,6 +82,7 @@ class PartSource:
         return {name: self.read(name) for name in names}
 
 
+@dataclasses.dataclass(init=False, repr=False, eq=False)
 class WeightData(Rendered):
     """A tensor and what is known about it.
 
@@ -105,6 +107,13 @@ class WeightData(Rendered):
     """
 
     __hash__ = None  # type: ignore[assignment]  # mutable, like MAX's
+
+    # Fields, because MAX's adapters of weights call dataclasses.replace; it reads the data.
+    data: Any  # pyright: ignore[reportRedeclaration]
+    name: str
+    dtype: DType
+    shape: Shape
+    quantization_encoding: QuantizationEncoding | None
 
     def __init__(
         self,

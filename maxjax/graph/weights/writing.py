@@ -199,7 +199,9 @@ class _GatheredSource(PartSource):
         self._gathering, self._number = gathering, gathering.add(array, index, layout)
         self._dtype, self.shape = np.dtype(array.dtype), tuple(shape)
         sizes = array.shape[len(index) :]
-        self._sizes = sizes if layout is None else (sizes[0] * sizes[1], *sizes[2:])
+        if layout is not None:
+            sizes = jax.eval_shape(layout.restore, jax.ShapeDtypeStruct(sizes, array.dtype)).shape
+        self._sizes = sizes
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""

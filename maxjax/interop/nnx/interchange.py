@@ -32,8 +32,11 @@ from .variables import Target, targets
 # Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
 # of a convolution.
 T = "o i -> i o"
+"""The pattern of a linear layer: torch's ``[out, in]`` to the ``[in, out]`` of flax."""
 AS_IS = "i o -> i o"
+"""The pattern of a kernel that both sides store alike."""
 OIHW_TO_HWIO = "o i h w -> h w i o"
+"""The pattern of a convolution: torch's order of axes to that of flax."""
 
 __all__ = [
     "AS_IS", "OIHW_TO_HWIO", "T", "Packed", "as_nnx", "from_state", "load", "tensors", "to_state",
@@ -52,7 +55,7 @@ def load(
     verify: Verify = "auto",
     limits: Limits | None = None,
 ) -> LoadResult:
-    """Load a checkpoint into the Variables of an nnx module: all of them, or none on an error.
+    """Loads a checkpoint into the Variables of an nnx module: all of them, or none on an error.
 
     Each array keeps the sharding of the Variable's present value; without a value
     (``nnx.eval_shape``) it gets the sharding of its metadata. Each device reads its own part.
@@ -140,7 +143,7 @@ def _named(weights: Weights) -> dict[str, WeightData]:
 def tensors(
     module: Any, *, rename: Any = None, transform: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The values of a module under the names and in the layouts of a checkpoint.
+    """Returns the values of a module under the names and in the layouts of a checkpoint.
 
     It is the inverse of :func:`load`.
 

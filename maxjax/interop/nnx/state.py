@@ -22,7 +22,7 @@ class Packed(nnx.Variable):
 
 
 def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
-    """The values of a Module as an nnx State, nested by the parts of their names.
+    """Returns the values of a Module as an nnx State, nested by the parts of their names.
 
     Args:
         model: Module; weights without values become ``jax.ShapeDtypeStruct``.
@@ -66,7 +66,7 @@ def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
 
 
 def from_state(model: Module, state: Any) -> Module:
-    """A Module with the structure of ``model`` and the values of a State, which it shares.
+    """Makes a Module with the structure of ``model`` and the values of a State, which it shares.
 
     Args:
         model: Module that gives the structure; it needs no values, and is not changed.
@@ -127,7 +127,7 @@ class _Wrapped(nnx.Module):
 
 
 def as_nnx(model: Module) -> Any:
-    """An nnx module that calls a maxjax Module; it shares its weights, as Params.
+    """Makes an nnx module that calls a maxjax Module and shares its weights, as Params.
 
     It works with ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer``. Its attribute ``model`` is the
     maxjax Module with the current values. The weights are in ``weights``, nested as ``to_state``

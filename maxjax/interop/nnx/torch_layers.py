@@ -24,7 +24,7 @@ _THREE = ("query", "key", "value")
 def torch_rules(
     module: Any, names: Mapping[str, str] | None = None, *, fused: bool = False
 ) -> dict[str, Any]:
-    """A table from torch's names and layouts to those of an nnx module, for ``rename``.
+    """Makes a table from torch's names and layouts to those of an nnx module, for ``rename``.
 
     Args:
         module: nnx module, which may be abstract.

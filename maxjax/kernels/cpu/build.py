@@ -1,14 +1,13 @@
 """Build script of the CPU kernels: one shared library that does not depend on Python.
 
-``pip install`` runs this as a hook of hatchling, with jaxlib in the build environment for its
-headers; without a C++ compiler maxjax is installed without the library. By hand:
+``pip install`` runs this as a hook of hatchling; without a C++ compiler maxjax is installed without
+the library. XLA's headers are in ``include/``. By hand:
 ``python maxjax/kernels/cpu/build.py [--sanitize address,undefined] [--output PATH]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import shlex
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+HEADERS = HERE / "include"
 LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -85,18 +85,6 @@ def compiler() -> list[str]:
     raise FileNotFoundError(f"no C++ compiler{f' (CXX={shlex.join(wanted)})' if wanted else ''}")
 
 
-def include_dir() -> Path:
-    """The folder of XLA's headers, which jaxlib contains.
-
-    Raises:
-        FileNotFoundError: jaxlib is not installed.
-    """
-    spec = importlib.util.find_spec("jaxlib")
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError("no jaxlib, which has the headers")
-    return Path(spec.submodule_search_locations[0]) / "include"
-
-
 def build(
     output: Path = LIBRARY,
     cxx: list[str] | None = None,
@@ -114,7 +102,7 @@ def build(
         extra: further flags for the compiler and the linker.
 
     Raises:
-        FileNotFoundError: there is no compiler, or no jaxlib.
+        FileNotFoundError: there is no compiler.
         subprocess.CalledProcessError: the compiler failed; ``stderr`` has its messages.
     """
     cxx, extra = cxx or compiler(), list(extra or [])
@@ -137,10 +125,9 @@ def build(
 
 def compile_one(name: str, output: Path, cxx: list[str], extra: list[str]) -> None:
     """Compile one file of :data:`SOURCES` with ``extra`` flags; raises as :func:`build` does."""
-    headers = include_dir()
     flags = _FLAGS + (_LEVEL_FLAGS if name.startswith("level") else []) + extra
     # The headers' messages contain their paths; this keeps the build folder out of the library.
-    flags += [f"-ffile-prefix-map={headers}=jaxlib/include", f"-isystem{headers}"]
+    flags += [f"-ffile-prefix-map={HEADERS}=include", f"-isystem{HEADERS}"]
     _run([*cxx, *flags, "-c", str(HERE / name), "-o", str(output)])
 
 
@@ -149,8 +136,8 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
 
 
-def try_build(output: Path) -> str | None:
-    """Build the library in place of an older one.
+def try_build(output: Path, machine: str | None = None) -> str | None:
+    """Build the library in place of an older one, for ``machine`` as for :func:`build`.
 
     With ``MAXJAX_BUILD_KERNELS=0`` the library is not built.
 
@@ -161,7 +148,7 @@ def try_build(output: Path) -> str | None:
         output.unlink(missing_ok=True)  # no library is better than one of older sources
         if os.environ.get("MAXJAX_BUILD_KERNELS") == "0":
             return "MAXJAX_BUILD_KERNELS=0"
-        build(output)
+        build(output, machine=machine)
     except subprocess.CalledProcessError as error:
         return f"{shlex.join(error.cmd)} says: {error.stderr.strip()[-2000:]}"
     except (OSError, ValueError) as error:  # ValueError: a CXX with one quote
@@ -179,14 +166,17 @@ def _hook() -> Any:
             # An editable installation uses the library beside its sources.
             self.folder = None if version == "editable" else tempfile.mkdtemp()
             output = LIBRARY if self.folder is None else Path(self.folder) / LIBRARY.name
-            why = try_build(output)
+            # scripts/build_wheels.py compiles for other machines.
+            other = os.environ.get("MAXJAX_WHEEL_PLATFORM")
+            target = other or sysconfig.get_platform()
+            why = try_build(output, other and other.removeprefix("linux_"))
             if why is not None:
                 self.app.display_warning(f"maxjax is installed without its CPU kernels: {why}")
                 return
             if self.folder is not None:
                 place = LIBRARY.relative_to(HERE.parent.parent.parent)
                 build_data["force_include"][str(output)] = str(place)
-            tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            tag = target.replace("-", "_").replace(".", "_")
             build_data["pure_python"], build_data["tag"] = False, f"py3-none-{tag}"
 
         def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
+from ...errors import UnsupportedModelError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
@@ -94,7 +95,13 @@ class GatedDeltaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with the delta rule: as ``layer_types`` or ``full_attention_interval`` says."""
+        """The layers with the delta rule: as ``layer_types`` or ``full_attention_interval`` says.
+
+        Raises:
+            UnsupportedModelError: attention has no gate.
+        """
+        if raw.get("attn_output_gate") is False:
+            raise UnsupportedModelError(f"'attn_output_gate' false of a {cls.model_type}")
         found = {**super().derived(raw), "sliding_window": None}
         default: tuple[bool, ...] = ()
         if raw.get("layer_types") is None:

@@ -126,5 +126,5 @@ class PositionedDecoder(Decoder):
         if length > self.max_length:
             raise UserInputError(
                 f"a text of {length} tokens is longer than the {self.max_length} positions "
-                f"that this {type(self).__name__} has learned"
+                f"that this {type(self).__name__} has learned: shorten it"
             )

@@ -172,7 +172,8 @@ class Encoder(PretrainedModel):
         if position_ids is None:
             if length > self.max_length:
                 raise UserInputError(
-                    f"the sequence has {length} tokens and the model takes {self.max_length}"
+                    f"the sequence has {length} tokens and the model takes {self.max_length}: "
+                    "shorten it"
                 )
             position_ids = self.places(input_ids, jnp.arange(length, dtype=jnp.int32)[None, :])
         if token_type_ids is None:

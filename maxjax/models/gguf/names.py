@@ -236,10 +236,14 @@ ARCHITECTURES: MutableMapping[str, Table] = {
         },
     ),
 }
+"""Name of an architecture in a GGUF file → the table of its tensors' names."""
 
+# The tensors with a divisor of each of RoPE's frequencies: for all lengths; for those up to the original
+# context length, and beyond it.
+DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # Known tensors that are not weights: their RoPE settings belong to the configuration (config/), or
 # are computed by the program that runs the model.
-IGNORED = frozenset({"rope_freqs.weight", "blk.*.attn_rot_embd.weight"})
+IGNORED = frozenset({*DIVISORS, "blk.*.attn_rot_embd.weight"})
 _NO_ROPE = frozenset({"gpt2", "bert"})
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"

@@ -14,7 +14,7 @@ from ...graph.weights import WeightData
 from ..config import ModelConfig
 from .config.llama_cpp import describe
 from .config.read import MODELS, WINDOWS, Architecture, Config, Shapes
-from .config.rope import LOG_MULTIPLIER
+from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
 
@@ -84,6 +84,7 @@ class GGUFTable:
         has_head: whether llama.cpp needs a head that is not the embedding table.
         is_square: whether it needs heads that are together as wide as the hidden states.
         is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
+        is_long: whether they may have divisors that depend on the length, as in LongRoPE.
         unused: those of ``keys`` that llama.cpp has no use for.
         written: metadata keys that ``write`` gives and llama.cpp reads.
         truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
@@ -122,6 +123,7 @@ class GGUFTable:
     is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
+    is_long: bool = False
     has_head: bool = False
     is_square: bool = False
     unused: Collection[str] = ()
@@ -164,8 +166,9 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     )  # fmt: skip
     window = ["attention.sliding_window"] if table.period else []
     window += [WINDOWS] if table.lists_windows else []
-    log = [LOG_MULTIPLIER] if table.log_multiplier else []
-    keys = {table.epsilon[0], *table.keys, *table.written, *window, *log} - set(table.unused)
+    rope = [LOG_MULTIPLIER] if table.log_multiplier else []
+    rope += [ATTENTION_FACTOR] if table.is_long else []
+    keys = {table.epsilon[0], *table.keys, *table.written, *window, *rope} - set(table.unused)
     describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
     for kind in (model_type, *table.model_types):
         ARCHITECTURE_OF[kind] = name

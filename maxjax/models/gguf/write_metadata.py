@@ -158,6 +158,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
             rope_settings(model.settings)[1],
             path=path,
             truncates=table is None or table.truncates,
+            is_long=table is not None and table.is_long,
             log_multiplier=0.0 if table is None else table.log_multiplier,
         )
     if model.experts:
@@ -288,8 +289,7 @@ def _check(
     if settings.get("n_inner", ...) is None:
         settings["n_inner"] = 4 * model.config.hidden_size
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
-    divisors = model.divisors(path)
-    again = hf_config(metadata, shapes, rope_freqs=divisors, path=path)
+    again = hf_config(metadata, shapes, divisors=model.divisors(path), path=path)
     if model.has_rope:
         again["head_dim"] = model.config.width
         if not again.get("sliding_window") or not any(

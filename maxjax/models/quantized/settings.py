@@ -10,6 +10,7 @@ from ...errors import CheckpointFormatError, UnsupportedModelError
 from ..config import short
 
 KEY = "quantization_config"
+"""The entry of ``config.json`` that says how a repository is quantised."""
 
 
 class Settings:

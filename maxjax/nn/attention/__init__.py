@@ -1,10 +1,25 @@
-"""Attention, under the names and paths of ``max.nn.attention``."""
+"""Attention, under the names and paths of ``max.nn.attention``. Names are imported on first use."""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ...absent import absent as _absent
-from .attention_with_rope import AttentionWithRope as AttentionWithRope
-from .mask_config import MHAMaskVariant as MHAMaskVariant
-from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
-from .multihead_attention import num_heads_for_device as num_heads_for_device
-from .tapped_attention import attention as attention
+from ...lazy import attributes as _attributes
 
-__getattr__ = _absent(__name__)
+if _TYPE_CHECKING:
+    from .attention_with_rope import AttentionWithRope as AttentionWithRope
+    from .mask_config import MHAMaskVariant as MHAMaskVariant
+    from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
+    from .multihead_attention import num_heads_for_device as num_heads_for_device
+    from .tapped_attention import attention as attention
+
+__getattr__, __dir__, __all__ = _attributes(
+    __name__,
+    {
+        "attention_with_rope": "AttentionWithRope",
+        "mask_config": "MHAMaskVariant",
+        "multi_head_attention": "MultiHeadAttention",
+        "multihead_attention": "num_heads_for_device",
+        "tapped_attention": "attention",
+    },
+    _absent(__name__),
+)

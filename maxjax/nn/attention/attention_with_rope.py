@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
+from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
 from ..linear import Linear
 from ..norm import RMSNorm
+from ..paged_attention import flash_attention_ragged, rope_split_store_ragged
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear, stacked_rules
 from .mask_config import MHAMaskVariant
@@ -60,13 +62,17 @@ _IS_CAUSAL = {
 
 
 class AttentionWithRope(Module):
-    """Self-attention with rotary position embedding and without a KV cache. Takes MAX's keyword arguments.
+    """Self-attention with rotary position embedding. Takes MAX's keyword arguments.
+
+    Called with tokens it attends within them. Called as MAX calls it, with a layer's number, the tokens of a ragged
+    batch and a paged cache, it puts their keys and values into the cache and attends to all that is there.
 
     Args:
         rope: rotary embedding of queries and keys.
         num_attention_heads, num_key_value_heads: numbers H and K of heads; H is a multiple of K.
         hidden_size: length E of the last axis of the input and of the result.
-        kv_params: object with ``head_dim``; by default the rope's ``head_dim`` is used.
+        kv_params: settings of the paged cache, or an object with ``head_dim``; by default the rope's
+            ``head_dim`` is used.
         devices: devices; the weights are declared on the first.
         dtype: dtype of the weights.
         linear_cls: constructor of the projections.
@@ -126,7 +132,7 @@ class AttentionWithRope(Module):
             raise NotImplementedError(f"AttentionWithRope with {what} is not supported")
         if mask_variant is MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK and sliding_window is None:
             raise ValueError("SLIDING_WINDOW_CAUSAL_MASK needs a sliding_window")
-        self.rope = rope
+        self.rope, self.kv_params = rope, kv_params
         self.n_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.hidden_size = hidden_size
         self.head_dim = rope.head_dim if kv_params is None else kv_params.head_dim
@@ -151,10 +157,23 @@ class AttentionWithRope(Module):
             self.qkv_proj, self.n_heads, self.num_key_value_heads, self.head_dim, "qkv_proj."
         )
 
+    @overload
     def __call__(
         self, x: Any, mask: Any = None, positions: Any = None, freqs_cis: Any = None
-    ) -> Any:
-        """``[B, T, E]``, or ``[T, E]`` for one sequence → the same shape.
+    ) -> Any: ...
+
+    @overload
+    def __call__(
+        self,
+        layer_idx: Any,
+        x: Any,
+        kv_collection: PagedCacheValues,
+        freqs_cis: Any,
+        input_row_offsets: Any,
+    ) -> TensorValue: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``[B, T, E]``, or ``[T, E]`` for one sequence or for the N tokens of a ragged batch → the same shape.
 
         Args:
             mask: booleans, True = attend, as :func:`attention` takes them; applied in addition to
@@ -162,10 +181,44 @@ class AttentionWithRope(Module):
             positions: position of each token, for the rope: integers ``[T]`` or ``[B, T]``; 0, 1, …
                 by default. The causal mask follows the order of the tokens instead.
             freqs_cis: table such as ``rope.freqs_cis``, used instead of the rope.
+            layer_idx: the layer's number in the cache.
+            kv_collection: a paged cache, of the constructor's ``kv_params``.
+            input_row_offsets: where each sequence of a ragged batch begins, ``[B + 1]``.
 
         Raises:
             ValueError: ``x`` has the wrong number of axes, or the shapes do not match.
         """
+        if over_pages(args, kwargs):
+            return self._over_pages(*args, **kwargs)
+        return self._within(*args, **kwargs)
+
+    def _over_pages(
+        self,
+        layer_idx: Any,
+        x: Any,
+        kv_collection: PagedCacheValues,
+        freqs_cis: Any,
+        input_row_offsets: Any,
+    ) -> TensorValue:
+        qkv = TensorValue(self.qkv_proj(x))
+        norms: dict[str, Any] = {}
+        if self.use_qk_norm:
+            norms = {"q_norm_weight": self.q_norm.weight, "k_norm_weight": self.k_norm.weight,
+                     "rms_norm_eps": self.q_norm.eps}  # fmt: skip
+        queries = rope_split_store_ragged(
+            self.kv_params, qkv, input_row_offsets, TensorValue(freqs_cis).cast(qkv.dtype),
+            kv_collection, layer_idx, self.n_heads, self.rope.interleaved, **norms,
+        )  # fmt: skip
+        found = flash_attention_ragged(
+            self.kv_params, queries.reshape((-1, self.n_heads, self.head_dim)), input_row_offsets,
+            kv_collection, layer_idx, self.mask_variant, self.scale,
+            -1 if self.sliding_window is None else self.sliding_window,
+        )  # fmt: skip
+        return self.o_proj(found.reshape((-1, self.n_heads * self.head_dim)))
+
+    def _within(
+        self, x: Any, mask: Any = None, positions: Any = None, freqs_cis: Any = None
+    ) -> Any:
         array = unwrap(x)
         if array.ndim not in (2, 3):
             raise ValueError(f"AttentionWithRope takes [B, T, E] or [T, E], not {array.shape}")

@@ -7,6 +7,7 @@ MAX's server, which allocates pages to requests, is not here: the tables are the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, TypeVar
@@ -60,12 +61,32 @@ class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
         }
         return KVCacheInputsPerDevice(**found)
 
+    # How ``max.tree`` takes a node apart and puts it together.
+    def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        names = tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
+        return tuple(getattr(self, name) for name in names), names
+
+    @classmethod
+    def __tree_unflatten__(
+        cls, names: tuple[str, ...], children: Sequence[Any]
+    ) -> KVCacheInputsPerDevice[Any, Any]:
+        return cls(**dict(zip(names, children, strict=True)))
+
 
 PagedCacheValues = KVCacheInputsPerDevice[TensorValue, BufferValue]
+"""The inputs of a paged cache on one device, as values of a graph."""
 KVCacheInputs = (
     Sequence[KVCacheInputsPerDevice[_Tensor, _Buffer]]
     | Mapping[str, KVCacheInputsPerDevice[_Tensor, _Buffer]]
 )
+"""The inputs of paged caches: a list with one for each device, or several such lists by name."""
+
+
+def over_pages(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a layer is called as MAX calls it, ``layer(layer_idx, x, kv_collection, …)``."""
+    return "kv_collection" in named or (
+        len(args) > 2 and isinstance(args[2], KVCacheInputsPerDevice)
+    )
 
 
 class KVCacheParamInterface:
@@ -92,6 +113,14 @@ class KVCacheParamInterface:
     def unflatten_kv_inputs(self, it: Iterator[Any]) -> Any:
         """The tree of types with the next values in their place."""
         return _mapped(self.get_symbolic_inputs(), it)
+
+    def unflatten_basic_kv_tree(self, it: Iterator[Any]) -> tuple[list[Any], ...]:
+        """The next values of each of several caches, in the order that the caches were given in.
+
+        Raises:
+            ValueError: there is one cache, or a cache of caches.
+        """
+        raise ValueError(f"{type(self).__name__} has no caches by name")
 
 
 def _leaves(tree: Any) -> list[KVCacheInputsPerDevice[Any, Any]]:
@@ -308,9 +337,18 @@ class MultiKVCacheParams(KVCacheParamInterface):
 
     def get_symbolic_inputs(self, namespace: str = "") -> dict[str, Any]:
         """The types of a program's inputs, for each cache and device."""
-        return {
-            key: one.get_symbolic_inputs(f"{namespace}{key}_") for key, one in self.children.items()
-        }
+        # ``max.tree`` sorts the names of other dicts.
+        return OrderedDict(
+            (key, one.get_symbolic_inputs(f"{namespace}{key}_"))
+            for key, one in self.children.items()
+        )
+
+    def unflatten_basic_kv_tree(self, it: Iterator[Any]) -> tuple[list[Any], ...]:
+        """The next values of each cache, for each device."""
+        found = self.unflatten_kv_inputs(it)
+        if any(isinstance(one, Mapping) for one in found.values()):
+            raise ValueError("unflatten_basic_kv_tree takes caches, not caches of caches")
+        return tuple(list(found[key]) for key in self.children)
 
 
 def spec_decode_cache_slack(params: KVCacheParamInterface) -> int:

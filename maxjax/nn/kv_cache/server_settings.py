@@ -9,6 +9,7 @@ from typing import Literal
 from ...dtype import DType
 
 KVHashAlgo = Literal["ahash64", "sha256"]
+"""Names of the hashes that MAX's server compares prefixes by."""
 HostStagingAlloc = Literal["registered", "driver"]
 SpeculativeMethod = Literal["eagle", "mtp", "dflash", "dflash2", "dspark"]
 

@@ -29,3 +29,4 @@ from .state import LoadResult as LoadResult
 
 # The name Module had before MAX 25; model code still imports it.
 LayerV2 = Module
+"""Module, under the name that older files of MAX give it."""

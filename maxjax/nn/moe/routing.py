@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-# Functions from scores to shares: (all [..., X], the k highest) → shares [..., k].
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "scores": lambda scores, best: best,
     "softmax": lambda scores, best: jnp.exp(
@@ -23,6 +22,7 @@ SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax of chosen": lambda scores, best: jax.nn.softmax(best, axis=-1),
     "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
 }
+"""How the k chosen experts share a token: name → function of all scores ``[..., X]`` and the k highest ones."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,224 @@
-"""MAX\'s path of stacked experts, which raises NotImplementedError with advice when it is used."""
+"""StackedMoE: a mixture of experts whose weights are stacked, in one array of each kind.
+
+Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from ...absent import absent as _absent
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placement.strategy import ShardingStrategy, even_range
+from ...graph.value import TensorValue, unwrap, wraps
+from ...graph.weight.weight import Weight
+from ..kernels import grouped_matmul_ragged, moe_create_indices, moe_finalize
+from ..layer import Module
+from ..layer.sharded import sharded
+from ..linear import MLP
+
+
+class GateUpFormat(enum.Enum):
+    """How gates and up projections lie in one weight: one after the other, or in turn."""
+
+    CONCATENATED = "concatenated"
+    INTERLEAVED = "interleaved"
+
+
+def make_stacked_gated_activation_fn(
+    activation_fn: Callable[[Any], Any],
+) -> Callable[[Any, Any], Any]:
+    """``(gate, up) -> activation_fn(gate) * up``.
+
+    Example:
+        >>> make_stacked_gated_activation_fn(abs)(-2, 3)
+        6
+    """
+    return lambda gate, up: activation_fn(gate) * up
+
+
+class StackedMoE(Module):
+    """A mixture of experts with stacked weights: ``Σ share · expert(x)`` over those the gate chooses for a token.
+
+    Args (in MAX's order):
+        devices: devices; the weights are declared on the first.
+        hidden_dim: length E of the last axis of the input and of the result.
+        num_experts, num_experts_per_token: numbers X and k.
+        moe_dim: number F of inner features of each expert.
+        gate_cls: constructor of the gate, with MoEGate's keyword arguments.
+        dtype: dtype of the weights.
+        gate_up_format: how gates and up projections lie in their weight.
+        gated_activation_fn: function of gates and up projections ``[rows, F]``; ``silu(gate) * up`` by default.
+        has_bias: whether the experts have biases.
+        has_shared_experts, shared_experts_dim: whether there is an MLP that every token goes through, and its
+            number of inner features.
+        quant_config, mxfp8_activations: not supported.
+        apply_router_weight_first: whether an expert's input is multiplied by its share, instead of its result.
+        router_dtype: dtype of the gate and its input; by default the gate's weights are bfloat16, as in MAX.
+        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+
+    Attributes:
+        gate: layer that chooses experts.
+        shared_experts: MLP, if ``has_shared_experts``.
+
+    In a state dict the weights are ``experts.gate_up_proj [X, E, 2 F]``, ``experts.down_proj [X, F, E]``, and with
+    ``_bias`` behind them ``[X, 2 F]`` and ``[X, E]``.
+
+    Raises:
+        NotImplementedError: the experts are quantised.
+
+    Example:
+        >>> from maxjax.nn.moe import MoEGate
+        >>> layer = StackedMoE([DeviceRef.CPU()], 4, 3, 2, 6, MoEGate, "float32", router_dtype="float32")
+        >>> list(layer.raw_state_dict())
+        ['experts.gate_up_proj', 'experts.down_proj', 'gate.gate_score.weight']
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceRef],
+        hidden_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        moe_dim: int,
+        gate_cls: Callable[..., Any],
+        dtype: Any = DType.bfloat16,
+        gate_up_format: GateUpFormat = GateUpFormat.CONCATENATED,
+        gated_activation_fn: Callable[[Any, Any], Any] | None = None,
+        has_bias: bool = False,
+        has_shared_experts: bool = False,
+        shared_experts_dim: int = 0,
+        quant_config: Any = None,
+        apply_router_weight_first: bool = False,
+        router_dtype: Any = None,
+        mxfp8_activations: bool = False,
+        is_sharding: bool = False,
+    ):
+        super().__init__()
+        if quant_config is not None or mxfp8_activations:
+            raise NotImplementedError("StackedMoE with a quant_config is not supported; maxjax.load reads quantised "
+                                      "experts")  # fmt: skip
+        self.devices, self.hidden_dim, self.moe_dim = list(devices), hidden_dim, moe_dim
+        self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
+        self.gate_cls, self.dtype, self.quant_config = gate_cls, DType.of(dtype), None
+        self.gate_up_format = GateUpFormat(gate_up_format)
+        self.gated_activation_fn = gated_activation_fn or make_stacked_gated_activation_fn(
+            jax.nn.silu
+        )
+        self.has_bias, self.has_shared_experts = has_bias, has_shared_experts
+        self.shared_experts_dim = shared_experts_dim
+        self.apply_router_weight_first = apply_router_weight_first
+        self.router_dtype = None if router_dtype is None else DType.of(router_dtype)
+        self.tp_size = 1
+        self._strategy: ShardingStrategy | None = None
+        device = self.devices[0] if self.devices else DeviceRef.CPU()
+        self.gate = gate_cls(
+            devices=self.devices, hidden_dim=hidden_dim, num_experts=num_experts,
+            num_experts_per_token=num_experts_per_token, dtype=router_dtype or DType.bfloat16,
+        )  # fmt: skip
+        if has_shared_experts:
+            self.shared_experts = MLP(dtype, None, hidden_dim, shared_experts_dim, self.devices)
+        if is_sharding:
+            return
+
+        def weight(name: str, *shape: int) -> Weight:
+            return Weight(f"experts.{name}", dtype, (num_experts, *shape), device)
+
+        self._gate_up_weight = weight("gate_up_proj", hidden_dim, 2 * moe_dim)
+        self._down_weight = weight("down_proj", moe_dim, hidden_dim)
+        if has_bias:
+            self._gate_up_bias = weight("gate_up_proj_bias", 2 * moe_dim)
+            self._down_bias = weight("down_proj_bias", hidden_dim)
+
+    @property
+    def gate_up_proj_transposed(self) -> TensorValue:
+        """The weights of gates and up projections, ``[X, 2 F, E]``."""
+        return TensorValue(unwrap(self._gate_up_weight).swapaxes(1, 2))
+
+    @property
+    def down_proj_transposed(self) -> TensorValue:
+        """The weights of down projections, ``[X, E, F]``."""
+        return TensorValue(unwrap(self._down_weight).swapaxes(1, 2))
+
+    def __call__(self, x: Any) -> Any:
+        """``[N, E]`` → the same shape and dtype; a TensorValue for a TensorValue."""
+        value = TensorValue(x)
+        routed = value if self.router_dtype is None else value.cast(self.router_dtype)
+        experts, shares = (TensorValue(one) for one in self.gate(routed))
+        ids = experts.value.reshape(-1).astype(jnp.int32)
+        order, starts, back, groups, stats = moe_create_indices(ids, self.num_experts)
+        tokens = value.value[order.astype(jnp.int32) // self.num_experts_per_token]
+        if self.apply_router_weight_first:
+            of_token = shares.value.reshape(-1, 1)[order.astype(jnp.int32)]
+            tokens = tokens * of_token.astype(tokens.dtype)
+            shares = TensorValue(jnp.ones_like(shares.value))
+        of_row = ids[order.astype(jnp.int32)]
+
+        def product(rows: Any, weight: Any, bias: Any, parts: int = 1) -> Any:
+            y = grouped_matmul_ragged(rows, unwrap(weight), starts, groups, stats)
+            if bias is None:
+                return y
+            # Each of several devices adds its part of the bias of what they sum.
+            return y + (unwrap(bias) / parts)[of_row].astype(y.dtype)
+
+        first, last = (self._gate_up_bias, self._down_bias) if self.has_bias else (None, None)
+        gate, up = self._gate_and_up(product(tokens, self.gate_up_proj_transposed, first))
+        gated = unwrap(self.gated_activation_fn(TensorValue(gate), TensorValue(up)))
+        y = product(gated, self.down_proj_transposed, last, self.tp_size)
+        y = unwrap(moe_finalize(y, back, shares, value.dtype))
+        if self.has_shared_experts:
+            y = y + unwrap(self.shared_experts(value))
+        return TensorValue(y) if wraps(x) else y
+
+    def _gate_and_up(self, y: Any) -> tuple[Any, Any]:
+        if self.gate_up_format is GateUpFormat.INTERLEAVED:
+            return y[:, 0::2], y[:, 1::2]
+        return y[:, : self.moe_dim], y[:, self.moe_dim :]
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The strategy of the experts: tensor_parallel, which splits their inner features."""
+        return self._strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        if not strategy.is_tensor_parallel:
+            raise ValueError("StackedMoE takes ShardingStrategy.tensor_parallel")
+        n = strategy.num_devices
+        whole = ShardingStrategy.replicate(n)
+        in_turn = self.gate_up_format is GateUpFormat.INTERLEAVED
+
+        def both(axis: int) -> ShardingStrategy:
+            axiswise, halves = ShardingStrategy.axiswise, ShardingStrategy.gate_up
+            return axiswise(axis, n) if in_turn else halves(n, axis)
+
+        self.gate.gate_score.sharding_strategy = whole
+        self._gate_up_weight.sharding_strategy = both(2)
+        self._down_weight.sharding_strategy = ShardingStrategy.axiswise(1, n)
+        if self.has_bias:
+            self._gate_up_bias.sharding_strategy = both(1)
+            self._down_bias.sharding_strategy = whole
+        if self.has_shared_experts:
+            self.shared_experts.sharding_strategy = strategy
+        self._strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[StackedMoE]:
+        """Returns one StackedMoE for each device; their results are summed.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+        """
+        found = sharded(self, devices)
+        for i, part in enumerate(found):
+            start, stop = even_range(self.moe_dim, i, len(found))
+            part.moe_dim, part.tp_size = stop - start, len(found)
+        return found
+
 
 __getattr__ = _absent(__name__)

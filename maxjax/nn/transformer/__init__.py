@@ -6,6 +6,7 @@ from .outputs import ReturnLogits as ReturnLogits
 from .outputs import logits_postprocess as logits_postprocess
 from .sequence import forward_sequential_layers as forward_sequential_layers
 from .sequence import forward_sharded_layers as forward_sharded_layers
+from .transformer import Transformer as Transformer
 from .transformer import TransformerBlock as TransformerBlock
 
 __getattr__ = _absent(__name__)

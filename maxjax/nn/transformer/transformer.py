@@ -1,11 +1,17 @@
-"""TransformerBlock: attention and a feed-forward network, each with a residual connection."""
+"""TransformerBlock: attention and a feed-forward network, each with a residual connection; Transformer: a decoder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...absent import absent as _absent
-from ..layer import Module
+from ...dtype import DType
+from ...graph import ops
+from ...graph.device import DeviceRef
+from ...graph.value import TensorValue
+from ..kv_cache.paged import PagedCacheValues, over_pages
+from ..layer import LayerList, Module
 from .outputs import LogitsPostprocessMixin as LogitsPostprocessMixin
 from .outputs import ReturnHiddenStates as ReturnHiddenStates
 from .outputs import ReturnLogits as ReturnLogits
@@ -19,6 +25,8 @@ from .sequence import forward_sharded_layers as forward_sharded_layers
 
 class TransformerBlock(Module):
     """``h = x + m · attention(norm(x))``, then ``h + m · mlp(norm(h))``.
+
+    Called as MAX calls it, with a layer's number before ``x`` and a paged cache behind it, both go to the attention.
 
     Args (in MAX's order):
         attention: layer that is called with the normalised input and the block's further arguments.
@@ -52,13 +60,111 @@ class TransformerBlock(Module):
         self.post_attention_layernorm = mlp_norm
         self.residual_multiplier = residual_multiplier
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """``[..., T, E]`` → the same shape; further arguments go to the attention."""
-        h = x + self._scaled(self.self_attn(self.input_layernorm(x), *args, **kwargs))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``x [..., T, E]`` → the same shape; further arguments go to the attention.
+
+        Over a paged cache, ``(layer_idx, x [tokens, E], kv_collection, freqs_cis, input_row_offsets)``.
+        """
+        at = 1 if over_pages(args, kwargs) else 0
+        x = args[at] if len(args) > at else kwargs["x"]
+        normed = self.input_layernorm(x)
+        if len(args) > at:
+            args = (*args[:at], normed, *args[at + 1 :])
+        else:
+            kwargs = kwargs | {"x": normed}
+        h = x + self._scaled(self.self_attn(*args, **kwargs))
         return h + self._scaled(self.mlp(self.post_attention_layernorm(h)))
 
     def _scaled(self, y: Any) -> Any:
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+
+class Transformer(LogitsPostprocessMixin, Module):
+    """A decoder of ragged batches over a paged cache: embedding, blocks, norm and head. Arguments in MAX's order.
+
+    Args:
+        dim, n_heads: kept as attributes.
+        layers: blocks, called as TransformerBlock is over a paged cache.
+        norm, output, embedding: the last norm, the head, and the table of tokens.
+        kv_params: settings of the cache.
+        rope: the rotary embedding, whose table every block is given.
+        return_logits, return_hidden_states: what is returned, as by :func:`logits_postprocess`.
+        embedding_multiplier: factor of the embeddings.
+        logits_scaling: number by which logits are divided.
+        target_layer_ids: layers whose hidden states are returned with ``ReturnHiddenStates.SELECTED_LAYERS``,
+            in their order.
+
+    Attributes:
+        layers, norm, lm_head, embed_tokens: the layers, under their names in Hugging Face's checkpoints.
+
+    Raises:
+        ValueError: there is no layer of a number in ``target_layer_ids``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        layers: Sequence[Any],
+        norm: Any,
+        output: Any,
+        embedding: Any,
+        kv_params: Any,
+        rope: Any,
+        return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
+        return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
+        embedding_multiplier: float = 1.0,
+        logits_scaling: float = 1.0,
+        target_layer_ids: Sequence[int] | None = None,
+    ):
+        super().__init__()
+        if wrong := [i for i in target_layer_ids or () if not 0 <= i < len(layers)]:
+            raise ValueError(f"target_layer_ids {wrong}: there are {len(layers)} layers")
+        self.dim, self.n_heads, self.kv_params, self.rope = dim, n_heads, kv_params, rope
+        self.layers = LayerList(layers)
+        self.norm = norm
+        self.lm_head = output
+        self.embed_tokens = embedding
+        self.return_logits, self.return_hidden_states = return_logits, return_hidden_states
+        self.embedding_multiplier, self.logits_scaling = embedding_multiplier, logits_scaling
+        self.target_layer_ids = list(target_layer_ids) if target_layer_ids else None
+
+    def __call__(
+        self,
+        tokens: Any,
+        kv_collection: PagedCacheValues,
+        return_n_logits: Any,
+        input_row_offsets: Any,
+        hidden_states: Any = None,
+    ) -> tuple[TensorValue, ...]:
+        """Tokens ``[tokens]`` of B sequences → logits, and hidden states if they were asked for.
+
+        Args:
+            kv_collection: the cache, which gets the keys and values of the tokens.
+            return_n_logits: ``[1]``, how many logits of each sequence, for ``ReturnLogits.VARIABLE``.
+            input_row_offsets: ``[B + 1]``, where each sequence begins and the last one ends.
+            hidden_states: ignored; of decoders that draft.
+        """
+        h = self.embed_tokens(tokens)
+        if self.embedding_multiplier != 1.0:
+            h = h * float(self.embedding_multiplier)
+        return self._process_hidden_states(h, kv_collection, return_n_logits, input_row_offsets)
+
+    def _process_hidden_states(
+        self, h: Any, kv_collection: PagedCacheValues, return_n_logits: Any, input_row_offsets: Any
+    ) -> tuple[TensorValue, ...]:
+        table = self.rope.freqs_cis
+        wanted = self.return_hidden_states == ReturnHiddenStates.SELECTED_LAYERS
+        chosen = set(self.target_layer_ids or ()) if wanted else set()
+        captured: list[list[TensorValue]] = []
+        for i, layer in enumerate(self.layers):
+            number = ops.constant(i, DType.uint32, DeviceRef.CPU())
+            h = layer(
+                number, h, kv_collection, freqs_cis=table, input_row_offsets=input_row_offsets
+            )
+            if i in chosen:
+                captured.append([h])
+        return self._postprocess_logits(h, input_row_offsets, return_n_logits, captured or None)
 
 
 __getattr__ = _absent(__name__)

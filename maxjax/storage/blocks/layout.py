@@ -113,6 +113,7 @@ def _parse(line: str) -> BlockLayout:
 LAYOUTS: dict[str, BlockLayout] = {
     layout.name: layout for layout in map(_parse, _TABLE.strip().splitlines())
 }
+"""Name of a type of ggml → how the bytes of its blocks are laid out."""
 
 
 KEPT = (

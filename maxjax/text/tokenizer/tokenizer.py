@@ -25,8 +25,6 @@ from ...errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ...models.gguf import chat_template, tokenizer_json
-from ...models.gguf.tokenizer.read import end_ids, special_tokens
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import settled
@@ -363,6 +361,9 @@ def gguf_tokenizer(
     """
     if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
+    from ...models.gguf import tokenizer_json
+    from ...models.gguf.tokenizer.read import end_ids, special_tokens
+
     try:
         document = tokenizer_json(metadata, path=path)
     except UnsupportedModelError:
@@ -407,6 +408,8 @@ def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
 
 def _gguf_templates(metadata: Mapping[str, Any], path: Any) -> dict[str, str]:
     """All chat templates in the metadata of a GGUF file."""
+    from ...models.gguf import chat_template
+
     start = "tokenizer.chat_template."
     names = [key[len(start) :] for key in metadata if key.startswith(start)]
     found = {name: chat_template(metadata, name, path=path) for name in [*names, None]}

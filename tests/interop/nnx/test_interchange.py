@@ -890,11 +890,3 @@ def test_one_device_that_was_chosen():
     load(model, {"kernel": numbers(2, 3), "bias": numbers(3)})
     assert model.kernel[...].devices() == {device} and model.kernel[...].committed
     assert not model.bias[...].committed
-
-
-@pytest.mark.slow
-def test_the_page_runs():
-    from tests.test_walk import ROOT, run_blocks
-
-    names = run_blocks(ROOT / "docs" / "interop.md")
-    assert len(names["found"]) == 25

@@ -1,5 +1,8 @@
 """Every family of ``known/`` against transformers: logits, texts, layouts of layers, meshes, files."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -16,7 +19,12 @@ from tests.models.gguf import llama_cpp
 CASES = every()
 EACH = pytest.mark.parametrize("case", default_and_campaign(CASES))
 ALL = pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES])
-PROMPTS = (21, 3, 9)  # tokens of each row, read in chunks of 8
+PROMPTS = (21, 3, 9)  # tokens of each row
+# One family of each kind of layers, among them all with a recurrence, whose long texts go another way.
+KINDS = {
+    "llama", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "lfm2", "mamba2",
+    "falcon_h1", "nemotron_h", "granitemoehybrid",
+}  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -39,19 +47,71 @@ def is_in_the_table(case, model, difference):
     assert difference <= 5 * float(largest)
 
 
+@functools.partial(jax.jit, donate_argnums=2)
+def piece(model, ids, cache, lengths):
+    return model(ids, cache, lengths=lengths)
+
+
+def in_pieces(model, ids, lengths, width):
+    """Logits ``[B, T, V]`` of rows of their own lengths, so many tokens at a time; padding has zeros."""
+    cache = model.cache(*ids.shape)
+    found = np.zeros((*ids.shape, model.config.vocab_size), np.float32)
+    for start in range(0, ids.shape[1], width):
+        part = ids[:, start : start + width]
+        part = np.pad(part, ((0, 0), (0, width - part.shape[1])))
+        counts = np.clip(np.asarray(lengths) - start, 0, width).astype(np.int32)
+        logits, cache = piece(model, part, cache, counts)
+        for row, count in enumerate(counts):
+            found[row, start : start + count] = np.asarray(logits)[row, :count]
+    return found
+
+
 @EACH
-def test_logits_and_texts(case, tmp_path):
+def test_pieces_on_a_mesh_and_steps(case, tmp_path):
+    """Two programs of each family: pieces of 7 tokens on two devices, and single tokens on one."""
     theirs = case.model(tmp_path)
-    mine = ours(tmp_path)
     ids = ids_of(2, case.length)
     expected = logits_of(theirs, ids)
-    found = decoders.like(call(mine, ids), expected)
-    same(found, expected)
+    placed, _ = maxjax.load(tmp_path, mesh=maxjax.make_mesh(model=2))
+    short = case.length - 9
+    found = decoders.like(in_pieces(placed, ids, (case.length, short), 7), expected)
+    same(found[0], expected[0])
+    same(found[1, :short], expected[1, :short])
+
+    mine = ours(tmp_path)
     prompts = prompts_of(mine)
-    texts = decoders.generated(theirs, prompts, 12)
-    if case.exact:
-        np.testing.assert_array_equal(greedy(mine, prompts, 12, chunk=8), texts)
+    third = np.pad(prompts[0], (0, case.length))[None, : case.length]
+    rows = np.concatenate([ids, third])
+    found = decoders.like(in_pieces(mine, rows, (case.length, case.length, 0), 1)[:2], expected)
+    same(found, expected)
     is_in_the_table(case, mine, np.abs(found - expected).max())
+    if case.exact:
+        texts = decoders.generated(theirs, prompts, 12)
+        np.testing.assert_array_equal(texts_of(mine, prompts, 12), texts)
+
+
+def texts_of(model, prompts, new):
+    """What is written after prompts, of which every token is a step, as those behind them are."""
+    rows, lengths = decoders.padded(prompts)
+    cache = model.cache(len(prompts), rows.shape[1] + new)
+    end = np.zeros((len(prompts), model.config.vocab_size), np.float32)
+    for start in range(rows.shape[1]):
+        counts = (lengths > start).astype(np.int32)
+        logits, cache = piece(model, rows[:, start, None], cache, counts)
+        end = np.where(counts[:, None] > 0, np.asarray(logits)[:, 0], end)
+    written = [end.argmax(-1).astype(np.int32)]
+    while len(written) < new:
+        logits, cache = piece(model, written[-1][:, None], cache, np.ones_like(lengths))
+        written.append(np.asarray(logits)[:, 0].argmax(-1).astype(np.int32))
+    return np.stack(written, 1)
+
+
+@pytest.mark.parametrize("case", default_and_campaign([c for c in CASES if c.family in KINDS]))
+def test_without_a_cache(case, tmp_path):
+    """One family of each kind of layers; all of them in a campaign, below."""
+    theirs = case.model(tmp_path)
+    ids = ids_of(2, case.length)
+    same(call(ours(tmp_path), ids), logits_of(theirs, ids))
 
 
 @EACH

@@ -106,7 +106,7 @@ def config_3n(**change):
 def config_4(freqs=(1, 1e30, 1e30, 1e30), **change):
     shapes = {name: one.shape for name, one in tensors().items()}
     given = of_converter("gemma4", **{**KEYS_4, **change})
-    return hf_config(given, shapes, rope_freqs=np.float32(freqs))
+    return hf_config(given, shapes, divisors={"rope_freqs.weight": np.float32(freqs)})
 
 
 def test_a_file_of_the_converter_of_gemma_3n():

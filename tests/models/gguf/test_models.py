@@ -35,7 +35,7 @@ def tables(path):
     """(configuration, tensors) as maxjax's tables have them."""
     metadata, stored = files.read(path)
     shapes = {name: values.shape for name, values in stored.items()}
-    config = hf_config(metadata, shapes, rope_freqs=stored.get("rope_freqs.weight"), path=path)
+    config = hf_config(metadata, shapes, divisors=stored, path=path)
     sources = hf_names(metadata["general.architecture"], shapes, metadata, path=path)
     tensors = {name: source.layout.apply(stored[source.tensor]) for name, source in sources.items()}
     return config, tensors, sources, stored

@@ -39,7 +39,7 @@ LEFT_OUT = {
     "nomic-bert": {"output_norm", "position_embd"},
     "jina-bert-v3": {"output_norm"},
     "modern-bert": {"cls", "cls.norm", "cls.output"},
-    # Of LongRoPE, and of files whose queries, keys and values are apart; refused.
+    # Of files whose queries, keys and values are apart; refused.
     "phi3": {
         "rope_factors_long",
         "rope_factors_short",

@@ -59,9 +59,24 @@ class FamilyConfig:
         """The number of KV heads."""
         return getattr(self.config, "kv_heads", self.config.num_heads)
 
-    def divisors(self, path: Any = None) -> np.ndarray | None:
-        """The values of ``rope_freqs.weight``, or None if the model needs none."""
-        return rope_divisors(self.config.rope, self.rotated, path=path) if self.has_rope else None
+    def divisors(self, path: Any = None) -> dict[str, np.ndarray]:
+        """The tensors with divisors of RoPE's frequencies that a file of the model has, by name."""
+        if not self.has_rope:
+            return {}
+        is_long = self.table is not None and self.table.is_long
+        return rope_divisors(self.config.rope, self.rotated, is_long=is_long, path=path)
+
+
+def has_architecture(config: Mapping[str, Any]) -> bool:
+    """Whether there are GGUF files of the model of a ``config.json``.
+
+    Example:
+        >>> has_architecture({"model_type": "qwen3"}), has_architecture({"model_type": "opt"})
+        (True, False)
+    """
+    from ... import registry as _  # noqa: F401 as in read_config
+
+    return config.get("model_type") in ARCHITECTURE_OF
 
 
 def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:

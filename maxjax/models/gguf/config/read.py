@@ -75,7 +75,7 @@ def hf_config(
     metadata: Mapping[str, Any],
     tensors: Shapes,
     *,
-    rope_freqs: np.ndarray | None = None,
+    divisors: Mapping[str, np.ndarray] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Config:
     """The content of a ``config.json`` for the model in a GGUF file.
@@ -84,7 +84,8 @@ def hf_config(
         metadata: key-value pairs of the file.
         tensors: shape ``[out, in]`` of each tensor, by name. The vocabulary has the size of the
             embedding table, and the model has a head of its own if there is ``output.weight``.
-        rope_freqs: values of the tensor ``rope_freqs.weight``, if the file has it.
+        divisors: values of the tensors with divisors of RoPE's frequencies (``rope_freqs.weight``, or
+            ``rope_factors_short.weight`` and ``rope_factors_long.weight``), by name, if the file has them.
         path: path of the file, for messages.
 
     Raises:
@@ -92,7 +93,7 @@ def hf_config(
             Hugging Face's class of that name cannot represent.
         CheckpointFormatError: a key is missing, of the wrong type or out of range; the message
             names it.
-        UserInputError: the file has ``rope_freqs.weight``, and ``rope_freqs`` was not passed.
+        UserInputError: the file has such a tensor, and its values were not passed.
 
     Example:
         >>> metadata = {
@@ -115,7 +116,7 @@ def hf_config(
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.is_decoder:
-        config |= _decoder(given, tensors, required(rope_freqs, tensors), model)
+        config |= _decoder(given, tensors, required(divisors, tensors), model)
     if model.more is not None:
         config |= model.more(given, tensors, config)
     file_type = Settings(metadata, "general.", path).count("file_type", None, minimum=0)
@@ -144,7 +145,7 @@ def pooling(
 
 
 def _decoder(
-    given: Settings, tensors: Shapes, rope_freqs: np.ndarray | None, model: Architecture
+    given: Settings, tensors: Shapes, divisors: Mapping[str, np.ndarray], model: Architecture
 ) -> Config:
     given = given.firsts(model.listed)
     epsilon, name = model.epsilon
@@ -161,7 +162,7 @@ def _decoder(
         rotated = given.count("rope.dimension_count", head_dim)
         found["rope_theta"] = theta
         found["rope_scaling"] = rope_scaling(
-            given, rotated, theta, rope_freqs, log_multiplier=model.log_multiplier
+            given, rotated, theta, divisors, log_multiplier=model.log_multiplier
         )
         if model.is_partial:
             found["partial_rotary_factor"] = rotated / head_dim

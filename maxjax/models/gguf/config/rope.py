@@ -23,15 +23,21 @@ from ....nn.rope_scaling import (
 )
 from ...decoder.rope import Proportional, Rope
 from ..metadata import Settings, unsupported
+from ..names import DIVISORS
 
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# LongRoPE's factor of cos and sin.
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
+FREQS, SHORT, LONG = DIVISORS
+# ``high_freq_factor`` of Llama 3.1 and 3.2, and of Llama 4.
+_HIGH = (4.0, 1.0)
 
 
 def rope_scaling(
     given: Settings,
     head_dim: int,
     theta: float,
-    factors: np.ndarray | None,
+    divisors: Mapping[str, np.ndarray],
     *,
     log_multiplier: float = 0.0,
 ) -> dict[str, Any] | None:
@@ -41,17 +47,28 @@ def rope_scaling(
         given: settings of the file's architecture.
         head_dim: width of a head.
         theta: base of RoPE.
-        factors: values of ``rope_freqs.weight``, or None if the file does not have it.
+        divisors: values of those tensors of ``DIVISORS`` that the file has, by name.
         log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
             it; 0: they do not hold it.
     """
     kind = given.text("rope.scaling.type", "linear")
     old = given.number("rope.scale_linear", 1.0, positive=False)
     factor = given.number("rope.scaling.factor", old, positive=False) or 1.0
-    if factors is not None:
+    if divisors:
+        names = " and ".join(divisors)
         if factor != 1.0:
-            raise given.unsupported("rope scaling by both a factor and rope_freqs.weight")
-        return _divided(given, head_dim, theta, _checked(factors, head_dim, given))
+            raise given.unsupported(f"rope scaling by both a factor and {names}")
+        checked = {
+            name: _checked(values, name, head_dim, given) for name, values in divisors.items()
+        }
+        if [*checked] == [FREQS]:
+            return _divided(given, head_dim, theta, checked[FREQS])
+        if {*checked} != {SHORT, LONG}:
+            raise CheckpointFormatError(
+                "the divisors of rope are incomplete", path=given.path,
+                expected=f"{FREQS}, or {SHORT} and {LONG}", found=names,
+            )  # fmt: skip
+        return _longrope(given, checked[SHORT], checked[LONG])
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
@@ -84,19 +101,33 @@ def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
     return {"mscale": value, "mscale_all_dim": value}
 
 
-def _checked(factors: Any, head_dim: int, given: Settings) -> np.ndarray:
+def _longrope(given: Settings, short: np.ndarray, long: np.ndarray) -> dict[str, Any]:
+    """LongRoPE, whose divisors depend on the length."""
+    key = "original_context_length"
+    return {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": given.count(
+            f"rope.scaling.{key}", given.count("context_length")
+        ),
+        "attention_factor": given.number(ATTENTION_FACTOR, 1.0),
+    }
+
+
+def _checked(factors: Any, tensor: str, head_dim: int, given: Settings) -> np.ndarray:
     factors = np.asarray(factors, np.float64)
     if factors.shape != (head_dim // 2,):
         raise CheckpointFormatError(
             "not one divisor for each pair of features",
             path=given.path,
-            tensor="rope_freqs.weight",
+            tensor=tensor,
             expected=f"shape [{head_dim // 2}]",
             found=f"shape {list(factors.shape)}",
         )
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise CheckpointFormatError(
-            "a divisor is not a positive number", path=given.path, tensor="rope_freqs.weight"
+            "a divisor is not a positive number", path=given.path, tensor=tensor
         )
     return factors
 
@@ -107,18 +138,19 @@ def _divided(
     """The scaling with a divisor for each frequency: "llama3" if they match it, else "longrope"."""
     if (factors == 1).all():
         return None
-    # The settings of Llama 3.1 and 3.2. A file holds only the resulting divisors.
+    # The usual settings. A file holds only the resulting divisors.
     largest = round(float(factors.max()), 4)
-    scaling = Llama3RopeScalingParams(largest, 1.0, 4.0, 8192)
-    if np.allclose(factors, _llama3_divisors(head_dim, theta, scaling), rtol=1e-4, atol=0):
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.orig_max_position,
-        }
-    # LongRoPE is the only kind that lists divisors. With both lists equal and no factor on cos and
+    for high in _HIGH:
+        scaling = Llama3RopeScalingParams(largest, 1.0, high, 8192)
+        if np.allclose(factors, _llama3_divisors(head_dim, theta, scaling), rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.orig_max_position,
+            }
+    # LongRoPE is the only kind that lists divisors in a configuration. With both lists equal and no factor on cos and
     # sin, it does not depend on the length.
     listed = [float(factor) for factor in factors]
     return {
@@ -135,21 +167,31 @@ def _llama3_divisors(head_dim: int, theta: float, scaling: Llama3RopeScalingPara
     return 1 / llama3_multipliers(head_dim, theta, scaling)[: head_dim // 2]
 
 
-def required(factors: np.ndarray | None, tensors: Any) -> np.ndarray | None:
-    """The factors, or None if the file has none.
+def required(divisors: Mapping[str, np.ndarray] | None, tensors: Any) -> dict[str, np.ndarray]:
+    """The values of those tensors of ``DIVISORS`` that a file has.
 
     Raises:
-        UserInputError: the file has factors, and they were not passed.
+        UserInputError: the file has one that was not passed.
     """
-    if "rope_freqs.weight" not in tensors:
-        return None
-    if factors is None:
-        raise UserInputError("the file scales rope: pass the values of its 'rope_freqs.weight'")
-    return factors
+    found = {}
+    for name in DIVISORS:
+        if name in tensors:
+            if divisors is None or name not in divisors:
+                raise UserInputError(f"the file scales rope: pass the values of its '{name}'")
+            found[name] = divisors[name]
+    return found
 
 
-def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray | None:
-    """The values of ``rope_freqs.weight``: float32 [head_dim // 2]; None if the scaling needs none.
+def rope_divisors(
+    rope: Rope, head_dim: int, *, is_long: bool = False, path: Any = None
+) -> dict[str, np.ndarray]:
+    """The tensors of a file's divisors, by name: float32 [head_dim // 2]; none if the scaling needs none.
+
+    Args:
+        rope: the RoPE.
+        head_dim: number of rotated features of a head.
+        is_long: whether files of the architecture have divisors that depend on the length.
+        path: path of the checkpoint, for messages.
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.
@@ -157,20 +199,23 @@ def rope_divisors(rope: Rope, head_dim: int, *, path: Any = None) -> np.ndarray 
     scaling = rope.scaling
     if isinstance(scaling, Llama3RopeScalingParams):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        if low >= high:
+        if low > high:
             raise CheckpointFormatError(
-                f"'low_freq_factor' {low} is not less than 'high_freq_factor' {high}", path=path
+                f"'low_freq_factor' {low} is more than 'high_freq_factor' {high}", path=path
             )
-        return _llama3_divisors(head_dim, rope.theta, scaling).astype(np.float32)
+        return {FREQS: _llama3_divisors(head_dim, rope.theta, scaling).astype(np.float32)}
     if isinstance(scaling, Proportional):
         # Pairs that are not rotated have a frequency that is as good as 0.
         freqs = scaling.freqs(head_dim, rope.theta)
-        return np.where(freqs == 0, 1e30, scaling.factor).astype(np.float32)
+        return {FREQS: np.where(freqs == 0, 1e30, scaling.factor).astype(np.float32)}
     if not isinstance(scaling, LongRoPEScalingParams):
-        return None
+        return {}
+    if is_long:
+        listed = {SHORT: scaling.short_factor, LONG: scaling.long_factor}
+        return {name: np.asarray(factors, np.float32) for name, factors in listed.items()}
     if scaling.short_factor != scaling.long_factor or rope.magnitude != 1.0:
         raise unsupported("rope whose divisors depend on the length ('longrope')", path)
-    return np.asarray(scaling.short_factor, np.float32)
+    return {FREQS: np.asarray(scaling.short_factor, np.float32)}
 
 
 def rope_keys(
@@ -179,6 +224,7 @@ def rope_keys(
     *,
     path: Any = None,
     truncates: bool = True,
+    is_long: bool = False,
     log_multiplier: float = 0.0,
 ) -> dict[str, Any]:
     """The metadata of RoPE scaling, without the architecture's prefix.
@@ -188,6 +234,7 @@ def rope_keys(
         given: settings that it was read from.
         path: path of the checkpoint, for messages.
         truncates: whether YaRN is the one with ``truncate`` in files of the architecture.
+        is_long: whether such files have divisors that depend on the length.
         log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
             it; 0: they do not hold it.
 
@@ -195,6 +242,9 @@ def rope_keys(
         UnsupportedModelError: a GGUF file cannot represent the scaling.
     """
     scaling = rope.scaling
+    if is_long and isinstance(scaling, LongRoPEScalingParams):
+        length = {"rope.scaling.original_context_length": scaling.original_max_position}
+        return {**length, ATTENTION_FACTOR: rope.magnitude}
     divides = (Llama3RopeScalingParams, LongRoPEScalingParams, Proportional)
     if scaling is None or isinstance(scaling, divides):
         return {}

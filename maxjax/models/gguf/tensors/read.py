@@ -14,7 +14,7 @@ from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings, short
-from ..names import hf_names
+from ..names import DIVISORS, hf_names
 from ..sources import Exact, Relaid
 from ..table import TABLES, GGUFTable
 
@@ -34,10 +34,8 @@ def config_of(weights: GGUFWeights) -> dict[str, Any]:
         UnsupportedModelError, CheckpointFormatError: as for ``hf_config``.
     """
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in _stored(weights).items()}
-    freqs = None
-    if "rope_freqs.weight" in shapes:
-        freqs = np.asarray(weights["rope_freqs.weight"].data().data)
-    return hf_config(weights.metadata, shapes, rope_freqs=freqs, path=weights._path)
+    divisors = {name: np.asarray(weights[name].data().data) for name in DIVISORS if name in shapes}
+    return hf_config(weights.metadata, shapes, divisors=divisors, path=weights._path)
 
 
 def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:

@@ -157,9 +157,8 @@ def gguf_tensors(
         )
     _check_layers(places.values(), model, path)
     found, widened = _file_tensors(tensors, places, model, path)
-    divisors = model.divisors(path)
-    if divisors is not None:
-        found["rope_freqs.weight"] = WeightData.from_numpy(divisors, "rope_freqs.weight")
+    for name, divisors in model.divisors(path).items():
+        found[name] = WeightData.from_numpy(divisors, name)
     metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
         if (

@@ -278,7 +278,7 @@ def capture(model: Any, *patterns: str) -> Capture:
 
 
 def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
-    """Puts other values at places of a model in a ``with`` block: ``with patch(model, {...}):``.
+    """Replaces inner values of a model in a ``with`` block: ``with patch(model, {...}):``.
 
     It holds for what :func:`capture` observes.
 

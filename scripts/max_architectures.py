@@ -1,0 +1,325 @@
+"""Whole architectures of MAX's own files on maxjax, against transformers: `python scripts/max_architectures.py`.
+
+    pip install max==26.7.0                                  # into an environment of its own
+    python scripts/max_architectures.py --max ENV/lib/python3.11/site-packages
+    python scripts/max_architectures.py --max … --table      # as the table of docs/coming-from-max.md
+    python scripts/max_architectures.py --max … llama3 phi3  # only these
+
+Of each architecture the files below ``max/pipelines/architectures`` are imported with ``max`` changed to
+``maxjax`` (``max_import``; none of their lines is kept). transformers makes a small model with random weights
+and writes it as a checkpoint. Then MAX's own code reads the settings, adapts the weights, builds the model,
+loads it and traces its Graph; maxjax compiles that. Two sequences of different lengths run: their prompts in
+one ragged batch, then token after token, over paged caches whose pages lie in no order. Every logit of the prompts
+and of the last tokens is compared with transformers, which runs each sequence by itself; the largest difference
+is the figure. Needs torch and transformers (scripts/setup.sh --oracles).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.max_import import HOW, MaxFiles, installation
+
+LARGEST = 1e-4
+LENGTHS, STEPS, PAGE = (13, 6), 4, 4
+VOCAB = 96
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Architecture(NamedTuple):
+    """What one run needs to know of an architecture.
+
+    Attributes:
+        kind: the class of transformers' model.
+        settings: settings of its configuration beside SMALL.
+        narrow: ends of names of weights that MAX's files declare in bfloat16, whatever the model's dtype is;
+            their values are rounded to it on both sides.
+    """
+
+    kind: str
+    settings: dict[str, Any] = {}
+    narrow: tuple[str, ...] = ()
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 16, "truncate": False}  # fmt: skip
+ARCHITECTURES = {
+    "llama3": Architecture("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3": Architecture("Qwen3ForCausalLM", {"head_dim": 32}),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+        narrow=("norm.weight",),
+    ),
+    "mistral": Architecture("MistralForCausalLM", {"head_dim": 32, "sliding_window": None}),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        {"head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "rope_parameters": YARN},
+        narrow=("router.weight", "router.bias"),
+    ),
+    # MAX's olmo2 normalises queries and keys with an epsilon of 1e-6, whatever rms_norm_eps is.
+    "olmo2": Architecture("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6}),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+         "logits_scaling": 2.0},
+    ),
+    "phi3": Architecture("Phi3ForCausalLM"),
+}  # fmt: skip
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def theirs_of(one: Architecture) -> Any:
+    """transformers' small model, with random weights."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, one.kind)
+    config = kind.config_class(**SMALL | one.settings, attn_implementation="eager")
+    model = kind(config).eval().to(torch.float32)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            scale = value.shape[-1] ** -0.5 if value.ndim > 1 else 0.3
+            drawn = torch.tensor(rng.normal(0, 1.5 * scale, tuple(value.shape)))
+            if value.ndim == 1 and "norm" in name and "Gemma" not in one.kind:
+                drawn = 1 + drawn
+            if name.endswith(one.narrow):
+                drawn = drawn.to(torch.bfloat16)
+            value.copy_(drawn)
+    return model
+
+
+def checkpoint_of(theirs: Any, one: Architecture, directory: Path) -> Path:
+    """Writes the weights of a model as transformers does, those of ``narrow`` in bfloat16."""
+    import safetensors.torch
+    import torch
+
+    theirs.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for name in tensors:
+        if name.endswith(one.narrow):
+            tensors[name] = tensors[name].to(torch.bfloat16)
+    safetensors.torch.save_file(tensors, file)
+    return file
+
+
+# --- MAX's files -------------------------------------------------------------------------------
+
+
+def max_name(path: str) -> Any:
+    """A name of MAX's files: path below ``max``, dots between."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"maxjax.{module}"), name)
+
+
+def settings_of(config: Any, file: Path) -> SimpleNamespace:
+    """What MAX's files read of the settings of its server."""
+    from maxjax.driver import DeviceSpec
+
+    cache = max_name("pipelines.kv_cache.config.KVCacheConfig").model_construct(
+        kv_cache_page_size=PAGE, kv_cache_format=None
+    )
+    model = SimpleNamespace(
+        huggingface_config=config, quantization_encoding="float32", _resolved_dtype_cast=(None, None),
+        kv_cache=cache, device_specs=[DeviceSpec.cpu()], default_device_spec=DeviceSpec.cpu(),
+        data_parallel_degree=1, use_subgraphs=False, weight_path=[file], rope_type=None, enable_echo=False,
+        model_path=str(file.parent), max_length=SMALL["max_position_embeddings"],
+    )  # fmt: skip
+    return SimpleNamespace(
+        model=model, speculative=None, runtime=SimpleNamespace(ep_size=1), lora=None
+    )
+
+
+class Ours:
+    """An architecture of MAX's files, built, loaded and compiled.
+
+    Args:
+        name: name of its folder.
+        config: transformers' settings.
+        file: the checkpoint.
+    """
+
+    def __init__(self, name: str, config: Any, file: Path):
+        from maxjax.driver import CPU
+        from maxjax.engine import InferenceSession
+        from maxjax.graph.weights import load_weights
+        from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
+
+        folder = importlib.import_module(f"maxjax.pipelines.architectures.{name}.arch")
+        found = vars(folder).values()
+        arch = next(one for one in found if type(one).__name__ == "SupportedArchitecture")
+        settings = settings_of(config, file)
+        # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
+        pipeline = object.__new__(arch.pipeline_model)
+        vars(pipeline).update(
+            pipeline_config=settings, weights=load_weights([file]), devices=[CPU()], _batch_processor=None,
+            adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
+            return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
+            memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),
+        )  # fmt: skip
+        state = pipeline._load_state_dict()
+        model_config = pipeline._create_model_config(state)
+        self.kv_params = model_config.kv_params
+        pipeline.kv_params = self.kv_params
+        (spec,) = pipeline.graph_specs(model_config).values()
+        graph = spec.trace()
+        self.types = list(spec.input_types)
+        self.model = InferenceSession().load(graph, weights_registry=spec.weights_registry())
+        self.caches = [self.empty(kind) for kind in self.cache_types()]
+
+    def cache_types(self) -> list[Any]:
+        """The types of the pages of every cache."""
+        from maxjax.graph import BufferType
+
+        tail = self.types[-len(self.kv_params.flattened_kv_inputs()) :]
+        return [kind for kind in tail if isinstance(kind, BufferType)]
+
+    def empty(self, kind: Any) -> np.ndarray:
+        """Pages of a cache; what was never written is no number, so that a wrong read is seen."""
+        pages = len(LENGTHS) * self.pages
+        return np.full([pages, *map(int, list(kind.shape)[1:])], np.nan, kind.dtype.np)
+
+    @property
+    def pages(self) -> int:
+        """The pages of a sequence."""
+        return -(-(max(LENGTHS) + STEPS) // PAGE)
+
+    def step(self, tokens: list[np.ndarray], cached: list[int]) -> list[np.ndarray]:
+        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``."""
+        from maxjax.graph import BufferType
+
+        lengths = [len(one) for one in tokens]
+        table = np.random.default_rng(1).permutation(len(tokens) * self.pages)
+        values = {
+            "total_seq_len": np.concatenate(tokens),
+            "input_row_offsets_len": np.cumsum([0, *lengths]),
+            "return_n_logits": np.ones(1),
+        }
+        count = len(self.kv_params.flattened_kv_inputs())
+        inputs: list[Any] = []
+        for kind in self.types[:-count]:
+            name = str(kind.shape[0])
+            inputs.append(np.asarray(values.get(name, np.zeros(0)), kind.dtype.np))
+        caches, tensors = iter(self.caches), 0
+        for kind in self.types[-count:]:
+            if isinstance(kind, BufferType):
+                inputs.append(next(caches))
+                tensors = 0
+                continue
+            # In MAX's order: lengths of the caches, tables, the longest prompt, the longest cache.
+            value = [
+                cached, table.reshape(len(tokens), -1), [max(lengths)], [max(cached) + max(lengths)],
+            ][tensors]  # fmt: skip
+            inputs.append(np.asarray(value, kind.dtype.np))
+            tensors += 1
+        found = self.model.execute(*inputs)
+        self.caches = found[-len(self.caches) :]
+        logits = np.asarray(found[1].to_numpy())
+        return np.split(logits, np.cumsum(lengths)[:-1])
+
+
+# --- the comparison ----------------------------------------------------------------------------
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Runs one architecture: the largest differences of the prompts and of the tokens after them."""
+    import torch
+
+    one = ARCHITECTURES[name]
+    theirs = theirs_of(one)
+    with tempfile.TemporaryDirectory() as directory:
+        file = checkpoint_of(theirs, one, Path(directory))
+        ours = Ours(name, theirs.config, file)
+        rng = np.random.default_rng(2)
+        sequences = [rng.integers(1, VOCAB, length + STEPS) for length in LENGTHS]
+        with torch.no_grad():
+            wanted = [theirs(torch.tensor(s[None])).logits[0].numpy() for s in sequences]
+        found = ours.step(
+            [s[:n] for s, n in zip(sequences, LENGTHS, strict=True)], [0] * len(LENGTHS)
+        )
+        prefill = [
+            np.abs(got - want[:n]).max()
+            for got, want, n in zip(found, wanted, LENGTHS, strict=True)
+        ]
+        decode = []
+        for step in range(STEPS):
+            places = [n + step for n in LENGTHS]
+            found = ours.step(
+                [s[i : i + 1] for s, i in zip(sequences, places, strict=True)], places
+            )
+            for got, want, i in zip(found, wanted, places, strict=True):
+                decode.append(np.abs(got[0] - want[i]).max())
+    # NumPy's maximum: Python's does not see what is no number.
+    return {"name": name, "prefill": float(np.max(prefill)), "decode": float(np.max(decode)),
+            "spread": float(np.std(wanted[0]))}  # fmt: skip
+
+
+def line(one: Mapping[str, Any], table: bool) -> str:
+    cells = [f"{one[key]:.1e}" for key in ("prefill", "decode")] + [f"{one['spread']:.1f}"]
+    if table:
+        return f"| `{one['name']}` | {' | '.join(cells)} |"
+    return f"{one['name']:8} prefill {cells[0]}, decode {cells[1]} (deviation of the logits: {cells[2]})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="MAX's own architectures on maxjax.")
+    parser.add_argument("names", nargs="*", help="architectures; all by default")
+    parser.add_argument("--max", metavar="SITE", help="the site-packages that max is installed in")
+    parser.add_argument(
+        "--trace", action="store_true", help="end at the first error, with its trace"
+    )
+    parser.add_argument("--table", action="store_true", help="print the table of the docs")
+    options = parser.parse_args()
+    names = options.names or list(ARCHITECTURES)
+    if unknown := set(names) - ARCHITECTURES.keys():
+        parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
+    site = installation(options.max)
+    if site is None:
+        print(HOW, file=sys.stderr)
+        return 2
+    sys.path.append(str(site))  # what MAX's files import of other packages
+    sys.meta_path.insert(0, MaxFiles(site / "max"))
+    if options.table:
+        print(
+            "| architecture | prompts | tokens after them | deviation of the logits |\n|---|---|---|---|"
+        )
+    failed = False
+    for name in names:
+        try:
+            one = compare(name)
+        except Exception as error:  # the others run all the same
+            if options.trace:
+                raise
+            text = (str(error).splitlines() or [""])[0]
+            print(f"{name:8} {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        print(line(one, options.table), flush=True)
+        failed |= not np.max([one["prefill"], one["decode"]]) <= LARGEST
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
