@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.max_import import MaxFiles
-from scripts.max_recipes import RECIPES, weight_value
+from scripts.max_recipes import RECIPES, typed, weight_value
 
 OPS: dict[str, Callable[..., Any]] = {}
 CUSTOM: dict[str, Callable[..., Any]] = {}
@@ -390,9 +390,11 @@ def _is_interleaved(params: dict[str, Any]) -> bool:
 
 @custom("mo.rope.ragged.with_position_id")
 def _rope_positions(
-    params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs: Any, at: Any = None
+    params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs: Any, at: Any
 ) -> Any:
-    raise NotImplementedError("rope by positions")
+    if len(at) > 1:
+        raise NotImplementedError("positions of several axes")
+    return _turned(x, freqs[at[0]].reshape(len(x), -1, 2), _is_interleaved(params))
 
 
 @custom("mo.rope.ragged")
@@ -459,7 +461,7 @@ def evaluate(
 
     block = next(top for top in graph._module.body if isinstance(top, mo.GraphOp)).regions[0].front
     for op in block:
-        name = type(op).__name__.removesuffix("Op").removeprefix("MO").removeprefix("Mo")
+        name = type(op).__name__.removesuffix("Op").removeprefix("MO")
         given = [slots.get(getattr(one, "value", one)) for one in op.operands]
         if isinstance(op, mo.OutputOp):
             return [np.asarray(one, np.float32) if one.dtype.kind == "f" else one for one in given]
@@ -542,16 +544,15 @@ class Server(MaxFiles):
 
 def run(name: str) -> list[Any]:
     """What a recipe computes on MAX."""
-    from max.driver import CPU
-    from max.dtype import DType
-    from max.graph import DeviceRef, Graph, TensorType
+    from max.graph import Graph
 
-    del CPU
-    module, inputs = RECIPES[name](lambda path: importlib.import_module(f"max.{path}"))
-    arrays = [np.asarray(one) for one in inputs]
+    def of(path: str) -> Any:
+        return importlib.import_module(f"max.{path}")
+
+    module, inputs = RECIPES[name](of)
+    arrays, types = typed(inputs, of)
     if hasattr(module, "state_dict"):
         module.state_dict()  # gives the weights their full names
-    types = [TensorType(DType.from_numpy(a.dtype), a.shape, DeviceRef.CPU()) for a in arrays]
     with Graph("run", input_types=types) as graph:
         out = module(*(value.tensor for value in graph.inputs))
         graph.output(*(out if isinstance(out, list | tuple) else (out,)))

@@ -1,6 +1,6 @@
 """Runs MAX's own model files on maxjax, and compares their numbers: `python scripts/max_files.py --max SITE --numbers`.
 
-Each recipe of ``max_recipes.py`` is built twice from the same file: by MAX, whose graph ``max_oracle.py`` computes with
+Each recipe of ``max_recipes`` is built twice from the same file: by MAX, whose graph ``max_oracle.py`` computes with
 NumPy, and by maxjax with ``max`` changed to ``maxjax`` in the imports, as a compiled Graph. Both get the same
 weights, by name, and the same inputs. The answers of MAX are kept in a file if one is named.
 """
@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from scripts.max_import import MaxFiles
-from scripts.max_recipes import RECIPES, weight_value
+from scripts.max_recipes import RECIPES, typed, weight_value
 
 TOLERANCE = 1e-5
 
@@ -81,23 +82,30 @@ def _answers(file: Path) -> dict[str, Any]:
 def run(name: str) -> list[np.ndarray]:
     """What a recipe computes on maxjax."""
     from maxjax.driver import CPU
-    from maxjax.dtype import DType
     from maxjax.engine import InferenceSession
-    from maxjax.graph import DeviceRef, Graph, TensorType
+    from maxjax.graph import Graph
 
-    module, inputs = RECIPES[name](lambda path: importlib.import_module(f"maxjax.{path}"))
-    arrays = [np.asarray(one) for one in inputs]
+    def of(path: str) -> Any:
+        return importlib.import_module(f"maxjax.{path}")
+
+    module, inputs = RECIPES[name](of)
+    arrays, types = typed(inputs, of)
     layer = getattr(module, "layer", module)
     if hasattr(layer, "load_state_dict"):
-        weights = {key: weight_value(key, one.shape, one.dtype.name)
+        weights = {key: _held(key, one)
                    for key, one in layer.raw_state_dict().items()}  # fmt: skip
         layer.load_state_dict(weights, weight_alignment=1)
-    types = [TensorType(DType.from_numpy(a.dtype), a.shape, DeviceRef.CPU()) for a in arrays]
     with Graph("run", input_types=types) as graph:
         out = module(*(value.tensor for value in graph.inputs))
         graph.output(*(out if isinstance(out, list | tuple) else (out,)))
     model = InferenceSession(devices=[CPU()]).load(graph)
     return [np.asarray(one.to_numpy()) for one in model.execute(*arrays)]
+
+
+def _held(name: str, weight: Any) -> Any:
+    """The value of a weight, in its dtype."""
+    value = weight_value(name, weight.shape, weight.dtype.name)
+    return value.astype(ml_dtypes.bfloat16) if weight.dtype.name == "bfloat16" else value
 
 
 def compared(name: str, expected: Any) -> Outcome:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Recipe = Callable[[Callable[[str], Any]], tuple[Any, Iterable[Any]]]
 RECIPES: dict[str, Recipe] = {}
 ARCHITECTURES = "pipelines.architectures."
+X = 16  # the width of most layers
 
 
 def weight_value(name: str, shape: Iterable[Any], dtype: str) -> np.ndarray:
@@ -40,6 +41,39 @@ def ids(*shape: int, below: int = 30, seed: int = 0, dtype: Any = np.int64) -> n
     return np.random.default_rng(seed).integers(2, below, shape).astype(dtype)
 
 
+class Sized(NamedTuple):
+    """An input whose sizes have names in the graph.
+
+    Attributes:
+        array: its numbers.
+        sizes: a name or a number for each axis.
+        device: the kind of device that it lies on in the graph.
+    """
+
+    array: np.ndarray
+    sizes: tuple[str | int, ...]
+    device: str = "CPU"
+
+    @classmethod
+    def on_gpu(cls, array: np.ndarray) -> Sized:
+        """An input of a file that says itself that it computes on a GPU."""
+        return cls(array, array.shape, "GPU")
+
+
+def typed(inputs: Iterable[Any], of: Callable[[str], Any]) -> tuple[list[np.ndarray], list[Any]]:
+    """The arrays of the inputs of a recipe, and their types in a graph."""
+    graph, dtype = of("graph"), of("dtype").DType
+    place = graph.DeviceRef
+    found = [
+        one if isinstance(one, Sized) else Sized(np.asarray(one), np.shape(one)) for one in inputs
+    ]
+    types = [
+        graph.TensorType(dtype.from_numpy(one.array.dtype), one.sizes, getattr(place, one.device)())
+        for one in found
+    ]
+    return [one.array for one in found], types
+
+
 class Kit:
     """What the recipes of one file take from a library: the file, and small settings.
 
@@ -59,12 +93,13 @@ class Kit:
     def config(self, **given: Any) -> SimpleNamespace:
         """Settings under all the names that configurations have for them."""
         usual = {
-            "dtype": self.f32, "device": self.cpu, "devices": [self.cpu], "hidden_size": 16, "num_attention_heads": 2,
+            "dtype": self.f32, "device": self.cpu, "devices": [self.cpu], "hidden_size": X, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 32,
-            "layer_norm_eps": 1e-5, "rms_norm_eps": 1e-6, "max_position_embeddings": 32, "hidden_act": "gelu",
-            "hidden_activation": "gelu_tanh", "attention_bias": False, "patch_size": 2, "num_channels": 3, "image_size": 8,
-            "quant_config": None, "quantization_encoding": None, "unquantized_dtype": self.f32, "rope_theta": 10000.0,
-            "tie_word_embeddings": False, "attention_dropout": 0.0,
+            "layer_norm_eps": 1e-5, "rms_norm_eps": 1e-6, "max_position_embeddings": 32, "max_seq_len": 32,
+            "hidden_act": "gelu", "hidden_activation": "gelu_tanh", "attention_bias": False, "patch_size": 2,
+            "num_channels": 3, "image_size": 8, "quant_config": None, "quantization_encoding": None,
+            "unquantized_dtype": self.f32, "rope_theta": 10000.0, "tie_word_embeddings": False,
+            "attention_dropout": 0.0,
         }  # fmt: skip
         return SimpleNamespace(**(usual | given))
 
@@ -73,23 +108,35 @@ class Kit:
         return {"dtype": self.f32, "device": self.cpu}
 
 
-def recipe(file: str, *more: str) -> Callable[[Callable[[Kit], Any]], Any]:
-    """Adds a run of a file below ``max/pipelines/architectures``; a file may have several."""
-
-    def keep(function: Callable[[Kit], Any]) -> Any:
-        path = file.removesuffix(".py").replace("/", ".")
-        RECIPES[f"{file} {function.__name__}"] = lambda of: function(Kit(of, path))
-        return function
-
-    return keep
-
-
 def add(name: str, make: Callable[[Kit], Any]) -> None:
     """Adds a run written as `file what`."""
     file = name.split()[0]
     RECIPES[name] = lambda of: make(Kit(of, file.removesuffix(".py").replace("/", ".")))
 
 
-from scripts.max_recipe_list import fill  # noqa: E402
+class Extra:
+    """A layer that is called in another way than by its arrays alone.
 
-fill(add)
+    Args:
+        layer: the Module, which has the weights.
+        call: what is called instead of it.
+    """
+
+    def __init__(self, layer: Any, call: Callable[..., Any]):
+        self.layer, self.run = layer, call
+
+    def __call__(self, *values: Any) -> Any:
+        return self.run(*values)
+
+    def state_dict(self) -> Any:
+        return self.layer.state_dict()
+
+    @classmethod
+    def call(cls, layer: Any, function: Callable[..., Any]) -> Extra:
+        """A layer that `function(layer, *values)` calls."""
+        return cls(layer, lambda *values: function(layer, *values))
+
+    @classmethod
+    def of(cls, layer: Any, function: Callable[..., Any], arrays: Any) -> tuple[Extra, Any]:
+        """The same with its arrays."""
+        return cls.call(layer, function), arrays
