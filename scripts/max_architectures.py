@@ -177,7 +177,8 @@ class Ours:
         # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
         pipeline = object.__new__(arch.pipeline_model)
         vars(pipeline).update(
-            pipeline_config=settings, weights=load_weights([file]), devices=[CPU(i) for i in range(devices)], _batch_processor=None,
+            pipeline_config=settings, weights=load_weights([file]), _batch_processor=None,
+            devices=[CPU(i) for i in range(devices)],
             adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
             return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
             memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),

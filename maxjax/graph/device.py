@@ -128,8 +128,9 @@ def on_device(array: Any, ref: DeviceRef) -> Any:
         ValueError: the process has devices of the kind, but not this one.
     """
     import jax
+    from jax.core import Tracer
 
-    if isinstance(array, jax.core.Tracer) or len(array.devices()) > 1:
+    if isinstance(array, Tracer) or len(array.devices()) > 1:
         return array
     (source,) = array.devices()
     elsewhere = ref.is_cpu() and source.platform != "cpu"
