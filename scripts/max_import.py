@@ -69,19 +69,27 @@ class MaxFiles(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     it: otherwise each file would import MAX's server.
     """
 
+    package = "maxjax"
+
     def __init__(self, root: Path):
         self.root = root
         self.refused: list[str] = []  # modules of MAX's server that could not be imported
 
+    def owns(self, part: str) -> bool:
+        """Whether the package itself has a module of that name."""
+        own = OWN / part
+        return own.is_dir() or own.with_suffix(".py").is_file()
+
+    def renamed(self, tree: ast.Module) -> ast.Module:
+        """A file's syntax tree with its imports changed."""
+        return _Renamed().visit(tree)
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         parts = fullname.split(".")
-        if parts[0] != "maxjax" or len(parts) < 2:
+        if parts[0] != self.package or len(parts) < 2 or self.owns(parts[1]):
             return None
         if parts[1] in NATIVE:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        own = OWN / parts[1]
-        if own.is_dir() or own.with_suffix(".py").is_file():
-            return None
         place = self.root.joinpath(*parts[1:])
         if (place / "__init__.py").is_file() or place.is_dir():
             spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -105,14 +113,14 @@ class MaxFiles(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__file__ = spec.origin
         if not Path(spec.origin).is_file():
             return
-        tree = _Renamed().visit(ast.parse(Path(spec.origin).read_bytes()))
+        tree = self.renamed(ast.parse(Path(spec.origin).read_bytes()))
         if spec.submodule_search_locations is not None:
             self._read_later(module, tree)
             return
         try:
             _run(tree, module)
         except Exception:
-            if module.__name__.startswith("maxjax.pipelines.architectures."):
+            if module.__name__.startswith(f"{self.package}.pipelines.architectures."):
                 raise
             # A part of MAX's server that needs its native libraries already to be imported.
             self.refused.append(module.__name__)

@@ -279,8 +279,8 @@ def find_model(
         >>> find_model("nowhere")
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointMissingError: nowhere: no such file or directory. A name on the
-        Hugging Face hub has two parts: org/name.
+        maxjax.errors.CheckpointMissingError: nowhere: no such file or directory. Check the path; a
+        name on the Hugging Face hub has two parts: org/name.
     """
     if not isinstance(name, (str, bytes, os.PathLike, type(None))):
         raise TypeError(f"path must be a str or a Path, not {type(name).__name__}")

@@ -45,7 +45,8 @@ def check_bounds(
         Traceback (most recent call last):
         ...
         maxjax.errors.CheckpointMismatchError: 'head_dim' is larger than the tensors of the file
-        allow (expected at most 32, the longest axis of 'model.layers.0.q.weight', found 1000000000)
+        allow (expected at most 32, the longest axis of 'model.layers.0.q.weight', found 1000000000).
+        Check that ...
     """
     if not tensors:
         return

@@ -73,7 +73,7 @@ class ModelConfig:
         Traceback (most recent call last):
         ...
         maxjax.errors.CheckpointFormatError: config.json: 'hidden_size' has the wrong type
-        (expected int, found '8')
+        (expected int, found '8'). Download the file again, or convert the model again.
     """
 
     # ``model_type`` of the files that a class reads, and the class of each model type.

@@ -52,7 +52,7 @@ class UnknownType:
     Example:
         >>> UnknownType("I3", CheckpointFormatError("dtype: unknown", tensor="w", found="I3")).np
         Traceback (most recent call last):
-        maxjax.errors.CheckpointFormatError: tensor 'w': dtype: unknown (found I3)
+        maxjax.errors.CheckpointFormatError: tensor 'w': dtype: unknown (found I3). ...
     """
 
     def __init__(self, name: str, error: CheckpointFormatError):

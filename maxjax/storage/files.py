@@ -227,7 +227,7 @@ def open_regular(
     Example:
         >>> open_regular("no/such/model.safetensors")
         Traceback (most recent call last):
-        maxjax.errors.CheckpointMissingError: no/such/model.safetensors: no such file
+        maxjax.errors.CheckpointMissingError: no/such/model.safetensors: no such file. Check the path.
     """
     name = os.fsdecode(path)
     shown = shown or name

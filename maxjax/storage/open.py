@@ -86,7 +86,7 @@ def open_checkpoint(
     Example:
         >>> open_checkpoint("no/such/directory")
         Traceback (most recent call last):
-        maxjax.errors.CheckpointMissingError: no/such/directory: no such file
+        maxjax.errors.CheckpointMissingError: no/such/directory: no such file. Check the path.
     """
     limits = in_force(limits)
     if verify is not True and verify is not False and verify != "auto":

@@ -49,7 +49,7 @@ def load_exported(
     Example:
         >>> load_exported("no/such/model.jaxport")
         Traceback (most recent call last):
-        maxjax.errors.CheckpointMissingError: no/such/model.jaxport: no such file
+        maxjax.errors.CheckpointMissingError: no/such/model.jaxport: no such file. Check the path.
     """
     compile_cache.enable()
     return ExportedProgram(*open_program(os.fsdecode(path), in_force(limits)), os.fsdecode(path))

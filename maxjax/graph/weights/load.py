@@ -150,7 +150,7 @@ def load_weights(
         >>> load_weights("nowhere.safetensors")
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file
+        maxjax.errors.CheckpointMissingError: nowhere.safetensors: no such file. Check the path.
     """
     with allowing(limits):
         return _load(paths, verify)

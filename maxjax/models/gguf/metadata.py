@@ -37,7 +37,8 @@ class Settings:
         >>> settings.count("embedding_length")
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointFormatError: metadata key 'llama.embedding_length' is missing
+        maxjax.errors.CheckpointFormatError: metadata key 'llama.embedding_length' is missing.
+        Download the file again, or convert the model again.
     """
 
     metadata: Mapping[str, Any]

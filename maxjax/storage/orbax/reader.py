@@ -66,7 +66,7 @@ def open_orbax(
     Example:
         >>> open_orbax("no/such/checkpoint")
         Traceback (most recent call last):
-        maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file
+        maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file. Check the path.
     """
     limits = in_force(limits)
     location, tree, metadata = _open_tree(os.fsdecode(path), item, limits)

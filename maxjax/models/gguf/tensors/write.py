@@ -114,7 +114,8 @@ def gguf_tensors(
         >>> gguf_tensors(config, {"wte.weight": data}).tensors
         Traceback (most recent call last):
         ...
-        maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing
+        maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing. Check
+        that the weights and the configuration are of one model.
     """
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
