@@ -147,7 +147,7 @@ class MoEFamily(DecoderFamily):
             )
             for names in (self.together.gate_up, self.together.down)
         ]
-        shapes = [() if one is None else tuple(map(int, one.shape)) for one in pair]
+        shapes = [tuple(map(int, one.shape)) for one in pair if one is not None]
         if [len(shape) for shape in shapes] != [3, 3]:
             return self.together.transposed and suffix != "_bias"
         (_, a, b), (_, c, d) = shapes
