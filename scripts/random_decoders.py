@@ -96,7 +96,8 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
         config = {**dict.fromkeys(("rope_scaling", "head_dim")), **drawn.case.settings, **kept}
     config["model_type"] = drawn.model_type
     parents = [kind for kind, texts in TEXTS.items()
-               if drawn.model_type in (text.model_type for text in texts.values())]  # fmt: skip
+               if any(text.model_type == drawn.model_type and all(config.get(key) == value for key, value in text.always.items())
+                      for text in texts.values())]  # fmt: skip
     if parents and not drawn.bare and rng.random() < 0.4:
         config = within(config, parents[0], folder, rng.random() < 0.5)
     path.write_text(json.dumps(config))
