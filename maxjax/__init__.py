@@ -12,7 +12,7 @@ import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint

