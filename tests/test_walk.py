@@ -22,7 +22,7 @@ ELSEWHERE = {
 # Why a block is not run, and how many blocks at most say so.
 REASONS = {
     "a synopsis": 1,
-    "makes an environment": 4,
+    "makes an environment": 6,
     "needs compilers for accelerators": 2,
     "needs grain": 1,
     "needs IPython": 1,
