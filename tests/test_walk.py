@@ -58,7 +58,7 @@ def importance_matrix(folder, minilm):
 
 
 def quantised(folder, minilm):
-    maxjax.convert("tiny", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
+    maxjax.convert(folder / "DIR", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
 
 
 # What a page takes for granted: files in the current folder, and names.
