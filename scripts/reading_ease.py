@@ -59,7 +59,7 @@ def main() -> None:
     names = sys.argv[1:] or ["README.md", "docs/getting-started.md"]
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
     if not sys.argv[1:]:
-        texts["equinox's README"] = str(metadata("equinox").get_payload())
+        texts["equinox's README"] = str(metadata("equinox").json["description"])
     for name, text in texts.items():
         count, long, ease = measure(text)
         print(f"{name}: {count} words, {long:.1f} a sentence, reading ease {ease:.0f}")

@@ -64,7 +64,7 @@ def wrong_on(page: Page, name: str, said: list[str]) -> list[str]:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--browser", default="/usr/bin/chromium", metavar="PATH")
     parser.add_argument("--check-all", action="store_true", help="open every page, narrow and wide")
     options = parser.parse_args()
