@@ -1,5 +1,7 @@
 """The code of README and docs runs as it is written, page by page, and what does not run says why."""
 
+import json
+import re
 import shutil
 from collections import Counter
 
@@ -22,7 +24,7 @@ ELSEWHERE = {
 # Why a block is not run, and how many blocks at most say so.
 REASONS = {
     "a synopsis": 1,
-    "makes an environment": 4,
+    "makes an environment": 6,
     "needs compilers for accelerators": 2,
     "needs grain": 1,
     "needs IPython": 1,
@@ -55,10 +57,18 @@ def of_four_devices(folder, minilm):
 def importance_matrix(folder, minilm):
     model, tokenizer = maxjax.load("tiny")
     maxjax.calibrate(model, tokenizer, (folder / "FILE").read_text()).save(folder / "imatrix.gguf")
+    # The page's model has a chat template with a system role; that of "tiny" raises.
+    path = folder / "DIR" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    template, count = re.subn(
+        r"{% else %}.*?raise_exception.*?{% endif %}", "{% endif %}", config["chat_template"]
+    )
+    assert count == 1
+    path.write_text(json.dumps(config | {"chat_template": template}))
 
 
 def quantised(folder, minilm):
-    maxjax.convert("tiny", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
+    maxjax.convert(folder / "DIR", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
 
 
 # What a page takes for granted: files in the current folder, and names.
