@@ -49,7 +49,8 @@ def _sigmoid(x: Any) -> Any:
 UNARY: dict[str, Callable[[Any], Any]] = {
     "Abs": np.abs, "Neg": np.negative, "Negative": np.negative, "Exp": np.exp, "Log": np.log, "Log1p": np.log1p,
     "Sqrt": np.sqrt, "Rsqrt": lambda x: 1 / np.sqrt(x), "Isqrt": lambda x: 1 / np.sqrt(x), "Sin": np.sin, "Cos": np.cos,
-    "Tanh": np.tanh, "Atanh": np.arctanh, "Acos": np.arccos, "Erf": _erf, "Floor": np.floor, "Ceil": np.ceil, "Round": np.round,
+    "Tanh": np.tanh, "Atanh": np.arctanh, "Acos": np.arccos, "Erf": _erf,
+    "Floor": np.floor, "Ceil": np.ceil, "Round": np.round,
     "Trunc": np.trunc, "Not": np.logical_not, "IsNan": np.isnan, "IsInf": np.isinf, "Sigmoid": _sigmoid,
     "Silu": lambda x: x * _sigmoid(x), "Relu": lambda x: np.maximum(x, 0),
     "Gelu": lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2,
@@ -64,8 +65,9 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "Less": np.less, "LessEqual": np.less_equal, "Matmul": np.matmul, "BatchMatmul": np.matmul, "Outer": np.outer,
 }  # fmt: skip
 REDUCE: dict[str, Callable[..., Any]] = {
-    "ReduceAdd": np.sum, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min, "ReduceMul": np.prod, "Mean": np.mean,
-    "ReduceMean": np.mean, "ReduceArgMax": np.argmax, "ReduceArgMin": np.argmin, "ReduceAny": np.any, "ReduceAll": np.all,
+    "ReduceAdd": np.sum, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min, "ReduceMul": np.prod,
+    "Mean": np.mean, "ReduceMean": np.mean, "ReduceArgMax": np.argmax, "ReduceArgMin": np.argmin,
+    "ReduceAny": np.any, "ReduceAll": np.all,
 }  # fmt: skip
 for _name, _function in UNARY.items():
     OPS[_name] = lambda op, x, _f=_function: _f(x)
@@ -385,7 +387,7 @@ def _turned(x: Any, c: Any, interleaved: bool) -> Any:
 
 
 def _is_interleaved(params: dict[str, Any]) -> bool:
-    return str(params.get("interleaved")) in ("True", "true", "1")
+    return bool(params.get("interleaved"))  # true is -1, a number of one bit
 
 
 @custom("mo.rope.ragged.with_position_id")
