@@ -4,10 +4,10 @@ import numpy as np
 
 import maxjax
 
-# "tiny" writes sums; a name on the Hugging Face hub or the path of an encoder goes here as well.
+# "tiny" writes sums, so it must be told how to pool its states; an encoder's files say how.
 model, tokenizer = maxjax.load("tiny")
 texts = ["What is 37 + 48?", "What is 37 + 47?", "Hello there"]
-vectors = np.asarray(maxjax.embed(model, tokenizer, texts))  # [3, hidden size]
+vectors = np.asarray(maxjax.embed(model, tokenizer, texts, pooling="mean"))  # [3, hidden size]
 
 norms = np.linalg.norm(vectors, axis=1, keepdims=True)
 cosines = (vectors / norms) @ (vectors / norms).T

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import heartbeat
 from .errors import PeerLostError, ProgramMismatchError, UserInputError
+from .heartbeat import Coordinator, coordinator
 
 # Settings that affect how XLA compiles the same code. Dump folders and logging may differ between
 # processes.
@@ -164,34 +165,6 @@ def _compare(
     )
     if found != "equal":
         raise ProgramMismatchError(found)
-
-
-class Coordinator(NamedTuple):
-    """JAX's coordination service as this process sees it.
-
-    Attributes:
-        client: the client, with a key-value store.
-        process: id of this process.
-        count: number of processes.
-    """
-
-    client: Any
-    process: int
-    count: int
-
-
-def coordinator() -> Coordinator | None:
-    """JAX's coordination service; None in a program of one process."""
-    import jax
-
-    if not jax.distributed.is_initialized():
-        return None
-    from jax._src.distributed import global_state  # JAX has no public name for the service
-
-    if global_state.client is None or (global_state.num_processes or 1) < 2:
-        return None
-    heartbeat.start(global_state.client, global_state.process_id)
-    return Coordinator(global_state.client, global_state.process_id, global_state.num_processes)
 
 
 def wait_for(

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import PeerLostError
 
@@ -128,3 +128,31 @@ def service_lost(phase: str, error: Exception) -> PeerLostError:
         f"{phase}: process 0, which hosts the coordination service, is gone or does not answer "
         f"({reason}). {_RESTART}"
     )
+
+
+class Coordinator(NamedTuple):
+    """JAX's coordination service as this process sees it.
+
+    Attributes:
+        client: the client, with a key-value store.
+        process: id of this process.
+        count: number of processes.
+    """
+
+    client: Any
+    process: int
+    count: int
+
+
+def coordinator() -> Coordinator | None:
+    """JAX's coordination service; None in a program of one process."""
+    import jax
+
+    if not jax.distributed.is_initialized():
+        return None
+    from jax._src.distributed import global_state  # JAX has no public name for the service
+
+    if global_state.client is None or (global_state.num_processes or 1) < 2:
+        return None
+    start(global_state.client, global_state.process_id)
+    return Coordinator(global_state.client, global_state.process_id, global_state.num_processes)

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from . import heartbeat
-from .agreement import Rounds, comparable, coordinator, environment, text_digest, try_get, verdict
+from .agreement import Rounds, comparable, environment, text_digest, try_get, verdict
 from .distributed import arrival_seconds, translated
 from .errors import PeerFailedError, PeerLostError, ProgramMismatchError, UserInputError
+from .heartbeat import coordinator
 
 _SHOWN = 1000  # characters of an error's message that the other processes are told
 _FIRST_PAUSE, _LAST_PAUSE = 5e-5, 2e-3  # seconds between two looks at a result

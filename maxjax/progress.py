@@ -55,7 +55,7 @@ def _is_first() -> bool:
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return True
-    from .agreement import coordinator
+    from .heartbeat import coordinator
 
     service = coordinator()
     return service is None or service.process == 0

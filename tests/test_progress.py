@@ -199,12 +199,12 @@ def test_without_stderr_it_is_off(monkeypatch):
 
 
 def test_of_several_processes_the_first_draws(screen, monkeypatch):
-    from maxjax import agreement
+    from maxjax import heartbeat
 
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     for process in (0, 1):
-        service = agreement.Coordinator(None, process, 2)
-        monkeypatch.setattr(agreement, "coordinator", lambda found=service: found)
+        service = heartbeat.Coordinator(None, process, 2)
+        monkeypatch.setattr(heartbeat, "coordinator", lambda found=service: found)
         assert progress.is_on() is (process == 0)
 
 

@@ -16,24 +16,30 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from .. import __version__
 from ..errors import UserInputError
 from ..progress import draw_with
-from .bench import bench, bench_arguments
-from .chat import chat, chat_arguments
-from .convert import convert, convert_arguments
-from .embed import embed, embed_arguments
-from .environment import env, env_arguments
-from .evaluate import evaluate, evaluate_arguments
-from .generate import generate, generate_arguments
-from .inspect import inspect, inspect_arguments, verify, verify_arguments
 from .options import Parser
-from .plan import plan, plan_arguments
-from .rerank import rerank, rerank_arguments
 from .tables import is_terminal, show
 from .terminal import explain
+
+# Command → file and function of this folder, and what the help says; FUNCTION_arguments adds its options.
+COMMANDS = {
+    "generate": ("generate.generate", "continue a text with a language model"),
+    "chat": ("chat.chat", "chat with a language model"),
+    "bench": ("bench.bench", "measure a language model against the memory bandwidth"),
+    "eval": ("evaluate.evaluate", "measure how well a language model predicts a text"),
+    "inspect": ("inspect.inspect", "list the tensors of a checkpoint; reads headers only"),
+    "verify": ("inspect.verify", "read all of a checkpoint and compare its checksums; 0 if it is intact"),
+    "convert": ("convert.convert", "write a checkpoint in another format, dtype or number of files"),
+    "plan": ("plan.plan", "memory of a checkpoint on the devices of a mesh; reads headers only"),
+    "embed": ("embed.embed", "embed texts; one JSON line for each, or a .npy file"),
+    "rerank": ("rerank.rerank", "sort documents by how well they answer a query; JSON lines"),
+    "env": ("environment.env", "show versions, devices and caches"),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imports and traces make many objects that stay, which the collector would look through
         # again and again: a fifth of the time to the first token.
         gc.set_threshold(100_000)
-    parser = _parser()
+    parser = _parser(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(argv)
     if rest:  # reported by the subcommand, which knows its options
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
@@ -105,7 +111,8 @@ def _left(code: Any, argv: Sequence[str] | None) -> Any:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of a command line, which has the options of the command that is called."""
     debug = Parser(add_help=False)
     debug.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
@@ -120,20 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--version", action="version", version=f"maxjax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, run, arguments, text in (
-        ("generate", generate, generate_arguments, "continue a text with a language model"),
-        ("chat", chat, chat_arguments, "chat with a language model"),
-        ("bench", bench, bench_arguments, "measure a language model against the memory bandwidth"),
-        ("eval", evaluate, evaluate_arguments, "measure how well a language model predicts a text"),
-        ("inspect", inspect, inspect_arguments, "list the tensors of a checkpoint; reads headers only"),
-        ("verify", verify, verify_arguments, "read all of a checkpoint and compare its checksums; 0 if it is intact"),
-        ("convert", convert, convert_arguments, "write a checkpoint in another format, dtype or number of files"),
-        ("plan", plan, plan_arguments, "memory of a checkpoint on the devices of a mesh; reads headers only"),
-        ("embed", embed, embed_arguments, "embed texts; one JSON line for each, or a .npy file"),
-        ("rerank", rerank, rerank_arguments, "sort documents by how well they answer a query; JSON lines"),
-        ("env", env, env_arguments, "show versions, devices and caches"),
-    ):  # fmt: skip
+    # Options before the command have no values.
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (place, text) in COMMANDS.items():
+        if name != chosen:
+            commands.add_parser(name, help=text)
+            continue
+        file, _, function = place.partition(".")
+        module = import_module(f"{__package__}.{file}")
+        run = getattr(module, function)
         command = commands.add_parser(name, parents=[debug], help=text, description=run.__doc__)
         command.set_defaults(run=run, error=command.error, like=command.like)
-        arguments(command)
+        getattr(module, f"{function}_arguments")(command)
     return parser

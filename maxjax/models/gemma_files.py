@@ -297,6 +297,7 @@ def _of_layers(given: Settings, key: str, layers: int, default: Any) -> list[int
 
 def _read_4(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths, heads and RoPE of each kind of layer, and the sizes of MLPs."""
+    given.count("attention.sliding_window")  # without it, all layers would be of one kind
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     shared = given.count("attention.shared_kv_layers", 0, minimum=0, maximum=layers - 1)
     near = given.count("attention.key_length_swa")

@@ -6,82 +6,50 @@ There is one file per family. Importing this file imports them all, which takes 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NamedTuple
 
 from ..errors import UserInputError
-from .apertus import APERTUS
-from .bert import BERT, BERT_HEAD
-from .cohere import COHERE, COHERE2
 from .config import ModelConfig
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
-from .distilbert import DISTILBERT, DISTILBERT_HEAD
-from .ernie4_5 import ERNIE45
-from .ernie4_5_moe import ERNIE4_5_MOE
-from .exaone4 import EXAONE4
-from .falcon import FALCON
-from .falcon_h1 import FALCON_H1
 from .family import Family
-from .gemma import GEMMA, GEMMA2, GEMMA3
-from .gemma3n import GEMMA3N
-from .gemma4 import GEMMA4
 from .gguf.table import ARCHITECTURE_OF, add_table
-from .glm4 import GLM4_FAMILY, GLM_FAMILY
-from .glm4_moe import GLM4_MOE
-from .gpt2 import GPT2_FAMILY
-from .gpt_neox import GPT_NEOX
-from .gpt_oss import GPT_OSS
-from .granite import GRANITE
-from .granitemoe import GRANITEMOE
-from .granitemoehybrid import GRANITE_HYBRID
-from .gte import GTE, GTE_HEAD
-from .hunyuan import HUNYUAN
-from .hunyuan_moe import HUNYUAN_MOE
-from .jina import JINA_V3, JINA_V3_HEAD, JINA_V3_PUBLISHED
-from .lfm2 import LFM2_FAMILY
-from .llama import LLAMA
-from .llama4 import LLAMA4
-from .mamba2 import MAMBA2
-from .minimax_m2 import MINIMAX_M2
-from .mistral import MINISTRAL3, MISTRAL
-from .mixtral import MIXTRAL
-from .modernbert import MODERNBERT, MODERNBERT_HEAD
-from .mpnet import MPNET, MPNET_HEAD
-from .nemotron_h import NEMOTRON_H
-from .nomic import NOMIC_BERT, NOMIC_BERT_HEAD
-from .olmo2 import OLMO2, OLMO3
-from .olmoe import OLMOE
-from .opt import OPT_FAMILY
-from .phi import PHI
-from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3
-from .qwen2_moe import QWEN2_MOE
-from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from .qwen3_moe import QWEN3_MOE
-from .qwen3_next import QWEN3_NEXT
-from .roberta import ROBERTA, ROBERTA_HEAD, XLM_ROBERTA, XLM_ROBERTA_HEAD
-from .seed_oss import SEED_OSS
-from .smollm3 import SMOLLM3
-from .stablelm import STABLELM
-from .starcoder2 import STARCODER2
 
+# File and name of each family, in the order in which they are asked for a configuration.
 # fmt: off
-FAMILIES: list[Family] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, OLMO2, OLMO3, PHI3, SMOLLM3, GRANITE, GLM_FAMILY,
-    GLM4_FAMILY, COHERE, COHERE2, SEED_OSS, EXAONE4, STARCODER2, STABLELM, ERNIE45, HUNYUAN,
-    GPT_NEOX, FALCON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT,
-    QWEN3_5, QWEN3_5_MOE, GLM4_MOE, OLMOE, GRANITEMOE, LLAMA4, MINIMAX_M2, ERNIE4_5_MOE, GEMMA,
-    GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2_FAMILY, OPT_FAMILY, PHI, APERTUS, BERT, BERT_HEAD, DISTILBERT, HUNYUAN_MOE,
-    DISTILBERT_HEAD, MPNET, MPNET_HEAD, ROBERTA, ROBERTA_HEAD, JINA_V3_PUBLISHED, XLM_ROBERTA,
-    XLM_ROBERTA_HEAD, JINA_V3, JINA_V3_HEAD, NOMIC_BERT, NOMIC_BERT_HEAD, GTE, GTE_HEAD,
-    LFM2_FAMILY, GRANITE_HYBRID, MAMBA2, FALCON_H1, NEMOTRON_H, MODERNBERT,
-    MODERNBERT_HEAD,
-]
+_NAMES = (
+    "llama.LLAMA", "mistral.MISTRAL", "qwen.QWEN2", "qwen.QWEN3", "mistral.MINISTRAL3",
+    "olmo2.OLMO2", "olmo2.OLMO3", "phi3.PHI3", "smollm3.SMOLLM3", "granite.GRANITE",
+    "glm4.GLM_FAMILY", "glm4.GLM4_FAMILY", "cohere.COHERE", "cohere.COHERE2",
+    "seed_oss.SEED_OSS", "exaone4.EXAONE4", "starcoder2.STARCODER2", "stablelm.STABLELM",
+    "ernie4_5.ERNIE45", "hunyuan.HUNYUAN", "gpt_neox.GPT_NEOX", "falcon.FALCON",
+    "mixtral.MIXTRAL", "qwen2_moe.QWEN2_MOE", "qwen3_moe.QWEN3_MOE", "gpt_oss.GPT_OSS",
+    "deepseek.DEEPSEEK_V2", "deepseek.DEEPSEEK_V3", "deepseek.KIMI_K2", "qwen3_next.QWEN3_NEXT",
+    "qwen3_5.QWEN3_5", "qwen3_5.QWEN3_5_MOE", "glm4_moe.GLM4_MOE", "olmoe.OLMOE",
+    "granitemoe.GRANITEMOE", "llama4.LLAMA4", "minimax_m2.MINIMAX_M2",
+    "ernie4_5_moe.ERNIE4_5_MOE", "gemma.GEMMA", "gemma.GEMMA2", "gemma.GEMMA3",
+    "gemma3n.GEMMA3N", "gemma4.GEMMA4", "gpt2.GPT2_FAMILY", "opt.OPT_FAMILY", "phi.PHI",
+    "apertus.APERTUS", "bert.BERT", "bert.BERT_HEAD", "distilbert.DISTILBERT",
+    "hunyuan_moe.HUNYUAN_MOE", "distilbert.DISTILBERT_HEAD", "mpnet.MPNET", "mpnet.MPNET_HEAD",
+    "roberta.ROBERTA", "roberta.ROBERTA_HEAD", "jina.JINA_V3_PUBLISHED", "roberta.XLM_ROBERTA",
+    "roberta.XLM_ROBERTA_HEAD", "jina.JINA_V3", "jina.JINA_V3_HEAD", "nomic.NOMIC_BERT",
+    "nomic.NOMIC_BERT_HEAD", "gte.GTE", "gte.GTE_HEAD", "lfm2.LFM2_FAMILY",
+    "granitemoehybrid.GRANITE_HYBRID", "mamba2.MAMBA2", "falcon_h1.FALCON_H1",
+    "nemotron_h.NEMOTRON_H", "modernbert.MODERNBERT", "modernbert.MODERNBERT_HEAD",
+)
 # fmt: on
+
+
+def _family(name: str) -> Family:
+    file, _, constant = name.partition(".")
+    return getattr(import_module(f"{__package__}.{file}"), constant)
+
+
+FAMILIES: list[Family] = [_family(name) for name in _NAMES]
 """The families that maxjax can run; :func:`register` adds to them."""
 
-for _family in FAMILIES:
-    if _family.gguf is not None:
-        add_table(_family.gguf, _family.model_type, _family.architectures[0])
+for _one in FAMILIES:
+    if _one.gguf is not None:
+        add_table(_one.gguf, _one.model_type, _one.architectures[0])
 
 
 def register(family: Family) -> Family:

@@ -76,6 +76,9 @@ class Embedding(Module):
         Raises:
             TypeError: ``indices`` are not integers.
         """
+        return self._result(indices)
+
+    def _result(self, indices: Any) -> Any:
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
             raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
@@ -159,14 +162,14 @@ class VocabParallelEmbedding(Embedding):
             ValueError: there is not one signal buffer for each device.
         """
         if signal_buffers is None:
-            return super().__call__(indices)
+            return self._result(indices)
         buffers = list(signal_buffers)
         if len(buffers) != max(len(self.devices), 1):
             raise ValueError(
                 f"{len(buffers)} signal buffers for the {len(self.devices)} devices of a layer"
             )
         if len(buffers) == 1:
-            return [super().__call__(indices)]
+            return [self._result(indices)]
         each = distributed_broadcast(indices, buffers)
         self.sharding_strategy = ShardingStrategy.rowwise(len(buffers))
         shards, rows, start = self.shard(self.devices), [], 0

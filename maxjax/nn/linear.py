@@ -97,6 +97,9 @@ class Linear(LowRank):
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long.
         """
+        return self._result(x)
+
+    def _result(self, x: Any) -> Any:
         weight: Any = self.weight
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
@@ -251,9 +254,9 @@ class ColumnParallelLinear(Linear):
             ValueError: there is not one tensor for each device.
         """
         if not isinstance(x, list | tuple):
-            return super().__call__(x)
+            return self._result(x)
         if len(x) == 1:
-            return [super().__call__(x[0])]
+            return [self._result(x[0])]
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
         self.sharding_strategy = ShardingStrategy.rowwise(len(x))

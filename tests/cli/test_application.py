@@ -122,9 +122,9 @@ def test_debug_shows_the_traceback():
 
 def test_interrupt_is_130():
     code = (
-        "import sys\nfrom maxjax.cli import application as cli\n"
+        "import sys\nfrom maxjax.cli import application as cli, environment\n"
         "def run(options): raise KeyboardInterrupt\n"
-        "cli.env = run\nsys.exit(cli.main(['env']))"
+        "environment.env = run\nsys.exit(cli.main(['env']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "maxjax: interrupted\n")
@@ -147,9 +147,9 @@ def test_a_reader_that_goes_away_is_quiet(tmp_path):
 
 def test_an_error_of_ours_is_named_unexpected():
     code = (
-        "import sys\nfrom maxjax.cli import application as cli\n"
+        "import sys\nfrom maxjax.cli import application as cli, environment\n"
         "def run(options): raise TypeError('two\\nlines')\n"
-        "cli.env = run\nsys.exit(cli.main(['env']))"
+        "environment.env = run\nsys.exit(cli.main(['env']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""

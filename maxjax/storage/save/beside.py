@@ -24,8 +24,10 @@ from ...errors import CheckpointChangedError, CheckpointError, CheckpointMissing
 from ..crc32 import crc32_of
 from ..files import OpenFile, file_range, open_regular
 from .durable import flush_folder
-from .staging import FOLDER, WAITING, lock
+from .locks import FOLDER, lock
 
+# The first part of a waiting directory's name.
+WAITING = ".maxjax-next-"
 _T = TypeVar("_T")
 _LOG = logging.getLogger("maxjax")
 # Seconds for which opening is repeated while the checkpoint is being replaced.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -24,22 +23,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingError
+from .beside import WAITING
 from .durable import flush_folder, has_no_inodes, save_error, save_failed, write_new
+from .locks import FOLDER, lock
 
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
-WAITING = ".maxjax-next-"
 # Age in seconds from which the temporary files of another host are considered abandoned.
 _ABANDONED_SECONDS = 24 * 3600
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The temporary directories in use by this process.
 _IN_USE: set[str] = set()
 # A writer takes less than this many seconds from creating its directory to locking it.
 _LOCKING_SECONDS = 60
 # Seconds to wait for a lock holder that has no temporary directory.
 _WAIT_SECONDS = 2.0
-# The errors of file systems without locks.
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
 
 class Staging:
@@ -420,19 +417,6 @@ def _exclusive_owner(path: str) -> tuple[Any, Any] | None:
     """The process and host of the writer that holds a directory exclusively."""
     owner = _read_owner(path)
     return (owner.get("pid"), owner.get("host")) if owner.get("exclusive") else None
-
-
-def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None:
-    """Locks an open directory; False if another holds it, ``unsupported`` if there are no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            return False
-        if error.errno in _NO_LOCKS:
-            return unsupported
-        raise
-    return True
 
 
 def _back_up(place: str, backup: str) -> None:

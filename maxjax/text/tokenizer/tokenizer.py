@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -420,7 +421,7 @@ def _max_length(settings: dict[str, Any], file: Path) -> int | None:
     value = settings.get("model_max_length")
     if value is None:
         return None
-    if type(value) not in (int, float) or not value >= 1:
+    if type(value) not in (int, float) or not 1 <= value < math.inf:
         found = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
         raise CheckpointFormatError(
             "'model_max_length' is not a length",

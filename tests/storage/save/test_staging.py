@@ -573,7 +573,7 @@ def test_without_locks_the_process_decides(tmp_path, monkeypatch):
     def flock(fd, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(staging.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     gone = abandoned(tmp_path, ".maxjax-1.tmp", {"host": HERE, "pid": dead()})
     alive = abandoned(tmp_path, ".maxjax-2.tmp", {"host": HERE, "pid": os.getppid()})
     assert sweep(str(tmp_path)) == [str(gone)] and alive.exists()

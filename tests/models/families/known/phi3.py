@@ -21,7 +21,7 @@ CASES = [
         # Texts that pass the original length: keys in the cache keep the frequencies of short texts,
         # where transformers computes them anew.
         # llama.cpp uses those of long texts wherever its context is longer than the original one.
-        name="mini", like_llama_cpp=False, exact=False,
+        name="mini", like_llama_cpp=False, exact=False, by_prefix=False,
     ),
     Case(*phi(num_key_value_heads=4, sliding_window=12), name="window", like_llama_cpp=False),
     Case(

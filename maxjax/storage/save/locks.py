@@ -1,0 +1,25 @@
+"""Locks of directories: a writer holds the directory that it writes to."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+# How a directory is opened to be locked.
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# The errors of file systems without locks.
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+
+
+def lock(fd: int, *, wait: bool, unsupported: bool | None = True) -> bool | None:
+    """Locks an open directory; False if another holds it, ``unsupported`` if there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return False
+        if error.errno in _NO_LOCKS:
+            return unsupported
+        raise
+    return True
