@@ -16,9 +16,6 @@ _CACHE = "use maxjax.nn.KVCache, which is an argument and a result of the model"
 _STATE = "recurrent states are part of maxjax.nn.KVCache; maxjax.nn.ssm has the scans as functions"
 _ATTENTION = "use AttentionWithRope; on a mesh, Module.to shards it"
 _LATENT = "use a DeepSeek decoder of maxjax.models (models/decoder/latent.py)"
-_DECODER = (
-    "use a decoder of maxjax.models, which returns logits; on a mesh, XLA inserts the communication"
-)
 _PACKED = "quantised checkpoints are read by maxjax.load, into the layers of maxjax.nn.quantized"
 _PAGED = (
     "there are no paged caches; maxjax.kernels.attention runs attention over a maxjax.nn.KVCache"
@@ -43,11 +40,11 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.activation": {"GatedActivation": "nn.MoE takes the name of an activation"},
     "nn.attention": {
         "MultiheadAttention RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
-        "TensorParallelAttentionWithRope DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
+        "DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
         "MLAPrefillMetadata LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
     },
     "nn.attention.attention_with_rope": {
-        "DataParallelAttentionWithRope TensorParallelAttentionWithRope GGUFQAttentionWithRope "
+        "DataParallelAttentionWithRope GGUFQAttentionWithRope "
         "GPTQAttentionWithRope": _ATTENTION},
     "nn.attention.multi_latent_attention": {
         "MLAPrefillMetadata LatentAttentionWithRope TensorParallelLatentAttentionWithRope "
@@ -117,6 +114,4 @@ ADVICE: dict[str, dict[str, str]] = {
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},
     "nn.state_space.kimi_delta": {"KDA_GATE_LOWER_BOUND KdaGateMode KdaStateLayout": _STATE},
-    "nn.transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
-    "nn.transformer.distributed_transformer": {"DistributedTransformer DistributedTransformerBlock": _DECODER},
 }  # fmt: skip

@@ -4,6 +4,7 @@
     python scripts/max_architectures.py --max ENV/lib/python3.11/site-packages
     python scripts/max_architectures.py --max … --table      # as the table of docs/coming-from-max.md
     python scripts/max_architectures.py --max … llama3 phi3  # only these
+    python scripts/max_architectures.py --max … --devices 2 llama3  # over two devices, which a CPU pretends to be
 
 Of each architecture the files below ``max/pipelines/architectures`` are imported with ``max`` changed to
 ``maxjax`` (``max_import``; none of their lines is kept). transformers makes a small model with random weights
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -134,7 +136,7 @@ def max_name(path: str) -> Any:
     return getattr(importlib.import_module(f"maxjax.{module}"), name)
 
 
-def settings_of(config: Any, file: Path) -> SimpleNamespace:
+def settings_of(config: Any, file: Path, devices: int) -> SimpleNamespace:
     """What MAX's files read of the settings of its server."""
     from maxjax.driver import DeviceSpec
 
@@ -143,7 +145,7 @@ def settings_of(config: Any, file: Path) -> SimpleNamespace:
     )
     model = SimpleNamespace(
         huggingface_config=config, quantization_encoding="float32", _resolved_dtype_cast=(None, None),
-        kv_cache=cache, device_specs=[DeviceSpec.cpu()], default_device_spec=DeviceSpec.cpu(),
+        kv_cache=cache, device_specs=[DeviceSpec.cpu(i) for i in range(devices)], default_device_spec=DeviceSpec.cpu(),
         data_parallel_degree=1, use_subgraphs=False, weight_path=[file], rope_type=None, enable_echo=False,
         model_path=str(file.parent), max_length=SMALL["max_position_embeddings"],
     )  # fmt: skip
@@ -159,9 +161,10 @@ class Ours:
         name: name of its folder.
         config: transformers' settings.
         file: the checkpoint.
+        devices: the number of devices.
     """
 
-    def __init__(self, name: str, config: Any, file: Path):
+    def __init__(self, name: str, config: Any, file: Path, devices: int):
         from maxjax.driver import CPU
         from maxjax.engine import InferenceSession
         from maxjax.graph.weights import load_weights
@@ -170,11 +173,12 @@ class Ours:
         folder = importlib.import_module(f"maxjax.pipelines.architectures.{name}.arch")
         found = vars(folder).values()
         arch = next(one for one in found if type(one).__name__ == "SupportedArchitecture")
-        settings = settings_of(config, file)
+        settings = settings_of(config, file, devices)
         # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
         pipeline = object.__new__(arch.pipeline_model)
         vars(pipeline).update(
-            pipeline_config=settings, weights=load_weights([file]), devices=[CPU()], _batch_processor=None,
+            pipeline_config=settings, weights=load_weights([file]), _batch_processor=None,
+            devices=[CPU(i) for i in range(devices)],
             adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
             return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
             memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),
@@ -187,6 +191,9 @@ class Ours:
         graph = spec.trace()
         self.types = list(spec.input_types)
         self.model = InferenceSession().load(graph, weights_registry=spec.weights_registry())
+        on = {kind.device.id for kind in self.cache_types()}
+        if on != set(range(devices)):
+            raise ValueError(f"the caches are on devices {sorted(on)} of {devices}")
         self.caches = [self.empty(kind) for kind in self.cache_types()]
 
     def cache_types(self) -> list[Any]:
@@ -243,7 +250,7 @@ class Ours:
 # --- the comparison ----------------------------------------------------------------------------
 
 
-def compare(name: str) -> dict[str, Any]:
+def compare(name: str, devices: int = 1) -> dict[str, Any]:
     """Runs one architecture: the largest differences of the prompts and of the tokens after them."""
     import torch
 
@@ -251,7 +258,7 @@ def compare(name: str) -> dict[str, Any]:
     theirs = theirs_of(one)
     with tempfile.TemporaryDirectory() as directory:
         file = checkpoint_of(theirs, one, Path(directory))
-        ours = Ours(name, theirs.config, file)
+        ours = Ours(name, theirs.config, file, devices)
         rng = np.random.default_rng(2)
         sequences = [rng.integers(1, VOCAB, length + STEPS) for length in LENGTHS]
         with torch.no_grad():
@@ -291,7 +298,10 @@ def main() -> int:
         "--trace", action="store_true", help="end at the first error, with its trace"
     )
     parser.add_argument("--table", action="store_true", help="print the table of the docs")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices")
     options = parser.parse_args()
+    flag = f"--xla_force_host_platform_device_count={options.devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     names = options.names or list(ARCHITECTURES)
     if unknown := set(names) - ARCHITECTURES.keys():
         parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
@@ -308,7 +318,7 @@ def main() -> int:
     failed = False
     for name in names:
         try:
-            one = compare(name)
+            one = compare(name, options.devices)
         except Exception as error:  # the others run all the same
             if options.trace:
                 raise

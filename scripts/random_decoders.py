@@ -95,8 +95,13 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
         kept = {name: config[name] for name in ("architectures", "model_type")}
         config = {**dict.fromkeys(("rope_scaling", "head_dim")), **drawn.case.settings, **kept}
     config["model_type"] = drawn.model_type
-    parents = [kind for kind, texts in TEXTS.items()
-               if drawn.model_type in (text.model_type for text in texts.values())]  # fmt: skip
+    parents = [
+        kind
+        for kind, texts in TEXTS.items()
+        for text in texts.values()
+        if text.model_type == drawn.model_type
+        and all(config.get(key) == value for key, value in text.always.items())
+    ]
     if parents and not drawn.bare and rng.random() < 0.4:
         config = within(config, parents[0], folder, rng.random() < 0.5)
     path.write_text(json.dumps(config))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..driver import CPU, Accelerator, Device, local_devices
 
@@ -116,3 +116,25 @@ class DeviceRef:
         if device not in devices:
             raise ValueError(f"{device} belongs to process {device.process_index}, not to this one")
         return DeviceRef(kind, devices.index(device))
+
+
+def on_device(array: Any, ref: DeviceRef) -> Any:
+    """The array on the device that a shard is declared on; where that says nothing, as it is.
+
+    The compiler places what is traced, and a mesh what is on several devices. ``CPU()`` is what is written without
+    meaning a device: it takes nothing from an accelerator. In a process without accelerators every GPU is only a name.
+
+    Raises:
+        ValueError: the process has devices of the kind, but not this one.
+    """
+    import jax
+    from jax.core import Tracer
+
+    if isinstance(array, Tracer) or len(array.devices()) > 1:
+        return array
+    (source,) = array.devices()
+    elsewhere = ref.is_cpu() and source.platform != "cpu"
+    if elsewhere or not local_devices(ref.device_type.value):
+        return array
+    target = ref.to_jax()
+    return array if source == target else jax.device_put(array, target)

@@ -22,12 +22,12 @@ from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily, make
-from .decoder.rope import Rope, object_of, rope_of
+from .decoder.rope import Rope, ropes_by_kind
 from .encoder.attention import both_ways
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
-_SLIDING = "sliding_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults for Gemma 3's base frequencies.
 _THETA, _LOCAL_THETA = 1e6, 1e4
 
@@ -172,28 +172,9 @@ class Gemma3Config(Gemma2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
-        given = raw.get("rope_parameters") or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"'rope_parameters' must be an object, not {type(given).__name__}")
-        wrong = [str(key)[:60] for key in given if key not in ("full_attention", _SLIDING)]
-        if wrong:
-            raise UnsupportedModelError(
-                f"'rope_parameters' of a Gemma 3 with {wrong[0]!r} for all layers: it must have one "
-                f"object each for 'full_attention' and {_SLIDING!r}"
-            )
-        # In the old spelling, ``rope_scaling`` applies only to the layers that see all tokens.
-        both = {key: raw[key] for key in ("partial_rotary_factor",) if raw.get(key)}
-        far = {**both, **object_of(given, "full_attention"), **object_of(raw, "rope_scaling")}
-        near = {**both, **object_of(given, _SLIDING)}
-        theta, local = (
-            default if raw.get(key) is None else raw[key]
-            for key, default in (("rope_theta", _THETA), ("rope_local_base_freq", _LOCAL_THETA))
-        )
-        far, near = {"rope_theta": theta, **far}, {"rope_theta": local, **near}
-        return {
-            "rope": rope_of(far, "rope_parameters", context, raw, _THETA),
-            "local_rope": rope_of(near, "rope_parameters", context, raw, _LOCAL_THETA),
-        }
+        bases = {_SLIDING: "rope_local_base_freq"}
+        found = ropes_by_kind(raw, context, {_FULL: _THETA, _SLIDING: _LOCAL_THETA}, bases)
+        return {"rope": found[_FULL], "local_rope": found[_SLIDING]}
 
 
 class Gemma(Decoder):

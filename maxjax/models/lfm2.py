@@ -30,6 +30,7 @@ from .gguf.metadata import Settings
 from .gguf.names import Rule
 from .gguf.state_layouts import Taps
 from .gguf.table import GGUFTable
+from .multimodal import SIGHT
 
 _KINDS = {"conv": True, "full_attention": False}
 
@@ -222,6 +223,7 @@ LFM2_FAMILY = LFM2.family = DecoderFamily(
     config=LFM2Config,
     make=make(LFM2),
     bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
+    sight=SIGHT,
     gguf=GGUFTable(
         "lfm2",
         {

@@ -41,6 +41,7 @@ class Text:
     Attributes:
         model_type, architecture: names of the text model alone.
         unsaid: its values of keys that a file leaves out, where they are not those of ``model_type``.
+        always: its values of keys that its code does not read, whatever a file says.
         flat: whether old files hold its settings among those of the complete model.
     """
 
@@ -48,12 +49,22 @@ class Text:
     architecture: str
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = False
+    always: Mapping[str, Any] = field(default_factory=dict)
 
 
 _MISTRAL = Text("mistral", "MistralForCausalLM", {"sliding_window": None})
 _MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
 _QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
 _QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
+_QWEN3_MOE = Text(
+    "qwen3_moe", "Qwen3MoeForCausalLM",
+    {
+        "rope_theta": 5e5, "max_position_embeddings": 128_000, "num_key_value_heads": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    },
+    always={"norm_topk_prob": True},
+)  # fmt: skip
+_LFM2 = Text("lfm2", "Lfm2ForCausalLM")
 _QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 _DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
@@ -69,6 +80,7 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "qwen2_vl": {None: _QWEN2},
     "qwen2_5_vl": {None: _QWEN2},
     "qwen3_vl": {None: _QWEN3},
+    "qwen3_vl_moe": {None: _QWEN3_MOE},
     "qwen3_5": {None: _QWEN35},
     "qwen3_5_moe": {None: _QWEN35_MOE},
     "kimi_k25": {None: _DEEPSEEK_V3},
@@ -76,6 +88,7 @@ TEXTS: dict[str, dict[str | None, Text]] = {
     "gemma3n": {None: _GEMMA3N},
     "gemma4": {None: _GEMMA4},
     "llama4": {None: _LLAMA4},
+    "lfm2_vl": {None: _LFM2},
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -83,6 +96,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "KimiK25ForConditionalGeneration": "kimi_k25",
@@ -91,6 +105,7 @@ ARCHITECTURES: dict[str, str] = {
     "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Llama4ForConditionalGeneration": "llama4",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl",
 }
 
 
@@ -121,7 +136,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text or texts[None]
     shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
-    return {**text.unsaid, **_without_sections(given), **shared, **names}
+    return {**text.unsaid, **_without_sections(given), **shared, **text.always, **names}
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:

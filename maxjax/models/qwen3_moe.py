@@ -14,6 +14,7 @@ from .decoder.config import count_of, layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
 from .decoder.model import Decoder, make
+from .multimodal import SIGHT
 from .qwen import WINDOW
 
 
@@ -83,4 +84,5 @@ QWEN3_MOE = Qwen3MoE.family = MoEFamily(
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     config=Qwen3MoEConfig,
     make=make(Qwen3MoE),
+    sight=SIGHT,
 )

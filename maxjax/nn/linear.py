@@ -42,7 +42,7 @@ class Linear(LowRank):
             ``[out_dim, bytes]``, and the bias is float32 unless ``dtype`` is a float.
         quant_config: not supported yet.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
-        clip_weight: bound that the weight (not the bias) is clipped to, ``±clip_weight``.
+        clip_weight: bound that the weight (not the bias) is clipped to, ``±clip_weight``; 0 and None: no bound.
         is_sharding: whether to create no weights; whoever shards this layer assigns them.
 
     Attributes:
@@ -76,7 +76,7 @@ class Linear(LowRank):
         if quant_config is not None:
             raise NotImplementedError("Linear(quant_config=...) is not supported yet")
         self.device = device = device or DeviceRef.CPU()
-        self.clip_weight = clip_weight
+        self.clip_weight = clip_weight or None  # MAX's files write False and 0 too
         self.quant_config = None
         self.bias = None
         if is_sharding:

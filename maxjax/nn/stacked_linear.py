@@ -37,7 +37,7 @@ class StackedLinear(LowRank):
         has_bias: whether each linear layer has a bias.
         linear_cls: constructor of the children: Linear, or a callable with its keyword arguments.
         quant_config: not supported yet.
-        clip_weight: bound that the weights (not the biases) are clipped to, ``±clip_weight``.
+        clip_weight: bound that the weights (not the biases) are clipped to, ``±clip_weight``; 0 and None: no bound.
 
     Attributes:
         weight, bias: Weights ``[sum(out_dims), in_dim]`` and ``[sum(out_dims)]`` if ``stacked``.
@@ -74,7 +74,7 @@ class StackedLinear(LowRank):
                 f"{list(names)} for out_dims {list(out_dims)}"
             )
         self.in_dim, self.out_dims, self.names = in_dim, tuple(out_dims), tuple(names)
-        self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight
+        self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight or None
         self.bias = None
         if stacked:
             self.weight = Weight("weight", dtype, (sum(out_dims), in_dim), device)

@@ -207,7 +207,7 @@ def test_unknown_ones_are_named_with_those_there_are(config, named):
 @pytest.mark.parametrize(
     "name, nearest",
     [
-        ("qwen3_vl_moe", "'qwen3_moe' (qwen3_moe)"),
+        ("qwen3_omni_moe", "'qwen3_moe' (qwen3_moe)"),
         ("Qwen3OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
         ("Qwen2ForSequenceClassification", "'qwen2' (Qwen2ForCausalLM)"),
         ("Gemma4ForTokenClassification", "'gemma4_text' (Gemma4ForCausalLM)"),

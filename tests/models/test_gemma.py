@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
-from maxjax.models import Gemma2Config, Gemma3Config, GemmaConfig
+from maxjax.models import Gemma2Config, Gemma3Config, Gemma4Config, GemmaConfig, Olmo3Config
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, like, logits_of, oracle, ours, same
 from tests.oracles.models import OracleModel, settings_of
@@ -376,6 +376,15 @@ def test_a_file_cannot_say_what_only_a_family_knows():
 def test_what_is_refused_is_named(settings, error, name):
     with pytest.raises(error, match=name):
         Gemma3Config.from_dict({**RAW, **settings}, path="config.json")
+
+
+@pytest.mark.parametrize("config", [Olmo3Config, Gemma4Config])
+def test_one_rope_for_all_kinds_of_layers_is_refused(config):
+    """transformers keeps it, and uses its own defaults in all layers."""
+    raw = {key: value for key, value in RAW.items() if key != "rope_parameters"}
+    assert config.from_dict(raw).local_rope.theta > 0
+    with pytest.raises(UnsupportedModelError, match="'rope_theta' for all layers"):
+        config.from_dict({**raw, "rope_parameters": {"rope_theta": 1e6}})
 
 
 def test_a_cap_of_scores_that_is_none_at_all_is_refused():

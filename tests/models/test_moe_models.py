@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from maxjax.checkpoint import convert, save_pretrained
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
-from maxjax.models import MixtralConfig, Qwen3MoEConfig, build
+from maxjax.models import MixtralConfig, Qwen3MoE, Qwen3MoEConfig, build
 from tests.models import decoders
 from tests.models.decoders import (
     HEADS,
@@ -249,6 +249,44 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     mine = build(load_weights(tmp_path))
     mine.load_state_dict(state)  # arrays of the host
     assert all(np.array_equal(found, apart[n]) for n, found in mine.state_dict().items())
+
+
+@pytest.mark.parametrize("inner", [2, 4, 6, 8])  # of one size for both orders of a tensor, too
+def test_published_files_of_qwen3_vl_have_experts_in_the_other_order(inner):
+    config = Qwen3MoEConfig(
+        16,
+        8,
+        16,
+        num_layers=1,
+        num_heads=2,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=inner,
+        sparse=(True,),
+    )
+    model = Qwen3MoE(config)
+    rng = np.random.default_rng(inner)
+    state = {n: rng.normal(size=w.shape).astype("f") for n, w in model.state_dict().items()}
+    mlp = "model.layers.0.mlp.experts."
+    each = [
+        [state.pop(f"{mlp}{x}.{k}_proj.weight") for k in ("gate", "up", "down")] for x in range(3)
+    ]
+    stacks = {
+        f"{mlp}gate_up_proj": np.stack([np.concatenate(one[:2]) for one in each]),
+        f"{mlp}down_proj": np.stack([one[2] for one in each]),
+    }
+    # In memory, and in files, where they are also within a multimodal model.
+    turned = {name: np.ascontiguousarray(one.swapaxes(1, 2)) for name, one in stacks.items()}
+    inside = {
+        name.replace("model.", "model.language_model.", 1): one
+        for name, one in (state | turned).items()
+    }
+    for given in (state | stacks, state | turned, inside):
+        model.load_state_dict(given)
+        found = {name: np.asarray(weight) for name, weight in model.state_dict().items()}
+        for x, one in enumerate(each):
+            for kind, value in zip(("gate", "up", "down"), one, strict=True):
+                np.testing.assert_array_equal(found[f"{mlp}{x}.{kind}_proj.weight"], value)
 
 
 def test_wrong_stacks_are_named(tmp_path):

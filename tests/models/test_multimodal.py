@@ -16,6 +16,10 @@ PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "head_dim": 8, "image_size": 16, "patch_size": 4,
 }  # fmt: skip
+SIGLIP = {
+    "model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_patches": 16, "patch_size": 4,
+}  # fmt: skip
 SEEN = {
     "depth": 1,
     "hidden_size": 16,
@@ -23,6 +27,7 @@ SEEN = {
     "num_heads": 2,
     "intermediate_size": 16,
 }
+NORMS = ("model.norm.weight", "model.embedding_norm.weight")
 SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}.items()
 WIDE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 YARN = {
@@ -42,6 +47,22 @@ KINDS = {
         "Qwen3VLConfig", {"head_dim": 16, "rope_scaling": WIDE, "rope_theta": 5e6},
         {**SEEN, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 16, "rope_scaling": WIDE, "rope_theta": 5e6, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+        {**SEEN, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "Lfm2VlForConditionalGeneration": (
+        "Lfm2VlConfig",
+        {
+            "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3, "conv_L_cache": 3,
+        },
+        SIGLIP,
+    ),
 }  # fmt: skip
 
 
@@ -52,7 +73,7 @@ def theirs(kind, directory):
     }  # fmt: skip
 
     def scaled(tensors, by):
-        (name,) = (n for n in tensors if text_name(n) == "model.norm.weight")
+        (name,) = (n for n in tensors if text_name(n) in NORMS)
         return tensors | {name: tensors[name] / np.float32(by)}
 
     made = OracleModel(

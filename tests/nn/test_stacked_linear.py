@@ -83,3 +83,21 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
     parts = layer.shard([CPU, CPU])
     found = sum(part(x[:, 2 * i : 2 * i + 2]) for i, part in enumerate(parts))
     np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_bound_of_nothing_is_no_bound(stacked):
+    free, zero = (
+        nn.StackedLinear(3, [2, 2], ["a", "b"], "float32", None, stacked, clip_weight=bound)
+        for bound in (None, 0)
+    )
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.normal(0, 1, [int(d) for d in weight.shape]).astype(np.float32)
+        for name, weight in free.raw_state_dict().items()
+    }
+    for layer in (free, zero):
+        layer.load_state_dict(weights)
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(free(x), zero(x))
+    assert np.abs(zero(x)).min() > 0

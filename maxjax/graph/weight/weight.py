@@ -15,7 +15,7 @@ import numpy as np
 
 from ...dtype import DType
 from ...kernels import explicit
-from ..device import DeviceRef
+from ..device import DeviceRef, on_device
 from ..kind import KIND
 from ..placement.device_major import DeviceMajor
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
@@ -464,7 +464,8 @@ class Shard(Weight):
         return self.host.dtype
 
     def _as_array(self) -> jax.Array:
-        return self._sharding_strategy(self.host._as_array(), self.shard_idx)
+        part = self._sharding_strategy(self.host._as_array(), self.shard_idx)
+        return on_device(part, self.device)
 
     def _put(self, leaf: Any) -> None:
         if self.shard_idx is None:  # the placeholder from its construction

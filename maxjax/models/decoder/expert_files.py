@@ -43,7 +43,8 @@ class Together:
     Attributes:
         gate_up, down: their names after the layer's; the first is written, all are read.
         suffix: what follows the name of a written weight.
-        transposed: whether a float tensor is ``[X, in, out]``, not ``[X, out, in]``.
+        transposed: whether a written float tensor is ``[X, in, out]``, not ``[X, out, in]``; of those
+            that are read, the shapes of the two tell it.
         interleaved: whether rows of gate and up are in turn, not one after the other.
         written: whether files have experts like this, or only transformers' models in memory.
     """
@@ -113,7 +114,7 @@ class MoEFamily(DecoderFamily):
                 scales = checkpoint.get(name.removesuffix("_blocks") + "_scales")
                 parts = self._packed(found, name, value, scales)
             else:
-                parts = self._floats(found, name, value)
+                parts = self._floats(found, name, value, self._is_transposed(found, checkpoint))
             for part, data in parts:
                 if part in split:
                     raise CheckpointFormatError(
@@ -132,10 +133,33 @@ class MoEFamily(DecoderFamily):
             for k, kind in enumerate(self.maps[:2] if is_gate_up else self.maps[2:]):
                 yield number, k, front + pattern.replace("#", str(number)).replace("*", kind)
 
-    def _floats(self, found: Any, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _is_transposed(self, found: tuple[str, bool, str], checkpoint: Mapping[str, Any]) -> bool:
+        """Whether a layer's float tensors are ``[X, in, out]``, as in files of Qwen3-VL, by their shapes.
+
+        With gate and up of ``[X, a, b]`` and down of ``[X, c, d]`` either ``a = 2d`` and ``b = c``,
+        or ``b = 2c`` and ``a = d``; both cannot hold.
+        """
+        front, _, suffix = found
+        pair = [
+            next(
+                (checkpoint[n] for n in (front + one + suffix for one in names) if n in checkpoint),
+                None,
+            )
+            for names in (self.together.gate_up, self.together.down)
+        ]
+        shapes = [tuple(map(int, one.shape)) for one in pair if one is not None]
+        if [len(shape) for shape in shapes] != [3, 3]:
+            return self.together.transposed and suffix != "_bias"
+        (_, a, b), (_, c, d) = shapes
+        if (a, b) == (2 * d, c) or (a, b) == (d, 2 * c):
+            return (a, b) == (d, 2 * c)
+        return self.together.transposed
+
+    def _floats(
+        self, found: Any, name: str, value: Any, transposed: bool
+    ) -> Iterator[tuple[str, Any]]:
         shape, is_bias = tuple(int(n) for n in value.shape), found[2] == "_bias"
         parts = 2 if found[1] else 1
-        transposed = self.together.transposed and not is_bias
         rank = 2 if is_bias else 3
         if len(shape) != rank or not shape[0] or shape[2 if transposed else 1] % parts:
             expected = "[experts, in, out]" if transposed else "[experts, out, in]"

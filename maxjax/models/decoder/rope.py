@@ -12,6 +12,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -210,21 +211,25 @@ def read_rope(
 
 
 def ropes_by_kind(
-    raw: Mapping[str, Any], context: int, thetas: Mapping[str, float], **options: Any
+    raw: Mapping[str, Any],
+    context: int,
+    thetas: Mapping[str, float],
+    bases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Rope]:
     """The Ropes of a configuration with separate settings for the kinds of its layers.
 
-    ``rope_parameters`` holds one object for each kind. In the older spelling ``rope_theta`` is the
-    base of all kinds, and ``rope_scaling`` applies to the layers that see all tokens.
+    ``rope_parameters`` holds one object for each kind. In the older spelling keys of their own are
+    the bases, and ``rope_scaling`` applies to the layers that see all tokens.
 
     Args:
         raw: content of ``config.json``.
         context: ``max_position_embeddings``.
         thetas: default base of each kind of layer ("full_attention", "sliding_attention").
-        options: further arguments of :func:`rope_of`.
+        bases: older key of the base of each kind, if it is not ``rope_theta``.
 
     Raises:
-        UnsupportedModelError, ValueError: as for :func:`read_rope`.
+        UnsupportedModelError, ValueError: as for :func:`read_rope`; or ``rope_parameters`` holds
+            something for all layers, which transformers ignores.
 
     Example:
         >>> ropes = ropes_by_kind({"rope_theta": 5e5}, 64, dict.fromkeys(["full_attention"], 1e4))
@@ -233,15 +238,19 @@ def ropes_by_kind(
     """
     given = object_of(raw, "rope_parameters")
     wrong = [str(key)[:60] for key in given if key not in thetas]
-    if wrong and any(key in thetas for key in given):
-        raise UnsupportedModelError(f"'rope_parameters' with {wrong[0]!r} beside kinds of layers")
+    if wrong:
+        raise UnsupportedModelError(
+            f"'rope_parameters' with {wrong[0]!r} for all layers: it must have one object each for "
+            + " and ".join(map(repr, thetas))
+        )
     found = {}
     for kind, theta in thetas.items():
-        own = given if wrong else object_of(given, kind)  # one object may hold for all kinds
+        own = object_of(given, kind)
         if kind == "full_attention":
             own = {**own, **object_of(raw, "rope_scaling")}
-        outer = {key: raw[key] for key in _OUTER if raw.get(key)}
-        found[kind] = rope_of({**outer, **own}, "rope_parameters", context, raw, theta, **options)
+        keys = {key: key for key in _OUTER} | {"rope_theta": bases.get(kind, "rope_theta")}
+        outer = {key: raw[name] for key, name in keys.items() if raw.get(name) is not None}
+        found[kind] = rope_of({**outer, **own}, "rope_parameters", context, raw, theta)
     return found
 
 

@@ -7,6 +7,9 @@ from ...lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
     from .attention_with_rope import AttentionWithRope as AttentionWithRope
+    from .attention_with_rope import (
+        TensorParallelAttentionWithRope as TensorParallelAttentionWithRope,
+    )
     from .mask_config import MHAMaskVariant as MHAMaskVariant
     from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
     from .multihead_attention import num_heads_for_device as num_heads_for_device
@@ -15,7 +18,7 @@ if _TYPE_CHECKING:
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
-        "attention_with_rope": "AttentionWithRope",
+        "attention_with_rope": "AttentionWithRope TensorParallelAttentionWithRope",
         "mask_config": "MHAMaskVariant",
         "multi_head_attention": "MultiHeadAttention",
         "multihead_attention": "num_heads_for_device",

@@ -6,7 +6,7 @@ Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ...absent import absent as _absent
 from ...dtype import DType
+from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import parts
@@ -23,6 +24,7 @@ from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
+from ..layer.sharded import sharded
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..paged_attention import flash_attention_ragged, rope_split_store_ragged
@@ -143,6 +145,7 @@ class AttentionWithRope(Module):
         if use_qk_norm:
             self.q_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
+        self.devices = list(devices or ())
         device = devices[0] if devices else DeviceRef.CPU()
         q_dim, kv_dim = (n * self.head_dim for n in (num_attention_heads, num_key_value_heads))
         self.qkv_proj = StackedLinear(
@@ -156,6 +159,70 @@ class AttentionWithRope(Module):
         return heads_rules(
             self.qkv_proj, self.n_heads, self.num_key_value_heads, self.head_dim, "qkv_proj."
         )
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """How the layer is split: tensor_parallel or replicate; None if it was not set.
+
+        Raises:
+            ValueError: another strategy is assigned, or the KV heads do not divide over its devices.
+        """
+        out = self.o_proj.sharding_strategy
+        if out is None or out.is_replicate:
+            return out
+        return ShardingStrategy.tensor_parallel(out.num_devices)
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        n = strategy.num_devices
+        if not (strategy.is_replicate or strategy.is_tensor_parallel):
+            raise ValueError(
+                f"{type(self).__name__} takes ShardingStrategy.tensor_parallel or replicate"
+            )
+        if strategy.is_tensor_parallel and self.num_key_value_heads % n:
+            raise ValueError(f"{self.num_key_value_heads} KV heads do not divide over {n} devices")
+        whole = ShardingStrategy.replicate(n)
+        if self.use_qk_norm:
+            self.q_norm.sharding_strategy = self.k_norm.sharding_strategy = whole
+        if strategy.is_replicate:
+            self.qkv_proj.sharding_strategy = self.o_proj.sharding_strategy = whole
+            return
+        heads = (self.n_heads, self.num_key_value_heads, self.num_key_value_heads)
+        segments = [Segment.head_aware(one, self.head_dim) for one in heads]
+        if self.qkv_proj.stacked:
+            self.qkv_proj.sharding_strategy = ShardingStrategy.segmented(n, 0, segments)
+        else:
+            for name, segment in zip(self.qkv_proj.names, segments, strict=True):
+                part = ShardingStrategy.segmented(n, 0, [segment])
+                getattr(self.qkv_proj, name).sharding_strategy = part
+        columns = ShardingStrategy.head_aware_columnwise(n, self.n_heads, self.head_dim)
+        self.o_proj.sharding_strategy = columns
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one layer for each device, with its heads; the results must be summed.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+
+        Example:
+            >>> rope = RotaryEmbedding(dim=16, n_heads=4, theta=10000.0, max_seq_len=16)
+            >>> layer = AttentionWithRope(
+            ...     rope=rope, num_attention_heads=4, num_key_value_heads=2, hidden_size=16)
+            >>> layer.sharding_strategy = ShardingStrategy.tensor_parallel(2)
+            >>> [(part.n_heads, part.num_key_value_heads) for part in layer.shard([DeviceRef.CPU()] * 2)]
+            [(2, 1), (2, 1)]
+        """
+        devices = list(devices)
+        found, strategy = sharded(self, devices), self.sharding_strategy
+        assert strategy is not None  # sharded refuses a weight without one
+        for part, device in zip(found, devices, strict=True):
+            part.devices = [device]
+            if strategy.is_tensor_parallel:
+                n = strategy.num_devices
+                part.n_heads = self.n_heads // n
+                part.num_key_value_heads = self.num_key_value_heads // n
+                part.qkv_proj.out_dims = tuple(size // n for size in self.qkv_proj.out_dims)
+        return found
 
     @overload
     def __call__(
@@ -268,6 +335,59 @@ class AttentionWithRope(Module):
         if self.sliding_window is not None:
             visible = visible & (distance < self.sliding_window)
         return visible[None, None] if given is None else visible[None, None] & given
+
+
+class TensorParallelAttentionWithRope(AttentionWithRope):
+    """An AttentionWithRope over a paged cache of which each device has some heads. Arguments as there.
+
+    Called as MAX calls it, everything but the layer's number is a list with one entry for each device. Called with
+    tokens it is an AttentionWithRope.
+
+    Raises:
+        ValueError: there are fewer than two devices, or the KV heads do not divide over them.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        if len(self.devices) < 2:
+            raise ValueError(
+                f"TensorParallelAttentionWithRope needs at least two devices, not {len(self.devices)}"
+            )
+        self.sharding_strategy = ShardingStrategy.tensor_parallel(len(self.devices))
+
+    @property
+    def list_of_attentions(self) -> list[Any]:
+        """The layer of each device, with its heads."""
+        return self.shard(self.devices)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``(layer_idx, xs, signal_buffers, kv_collections, freqs_cis, input_row_offsets)`` → a list.
+
+        Raises:
+            ValueError: there is not one entry for each device.
+        """
+        x = args[1] if len(args) > 1 else kwargs.get("x")
+        if isinstance(x, list | tuple):
+            return self._on_each(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _on_each(
+        self,
+        layer_idx: Any,
+        x: Sequence[Any],
+        signal_buffers: Sequence[Any],
+        kv_collections: Sequence[PagedCacheValues],
+        freqs_cis: Sequence[Any],
+        input_row_offsets: Sequence[Any],
+    ) -> list[TensorValue]:
+        lists = (x, kv_collections, freqs_cis, input_row_offsets)
+        if wrong := [len(one) for one in lists if len(one) != len(self.devices)]:
+            raise ValueError(f"{wrong[0]} entries for the {len(self.devices)} devices of a layer")
+        found = [
+            part(layer_idx, *one)
+            for part, *one in zip(self.list_of_attentions, *lists, strict=True)
+        ]
+        return ops.allreduce.sum(found, signal_buffers)
 
 
 __getattr__ = _absent(__name__)

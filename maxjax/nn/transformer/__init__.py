@@ -1,6 +1,8 @@
 """Blocks, under the names and paths of ``max.nn.transformer``."""
 
 from ...absent import absent as _absent
+from .distributed_transformer import DistributedTransformer as DistributedTransformer
+from .distributed_transformer import DistributedTransformerBlock as DistributedTransformerBlock
 from .outputs import ReturnHiddenStates as ReturnHiddenStates
 from .outputs import ReturnLogits as ReturnLogits
 from .outputs import logits_postprocess as logits_postprocess

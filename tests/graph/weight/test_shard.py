@@ -45,6 +45,16 @@ def test_they_follow_the_weight():
     np.testing.assert_allclose(x @ other.T, x @ (2 * VALUE[3:]).T)
 
 
+def test_each_lies_on_its_device():
+    w = weight(ShardingStrategy.rowwise(2))
+    w.value = jax.device_put(w.value, jax.devices()[3])
+    refs = [DeviceRef.CPU(2), DeviceRef.CPU(1)]
+    parts = w.shard(refs)
+    assert [part.value.devices() for part in parts] == [{ref.to_jax()} for ref in refs]
+    with pytest.raises(ValueError, match="cpu"):
+        w.shard([CPU, DeviceRef.CPU(99)])[1].value
+
+
 def test_under_jit_and_grad():
     w = weight(ShardingStrategy.rowwise(2))
 
