@@ -24,7 +24,6 @@ from scripts.max_import import MaxFiles
 from scripts.max_operations import CUSTOM, OPS
 from scripts.max_recipes import RECIPES, typed, weight_value
 
-
 # --- walking a graph ----------------------------------------------------------------------
 
 
