@@ -3,6 +3,7 @@
     pip install max==26.7.0                                  # into an environment of its own
     python scripts/max_files.py --max ENV/lib/python3.11/site-packages
     python scripts/max_files.py --max … --run                # import the files that define a Module, too
+    python scripts/max_files.py --max … --numbers            # run layers of them, and compare with MAX
     python scripts/max_files.py --max … --json figures.json --names tests/max_names.txt
 
 MAX is neither part nor requirement of maxjax, and its licence is its own: this reads the files of an
@@ -304,6 +305,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="MAX's own model files against maxjax.")
     parser.add_argument("--max", metavar="SITE", help="the site-packages that max is installed in")
     parser.add_argument("--run", action="store_true", help="import what defines a Module")
+    parser.add_argument(
+        "--numbers", action="store_true", help="run layers of them, and compare with MAX's numbers"
+    )
+    parser.add_argument("--kept", metavar="FILE", help="keep MAX's numbers of --numbers there")
     parser.add_argument("--most", type=int, default=40, help="how many names to list")
     parser.add_argument("--json", metavar="FILE", help="write everything there")
     parser.add_argument("--names", metavar="FILE", help="write the names and their uses there")
@@ -323,6 +328,11 @@ def main() -> int:
         sys.path.append(str(site))  # what MAX's files import of other packages
         for one in import_batch(site / "max", options.batch):
             print("\x1e" + json.dumps(one), flush=True)
+        return 0
+    if options.numbers:
+        from scripts.max_runs import numbers  # here, because it needs what tests need
+
+        numbers(site, kept=Path(options.kept) if options.kept else None)
         return 0
     report = survey(site / "max")
     if options.run:

@@ -57,7 +57,7 @@ add(
     "deepseekV4/layers/rope.py",
     lambda k: (
         lambda x, f: k.file.apply_rope_tail(x, f, 4),
-        (draw(5, 2, 8), draw(5, 4, seed=1)),
+        (draw(1, 5, 2, 8), draw(5, 2, 2, seed=1)),
     ),
 )
 add(
@@ -172,6 +172,6 @@ add(
     "deepseekV4/layers/dspark.py markov",
     lambda k: (
         k.file.DSparkMarkovHead(k.config(dspark_markov_rank=4, markov_rank=4), k.cpu),
-        (ids(5), draw(32, 4)),
+        (ids(5), draw(4, 32)),
     ),
 )

@@ -35,8 +35,8 @@ both = (
     draw(1, 6, X),
     draw(1, 4, X, seed=1),
     draw(1, X, seed=2),
-    draw(10, 8, seed=3),
-    draw(10, 8, seed=4),
+    draw(10, 4, seed=3),
+    draw(10, 4, seed=4),
 )
 add(
     "qwen_image/layers/qwen_image_attention.py block",
@@ -70,7 +70,13 @@ add(
                 eps=1e-6,
             )
         ),
-        (draw(1, 6, X), draw(1, 4, 12, seed=1), draw(1), places, places[:4]),
+        (
+            draw(1, 6, X),
+            draw(1, 4, 12, seed=1),
+            draw(1),
+            places[None].astype(np.int64),
+            places[None, :4].astype(np.int64),
+        ),
     ),
 )
 add(
@@ -143,8 +149,8 @@ add(
             draw(1, 6, X),
             draw(1, 4, X, seed=1),
             draw(1, 6, X, seed=2),
-            draw(1, 6, 1, 8, seed=3),
-            draw(1, 6, 1, 8, seed=4),
+            draw(6, 8, seed=3),
+            draw(6, 8, seed=4),
         ),
     ),
 )

@@ -92,6 +92,7 @@ add(
 
 def vision(k: Any, **more: Any) -> Any:
     seen = k.config(
+        hidden_act="tanh",
         num_key_value_heads=2,
         attention_bias=True,
         vision_use_head=False,
@@ -134,7 +135,7 @@ add(
 add(
     folder + "encoding.py",
     lambda k: (
-        Extra.call(k.file.Gemma3VisionEncoder(vision(k)), lambda m, x: m([x], [])),
+        Extra.call(k.file.Gemma3VisionEncoder(vision(k)), lambda m, x: m([x], [None])),
         (draw(2, 16, X),),
     ),
 )
