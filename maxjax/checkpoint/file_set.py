@@ -23,7 +23,7 @@ from ..storage.digests import NAME as DIGESTS
 from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
-from ..storage.safetensors.writer import Shard, file_pieces, in_order, index
+from ..storage.safetensors.writer import SetFile, file_pieces, in_order, index
 from ..storage.save.beside import Description, move_into_place, sum_of, waiting
 from ..storage.save.durable import flush_folder
 from ..storage.save.outgoing import Outgoing
@@ -100,7 +100,7 @@ def write_with(
         found = _records(folder, [name])
         if os.path.exists(os.path.join(folder, name)):
             staging.keeps(f"The files that were there before are untouched: {staging.shown}.")
-        shard = Shard(name, tuple(in_order(tensors)))
+        shard = SetFile(name, tuple(in_order(tensors)))
         staging.require_space(shard.nbytes)
         sums = Sums()
         pieces = file_pieces(list(map(sums.of, shard.tensors)), metadata)
@@ -113,7 +113,7 @@ def write_with(
 
 def write_set(
     directory: str | os.PathLike[str],
-    files: Callable[[Sequence[str]], Sequence[Shard]],
+    files: Callable[[Sequence[str]], Sequence[SetFile]],
     others: Mapping[str, Iterable[Any]],
     metadata: Mapping[str, str],
     *,

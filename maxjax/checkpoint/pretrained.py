@@ -23,7 +23,7 @@ from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
 from ..nn.low_rank import LowRank
 from ..progress import short, task
-from ..storage.safetensors.writer import Shard, shards, size_in_bytes
+from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
 
@@ -99,7 +99,7 @@ def save_pretrained(
             others |= tokenizer_files(tokenizer)
         pieces = {name: [content] for name, content in others.items()}
 
-        def files(taken: Sequence[str]) -> Sequence[Shard]:
+        def files(taken: Sequence[str]) -> Sequence[SetFile]:
             return shards(outgoing, limit, taken=taken)
 
         if together.is_shared:

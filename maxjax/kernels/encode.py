@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..storage.blocks import ENCODERS, layout_of
-from ..storage.blocks.encode_simple import Importance
+from ..storage.blocks.encode_simple import ValueImportance
 from ..storage.blocks.search import Arrays
 
 _JAX = Arrays(jnp, jax.lax.fori_loop)
@@ -68,7 +68,7 @@ def encode(encoding: str, values: Any, importance: Any = None) -> jax.Array:
     def encode_blocks(operands: tuple[Any, ...]) -> jax.Array:
         values, *rest = operands
         fields = ENCODERS[encoding](
-            _JAX, values.astype(jnp.float32), Importance(*rest) if rest else None
+            _JAX, values.astype(jnp.float32), ValueImportance(*rest) if rest else None
         )
         return jnp.concatenate([_bytes(field) for field in fields], axis=1)
 

@@ -25,7 +25,7 @@ from .stack_slice import StackSlice
 _MOST_TOKENS, _MOST_ROWS = 16, 256
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """The static arguments.
 
     Attributes:
@@ -63,7 +63,7 @@ def head_products(x: jax.Array, w: Any, heads: int, first: int, rows: int, trans
     stack, layer = (w.flat, w.place) if type(w) is StackSlice else (jnp.asarray(w), 0)
     stack = stack.reshape(*stack.shape[:-2], heads, -1, stack.shape[-1])
     operands = [x, stack, jnp.asarray(layer, jnp.int32)]
-    part = Part(first, rows, transposed)
+    part = HeadPart(first, rows, transposed)
     mesh = explicit.mesh_of(x, stack)
     run = lambda *a: _run(part, *a)
     if mesh is not None:
@@ -71,7 +71,7 @@ def head_products(x: jax.Array, w: Any, heads: int, first: int, rows: int, trans
     return run(*operands)
 
 
-def _run(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+def _run(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
     known = all(isinstance(n, int) for n in (*x.shape, *stack.shape))
     tokens = np.prod(x.shape[:-2]) if known else _MOST_TOKENS + 1
     has_kernel = {x.dtype, stack.dtype} <= set(FLOATS)
@@ -81,7 +81,7 @@ def _run(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Ar
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def definition(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> list[jax.Array]:
+def definition(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array) -> list[jax.Array]:
     """:func:`head_products` in jnp; ``stack`` is ``[H, P, C]`` or ``[L, H, P, C]``."""
     if stack.ndim == 4:
         stack = jax.lax.dynamic_index_in_dim(
@@ -92,12 +92,12 @@ def definition(part: Part, x: jax.Array, stack: jax.Array, layer: jax.Array) -> 
     return [jnp.einsum(equation, x, used)]
 
 
-def _types(part: Part, x: Any, stack: Any, _: Any) -> list[Any]:
+def _types(part: HeadPart, x: Any, stack: Any, _: Any) -> list[Any]:
     width = stack.shape[-1] if part.transposed else part.rows
     return [x.update(shape=(*x.shape[:-1], width), weak_type=False)]
 
 
-def _kernel(part: Part, x: Any, stack: Any, layer: Any) -> Any:
+def _kernel(part: HeadPart, x: Any, stack: Any, layer: Any) -> Any:
     (result,) = _types(part, jax.ShapeDtypeStruct(x.shape, x.dtype), stack, layer)
     call = jax.ffi.ffi_call("maxjax_heads", [result])
     first, rows = np.int64(part.first), np.int64(part.rows)

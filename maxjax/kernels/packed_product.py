@@ -35,7 +35,7 @@ FORMATS = (
 ACTIVATIONS = ("int8", "float")
 
 
-class Packed(NamedTuple):
+class PackedOperand(NamedTuple):
     """Static arguments of the primitive.
 
     Attributes:
@@ -73,18 +73,18 @@ def packed_products(
         ``[..., out]`` each, summed in float32.
     """
     names = tuple(np.dtype(dtype) for dtype in dtypes)
-    static = Packed(tuple(encodings), names, activations == "int8")
+    static = PackedOperand(tuple(encodings), names, activations == "int8")
     return _OPERATION([x, *weights, *layers], static)
 
 
-def _each(static: Packed, operands: Sequence[Any], run: Any) -> list[jax.Array]:
+def _each(static: PackedOperand, operands: Sequence[Any], run: Any) -> list[jax.Array]:
     """run(encoding, dtype, x, blocks, layer) for each weight."""
     x, weights, layers = product.split(operands)
     each = zip(static.encodings, static.dtypes, weights, layers, strict=True)
     return [run(encoding, dtype, x, blocks, layer) for encoding, dtype, blocks, layer in each]
 
 
-def definition(static: Packed, *operands: Any) -> list[jax.Array]:
+def definition(static: PackedOperand, *operands: Any) -> list[jax.Array]:
     """The products in jnp, which define them: whole weights are dequantised."""
     return _each(static, operands, _dequantised)
 
@@ -99,7 +99,7 @@ def _layer_of(stack: jax.Array, layer: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False, allow_negative_indices=False)
 
 
-def in_chunks(static: Packed, *operands: Any, devices: int = 1) -> list[jax.Array]:
+def in_chunks(static: PackedOperand, *operands: Any, devices: int = 1) -> list[jax.Array]:
     """The products in jnp, with at most ``MOST_WEIGHTS`` weights of a device dequantised at a time.
 
     Args:
@@ -153,11 +153,11 @@ def _in_chunks(
 # -- as a JAX primitive
 
 
-def _types(static: Packed, *avals: Any) -> list[Any]:
+def _types(static: PackedOperand, *avals: Any) -> list[Any]:
     return product.types(static.dtypes, *avals)
 
 
-def _on_cpu(static: Packed, *operands: Any) -> Any:
+def _on_cpu(static: PackedOperand, *operands: Any) -> Any:
     x, weights, _ = product.split(operands)
     if x.dtype not in product.FLOATS or any(d not in product.FLOATS for d in static.dtypes):
         return definition(static, *operands)
@@ -170,7 +170,7 @@ def _on_cpu(static: Packed, *operands: Any) -> Any:
     return call(*operands, formats=formats, is_int8=static.is_int8)
 
 
-def _on_cuda(static: Packed, *operands: Any) -> list[jax.Array]:
+def _on_cuda(static: PackedOperand, *operands: Any) -> list[jax.Array]:
     def run(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
         why = triton.lacks(encoding, dtype, x, blocks) or unavailable(program_device())
         if not why:
@@ -181,7 +181,7 @@ def _on_cuda(static: Packed, *operands: Any) -> list[jax.Array]:
     return _each(static, operands, run)
 
 
-def _on_tpu(static: Packed, devices: int, *operands: Any) -> list[jax.Array]:
+def _on_tpu(static: PackedOperand, devices: int, *operands: Any) -> list[jax.Array]:
     return in_chunks(static, *operands, devices=devices)
 
 
@@ -189,7 +189,7 @@ def _rule(ranks: Sequence[int]) -> Any:
     return product.rule(ranks, same_depth=False)
 
 
-def _lengths(static: Packed, shapes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def _lengths(static: PackedOperand, shapes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """The axes that are summed over are divided between blocks."""
     x, weights, layers = product.split(shapes)
     decoders = [decoder_of(encoding) for encoding in static.encodings]
@@ -202,7 +202,7 @@ def _lengths(static: Packed, shapes: Sequence[Sequence[int]]) -> list[Sequence[i
     return [[*x[:-1], x[-1] // largest], *blocks, *layers]
 
 
-def _summand(static: Packed, platform: str) -> Packed:
+def _summand(static: PackedOperand, platform: str) -> PackedOperand:
     """On CPUs devices add up sums in float32, on GPUs in the dtype of the result, as for other products."""
     if platform != "cpu":
         return static

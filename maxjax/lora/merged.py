@@ -21,7 +21,7 @@ from ..nn.layer.stack.rearranged import set_static
 from ..nn.layer.walk import Walk
 from ..storage.blocks import ENCODERS
 from .model import adapted, copy_of, remove
-from .targets import Target
+from .targets import TargetLayer
 
 M = TypeVar("M", bound=Module)
 
@@ -98,7 +98,7 @@ def _check_tied(model: Module) -> None:
             )
 
 
-def _add(target: Target, scale: float, requantize: bool) -> None:
+def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
     layer, base = target.layer, target.base
     if not isinstance(layer.weight, Weight):
         raise NotImplementedError(

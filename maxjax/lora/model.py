@@ -21,7 +21,7 @@ from ..nn.init import init
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import add_weight, remove_weight, set_static, unstack_unequal
 from ..nn.low_rank import Adapter
-from .targets import Target, chosen, targets
+from .targets import TargetLayer, chosen, targets
 
 M = TypeVar("M", bound=Module)
 
@@ -108,7 +108,7 @@ def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
     return new
 
 
-def _attach(model: Module, target: Target, adapter: Adapter, dtype: DType) -> None:
+def _attach(model: Module, target: TargetLayer, adapter: Adapter, dtype: DType) -> None:
     layer, base = target.layer, target.base
     shape = layer.base_shape
     out_dim, in_dim = shape[layer.out_axis], shape[1 - layer.out_axis]
@@ -155,7 +155,7 @@ def has_lora(model: Module) -> bool:
     return any(one.layer.lora_A is not None for one in targets(model))
 
 
-def adapted(model: Module) -> list[Target]:
+def adapted(model: Module) -> list[TargetLayer]:
     """The layers of a model that have LoRA weights.
 
     Raises:

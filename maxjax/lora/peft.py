@@ -15,7 +15,7 @@ from ..models.family import PretrainedModel
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
-from .targets import Target, targets
+from .targets import TargetLayer, targets
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
@@ -33,7 +33,7 @@ _UNSUPPORTED = {
 }  # fmt: skip
 
 
-class Settings(NamedTuple):
+class AdapterSettings(NamedTuple):
     """What an ``adapter_config.json`` says of the updates.
 
     Attributes:
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
         """The settings of one layer, by its name in the base model's files.
 
         Example:
-            >>> Settings(8, 16.0, {"q_proj": 4}, {}, False).adapter("model.layers.0.self_attn.q_proj").scale
+            >>> AdapterSettings(8, 16.0, {"q_proj": 4}, {}, False).adapter("model.layers.0.self_attn.q_proj").scale
             4.0
         """
         rank, alpha = (
@@ -69,7 +69,7 @@ def _matches(pattern: str, name: str) -> bool:
         return pattern == name
 
 
-def read_settings(config: Any, path: str) -> Settings:
+def read_settings(config: Any, path: str) -> AdapterSettings:
     """The settings in the content of an ``adapter_config.json``.
 
     Raises:
@@ -107,7 +107,9 @@ def read_settings(config: Any, path: str) -> Settings:
     for name, value in [("lora_alpha", alpha), *alphas.items()]:
         if type(value) not in (int, float):
             raise CheckpointFormatError(f"alpha {name!r} must be a number", path=path, found=value)
-    return Settings(rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True)
+    return AdapterSettings(
+        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True
+    )
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
@@ -173,7 +175,7 @@ def _own_name(model: Module, name: str) -> str | None:
     return None if own is None else own.removesuffix(".weight")
 
 
-def tensor_names(model: Module, chosen: Iterable[Target]) -> dict[str, str]:
+def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
     """The layers' names in the base model's files, by the model's names.
 
     A model without its head is another class in transformers, whose names begin later.
@@ -195,7 +197,7 @@ def tensor(name: str, which: str) -> str:
 
 
 def config_of(
-    model: Module, chosen: list[Target], names: Mapping[str, str], base: str | None
+    model: Module, chosen: list[TargetLayer], names: Mapping[str, str], base: str | None
 ) -> dict[str, Any]:
     """The content of ``adapter_config.json`` for a model with LoRA weights in some layers.
 

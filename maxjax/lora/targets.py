@@ -18,7 +18,7 @@ _MIXTURES = (SparseMLP, MoE)
 _HEAD = "lm_head"
 
 
-class Target(NamedTuple):
+class TargetLayer(NamedTuple):
     """A layer that may have LoRA weights; for a LayerStack, all equal ones at one place.
 
     Attributes:
@@ -42,7 +42,7 @@ class Target(NamedTuple):
         return [f"{name}.{local}".removeprefix(".") for name in self.names]
 
 
-def targets(model: Module) -> list[Target]:
+def targets(model: Module) -> list[TargetLayer]:
     """All layers of a model that may have LoRA weights, in the order of its state dict."""
     walk = Walk(model, stacked=True)
     mixtures = [
@@ -59,7 +59,7 @@ def targets(model: Module) -> list[Target]:
         names = walk.holder(base).stored.names((prefix + front).removesuffix("."))
         within = [path.removeprefix(one) for one in mixtures if path.startswith(one)]
         kind = "" if not within else "expert" if within[-1].startswith("experts.") else "router"
-        found.append(Target(tuple(names), module, base, front, kind))
+        found.append(TargetLayer(tuple(names), module, base, front, kind))
     return found
 
 

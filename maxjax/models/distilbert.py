@@ -14,7 +14,7 @@ import jax
 from ..nn.activation import ACTIVATIONS
 from .config import setting
 from .decoder.config import own
-from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import Encoder, Layers, make, with_head
@@ -91,7 +91,7 @@ class DistilBertModel(Encoder):
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        return self.transformer(self.embeddings(input_ids, types, positions), Tokens(mask, {}))
+        return self.transformer(self.embeddings(input_ids, types, positions), TokenInputs(mask, {}))
 
     def scores(self, pooled: jax.Array) -> jax.Array:
         """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""

@@ -77,21 +77,21 @@ class FalconConfig(DecoderConfig):
         return {}
 
 
-class _Parts(GroupedParts):
+class _FalconParts(GroupedParts):
     """What all kinds of layers have, by the names of the files."""
 
     self_attn = alias("self_attention")
 
 
-class FalconLayer(_Parts, DecoderLayer):
+class FalconLayer(_FalconParts, DecoderLayer):
     """A layer with the MLP after attention."""
 
 
-class FalconParallelLayer(_Parts, ParallelLayer):
+class FalconParallelLayer(_FalconParts, ParallelLayer):
     """A layer with the MLP beside attention, after one norm (7B, Falcon 2)."""
 
 
-class FalconTwoNormLayer(_Parts, ParallelLayer):
+class FalconTwoNormLayer(_FalconParts, ParallelLayer):
     """A layer with the MLP beside attention, each after a norm of its own (40B, 180B)."""
 
     norms: ClassVar[int] = 2

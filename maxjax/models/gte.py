@@ -15,7 +15,7 @@ from ..nn.rope_scaling import LinearScalingParams
 from .config import setting
 from .decoder.config import own
 from .decoder.rope import Rope, read_rope
-from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, make, with_head
@@ -110,7 +110,7 @@ class GteModel(Encoder):
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         x = self.embeddings(input_ids, types, positions)
-        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+        return self.encoder(x, TokenInputs(mask, self.rotations(positions, mask)))
 
 
 class GteForSequenceClassification(GteModel):

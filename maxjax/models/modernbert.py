@@ -28,7 +28,7 @@ from .decoder.config import (
     slides_of,
 )
 from .decoder.rope import Rope, rope_of
-from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import Encoder, in_turn, make, with_head
@@ -190,7 +190,7 @@ class ModernBertLayer(Module):
         self.mlp_norm = types.norm(config, bias)
         self.mlp = ModernBertMLP(config, types, has_bias=config.mlp_bias)
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         """Hidden states ``[B, T, E]`` → the same shape."""
         y = x if self.attn_norm is None else self.attn_norm(x).astype(x.dtype)
         x = x + self.attn(y, tokens)
@@ -241,7 +241,7 @@ class ModernBertModel(Encoder):
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last norm."""
         x = self.embeddings(input_ids)
-        x = in_turn(self.layers, x, Tokens(mask, self.rotations(positions, mask)))
+        x = in_turn(self.layers, x, TokenInputs(mask, self.rotations(positions, mask)))
         return self.final_norm(x).astype(x.dtype)
 
     def scores(self, pooled: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from ..nn.layer import LayerList, Module
 from .bert import BertIntermediate, BertResidual
 from .config import setting
 from .decoder.config import own
-from .encoder.attention import EncoderAttention, Tokens, Types
+from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import ClassificationHead, Encoder, in_turn, make, with_head
@@ -66,7 +66,7 @@ class MPNetAttention(Module):
         self.attn = MPNetSelfAttention(config, types)
         self.LayerNorm = types.norm(config)
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         return plus(self.LayerNorm, x, self.attn(x, tokens))
 
 
@@ -79,7 +79,7 @@ class MPNetLayer(Module):
         self.intermediate = BertIntermediate(config, types)
         self.output = BertResidual(config.intermediate_size, config, types)
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         x = self.attention(x, tokens)
         return self.output(self.intermediate(x), x)
 
@@ -101,7 +101,7 @@ class MPNetEncoder(Module):
     def __call__(self, x: jax.Array, mask: Any) -> jax.Array:
         places = np.arange(x.shape[1])
         found = self.relative_attention_bias(jnp.asarray(buckets(places[None] - places[:, None])))
-        return in_turn(self.layer, x, Tokens(mask, {}, jnp.transpose(found, (2, 0, 1))[None]))
+        return in_turn(self.layer, x, TokenInputs(mask, {}, jnp.transpose(found, (2, 0, 1))[None]))
 
 
 def buckets(distances: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
-class Text:
+class TextModel:
     """The text model of a kind of multimodal model.
 
     Attributes:
@@ -52,11 +52,13 @@ class Text:
     always: Mapping[str, Any] = field(default_factory=dict)
 
 
-_MISTRAL = Text("mistral", "MistralForCausalLM", {"sliding_window": None})
-_MINISTRAL = Text("ministral3", "Ministral3ForCausalLM")
-_QWEN2 = Text("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
-_QWEN3 = Text("qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000})
-_QWEN3_MOE = Text(
+_MISTRAL = TextModel("mistral", "MistralForCausalLM", {"sliding_window": None})
+_MINISTRAL = TextModel("ministral3", "Ministral3ForCausalLM")
+_QWEN2 = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
+_QWEN3 = TextModel(
+    "qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000}
+)
+_QWEN3_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM",
     {
         "rope_theta": 5e5, "max_position_embeddings": 128_000, "num_key_value_heads": 16,
@@ -64,18 +66,18 @@ _QWEN3_MOE = Text(
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip
-_LFM2 = Text("lfm2", "Lfm2ForCausalLM")
-_QWEN35 = Text("qwen3_5_text", "Qwen3_5ForCausalLM")
-_QWEN35_MOE = Text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
-_DEEPSEEK_V3 = Text("deepseek_v3", "DeepseekV3ForCausalLM")
-_GEMMA3N = Text("gemma3n_text", "Gemma3nForCausalLM")
-_GEMMA4 = Text("gemma4_text", "Gemma4ForCausalLM")
-_GEMMA3 = Text("gemma3_text", "Gemma3ForCausalLM")
-_LLAMA4 = Text("llama4_text", "Llama4ForCausalLM")
+_LFM2 = TextModel("lfm2", "Lfm2ForCausalLM")
+_QWEN35 = TextModel("qwen3_5_text", "Qwen3_5ForCausalLM")
+_QWEN35_MOE = TextModel("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
+_DEEPSEEK_V3 = TextModel("deepseek_v3", "DeepseekV3ForCausalLM")
+_GEMMA3N = TextModel("gemma3n_text", "Gemma3nForCausalLM")
+_GEMMA4 = TextModel("gemma4_text", "Gemma4ForCausalLM")
+_GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM")
+_LLAMA4 = TextModel("llama4_text", "Llama4ForCausalLM")
 
 # ``model_type`` of a multimodal model → its text model, by ``model_type`` in ``text_config``; None for
 # files that name no other there, or hold the text model's settings among their own.
-TEXTS: dict[str, dict[str | None, Text]] = {
+TEXTS: dict[str, dict[str | None, TextModel]] = {
     "mistral3": {None: _MISTRAL, "mistral": _MISTRAL, "ministral3": _MINISTRAL},
     "qwen2_vl": {None: _QWEN2},
     "qwen2_5_vl": {None: _QWEN2},

@@ -14,7 +14,7 @@ from ...graph.weights.device_reads import Destination
 
 
 @dataclass(eq=False)
-class Target(Destination):
+class LeafTarget(Destination):
     """One leaf of an example: a Destination whose sources are tensors of the checkpoint.
 
     Attributes:
@@ -44,14 +44,14 @@ class Target(Destination):
         return value if isinstance(self.example, np.ndarray) else value[()]
 
 
-def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> Target:
+def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafTarget:
     """The target for a leaf that is an array.
 
     Args:
         like: what is stored of the leaf, if not itself.
     """
     held = leaf if like is None else like
-    return Target(
+    return LeafTarget(
         name,
         tuple(held.shape),
         np.dtype(held.dtype),
@@ -63,7 +63,7 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> Targe
     )
 
 
-def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> Target:
+def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
     """The target for a leaf of a Module: a Weight's, or that of a stack of several layers."""
     stored, target = holder.stored, of_leaf(prefix + name, leaf)
     target.names = [prefix + one for one in stored.names(name)]

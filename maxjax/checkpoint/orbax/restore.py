@@ -20,7 +20,7 @@ from ...graph.weights import WeightData
 from ...graph.weights.device_reads import read_destinations
 from ...nn.layer import Module
 from ...progress import reading
-from .leaves import Target, of_holder, of_leaf, sharding_of
+from .leaves import LeafTarget, of_holder, of_leaf, sharding_of
 from .open import Saved
 from .tree import ONLY, PLAIN, is_key, is_module, key_text
 
@@ -69,7 +69,7 @@ class Fitting:
     strict: bool
     problems: list[str] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
-    targets: dict[int, Target] = field(default_factory=dict)
+    targets: dict[int, LeafTarget] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     treedef: Any = None
     count: int = 0
@@ -150,7 +150,7 @@ class Fitting:
             self.problems.append(f"'{name}' is not in the checkpoint{more}")
         return leaf
 
-    def _random_key(self, name: str, leaf: Any) -> Target:
+    def _random_key(self, name: str, leaf: Any) -> LeafTarget:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         impl, sharding = _impl(leaf), sharding_of(leaf)
         found = self.saved.keys.get(name)
@@ -163,7 +163,7 @@ class Fitting:
 
         return of_leaf(name, leaf, data, finish)
 
-    def _fit(self, number: int, target: Target) -> None:
+    def _fit(self, number: int, target: LeafTarget) -> None:
         """Compare a target with the checkpoint's tensors of its names."""
         saved, before = self.saved, len(self.problems)
         there = saved.table.entries
@@ -196,7 +196,7 @@ class Fitting:
             data.quantization_encoding = None  # blocks are restored as plain bytes
         self.targets[number] = target
 
-    def _converts(self, found: Any, target: Target) -> bool:
+    def _converts(self, found: Any, target: LeafTarget) -> bool:
         if found in (target.dtype, target.declared):
             return True
         return self.cast and _same_kind(DType.of(found), DType.of(target.dtype))

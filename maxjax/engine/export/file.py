@@ -26,7 +26,7 @@ from ...storage.files import OpenFile, open_regular
 from ...storage.limits import Limits
 from ...storage.signatures import SNIFF_BYTES, foreign
 from ...storage.strict_json import load_json
-from .signature import Kind, Signature, field, texts
+from .signature import ArrayKind, Signature, field, texts
 
 MAGIC = b"\x89MAXJAX\n"  # sent as text, it loses its first byte or its last
 PREFIX = struct.Struct("<8sQ32s")
@@ -152,7 +152,7 @@ def _disagreements(header: ProgramHeader, exported: Any) -> Iterator[str]:
         return
     for leaf, aval in zip(header.leaves, exported.in_avals, strict=False):
         if not isinstance(leaf, str) and aval.shape[:1] != (len(leaf),):
-            yield f"{Kind.of(aval)} is listed as {len(leaf)} layers"
+            yield f"{ArrayKind.of(aval)} is listed as {len(leaf)} layers"
         for name in names_in(leaf):
             yield from _other_type(header.weights[name].dtype, aval)
     for dtype, aval in zip(inputs, exported.in_avals[count:], strict=True):
@@ -165,7 +165,7 @@ def _other_type(dtype: str, aval: Any) -> Iterator[str]:
     """The problem, if any, with an array that the header declares with this dtype."""
     narrow = {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
     if str(aval.dtype) not in (dtype, narrow):
-        yield f"{Kind.of(aval)} is listed as {dtype}"
+        yield f"{ArrayKind.of(aval)} is listed as {dtype}"
 
 
 def read(path: str, limits: Limits) -> tuple[ProgramHeader, bytearray]:

@@ -21,14 +21,14 @@ LEAF = "leaf"
 Path = tuple[Any, ...]
 
 
-class Kind(NamedTuple):
+class ArrayKind(NamedTuple):
     """The dtype and shape of an array. A string in a shape is a named size, or arithmetic over names."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
     @classmethod
-    def of(cls, array: Any, dtype: str = "") -> Kind:
+    def of(cls, array: Any, dtype: str = "") -> ArrayKind:
         """The kind of anything with a dtype and a shape."""
         shape = tuple(n if isinstance(n, int) else str(n) for n in array.shape)
         return cls(dtype or str(array.dtype), shape)
@@ -70,7 +70,7 @@ class Signature(NamedTuple):
 
     def show(self, avals: Iterable[Any]) -> str:
         """The containers in Python's notation, around the types of these arrays."""
-        return repr(self.restore(map(Kind.of, avals, self.dtypes)))
+        return repr(self.restore(map(ArrayKind.of, avals, self.dtypes)))
 
 
 _OTHER_NUMBER = "a tree has the wrong number of leaves"
@@ -173,7 +173,7 @@ class Arguments:
 
     def __init__(self, name: str, signature: Signature, avals: Sequence[Any]):
         self.name = name
-        self.kinds = list(map(Kind.of, avals, signature.dtypes))
+        self.kinds = list(map(ArrayKind.of, avals, signature.dtypes))
         self.dtypes = [aval.dtype for aval in avals]
         self._shown = signature.show(avals)
         self._plain = signature.restore(range(len(avals)))
@@ -251,7 +251,7 @@ class Arguments:
                     raise self._wrong(i, leaf, sizes)
 
 
-def _same(shape: Path, kind: Kind, sizes: dict[str, Any]) -> bool:
+def _same(shape: Path, kind: ArrayKind, sizes: dict[str, Any]) -> bool:
     """Whether a shape matches ``kind``; new names are added to ``sizes``."""
     if len(shape) != len(kind.shape):
         return False
@@ -275,7 +275,7 @@ class _Text(str):
 
 def _described(leaf: Any) -> _Text:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    return _Text(Kind.of(leaf) if is_array else type(leaf).__name__)
+    return _Text(ArrayKind.of(leaf) if is_array else type(leaf).__name__)
 
 
 def cut(text: str, limit: int = 300) -> str:

@@ -22,7 +22,7 @@ from ...progress import compiling
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
-from .programs import MAX_STEPS, SamplerArgs, Shardings, State, Tokens, decode, prefill
+from .programs import MAX_STEPS, BatchState, DispatchTokens, SamplerArgs, Shardings, decode, prefill
 
 _MIN_PREFILL, _MIN_CAPACITY = 16, 64
 # Slots of the first KV cache beyond the longest prompt; the cache grows when a text needs more.
@@ -100,7 +100,7 @@ class Batch:
         self._rows = numbers.tolist()
         lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
         self._used = longest  # no row has more tokens
-        self.state = State(
+        self.state = BatchState(
             cache=_committed(model.cache(batch, capacity, cache_dtype)),
             last=self._put(np.zeros(batch, np.int32)),
             done=self._put(lengths == 0),
@@ -115,7 +115,7 @@ class Batch:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def prefill(self) -> Tokens:
+    def prefill(self) -> DispatchTokens:
         """Runs the prompt tokens that are not in the cache yet, and samples each first token.
 
         Returns:
@@ -136,9 +136,9 @@ class Batch:
         first, done, bad = self.together.fetch((state.first, state.done, state.bad))
         first = jax.tree.map(lambda a: a[:, None], first)
         counts = (np.asarray(lengths) > 0).astype(np.int32)
-        return Tokens(first.tokens, counts, done, bad, first)
+        return DispatchTokens(first.tokens, counts, done, bad, first)
 
-    def decode(self, count: int = MAX_STEPS) -> Tokens:
+    def decode(self, count: int = MAX_STEPS) -> DispatchTokens:
         """Dispatches the next decode steps, at most ``count``; :meth:`fetch` waits for the tokens."""
         if not 0 < count <= MAX_STEPS:
             raise UserInputError(f"count is {count}: it must be from 1 to {MAX_STEPS}")
@@ -160,7 +160,7 @@ class Batch:
                 self.together, program, *args, rows=self._rows, **recorded, **static
             )
 
-    def fetch(self, written: Tokens) -> Tokens:
+    def fetch(self, written: DispatchTokens) -> DispatchTokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""
         return self.together.fetch(written)
 
@@ -216,7 +216,7 @@ class Batch:
         data = self._put(np.asarray(jax.random.key_data(checked)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(checked))
 
-    def _shardings_of(self, state: State) -> Shardings:
+    def _shardings_of(self, state: BatchState) -> Shardings:
         if not isinstance(self._input_sharding, NamedSharding):
             return None
         return tuple(leaf.sharding for leaf in jax.tree.leaves(state))

@@ -10,7 +10,7 @@ from ...rendering.row import counted
 from ...rendering.transcript import paragraph
 from ...rendering.tree import boxed
 from ...text.stream import StopStrings, TextStream
-from .programs import Tokens
+from .programs import DispatchTokens
 
 
 class TokenLogprob(NamedTuple):
@@ -114,11 +114,11 @@ class PartialCompletion:
         self.done = False
         self._stop: int | str | None = None
 
-    def take(self, written: Tokens, row: int) -> str:
+    def take(self, written: DispatchTokens, row: int) -> str:
         """Adds the tokens of a row until the answer ends, and returns the text that is now certain."""
         return "".join(self.pieces(written, row))
 
-    def pieces(self, written: Tokens, row: int) -> Iterator[str]:
+    def pieces(self, written: DispatchTokens, row: int) -> Iterator[str]:
         """Does as :meth:`take`, but lazily: a token is added when its piece is asked for."""
         # If the logits of a row were not finite, its last token is meaningless.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
@@ -131,7 +131,7 @@ class PartialCompletion:
             if piece:
                 yield piece
 
-    def cut(self, dispatches: Iterable[Tokens], count: int, flushed: bool) -> None:
+    def cut(self, dispatches: Iterable[DispatchTokens], count: int, flushed: bool) -> None:
         """Becomes the answer of the first ``count`` tokens of these dispatches, in their row 0."""
         if (len(self.tokens), self.flushed) != (count, flushed):
             self._restart()
@@ -178,7 +178,7 @@ class PartialCompletion:
         )  # fmt: skip
 
 
-def _logprob(written: Tokens, row: int, i: int) -> TokenLogprob:
+def _logprob(written: DispatchTokens, row: int, i: int) -> TokenLogprob:
     found = written.sampled
     assert found.logprobs is not None
     top: tuple[tuple[int, float], ...] = ()

@@ -28,7 +28,7 @@ MAX_STEPS = 32
 """The largest number of tokens of a row that one dispatch of ``decode`` generates."""
 
 
-class State(NamedTuple):
+class BatchState(NamedTuple):
     """The state of a batch on the devices. A pytree.
 
     Attributes:
@@ -54,7 +54,7 @@ class State(NamedTuple):
     history: History | None
 
 
-class Tokens(NamedTuple):
+class DispatchTokens(NamedTuple):
     """The tokens of one dispatch, on the devices (possibly not computed yet) or on the host.
 
     Attributes:
@@ -91,7 +91,7 @@ Shardings = tuple[NamedSharding, ...] | None
 @partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
 def prefill(
     model: Any,
-    state: State,
+    state: BatchState,
     ids: jax.Array,
     counts: jax.Array,
     sampler: SamplerArgs,
@@ -122,7 +122,7 @@ def prefill(
 @partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
 def decode(
     model: Any,
-    state: State,
+    state: BatchState,
     steps: jax.Array,
     sampler: SamplerArgs,
     *,
@@ -147,7 +147,7 @@ def decode(
         i, state, _, _, _ = carry
         return (i < steps) & ~jnp.all(state.done)
 
-    def call(state: State, active: jax.Array) -> Any:
+    def call(state: BatchState, active: jax.Array) -> Any:
         run = lambda: model(
             state.last[:, None], state.cache, lengths=active.astype(jnp.int32), last=True
         )
@@ -174,19 +174,19 @@ def decode(
     _, state, samples, counts, recorded = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
     state = _resharded(state, shardings)
-    written = Tokens(samples.tokens, counts, state.done, state.bad, samples)
+    written = DispatchTokens(samples.tokens, counts, state.done, state.bad, samples)
     result = state, jax.tree.map(lambda a: _replicated(a, shardings), written)
     return (result, recorded) if is_observed(model) else result
 
 
 def _choose(
-    state: State,
+    state: BatchState,
     logits: jax.Array,
     which: jax.Array,
     sampler: SamplerArgs,
     settings: Sampling,
     shardings: Shardings,
-) -> tuple[State, Sampled]:
+) -> tuple[BatchState, Sampled]:
     """Samples the next token of the rows in ``which``, and updates their state."""
     lengths = _replicated(state.cache.lengths, shardings)
     rows = state.rows if sampler.key is not None else None
@@ -216,7 +216,7 @@ def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
-def _resharded(state: State, shardings: Shardings) -> State:
+def _resharded(state: BatchState, shardings: Shardings) -> BatchState:
     """The state with its given shardings, so that the next call needs no other executable."""
     if shardings is None:
         return state

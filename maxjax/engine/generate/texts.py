@@ -17,7 +17,7 @@ from ...progress import Task, task
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import Completion, PartialCompletion
-from .programs import MAX_STEPS, Tokens
+from .programs import MAX_STEPS, DispatchTokens
 from .request import Request, listed, positive
 
 # The longest dispatch in seconds: Ctrl-C waits for it, and a stop string is noticed only after it.
@@ -250,8 +250,10 @@ class _Answer:
 
     def __init__(self, batch: Batch, partial: PartialCompletion):
         self._batch, self._partial = batch, partial
-        self._dispatches: list[Tokens] = []  # what this process has fetched, if it follows another
-        self._coming: Tokens | None = None
+        self._dispatches: list[
+            DispatchTokens
+        ] = []  # what this process has fetched, if it follows another
+        self._coming: DispatchTokens | None = None
         self._end: dict[str, Any] | None = None
 
     def pieces(self) -> Iterator[str]:
@@ -314,12 +316,12 @@ class _Answer:
             raise _Ended
         self._coming = self._batch.decode(following["count"])
 
-    def _fetch(self) -> Tokens:
+    def _fetch(self) -> DispatchTokens:
         coming, self._coming = self._coming, None
         assert coming is not None
         return self._kept(self._batch.fetch(coming))
 
-    def _kept(self, written: Tokens) -> Tokens:
+    def _kept(self, written: DispatchTokens) -> DispatchTokens:
         if not self._batch.together.is_leader:
             self._dispatches.append(written)
         return written
@@ -368,7 +370,7 @@ def stream(
 
 
 def check_written(
-    written: Tokens, texts: Sequence[PartialCompletion], numbers: Sequence[int]
+    written: DispatchTokens, texts: Sequence[PartialCompletion], numbers: Sequence[int]
 ) -> None:
     """Raises an error if an answer had logits that are not finite before it ended.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...graph.placement.specs import BATCH, axis_of
 from .footprint import Footprint, TensorGroup
-from .meshes import Request, cache_of
+from .meshes import PlanRequest, cache_of
 
 # More rows than this are not looked for.
 _MAX_BATCH = 1 << 20
@@ -22,7 +22,7 @@ def largest(
     source: Footprint,
     groups: list[TensorGroup],
     mesh: Any,
-    request: Request,
+    request: PlanRequest,
     room: int,
     temporaries: Temporaries | None = None,
 ) -> tuple[int | None, int | None]:

@@ -19,11 +19,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ...errors import UserInputError
 from ...graph.placement.mesh import make_mesh
 from ..generate.batch import bucket
-from ..generate.programs import SamplerArgs, State, decode, prefill
+from ..generate.programs import BatchState, SamplerArgs, decode, prefill
 from ..sampling.draw import Sampled
 from ..sampling.settings import GREEDY, Amounts
 from .footprint import Footprint
-from .meshes import Request
+from .meshes import PlanRequest
 from .topology import Topology
 
 CHUNK = 512
@@ -76,11 +76,11 @@ def placeholder_of(model: Any, mesh: Mesh, rules: Mapping[str, Any] | None = Non
 
 def abstract_state(
     model: Any, mesh: Mesh, batch: int, capacity: int, cache_dtype: Any = None
-) -> State:
+) -> BatchState:
     """The state of a batch of ``maxjax.generate``, of placeholders, for greedy sampling."""
     home = NamedSharding(mesh, PartitionSpec())
     rows = lambda kind: _placeholder((batch,), kind, home)
-    return State(
+    return BatchState(
         cache=model.cache(batch, capacity, cache_dtype, abstract=True),
         last=rows(np.int32), done=rows(bool), bad=rows(bool), prompts=rows(np.int32),
         limits=rows(np.int32), rows=rows(np.int32), first=Sampled(rows(np.int32), rows(bool)),
@@ -198,7 +198,12 @@ class Programs:
     """
 
     def __init__(
-        self, source: Footprint, mesh: Any, request: Request, rules: Any, topology: Topology | None
+        self,
+        source: Footprint,
+        mesh: Any,
+        request: PlanRequest,
+        rules: Any,
+        topology: Topology | None,
     ):
         self.found: tuple[ProgramMemory, ...] = ()
         self._options = request

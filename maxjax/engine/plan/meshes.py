@@ -21,7 +21,7 @@ from ...errors import UserInputError
 from ...graph.placement.specs import axis_of, batch_axes, names_in
 from ...models import name_rules as names
 from .footprint import Footprint, TensorGroup, cache_bytes
-from .topology import Kind
+from .topology import AcceleratorKind
 
 _MAX_GROWTH = 4096
 # Seconds until a collective of a few bytes is done, beside those that its bytes take. An assumption, of
@@ -31,7 +31,7 @@ _TABLES = ("embed_tokens", "word_embeddings", "wte", "lm_head")
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The checked options of ``plan`` that sizes depend on."""
 
     dtype: DType | None
@@ -99,7 +99,7 @@ class MeshChoice:
 
 
 def ranked(
-    source: Footprint, count: int, kind: Kind, request: Request, hbm: int | None
+    source: Footprint, count: int, kind: AcceleratorKind, request: PlanRequest, hbm: int | None
 ) -> list[MeshChoice]:
     """The meshes of ``count`` devices over data, model, fsdp and expert, the best first.
 
@@ -148,7 +148,7 @@ def _factors(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 
 
 def _choice(
-    source: Footprint, mesh: Any, kind: Kind, request: Request, hbm: int | None
+    source: Footprint, mesh: Any, kind: AcceleratorKind, request: PlanRequest, hbm: int | None
 ) -> MeshChoice:
     groups = source.tensors_of(mesh, request.dtype)
     cached, notes = cache_of(source, groups, mesh, request)
@@ -254,7 +254,7 @@ def problem(weights: int, cached: int, temporaries: int, hbm: int) -> str:
 
 
 def cache_of(
-    source: Footprint, groups: list[TensorGroup], mesh: Any, request: Request
+    source: Footprint, groups: list[TensorGroup], mesh: Any, request: PlanRequest
 ) -> tuple[int, list[str]]:
     """Bytes of the KV cache on a device, and notes."""
     if request.batch is None or request.length is None:
@@ -271,7 +271,7 @@ def cache_of(
     return cache_bytes(source.attention(), request.batch, request.length, dtype, mesh)
 
 
-def suggest(source: Footprint, mesh: Any, request: Request, hbm: int) -> Suggestion | None:
+def suggest(source: Footprint, mesh: Any, request: PlanRequest, hbm: int) -> Suggestion | None:
     """The smallest mesh on which the model fits; the planned dtype is preferred on equal sizes."""
     base = {} if mesh is None else dict(mesh.shape)
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
@@ -297,7 +297,9 @@ def suggest(source: Footprint, mesh: Any, request: Request, hbm: int) -> Suggest
     return None
 
 
-def _attempt(source: Footprint, sizes: dict[str, int], request: Request) -> tuple[int, int] | None:
+def _attempt(
+    source: Footprint, sizes: dict[str, int], request: PlanRequest
+) -> tuple[int, int] | None:
     """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     try:

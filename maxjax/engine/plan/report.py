@@ -31,7 +31,7 @@ from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
 from .meshes import (
     MeshChoice,
-    Request,
+    PlanRequest,
     Suggestion,
     bytes_text,
     cache_of,
@@ -314,7 +314,7 @@ def plan(
     for option, value in (("batch", batch), ("length", length)):
         if value is not None and (type(value) is not int or value < 1):
             raise UserInputError(f"{option}={value!r} is not a positive integer")
-    request = Request(
+    request = PlanRequest(
         read_dtype("dtype", dtype), batch, length, read_dtype("cache_dtype", cache_dtype)
     )
     run = lambda source: _plan(
@@ -341,7 +341,7 @@ def _topology(device: str | None, compile: str | None) -> Topology | None:
 
 
 def _plan(
-    source: Footprint, mesh: Any, request: Request, hbm: int | None, topology: Topology | None,
+    source: Footprint, mesh: Any, request: PlanRequest, hbm: int | None, topology: Topology | None,
     is_compiled: bool, rules: Any,
 ) -> Plan:  # fmt: skip
     notes: list[str] = []
@@ -410,7 +410,7 @@ def _plan(
     )  # fmt: skip
 
 
-def _with_sizes(source: Footprint, request: Request, notes: list[str]) -> Request:
+def _with_sizes(source: Footprint, request: PlanRequest, notes: list[str]) -> PlanRequest:
     """The request with the sizes of a cache, if there is one: those given, or one sequence."""
     if request.batch is not None or source.encoder:
         return request
@@ -424,7 +424,7 @@ def _with_sizes(source: Footprint, request: Request, notes: list[str]) -> Reques
 
 
 def _suggestion(
-    source: Footprint, mesh: Any, request: Request, room: int | None, choices: list[MeshChoice]
+    source: Footprint, mesh: Any, request: PlanRequest, room: int | None, choices: list[MeshChoice]
 ) -> Suggestion | None:
     """A mesh on which weights and cache take no more than ``room``."""
     if room is None or room <= 0:

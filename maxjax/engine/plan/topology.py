@@ -22,7 +22,7 @@ from ...errors import MissingCompilerError, UserInputError
 _GIB = 1 << 30
 
 
-class Kind(NamedTuple):
+class AcceleratorKind(NamedTuple):
     """A kind of device, with its maker's figures.
 
     Attributes:
@@ -49,16 +49,16 @@ class Kind(NamedTuple):
 # of a TPU, XLA's compiler gives programs 15.75 and 31.25. The order counts: "TPU v5 lite" is a v5e, "TPU
 # v5" a v5p.
 KINDS = {
-    "v5e": Kind("tpu", 63 * _GIB // 4, 819e9, 200e9, ("v5 lite", "v5e"), 2, 4),
-    "v5p": Kind("tpu", 95 * _GIB, 2765e9, 600e9, ("v5",), 3, 4),
-    "v6e": Kind("tpu", 125 * _GIB // 4, 1640e9, 448e9, ("v6 lite", "v6e"), 2, 4),
-    "h200": Kind("cuda", 141 * 10**9, 4800e9, 450e9, ("h200",), 1, 8),
-    "h100": Kind("cuda", 80 * 10**9, 3350e9, 450e9, ("h100",), 1, 8),
+    "v5e": AcceleratorKind("tpu", 63 * _GIB // 4, 819e9, 200e9, ("v5 lite", "v5e"), 2, 4),
+    "v5p": AcceleratorKind("tpu", 95 * _GIB, 2765e9, 600e9, ("v5",), 3, 4),
+    "v6e": AcceleratorKind("tpu", 125 * _GIB // 4, 1640e9, 448e9, ("v6 lite", "v6e"), 2, 4),
+    "h200": AcceleratorKind("cuda", 141 * 10**9, 4800e9, 450e9, ("h200",), 1, 8),
+    "h100": AcceleratorKind("cuda", 80 * 10**9, 3350e9, 450e9, ("h100",), 1, 8),
 }
 # Kinds whose programs are not compiled here, and what is known of their memory.
 _MEMORY = {"v4": 32 * _GIB, "a100-sxm4-80gb": 80 * 10**9, "a100-sxm4-40gb": 40 * 10**9}
 # Devices of the CPU, to try programs on: they have no memory of their own.
-_CPU = Kind("cpu", 0, 0.0, 0.0, ("cpu",), 1, 1 << 20)
+_CPU = AcceleratorKind("cpu", 0, 0.0, 0.0, ("cpu",), 1, 1 << 20)
 
 # What XLA has to know of a Hopper GPU in order to compile for it.
 _HOPPER = """gpu_device_info {{
@@ -92,7 +92,7 @@ class Topology(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: AcceleratorKind
     shape: tuple[int, ...]
 
     @classmethod

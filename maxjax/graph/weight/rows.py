@@ -26,7 +26,7 @@ LAZY, UNREAD, TRACED, DELETED = "lazy", "not read yet", "traced", "deleted"
 _PLAIN = (bool, int, float, complex, str, type(None), PartitionSpec, Sharding)
 
 
-class State(NamedTuple):
+class LeafState(NamedTuple):
     """What a leaf is.
 
     Attributes:
@@ -40,7 +40,7 @@ class State(NamedTuple):
     text: str = ""
 
 
-def state_of(leaf: Any) -> State:
+def state_of(leaf: Any) -> LeafState:
     """What a leaf is, without reading it.
 
     Example:
@@ -49,20 +49,20 @@ def state_of(leaf: Any) -> State:
     """
     leaf = stack_of(leaf)
     if type(leaf) is jax.ShapeDtypeStruct:
-        return State(LAZY)
+        return LeafState(LAZY)
     if isinstance(leaf, Tracer):
-        return State(TRACED)
+        return LeafState(TRACED)
     if isinstance(leaf, jax.Array):
-        return State(DELETED if leaf.is_deleted() else "")
+        return LeafState(DELETED if leaf.is_deleted() else "")
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return State()
+        return LeafState()
     text = ""
     if isinstance(leaf, _PLAIN):
         text = guarded(leaf, lambda: short(repr(leaf), 40))
-    return State("", type(leaf).__name__, text)
+    return LeafState("", type(leaf).__name__, text)
 
 
-class Placed(NamedTuple):
+class PlacedRow(NamedTuple):
     """A row of an array, and what sums over a model need of it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Placed(NamedTuple):
     """
 
     row: Row
-    state: State
+    state: LeafState
     sharding: Any
     per_device: int
 
@@ -91,12 +91,12 @@ class Placed(NamedTuple):
         return found if self.sharding is None else [*found, f"on {place_text(self.sharding)}"]
 
 
-def array_row(name: str, array: Any, sharding: Any = None) -> Placed:
+def array_row(name: str, array: Any, sharding: Any = None) -> PlacedRow:
     """The row of an array, a placeholder or any other leaf."""
     state = state_of(array)
     if state.foreign:
         notes = (state.text,) if state.text else ()
-        return Placed(Row(name, "", state.foreign, notes=notes, is_array=True), state, None, 0)
+        return PlacedRow(Row(name, "", state.foreign, notes=notes, is_array=True), state, None, 0)
     array = stack_of(array) if not hasattr(array, "shape") else array
     shape = tuple(array.shape)
     sharding = getattr(array, "sharding", None) if sharding is None else sharding
@@ -116,7 +116,7 @@ def _width(dtype: Any) -> int:
     return 0 if dtype == jax.dtypes.float0 else int(getattr(dtype, "itemsize", 0))
 
 
-def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
+def placed(row: Row, state: LeafState, sharding: Any, layout: Any = None) -> PlacedRow:
     """The row with its state, and its division if it is on several devices."""
     if not isinstance(sharding, Sharding) or state.note == TRACED:
         sharding = None
@@ -128,10 +128,10 @@ def placed(row: Row, state: State, sharding: Any, layout: Any = None) -> Placed:
             per_device = row.nbytes * share // max(math.prod(division.shape), 1)
     row.notes = (*row.notes, *filter(None, [state.note]))
     row.division = division
-    return Placed(row, state, sharding, per_device)
+    return PlacedRow(row, state, sharding, per_device)
 
 
-def weight_row(weight: Any, name: str, of_all: bool = False) -> Placed:
+def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     """The row of a Weight.
 
     Args:
@@ -150,12 +150,12 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> Placed:
     if known and _has_other_shape(stored, leaf, shape, of_all):
         return _as_it_is(name, leaf, home[0].count if of_all and home is not None else 1)
     if leaf is None:  # sizes that are not known yet, or an empty place in a tree
-        state = State("", "NoneType", "None") if known else State(LAZY)
+        state = LeafState("", "NoneType", "None") if known else LeafState(LAZY)
     if state.note == LAZY:
         if stored.source is not None:
-            state = State(UNREAD)
+            state = LeafState(UNREAD)
         elif home is not None and of_all and (held := _loaded(home[0])):
-            state = State(f"{held} of {home[0].count} layers loaded")
+            state = LeafState(f"{held} of {home[0].count} layers loaded")
     array = stack_of(leaf)
     found = getattr(array, "dtype", None)
     held = stored.dtype.np if found is None else found
@@ -194,7 +194,7 @@ def _has_other_shape(stored: Any, leaf: Any, shape: tuple[Any, ...], of_all: boo
     return tuple(leaf.shape) != shape
 
 
-def _as_it_is(name: str, leaf: Any, count: int) -> Placed:
+def _as_it_is(name: str, leaf: Any, count: int) -> PlacedRow:
     """The row of a leaf that has not the shape of its Weight, or of the Weights of so many layers."""
     one = array_row(name, leaf)
     if count == 1:
@@ -202,7 +202,7 @@ def _as_it_is(name: str, leaf: Any, count: int) -> Placed:
     # The caller counts it once for each layer.
     row = replace(one.row, parameters=one.row.parameters // count, nbytes=one.row.nbytes // count)
     row.notes = (*row.notes, f"of {count} layers together")
-    return Placed(row, one.state, one.sharding, one.per_device // count)
+    return PlacedRow(row, one.state, one.sharding, one.per_device // count)
 
 
 def _loaded(stack: Any) -> int:
@@ -257,7 +257,7 @@ def foreign(kind: str, row: Row, array: Any, rank: int) -> str | None:
 # --- the classes ----------------------------------------------------------------------------
 
 
-def array_facts(one: Placed, **more: str) -> dict[str, str]:
+def array_facts(one: PlacedRow, **more: str) -> dict[str, str]:
     """What is known of an array, for a card."""
     row = one.row
     facts = {"type": row.type_text}
@@ -275,7 +275,7 @@ def array_facts(one: Placed, **more: str) -> dict[str, str]:
     return {**facts, **{name: text for name, text in more.items() if text}}
 
 
-def array_html(title: str, one: Placed, **more: str) -> str:
+def array_html(title: str, one: PlacedRow, **more: str) -> str:
     """The card of an array, with a drawing of its parts if there are several."""
     drawing = "" if one.row.division is None else one.row.division.svg()
     return card(title, array_facts(one, **more), drawing)

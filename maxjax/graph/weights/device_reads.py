@@ -184,7 +184,7 @@ class Destination:
             return 0
         return sum(self._nbytes(data, part) for _, part in self._parts(number))
 
-    def memory(self, number: int, scratch: Scratch) -> dict[Box, np.ndarray]:
+    def memory(self, number: int, scratch: BatchMemory) -> dict[Box, np.ndarray]:
         """Memory to read a source into: its place in a stack where the bytes fit as they are, or new.
 
         What will be cast value by value is read into scratch memory.
@@ -353,7 +353,7 @@ class Cast(NamedTuple):
         self.place[...] = self.destination._converted(self.number, source.cast(self.values))
 
 
-class Scratch:
+class BatchMemory:
     """Host memory that is used again for each batch: new memory costs more than to read into it."""
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
         CheckpointError: a file cannot be read.
         OutOfMemoryError: the host or a device cannot hold an array.
     """
-    scratch = Scratch()
+    scratch = BatchMemory()
     for batch in _batches(wanted):
         scratch.begin(sum(one.staged(number) for one, number in batch))
         memories = [one.memory(number, scratch) for one, number in batch]

@@ -22,7 +22,7 @@ from ...graph.weights.device_reads import Destination, Source, read_destinations
 from ...graph.weights.given import host_or_jax
 from ..layouts import BoundLayout
 from ..renaming import Function
-from .variables import Target
+from .variables import TargetVariable
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Filling:
             data's dtype is the Variable's, or an integer dtype whose values are still to be checked.
     """
 
-    target: Target
+    target: TargetVariable
     change: BoundLayout | Function | None
     sources: list[tuple[str, WeightData]] = field(default_factory=list)
 

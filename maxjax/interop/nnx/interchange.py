@@ -27,7 +27,7 @@ from .state import as_nnx as as_nnx
 from .state import from_state as from_state
 from .state import to_state as to_state
 from .torch_layers import torch_rules as torch_rules
-from .variables import Target, targets
+from .variables import TargetVariable, targets
 
 # Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
 # of a convolution.
@@ -180,12 +180,12 @@ class _TensorPart(NamedTuple):
         number: number of the layer, if the Variable stacks layers.
     """
 
-    target: Target
+    target: TargetVariable
     change: AxisLayout
     number: int = 0
 
 
-def written(targets: Mapping[str, Target], renaming: Renaming) -> dict[str, Any]:
+def written(targets: Mapping[str, TargetVariable], renaming: Renaming) -> dict[str, Any]:
     """The arrays by name; see ``nnx.tensors``."""
     found: dict[str, Any] = {}
     pieces: dict[str, dict[int, _TensorPart]] = {}  # by name, then by part
@@ -211,7 +211,7 @@ def _enter(entries: dict[Any, Any], key: Any, value: Any, name: str) -> None:
     entries[key] = value
 
 
-def _changed(target: Target, change: Function | None, value: Any) -> Any:
+def _changed(target: TargetVariable, change: Function | None, value: Any) -> Any:
     if change is None:
         return value
     if change.back is None:
@@ -221,7 +221,7 @@ def _changed(target: Target, change: Function | None, value: Any) -> Any:
 
 
 def _pieces(
-    target: Target, origin: Origin, change: AxisLayout
+    target: TargetVariable, origin: Origin, change: AxisLayout
 ) -> Iterator[tuple[str, _TensorPart]]:
     """(name, part) of each tensor that a Variable is, or is a part of."""
     if len(change.axes) != len(target.shape):
@@ -250,7 +250,7 @@ def _joined_parts(name: str, parts: Mapping[int, _TensorPart]) -> Any:
     return _back(first.target, first.change, [one.target.value for one in pieces], first.number)
 
 
-def _back(target: Target, change: AxisLayout, values: list[Any], number: int) -> Any:
+def _back(target: TargetVariable, change: AxisLayout, values: list[Any], number: int) -> Any:
     """The file's tensor; an axis stays sharded along its outermost factor."""
     bound = change.of(target.shape)
     assert bound is not None

@@ -15,7 +15,7 @@ from ...graph.weights.same import same_content
 from ..layouts import AxisLayout
 from ..renaming import Function, Renaming, Route
 from .filling import Filling
-from .variables import Target
+from .variables import TargetVariable
 
 # Differences of each kind that a message names; the error's `diff` has all of them.
 _SHOWN = 10
@@ -71,7 +71,7 @@ class Matching:
 
     def __init__(
         self,
-        targets: Mapping[str, Target],
+        targets: Mapping[str, TargetVariable],
         renaming: Renaming,
         data: Mapping[str, WeightData],
         cast: bool,
@@ -134,7 +134,7 @@ class Matching:
                 filling.sources.append((one[0], value))
         return filling
 
-    def _numbers(self, target: Target, change: Any, given: Mapping[int, Any]) -> list[int]:
+    def _numbers(self, target: TargetVariable, change: Any, given: Mapping[int, Any]) -> list[int]:
         axis = getattr(getattr(change, "layout", None), "stacks", None)
         if axis is None:
             return [0]
@@ -150,7 +150,7 @@ class Matching:
         return numbers
 
     def _fitting(
-        self, target: Target, change: Any, tensor: str, value: WeightData
+        self, target: TargetVariable, change: Any, tensor: str, value: WeightData
     ) -> WeightData | None:
         """The data in the Variable's dtype; None if it does not fit."""
         dtype = DType.of(target.dtype)
@@ -246,7 +246,7 @@ def _agree(one: tuple[str, WeightData, Route], other: tuple[str, WeightData, Rou
     return one[2].change == other[2].change and same_content(one[1], other[1])
 
 
-def _wants_layout(tensor: str, target: Target) -> bool:
+def _wants_layout(tensor: str, target: TargetVariable) -> bool:
     """Whether a `weight` would become a `kernel` without a layout.
 
     Torch and flax store these transposed to each other, which the shape of a square one would not

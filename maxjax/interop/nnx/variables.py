@@ -17,7 +17,7 @@ from ...errors import UserInputError
 
 
 @dataclass
-class Target:
+class TargetVariable:
     """A Variable that holds an array or a placeholder for one.
 
     Attributes:
@@ -52,12 +52,12 @@ class Target:
             self.variable.set_raw_value(array)
 
 
-def targets(module: Any) -> dict[str, Target]:
+def targets(module: Any) -> dict[str, TargetVariable]:
     """The Variables in a module by path, each once, under its first path.
 
     The state of random number generators is left out, and so are Variables without an array.
     """
-    found: dict[int, Target] = {}
+    found: dict[int, TargetVariable] = {}
     for path, owner, variable in places(module):
         if id(variable) not in found:
             one = _target(path, owner, variable)
@@ -96,7 +96,7 @@ def _places(
     above.pop()
 
 
-def _target(path: str, owner: Any, variable: Any) -> Target | None:
+def _target(path: str, owner: Any, variable: Any) -> TargetVariable | None:
     if isinstance(variable, nnx.RngState):
         return None
     value = variable.get_value() if variable.ref else variable.get_raw_value()
@@ -105,7 +105,7 @@ def _target(path: str, owner: Any, variable: Any) -> Target | None:
         return None
     is_needed = isinstance(variable, nnx.Param) or isinstance(value, jax.ShapeDtypeStruct)
     sharding = _sharding(path, variable, value)
-    return Target(path, variable, owner, tuple(shape), dtype, sharding, is_needed)
+    return TargetVariable(path, variable, owner, tuple(shape), dtype, sharding, is_needed)
 
 
 def _sharding(path: str, variable: Any, value: Any) -> Any:

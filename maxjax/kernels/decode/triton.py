@@ -27,7 +27,7 @@ WIDEST, MOST_NUMBERS = 256, 1 << 14
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-class Tiles(NamedTuple):
+class DecodeTiles(NamedTuple):
     """Sizes that the kernel is compiled for.
 
     Attributes:
@@ -91,23 +91,23 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
     return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
 
 
-def tiles(programs: int, group: int, width: int, slots: int) -> Tiles:
+def tiles(programs: int, group: int, width: int, slots: int) -> DecodeTiles:
     """The sizes for so many KV heads of sequences.
 
     Example:
         >>> tiles(8, 4, 128, 8192)
-        Tiles(rows=16, width=128, block=64, splits=33)
+        DecodeTiles(rows=16, width=128, block=64, splits=33)
         >>> tiles(512, 5, 80, 100)
-        Tiles(rows=16, width=128, block=64, splits=1)
+        DecodeTiles(rows=16, width=128, block=64, splits=1)
     """
     rows, columns = power(group), power(width)
     block = min(128, max(32, 8192 // columns))
     most = -(-slots // block)
-    return Tiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
+    return DecodeTiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
 
 
 @functools.lru_cache(maxsize=256)
-def _call(static: Options, size: Tiles, group: int, interpret: bool) -> Any:
+def _call(static: Options, size: DecodeTiles, group: int, interpret: bool) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
@@ -129,7 +129,7 @@ def _call(static: Options, size: Tiles, group: int, interpret: bool) -> Any:
 
 
 def _program(
-    static: Options, size: Tiles, slots: int, width: int, group: int, layer: Any, lengths: Any,
+    static: Options, size: DecodeTiles, slots: int, width: int, group: int, layer: Any, lengths: Any,
     q: Any, keys: Any, values: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One program: a part of the slots of one KV head of one sequence."""

@@ -24,7 +24,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 _HIGHEST = 2**31 - 1
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """Sizes that the kernel is compiled for.
 
     Attributes:
@@ -64,21 +64,23 @@ def lacks(dtype: Any, q: Any, keys: Any) -> str:
     return too_many(keys)
 
 
-def tiles(queries: int, width: int, wide: bool) -> Tiles:
+def tiles(queries: int, width: int, wide: bool) -> AttentionTiles:
     """The sizes for so many queries; ``wide`` if they are in float32.
 
     Example:
         >>> tiles(512, 128, False)
-        Tiles(rows=128, block=64, width=128, warps=8, stages=3)
+        AttentionTiles(rows=128, block=64, width=128, warps=8, stages=3)
         >>> tiles(20, 80, False)
-        Tiles(rows=32, block=64, width=128, warps=4, stages=3)
+        AttentionTiles(rows=32, block=64, width=128, warps=4, stages=3)
     """
     columns = power(width)
     # Products of float32 numbers with all their digits take long to compile.
     most = 128 // (2 if wide else 1) // (2 if columns > 128 else 1)
     rows = min(most, power(queries))
     block = 32 if wide and columns > 64 else 64
-    return Tiles(rows, block, columns, 8 if rows == 128 else 4, 2 if wide or columns > 128 else 3)
+    return AttentionTiles(
+        rows, block, columns, 8 if rows == 128 else 4, 2 if wide or columns > 128 else 3
+    )
 
 
 def kernel(
@@ -113,7 +115,7 @@ def kernel(
 
 
 def _ranges(
-    attending: Any, size: Tiles, at: jax.Array, key_positions: jax.Array
+    attending: Any, size: AttentionTiles, at: jax.Array, key_positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The first block of keys for each tile of queries, and the one after the last, ``[n, tiles, B]``."""
     count, batch, queries = at.shape
@@ -136,7 +138,7 @@ def _ranges(
 
 
 @functools.lru_cache(maxsize=256)
-def _call(attending: Any, size: Tiles, interpret: bool) -> Any:
+def _call(attending: Any, size: AttentionTiles, interpret: bool) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
@@ -156,7 +158,7 @@ def _call(attending: Any, size: Tiles, interpret: bool) -> Any:
 
 
 def _program(
-    attending: Any, size: Tiles, parts: int, group: int, shape: Any, slots: int,
+    attending: Any, size: AttentionTiles, parts: int, group: int, shape: Any, slots: int,
     layer: Any, low: Any, high: Any, at: Any, key_at: Any, q: Any, keys: Any, values: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One program: a tile of queries of one head of one sequence."""

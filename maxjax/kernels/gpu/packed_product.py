@@ -34,7 +34,7 @@ _PROGRAMS = 528
 _INTEGER, _OFFSET = 0x4B000000, 8388608.0
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     Attributes:
@@ -103,28 +103,28 @@ def kernel(
     return call(layer.reshape(1), tokens, blocks).reshape(*x.shape[:-1], blocks.shape[1])
 
 
-def tiles(encoding: str, tokens: int, depth: int, rows: int) -> Tiles:
+def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
     """The sizes for so many tokens and a weight ``[rows, depth]``.
 
     Example:
         >>> tiles("Q4_K", 1, 4096, 4096)
-        Tiles(rows=4, tokens=1, units=16, warps=4)
+        ProductTiles(rows=4, tokens=1, units=16, warps=4)
         >>> tiles("Q8_0", 512, 4096, 4096)
-        Tiles(rows=64, tokens=128, units=2, warps=4)
+        ProductTiles(rows=64, tokens=128, units=2, warps=4)
     """
     unit = _UNITS[encoding]
     if tokens > FEW:
-        return Tiles(64, min(128, power(tokens)), 64 // unit.width, 4)
+        return ProductTiles(64, min(128, power(tokens)), 64 // unit.width, 4)
     count = depth // decoder_of(encoding).elements * unit.count
     each = max(n for n in (1, 2, _ROWS) if n == 1 or n * _PROGRAMS <= rows)
     most = min(_BYTES // each // unit.width, 1 << (count - 1).bit_length())
     # A power of two that divides the number of units, if there is one that is not small.
     fitting = min(most, count & -count)
-    return Tiles(each, tokens, fitting if fitting * 8 >= most else most, 4)
+    return ProductTiles(each, tokens, fitting if fitting * 8 >= most else most, 4)
 
 
 @functools.lru_cache(maxsize=256)
-def _call(encoding: str, dtype: np.dtype, size: Tiles, interpret: bool) -> Any:
+def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
@@ -145,7 +145,14 @@ def _call(encoding: str, dtype: np.dtype, size: Tiles, interpret: bool) -> Any:
 
 
 def _few(
-    encoding: str, size: Tiles, shape: Any, rows: int, layer: Any, x: Any, blocks: Any, out: Any
+    encoding: str,
+    size: ProductTiles,
+    shape: Any,
+    rows: int,
+    layer: Any,
+    x: Any,
+    blocks: Any,
+    out: Any,
 ) -> None:
     """One program: some rows of the weight, all tokens."""
     from jax.experimental import pallas as pl
@@ -175,7 +182,14 @@ def _few(
 
 
 def _many(
-    encoding: str, size: Tiles, shape: Any, rows: int, layer: Any, x: Any, blocks: Any, out: Any
+    encoding: str,
+    size: ProductTiles,
+    shape: Any,
+    rows: int,
+    layer: Any,
+    x: Any,
+    blocks: Any,
+    out: Any,
 ) -> None:
     """One program: a tile of rows of the weight, and one of tokens."""
     from jax.experimental import pallas as pl

@@ -35,7 +35,7 @@ from ...kernels.attention import (
 )
 from ...kernels.blocked_attention import Attending, with_sinks
 from ...nn.kv_cache.kinds import Place
-from ...nn.kv_cache.layout import CacheLayout, Part, cache_layout
+from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
@@ -301,7 +301,7 @@ class DecoderAttention(Module):
         q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`_with_cache` for the part of one device."""
-        part = Part(layout)
+        part = CachePart(layout)
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
@@ -341,7 +341,7 @@ class DecoderAttention(Module):
 
     def _prefill_full(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        part: Part | None = None, rotating: bool = False,
+        part: CachePart | None = None, rotating: bool = False,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Writes the tokens to the cache, then attends to it.
 
@@ -368,7 +368,7 @@ class DecoderAttention(Module):
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        part: Part | None = None, rotating: bool = True,
+        part: CachePart | None = None, rotating: bool = True,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Attends to a rotating cache and to the new tokens, then stores the last of these."""
         length, size = q.shape[1], slots.size
@@ -392,7 +392,7 @@ class DecoderAttention(Module):
 
     def _attend(
         self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, step: Step,
-        positions: jax.Array, key_positions: jax.Array, part: Part | None = None,
+        positions: jax.Array, key_positions: jax.Array, part: CachePart | None = None,
         width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Causal attention of queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""

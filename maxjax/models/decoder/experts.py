@@ -31,7 +31,7 @@ from ...nn.layer import ExpertStack, Module
 from ...nn.linear import MLP, Linear, linear_rules, linears
 from ...nn.moe import Routing
 from ...nn.moe.algorithms import ExpertWeights, Kind, between, one_by_one
-from ...nn.moe.experts import Split, mixture, mixture_on_mesh, split_of
+from ...nn.moe.experts import ExpertSplit, mixture, mixture_on_mesh, split_of
 from ...nn.quantized import QuantizedLinear
 from ..config import setting
 from .block import DecoderLayer
@@ -378,7 +378,7 @@ class SparseMLP(Module):
             for e, bias in zip(self.experts, biased, strict=True)
         ]
 
-    def _split(self) -> tuple[Any, Split | None]:
+    def _split(self) -> tuple[Any, ExpertSplit | None]:
         """The experts' mesh (or None) and how they are split over it.
 
         The latter is None if each is split in another way, or they are apart and quantised.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.attention import NO_KEY
-from ...nn.kv_cache.layout import Part
+from ...nn.kv_cache.layout import CachePart
 
 # The states of a KVCache by the names of its groups; empty without a cache.
 Cached = Mapping[str, Any]
@@ -69,7 +69,7 @@ def ends(step: Step, length: int) -> jax.Array:
 
 
 def own_slots(
-    part: Part | None, positions: jax.Array, size: int, rotating: bool
+    part: CachePart | None, positions: jax.Array, size: int, rotating: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
     parts = 1 if part is None else part.slots
@@ -79,12 +79,12 @@ def own_slots(
     return slot // parts, slot % parts == part.first
 
 
-def numbers(part: Part | None, size: int) -> jax.Array:
+def numbers(part: CachePart | None, size: int) -> jax.Array:
     """The numbers ``[S]`` of the slots on this device."""
     return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
 
 
-def slot_positions(after: jax.Array, size: int, part: Part | None = None) -> jax.Array:
+def slot_positions(after: jax.Array, size: int, part: CachePart | None = None) -> jax.Array:
     """The position in each slot ``[B, S]`` of a rotating cache after ``after`` ``[B, 1]`` tokens.
 
     It is ``NO_KEY`` for an empty slot.

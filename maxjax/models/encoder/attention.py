@@ -47,7 +47,7 @@ class Types(NamedTuple):
         )  # fmt: skip
 
 
-class Tokens(NamedTuple):
+class TokenInputs(NamedTuple):
     """What every layer needs to know about the tokens of one call.
 
     Attributes:
@@ -118,7 +118,7 @@ class EncoderAttention(Module):
         parts = found if len(found) == 3 else jnp.split(found[0], 3, axis=-1)
         return [y.astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1) for y in parts]
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         """``[B, T, E]`` → the same shape."""
         q, k, v = self.project(x)
         if self.rope is not None:

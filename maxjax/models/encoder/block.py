@@ -18,7 +18,7 @@ from ...nn.embedding import Embedding
 from ...nn.layer import Module
 from ...nn.linear import linear_rules, linears
 from ...nn.norm import LayerNorm
-from .attention import EncoderAttention, Tokens, Types
+from .attention import EncoderAttention, TokenInputs, Types
 from .config import EncoderConfig
 
 
@@ -155,7 +155,7 @@ class EncoderLayer(Module):
         for name, part in zip(self.names, parts, strict=True):
             setattr(self, name, part)
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         """Hidden states ``[B, T, E]`` → the same shape."""
         attention, attention_norm, mlp, mlp_norm = (getattr(self, name) for name in self.names)
         x = plus(attention_norm, x, attention(x, tokens))

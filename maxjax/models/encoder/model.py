@@ -17,7 +17,7 @@ from ...errors import UserInputError
 from ...nn.activation import ACTIVATIONS
 from ...nn.layer import LayerList, LayerStack, Module
 from ..family import Family, PretrainedModel
-from .attention import Tokens, Types
+from .attention import TokenInputs, Types
 from .block import EncoderEmbeddings
 from .config import EncoderConfig
 
@@ -126,12 +126,12 @@ class Encoder(PretrainedModel):
 
         Args:
             input_ids, types, positions: token ids and token types ``[B, T]``, ``position_ids`` ``[B or 1, T]``.
-            mask: bools ``[B, T]`` or ``[B, T, T]``, as in ``Tokens``, or None.
+            mask: bools ``[B, T]`` or ``[B, T, T]``, as in ``TokenInputs``, or None.
         """
         raise NotImplementedError
 
     def rotations(self, positions: jax.Array, mask: Any) -> dict[str, Any]:
-        """cos and sin of the tokens' angles, by the kind of RoPE, for ``Tokens``."""
+        """cos and sin of the tokens' angles, by the kind of RoPE, for ``TokenInputs``."""
         if mask is None:
             lengths = jnp.full(1, positions.shape[-1], jnp.int32)
         else:
@@ -211,7 +211,7 @@ class NormedEncoder(Encoder):
         """Hidden states ``[B, T, E]`` after the last layer."""
         x = self.embeddings(input_ids, types, positions)
         x = self.emb_ln(x).astype(x.dtype)
-        return self.encoder(x, Tokens(mask, self.rotations(positions, mask)))
+        return self.encoder(x, TokenInputs(mask, self.rotations(positions, mask)))
 
 
 class Layers(Module):
@@ -227,12 +227,12 @@ class Layers(Module):
         self.attribute = name
         setattr(self, name, LayerList(layers))
 
-    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         """Hidden states ``[B, T, E]`` → the same shape."""
         return in_turn(getattr(self, self.attribute), x, tokens)
 
 
-def in_turn(layers: Iterable[Any], x: jax.Array, tokens: Tokens) -> jax.Array:
+def in_turn(layers: Iterable[Any], x: jax.Array, tokens: TokenInputs) -> jax.Array:
     """Runs the layers one after the other; a LayerStack as one loop."""
     if isinstance(layers, LayerStack):
         return layers.scan(x, tokens=tokens)

@@ -16,14 +16,14 @@ from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...graph.weights import WeightData
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
-from ...nn.quantized import Layout, QuantizedLinear
+from ...nn.quantized import QuantizedLinear, QuantLayout
 from ...nn.stacked_linear import StackedLinear
 from ..config import short
 from .layouts import Found, LayoutOf
 from .methods import BLOCKS, METHODS
 from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
-from .settings import Settings
+from .settings import QuantSettings
 
 _FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
@@ -41,7 +41,7 @@ class Quantization:
 
     method: str
     layout_for: Callable[[str], LayoutOf]
-    settings: Settings
+    settings: QuantSettings
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Quantization:
             return None
         if not isinstance(raw, Mapping):
             raise CheckpointFormatError(f"'{KEY}' is not an object", path=path)
-        settings = Settings(raw, path=path)
+        settings = QuantSettings(raw, path=path)
         method = raw.get("quant_method")
         if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
             method = "bitsandbytes"  # as written by old versions of transformers
@@ -100,7 +100,7 @@ class Quantization:
                 continue  # blocks, which every linear layer takes
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
-        layouts: dict[str, Layout] = {}
+        layouts: dict[str, QuantLayout] = {}
         for name, module in linear.items():
             if is_quantised(own := layers.get(name, {})):
                 out_dim, in_dim = (int(n) for n in module.weight.shape)
@@ -144,9 +144,9 @@ def _unstacked(model: Module) -> list[tuple[str, Module, str]]:
     return places
 
 
-def _are_equal(layouts: Mapping[str, Layout], name: str, experts: Any) -> bool:
+def _are_equal(layouts: Mapping[str, QuantLayout], name: str, experts: Any) -> bool:
     """Whether the experts of that name are all quantised in one layout, or none is."""
-    each: dict[str, dict[str, Layout]] = {}
+    each: dict[str, dict[str, QuantLayout]] = {}
     for layer, layout in layouts.items():
         if layer.startswith(f"{name}."):
             number, _, rest = layer[len(name) + 1 :].partition(".")

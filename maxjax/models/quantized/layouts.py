@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...dtype import DType
-from ...nn.quantized import Exactly, Layout, Tensor
+from ...nn.quantized import Exactly, QuantLayout, QuantTensor
 
 # The tensors of one layer, by what follows its name: dtype and shape.
 Found = Mapping[str, tuple[DType, tuple[int, ...]]]
 # (out, in, the layer's tensors) → the layout of its weight.
-LayoutOf = Callable[[int, int, Found], Layout]
+LayoutOf = Callable[[int, int, Found], QuantLayout]
 
 FLOATS8 = (DType.float8_e4m3fn, DType.float8_e5m2)
 SCALES = (DType.float32, DType.float16, DType.bfloat16)
@@ -26,7 +26,7 @@ def tensor(
     name: str,
     dtypes: DType | Sequence[DType],
     shapes: Sequence[tuple[tuple[int, ...], tuple[int | None, ...]]],
-) -> Tensor:
+) -> QuantTensor:
     """A tensor of a layer, in the dtype and shape that the file has if these are possible ones.
 
     Otherwise it is the first of each, and loading says what differs.
@@ -42,13 +42,13 @@ def tensor(
     axes = next((axes for one, axes in shapes if one == shape), None)
     if axes is None:
         shape, axes = shapes[0]
-    return Tensor(name, dtype if dtype in possible else possible[0], shape, axes)
+    return QuantTensor(name, dtype if dtype in possible else possible[0], shape, axes)
 
 
-def unused(own: Found, *names: str) -> list[Tensor]:
+def unused(own: Found, *names: str) -> list[QuantTensor]:
     """Tensors of the file that a product does not need: scales of quantised activations."""
     return [
-        Tensor(name, own[name][0], own[name][1], (None,) * len(own[name][1]))
+        QuantTensor(name, own[name][0], own[name][1], (None,) * len(own[name][1]))
         for name in names
         if name in own
     ]
@@ -84,7 +84,7 @@ def scaled(
     block: tuple[int, int] | None = None,
     asymmetric: bool = False,
     ignored: Sequence[str] = (),
-) -> Layout:
+) -> QuantLayout:
     """The layout of ``weight · scale``.
 
     Args:
@@ -105,7 +105,7 @@ def scaled(
     options: list[tuple[str, Any]] = [("scale", scale)]
     if block is not None:
         options.append(("block", block))
-    return Layout("scaled", out, inner, (*tensors, *unused(own, *ignored)), tuple(options))
+    return QuantLayout("scaled", out, inner, (*tensors, *unused(own, *ignored)), tuple(options))
 
 
 def packed(
@@ -118,7 +118,7 @@ def packed(
     asymmetric: bool,
     ordered: bool,
     ignored: Sequence[str] = (),
-) -> Layout:
+) -> QuantLayout:
     """The layout of ``pack-quantized``.
 
     Args:
@@ -143,4 +143,4 @@ def packed(
     if ordered:
         tensors.append(tensor(own, "weight_g_idx", DType.int32, [((inner,), (1,))]))
     options = (("bits", bits), ("group", inner if group is None else group))
-    return Layout("pack_quantized", out, inner, (*tensors, *unused(own, *ignored)), options)
+    return QuantLayout("pack_quantized", out, inner, (*tensors, *unused(own, *ignored)), options)

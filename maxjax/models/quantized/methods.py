@@ -10,13 +10,13 @@ from typing import Any
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError
-from ...nn.quantized import Exactly, Layout, QuantState, Tensor
+from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
 from ..config import short
 from .layouts import FLOATS8, SCALES, SINGLE, Found, LayoutOf, count_blocks, packed, scaled, tensor
-from .settings import KEY, Settings, positive
+from .settings import KEY, QuantSettings, positive
 
 
-def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
+def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``fp8`` of transformers: DeepSeek's blocks of 128 × 128, or one scale for a weight."""
     settings.only("activation_scheme", "dynamic", "static")
     settings.only("fmt", "e4m3", "e5m2")
@@ -24,7 +24,7 @@ def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
     if block is None and settings.raw.get("weight_block_size", 0) == 0:
         block = (128, 128)  # transformers' default where the key is absent; null says one scale
 
-    def layout(out: int, inner: int, own: Found) -> Layout:
+    def layout(out: int, inner: int, own: Found) -> QuantLayout:
         ignored = ("activation_scale", "input_scale")
         if "weight_scale" in own and "weight_scale_inv" not in own:  # AutoFP8's and vLLM's
             shape = own["weight_scale"][1]
@@ -38,10 +38,10 @@ def _fp8(settings: Settings) -> Callable[[str], LayoutOf]:
     return lambda name: layout
 
 
-def _fbgemm(settings: Settings) -> Callable[[str], LayoutOf]:
+def _fbgemm(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``fbgemm_fp8``: a scale for each row."""
 
-    def layout(out: int, inner: int, own: Found) -> Layout:
+    def layout(out: int, inner: int, own: Found) -> QuantLayout:
         return scaled(
             out, inner, own, dtypes=FLOATS8, strategy="channel", ignored=("input_scale_ub",)
         )
@@ -58,7 +58,7 @@ _COMPRESSED = {
 }  # fmt: skip
 
 
-def _compressed(settings: Settings) -> Callable[[str], LayoutOf]:
+def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``compressed-tensors``: groups of layers, each with settings for its weights."""
     settings.only("quantization_status", "compressed", "frozen")
     if settings.part("kv_cache_scheme") is not None:
@@ -89,7 +89,7 @@ def _compressed(settings: Settings) -> Callable[[str], LayoutOf]:
     return layout_for
 
 
-def _targets(group: Settings) -> list[str]:
+def _targets(group: QuantSettings) -> list[str]:
     targets = group.get("targets", list, [])
     if not all(isinstance(target, str) for target in targets):
         raise CheckpointFormatError(
@@ -110,7 +110,7 @@ def _matches(target: str, name: str, by_name: bool) -> bool:
         return False
 
 
-def _compressed_group(group: Settings, kind: str) -> LayoutOf:
+def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     if kind not in _COMPRESSED:
         raise group.refused(f"format {short(kind)}", tuple(_COMPRESSED))
     weights = group.part("weights")
@@ -156,7 +156,7 @@ def _compressed_group(group: Settings, kind: str) -> LayoutOf:
 # --- GPTQ and AWQ -------------------------------------------------------------------------------
 
 
-def _gptq(settings: Settings) -> Callable[[str], LayoutOf]:
+def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``gptq``: groups of rows of the transposed weight, also in an order of their own."""
     bits = settings.only("bits", 4, 8, 2)
     forms = ("gptq", "gptq_v2")
@@ -169,7 +169,7 @@ def _gptq(settings: Settings) -> Callable[[str], LayoutOf]:
     if size != -1:
         size = positive(settings, "group_size")
 
-    def layout(out: int, inner: int, own: Found) -> Layout:
+    def layout(out: int, inner: int, own: Found) -> QuantLayout:
         group = inner if size == -1 else size
         words, groups = 32 // bits, count_blocks(inner, group)
         along = None if ordered or groups == 1 else 1
@@ -182,12 +182,12 @@ def _gptq(settings: Settings) -> Callable[[str], LayoutOf]:
             tensors.append(tensor(own, "g_idx", DType.int32, [((inner,), (1,))]))
         offset = 1 if form == "gptq" else 0
         options = (("bits", bits), ("group", group), ("offset", offset), ("ordered", ordered))
-        return Layout("gptq", out, inner, tuple(tensors), options)
+        return QuantLayout("gptq", out, inner, tuple(tensors), options)
 
     return lambda name: layout
 
 
-def _awq(settings: Settings) -> Callable[[str], LayoutOf]:
+def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``awq``: 4 bits in groups, in the order of its kernel ``gemm``."""
     settings.only("bits", 4)
     settings.only("version", "gemm", "GEMM")
@@ -197,7 +197,7 @@ def _awq(settings: Settings) -> Callable[[str], LayoutOf]:
     if size != -1:
         size = positive(settings, "group_size", 128)
 
-    def layout(out: int, inner: int, own: Found) -> Layout:
+    def layout(out: int, inner: int, own: Found) -> QuantLayout:
         group = inner if size == -1 else size
         groups = count_blocks(inner, group)
         along = 1 if groups > 1 else None
@@ -209,7 +209,7 @@ def _awq(settings: Settings) -> Callable[[str], LayoutOf]:
             tensors.append(
                 tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, 8)), (along, 0))])
             )
-        return Layout("awq", out, inner, tuple(tensors), (("group", group),))
+        return QuantLayout("awq", out, inner, tuple(tensors), (("group", group),))
 
     return lambda name: layout
 
@@ -220,7 +220,7 @@ def _awq(settings: Settings) -> Callable[[str], LayoutOf]:
 _BLOCK, _NESTED = 64, 256
 
 
-def _bitsandbytes(settings: Settings) -> Callable[[str], LayoutOf]:
+def _bitsandbytes(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``bitsandbytes``: nf4 and fp4 in blocks of 64, or int8 with a scale for each row."""
     if settings.get("load_in_8bit", bool, settings.get("_load_in_8bit", bool, False)):
         return lambda name: _int8
@@ -232,7 +232,7 @@ def _bitsandbytes(settings: Settings) -> Callable[[str], LayoutOf]:
     return lambda name: partial(_4bit, kind=kind, nested=nested)
 
 
-def _int8(out: int, inner: int, own: Found) -> Layout:
+def _int8(out: int, inner: int, own: Found) -> QuantLayout:
     tensors = [
         tensor(own, "weight", DType.int8, [((out, inner), (0, 1))]),
         tensor(own, "SCB", SCALES, [((out,), (0,))]),
@@ -240,10 +240,10 @@ def _int8(out: int, inner: int, own: Found) -> Layout:
     if "weight_format" in own:  # 0: rows as they are, not the order of a GPU's kernel
         found = tensor(own, "weight_format", DType.uint8, SINGLE)
         tensors.append(replace(found, form=Exactly((0,))))
-    return Layout("bitsandbytes8", out, inner, tuple(tensors))
+    return QuantLayout("bitsandbytes8", out, inner, tuple(tensors))
 
 
-def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> Layout:
+def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> QuantLayout:
     blocks = count_blocks(out * inner, _BLOCK)
     tensors = [
         tensor(own, "weight", DType.uint8, [((count_blocks(out * inner, 2), 1), (0, None))]),
@@ -260,12 +260,12 @@ def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> Layou
         expected.append(("nested_blocksize", _NESTED))
     name = f"weight.quant_state.bitsandbytes__{kind}"
     form = QuantState(tuple(expected))
-    tensors.append(Tensor(name, DType.uint8, (form.SIZE,), (None,), form))
+    tensors.append(QuantTensor(name, DType.uint8, (form.SIZE,), (None,), form))
     options = (("kind", kind), ("size", _BLOCK), ("nested", _NESTED if nested else 0))
-    return Layout("bitsandbytes4", out, inner, tuple(tensors), options)
+    return QuantLayout("bitsandbytes4", out, inner, tuple(tensors), options)
 
 
-def _mxfp4(settings: Settings) -> Callable[[str], LayoutOf]:
+def _mxfp4(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``mxfp4`` of gpt-oss: the experts' tensors, which its family reads as GGUF's blocks."""
 
     def refused(name: str) -> LayoutOf:
@@ -274,7 +274,7 @@ def _mxfp4(settings: Settings) -> Callable[[str], LayoutOf]:
     return refused
 
 
-METHODS: dict[str, Callable[[Settings], Callable[[str], LayoutOf]]] = {
+METHODS: dict[str, Callable[[QuantSettings], Callable[[str], LayoutOf]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed,

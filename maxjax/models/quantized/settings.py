@@ -13,7 +13,7 @@ KEY = "quantization_config"
 """The entry of ``config.json`` that says how a repository is quantised."""
 
 
-class Settings:
+class QuantSettings:
     """An object of ``quantization_config``, whose values are read with their types.
 
     Args:
@@ -63,10 +63,10 @@ class Settings:
         of = f"quant_method {method}" if "quant_method" in self.raw else self.where
         return UnsupportedModelError(f"{where}'{KEY}' ({of}) with {what}{hint}")
 
-    def part(self, key: str) -> Settings | None:
+    def part(self, key: str) -> QuantSettings | None:
         """The object under a key; None if it is absent or null."""
         value = self.get(key, dict)
-        return None if value is None else Settings(value, f"{self.where}.{key}", self.path)
+        return None if value is None else QuantSettings(value, f"{self.where}.{key}", self.path)
 
     def pair(self, key: str) -> tuple[int, int] | None:
         """Two positive integers under a key; None if it is absent or null."""
@@ -80,7 +80,7 @@ class Settings:
         return value[0], value[1]
 
 
-def positive(settings: Settings, key: str, default: int | None = None) -> int:
+def positive(settings: QuantSettings, key: str, default: int | None = None) -> int:
     """A positive integer under a key.
 
     Raises:

@@ -64,7 +64,7 @@ class CacheLayout(NamedTuple):
         return spec_of([self.batch, *[()] * (rank - 3), heads, ()])
 
     def results(self, rank: int) -> PartitionSpec:
-        """The PartitionSpec of what :meth:`Part.results` gives, of so many axes."""
+        """The PartitionSpec of what :meth:`CachePart.results` gives, of so many axes."""
         if self.splits_queries or self.slots > 1:
             return self.queries(rank)
         return spec_of([(*self.batch, *self.over)])
@@ -124,7 +124,7 @@ def cache_layout(
     return CacheLayout(mesh, rows, names, heads, *parts, splits_queries)
 
 
-class Part:
+class CachePart:
     """One device's part of a divided cache, and of what meets it: inside a ``shard_map``.
 
     Arguments are of all sequences of the device's batch axes.

@@ -14,7 +14,7 @@ from .observe.frames import (
     OBSERVING,
     OUTPUT,
     Frame,
-    Plan,
+    Observation,
     current_observers,
     live,
     next_level,
@@ -27,7 +27,7 @@ from .observe.frames import (
 class Wish(NamedTuple):
     """A plan for a Module that is about to run, the Module's name for it, and its patches' values."""
 
-    plan: Plan
+    plan: Observation
     name: str
     values: tuple[Any, ...]
 

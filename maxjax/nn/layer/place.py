@@ -35,7 +35,7 @@ from .walk import Walk
 UNKNOWN_SIZES = "its sizes are not known yet"
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """The placement of one leaf of a Module.
 
     Attributes:
@@ -123,7 +123,7 @@ def _device(device: Any) -> Any:
 
 def plan_places(
     module: Any, mesh: Any, strategy: Any = None, rules: Mapping[str, Any] | None = None
-) -> list[Place]:
+) -> list[LeafPlace]:
     """The placement of every weight of a Module on a mesh; no data is moved.
 
     Raises:
@@ -153,12 +153,12 @@ def plan_places(
         stored = holder.stored
         shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
         if not all(isinstance(d, StaticDim) for d in stored.dims):
-            found.append(Place(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
+            found.append(LeafPlace(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
         rule = _rule_for(holder, where, rule_of, strategy, rules, len(shape))
         count = stored.lead[-1] if stored.spans else 1
         placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block, count)
-        found.append(Place(holder, name, shape, placed))
+        found.append(LeafPlace(holder, name, shape, placed))
     return found
 
 

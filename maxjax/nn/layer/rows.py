@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...graph.placement.division import place_text
-from ...graph.weight.rows import Placed, weight_row
+from ...graph.weight.rows import PlacedRow, weight_row
 from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, bytes_text, counted, flat, fold, merged, short
 from ...rendering.text import lines
@@ -29,7 +29,7 @@ class OfModule(Rendered):
     """The rendering of a Module."""
 
     def _mx_row(self) -> Row:
-        return Tree(self).row
+        return ModuleTree(self).row
 
     def _mx_title(self, row: Row) -> str:
         # A row made by `_mx_row` carries its title as the name.
@@ -44,7 +44,7 @@ class OfModule(Rendered):
         return row.name if _few(row) is not None else lines(row.name, row)
 
 
-class Tree:
+class ModuleTree:
     """The rows of a Module, and sums over its weights, each counted once.
 
     Attributes:
@@ -134,7 +134,7 @@ class Tree:
         self._add(one, weight, times if weight.stored.home is not None else 1)
         return one.row
 
-    def _add(self, one: Placed, weight: Any, times: int) -> None:
+    def _add(self, one: PlacedRow, weight: Any, times: int) -> None:
         row = one.row
         if weight.stored.home is None:
             self._loose = self._loose[0] + row.parameters, self._loose[1] + row.nbytes

@@ -222,7 +222,7 @@ def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Exp
 # --- on a mesh ----------------------------------------------------------------------------------
 
 
-class Split(NamedTuple):
+class ExpertSplit(NamedTuple):
     """How the experts lie on a mesh.
 
     Attributes:
@@ -236,7 +236,7 @@ class Split(NamedTuple):
 
 def mixture_on_mesh(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: Kind, mesh: Any,
-    split: Split,
+    split: ExpertSplit,
 ) -> jax.Array:  # fmt: skip
     """:func:`mixture` for experts that are split over a mesh.
 
@@ -276,7 +276,7 @@ def _spec(w: Any, spec: P) -> Any:
 
 def local_mixture(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: Kind,
-    split: Split, rows: tuple[str, ...],
+    split: ExpertSplit, rows: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     """One device's work in :func:`mixture_on_mesh`, inside ``shard_map``: of its tokens, the results.
 
@@ -338,7 +338,7 @@ def _sums(
     return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
-def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> Split | None:
+def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
     """How experts lie on a mesh; None if they do not all lie alike.
 
     Args:
@@ -348,7 +348,7 @@ def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> Split | None:
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
     found = {
-        Split(
+        ExpertSplit(
             tuple(name for name in split_over(weight, axis) if name != fsdp),
             getattr(weight.stored, "split", ()),
         )

@@ -25,7 +25,7 @@ from ..layer import LayerList, Module
 from ..layer.definition import rebuild
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .algorithms import ExpertWeights, one_by_one
-from .experts import Split, mixture, split_of
+from .experts import ExpertSplit, mixture, split_of
 from .routing import Routing
 
 
@@ -223,7 +223,9 @@ class MoE(Module):
         gate = [holder.stored.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
         fused = (
-            shared and _are_plain(shared) and split_of(map(_weights, shared), mesh) == Split(axes)
+            shared
+            and _are_plain(shared)
+            and split_of(map(_weights, shared), mesh) == ExpertSplit(axes)
         )
         weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
 

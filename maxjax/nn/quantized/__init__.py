@@ -8,6 +8,6 @@ them. ``models/quantized.py`` reads which format a checkpoint has.
 
 from .forms import Exactly as Exactly
 from .forms import QuantState as QuantState
-from .layout import Layout as Layout
-from .layout import Tensor as Tensor
+from .layout import QuantLayout as QuantLayout
+from .layout import QuantTensor as QuantTensor
 from .linear import QuantizedLinear as QuantizedLinear

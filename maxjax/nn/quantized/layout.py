@@ -1,4 +1,4 @@
-"""Layout: the tensors that a quantised weight is stored as, and how to compute the weight from them."""
+"""QuantLayout: the tensors that a quantised weight is stored as, and how to compute the weight from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .forms import Exactly, QuantState
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class QuantTensor:
     """One of the tensors of a quantised weight.
 
     Attributes:
@@ -44,14 +44,14 @@ class Tensor:
         """The attribute of a QuantizedLinear that holds it; ``weight`` is the dequantised one.
 
         Example:
-            >>> Tensor("weight.absmax", DType.uint8, (4,), (0,)).attribute
+            >>> QuantTensor("weight.absmax", DType.uint8, (4,), (0,)).attribute
             'weight_absmax'
         """
         return "codes" if self.name == "weight" else self.name.replace(".", "_")
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class QuantLayout:
     """The layout of a quantised weight ``[out_dim, in_dim]``.
 
     Attributes:
@@ -63,9 +63,9 @@ class Layout:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> tensors = (Tensor("weight", DType.int8, (2, 3), (0, 1)),
-        ...            Tensor("weight_scale", DType.float32, (2, 1), (0, None)))
-        >>> layout = Layout("scaled", 2, 3, tensors)
+        >>> tensors = (QuantTensor("weight", DType.int8, (2, 3), (0, 1)),
+        ...            QuantTensor("weight_scale", DType.float32, (2, 1), (0, None)))
+        >>> layout = QuantLayout("scaled", 2, 3, tensors)
         >>> layout.dequantise({"weight": jnp.ones((2, 3), jnp.int8), "weight_scale": jnp.full((2, 1), 0.5)})[0]
         Array([0.5, 0.5, 0.5], dtype=float32)
     """
@@ -73,7 +73,7 @@ class Layout:
     format: str
     out_dim: int
     in_dim: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[QuantTensor, ...]
     options: tuple[tuple[str, Any], ...] = ()
 
     @property

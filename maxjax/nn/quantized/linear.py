@@ -18,7 +18,7 @@ from ...kernels import explicit, matmul
 from ..linear import add_bias
 from ..low_rank import LowRank
 from .forms import Bits
-from .layout import Layout
+from .layout import QuantLayout
 
 
 class QuantizedLinear(LowRank):
@@ -42,10 +42,10 @@ class QuantizedLinear(LowRank):
 
     Example:
         >>> from maxjax.dtype import DType
-        >>> from maxjax.nn.quantized import Tensor
-        >>> tensors = (Tensor("weight", DType.int8, (2, 3), (0, 1)),
-        ...            Tensor("weight_scale", DType.float32, (2, 1), (0, None)))
-        >>> layer = QuantizedLinear(Layout("scaled", 2, 3, tensors), DeviceRef.CPU())
+        >>> from maxjax.nn.quantized import QuantTensor
+        >>> tensors = (QuantTensor("weight", DType.int8, (2, 3), (0, 1)),
+        ...            QuantTensor("weight_scale", DType.float32, (2, 1), (0, None)))
+        >>> layer = QuantizedLinear(QuantLayout("scaled", 2, 3, tensors), DeviceRef.CPU())
         >>> list(layer.raw_state_dict()), layer.weight.shape
         (['weight', 'weight_scale'], (2, 3))
         >>> _ = layer.load_state_dict({"weight": jnp.ones((2, 3), jnp.int8), "weight_scale": jnp.full((2, 1), 0.5)})
@@ -54,7 +54,12 @@ class QuantizedLinear(LowRank):
     """
 
     def __init__(
-        self, layout: Layout, device: DeviceRef, *, has_bias: bool = False, dtype: Any = "float32"
+        self,
+        layout: QuantLayout,
+        device: DeviceRef,
+        *,
+        has_bias: bool = False,
+        dtype: Any = "float32",
     ):
         super().__init__()
         self.layout, self.bias = layout, None
@@ -121,7 +126,7 @@ class QuantizedLinear(LowRank):
 # Derivatives dequantise again, and do not keep the floats of all layers.
 @partial(jax.checkpoint, static_argnums=(0, 1, 2))
 def _product(
-    layout: Layout, dtype: Any, in_turn: bool, x: jax.Array, tensors: dict[str, jax.Array]
+    layout: QuantLayout, dtype: Any, in_turn: bool, x: jax.Array, tensors: dict[str, jax.Array]
 ) -> jax.Array:
     """``x @ weight.T`` in a dtype.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .encode_simple import Fields, Importance
+from .encode_simple import Fields, ValueImportance
 from .search import (
     EPSILON,
     Affine,
@@ -33,7 +33,7 @@ from .search import (
 )
 
 
-def q2_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q2_k(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     x = _by_sub_block(values, 16)
     if importance is None:
         search = affine(a, x, a.np.abs(x), 3, -0.5, 0.1, 15, absolute=True)
@@ -47,7 +47,7 @@ def q2_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
     return (scales | minima << 4).T, _pack_twos(a, q), d, dmin
 
 
-def q3_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q3_k(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     xp = a.np
     x = _by_sub_block(values, 16)
     if importance is None:
@@ -75,17 +75,17 @@ def q3_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
     return _pack_ones(a, q >> 2), _pack_twos(a, q & 3), scales.T, d
 
 
-def q4_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q4_k(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, dmin, scales, q = _affine(a, values, 15, -1.0, 20, importance)
     return d, dmin, scales, _pack_pairs(q)
 
 
-def q5_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q5_k(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, dmin, scales, q = _affine(a, values, 31, -0.5, 15, importance)
     return d, dmin, scales, _pack_ones(a, q >> 4), _pack_pairs(q & 15)
 
 
-def q6_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q6_k(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     xp = a.np
     x = _by_sub_block(values, 16)
     weights = x * x if importance is None else _by_sub_block(importance.weights, 16)
@@ -107,7 +107,7 @@ def q6_k(a: Arrays, values: Any, importance: Importance | None) -> Fields:
 
 
 def _affine(
-    a: Arrays, values: Any, top: int, first: float, count: int, importance: Importance | None
+    a: Arrays, values: Any, top: int, first: float, count: int, importance: ValueImportance | None
 ) -> tuple[Any, Any, Any, Any]:
     """d, dmin, the packed scales, and q as uint8 ``[32, 8, n]``."""
     x = _by_sub_block(values, 32)
@@ -134,7 +134,7 @@ def _in_order(q: Any) -> Any:
     return q.transpose(2, 1, 0).reshape(-1, 256)
 
 
-def _weights(a: Arrays, x: Any, importance: Importance, factor: int) -> Any:
+def _weights(a: Arrays, x: Any, importance: ValueImportance, factor: int) -> Any:
     """The importance of each value times the root of x² and ``factor`` times the block's mean square."""
     squares = x.transpose(1, 0, 2).reshape(256, -1)
     mean = np.float32(factor) * total(a, squares * squares) / np.float32(256)

@@ -36,34 +36,34 @@ from .search import Arrays, affine, affine_integers, finite, linear, linear_inte
 Fields = tuple[Any, ...]
 
 
-class Importance(NamedTuple):
+class ValueImportance(NamedTuple):
     """The importance of each value, float32 ``[n, elements]``, and the mean squares of their rows, ``[n]``."""
 
     weights: Any
     mean_square: Any
 
 
-def q4_0(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q4_0(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, q = _signed(a, values, 8, importance)
     return d, _pack_halves(a, q)
 
 
-def q5_0(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q5_0(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, q = _signed(a, values, 16, importance)
     return d, _pack_fifth(a, q), _pack_halves(a, q)
 
 
-def q4_1(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q4_1(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, m, q = _shifted(a, values, 15, importance)
     return d, m, _pack_halves(a, q)
 
 
-def q5_1(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q5_1(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     d, m, q = _shifted(a, values, 31, importance)
     return d, m, _pack_fifth(a, q), _pack_halves(a, q)
 
 
-def q8_0(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def q8_0(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     xp = a.np
     scale = xp.max(xp.abs(values), axis=1, keepdims=True) / np.float32(127)
     steps = values * _inverse(a, scale)
@@ -73,7 +73,7 @@ def q8_0(a: Arrays, values: Any, importance: Importance | None) -> Fields:
     return scale[:, 0].astype(np.float16), (whole + xp.trunc(rest + rest)).astype(np.int8)
 
 
-def mxfp4(a: Arrays, values: Any, importance: Importance | None) -> Fields:
+def mxfp4(a: Arrays, values: Any, importance: ValueImportance | None) -> Fields:
     xp = a.np
     sizes = xp.abs(values)
     # The exponent of the scale as a byte: 4 is the largest power of two in E2M1.
@@ -92,7 +92,9 @@ def mxfp4(a: Arrays, values: Any, importance: Importance | None) -> Fields:
     return exponent[:, 0].astype(np.uint8), _pack_halves(a, q)
 
 
-def _signed(a: Arrays, values: Any, top: int, importance: Importance | None) -> tuple[Any, Any]:
+def _signed(
+    a: Arrays, values: Any, top: int, importance: ValueImportance | None
+) -> tuple[Any, Any]:
     """The scales, and integers of 0 to 2 * top - 1 as bytes."""
     xp = a.np
     if importance is not None:
@@ -107,7 +109,7 @@ def _signed(a: Arrays, values: Any, top: int, importance: Importance | None) -> 
 
 
 def _shifted(
-    a: Arrays, values: Any, top: int, importance: Importance | None
+    a: Arrays, values: Any, top: int, importance: ValueImportance | None
 ) -> tuple[Any, Any, Any]:
     """The scales, the minima, and integers of 0 to top as bytes."""
     xp = a.np
@@ -123,7 +125,7 @@ def _shifted(
     return scale[:, 0].astype(np.float16), smallest[:, 0].astype(np.float16), q
 
 
-def _weighted(a: Arrays, values: Any, importance: Importance) -> tuple[Any, Any]:
+def _weighted(a: Arrays, values: Any, importance: ValueImportance) -> tuple[Any, Any]:
     """The values and the weights of their errors, ``[32, n]``."""
     roots = a.np.sqrt(importance.mean_square[:, None] + values * values)
     return values.T.copy(), (importance.weights * roots).T.copy()

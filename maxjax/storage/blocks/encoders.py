@@ -15,13 +15,13 @@ import numpy as np
 
 from . import encode_k, encode_simple
 from .encode_native import encode_native, level
-from .encode_simple import Fields, Importance
+from .encode_simple import Fields, ValueImportance
 from .layout import LAYOUTS, BlockLayout
 from .search import NUMPY, Arrays
 
 # (module and loop, values float32 [n, elements], importance) → fields of the blocks in their order.
 # The values are finite.
-Encoder = Callable[[Arrays, np.ndarray, Importance | None], Fields]
+Encoder = Callable[[Arrays, np.ndarray, ValueImportance | None], Fields]
 
 # Values per piece; NumPy has about ten float32 arrays of this size in use at a time. Two threads are
 # slower with smaller pieces, because they then spend more time waiting for the GIL than computing.
@@ -214,12 +214,12 @@ def encode_with_numpy(
         squares = np.cumsum(rows * rows, axis=1, dtype=np.float32)[:, -1]
         means = np.repeat(squares / np.float32(importance.size), count // len(rows))
         tiled = np.broadcast_to(importance, rows.shape).reshape(values.shape)
-        weights = Importance(tiled, means)
+        weights = ValueImportance(tiled, means)
     if count == 1:
         # Sums over an axis are in ggml's order if another axis is longer than 1.
         values = np.repeat(values, 2, axis=0)
         if weights is not None:
-            weights = Importance(*(np.repeat(one, 2, axis=0) for one in weights))
+            weights = ValueImportance(*(np.repeat(one, 2, axis=0) for one in weights))
     # Scales of tiny and huge values may overflow meanwhile; the result is checked.
     with np.errstate(all="ignore"):
         fields = ENCODERS[layout.name](NUMPY, values, weights)

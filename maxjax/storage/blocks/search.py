@@ -53,7 +53,7 @@ class Affine(NamedTuple):
     origin: Any
 
 
-class Linear(NamedTuple):
+class LinearCode(NamedTuple):
     """``scale`` of each sub-block; the integers are those of ``inverse``, or 0 where ``is_zero``."""
 
     scale: Any
@@ -101,7 +101,7 @@ def affine_integers(a: Arrays, x: Any, found: Affine, top: int) -> Any:
     return _integers(a, x - found.origin, found.inverse, 0, top)
 
 
-def linear_integers(a: Arrays, x: Any, found: Linear, top: int) -> Any:
+def linear_integers(a: Arrays, x: Any, found: LinearCode, top: int) -> Any:
     """The integers of a linear search plus ``top``: int32 of 0 to 2 * top - 1, or 0 for zeros."""
     q = a.np.clip(nearest(x * found.inverse), -top, top - 1) + top
     return a.np.where(found.is_zero, 0, q)
@@ -181,7 +181,7 @@ def affine(
     return best
 
 
-def linear(a: Arrays, x: Any, weights: Any, top: int) -> Linear:
+def linear(a: Arrays, x: Any, weights: Any, top: int) -> LinearCode:
     """Search for a signed scale of each sub-block with the least weighted squared error.
 
     The first scale maps the largest value to ``-top``, the others to up to 0.9 more or less.
@@ -216,7 +216,7 @@ def linear(a: Arrays, x: Any, weights: Any, top: int) -> Linear:
     state = scale, inverse, scale * moment
     scale, inverse, _ = a.loop(-9, 9, attempt, state)
     is_zero = xp.abs(extreme) < EPSILON
-    return Linear(xp.where(is_zero, zero, scale), inverse, is_zero)
+    return LinearCode(xp.where(is_zero, zero, scale), inverse, is_zero)
 
 
 def positive(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:

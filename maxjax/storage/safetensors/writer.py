@@ -96,7 +96,7 @@ def file_pieces(
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SetFile:
     """One file of a set: its name, and its tensors in the order of the file."""
 
     name: str
@@ -114,7 +114,7 @@ def shards(
     *,
     taken: Iterable[str] = (),
     as_given: bool = False,
-) -> list[Shard]:
+) -> list[SetFile]:
     """Assigns tensors to files: as many as fit, in order; a larger tensor gets its own file.
 
     Args:
@@ -144,7 +144,7 @@ def shards(
     if not as_given:
         groups = list(map(in_order, groups))
     if len(groups) == 1:
-        return [Shard("model.safetensors", tuple(groups[0]))]
+        return [SetFile("model.safetensors", tuple(groups[0]))]
     used, series = set(taken), 0
     while True:
         letter = "" if not series else f"-{series}"
@@ -152,11 +152,11 @@ def shards(
                  for i in range(1, len(groups) + 1)]  # fmt: skip
         if used.isdisjoint(names):
             pairs = zip(names, groups, strict=True)
-            return [Shard(name, tuple(group)) for name, group in pairs]
+            return [SetFile(name, tuple(group)) for name, group in pairs]
         series += 1
 
 
-def index(files: Sequence[Shard]) -> bytes:
+def index(files: Sequence[SetFile]) -> bytes:
     """The JSON text of a set's index, as transformers writes it."""
     weight_map = {one.name: shard.name for shard in files for one in shard.tensors}
     metadata = {

@@ -10,7 +10,7 @@ import pytest
 from maxjax.kernels import QuantArray, embed, matmul, packed_product
 from maxjax.kernels.blocks import DECODERS
 from maxjax.kernels.gpu import packed_product as gpu
-from maxjax.kernels.packed_product import Packed, in_chunks
+from maxjax.kernels.packed_product import PackedOperand, in_chunks
 from tests.kernels.test_packed import blocks, close, reference
 
 # Rows and columns: a row that is one block of each encoding, and sizes that divide by nothing.
@@ -55,7 +55,7 @@ def test_chunks(name, size, devices, monkeypatch):
     monkeypatch.setattr(packed_product, "MOST_WEIGHTS", 2048)
     for dtype in UNITS:
         x, stack, exact = operands(name, size, 5, dtype)
-        static = Packed((name,), (x.dtype,))
+        static = PackedOperand((name,), (x.dtype,))
         got = in_chunks(static, x, stack, jnp.int32(1), devices=devices)[0]
         assert got.dtype == dtype and got.shape == (5, size[0])
         close(got, x, exact, unit=UNITS[dtype])

@@ -15,7 +15,7 @@ from maxjax.models.mixtral import Mixtral
 from maxjax.models.qwen3_moe import Qwen3MoE
 from maxjax.nn.moe import experts as module
 from maxjax.nn.moe.algorithms import ExpertWeights
-from maxjax.nn.moe.experts import Split, local_mixture, mixture
+from maxjax.nn.moe.experts import ExpertSplit, local_mixture, mixture
 from maxjax.storage.blocks import encode
 
 SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 4, "num_experts_per_tok": 2}
@@ -153,7 +153,7 @@ def test_packed_experts_and_numbers_that_do_not_divide(n, packed):
     if packed:
         experts = ExpertWeights(*(QuantArray(encode("Q8_0", w), "Q8_0") for w in experts.matrices))
     expected = mixture(*given, experts, "silu")
-    mesh, split = mesh_of(expert=2, model=2), Split(("model",), ("expert",))
+    mesh, split = mesh_of(expert=2, model=2), ExpertSplit(("model",), ("expert",))
     run = jax.jit(lambda *a: module.mixture_on_mesh(*a, "silu", mesh, split))
     np.testing.assert_allclose(run(*given, experts), expected, rtol=1e-4, atol=1e-3)
 
@@ -165,7 +165,7 @@ def test_biases_are_added_once():
     biases = tuple(rng.normal(size=size).astype(np.float32) for size in sizes)
     experts = experts._replace(biases=biases)
     expected = mixture(*given, experts, "silu")
-    mesh, split = mesh_of(expert=2, model=2), Split(("model",), ("expert",))
+    mesh, split = mesh_of(expert=2, model=2), ExpertSplit(("model",), ("expert",))
     run = jax.jit(lambda *a: module.mixture_on_mesh(*a, "silu", mesh, split))
     np.testing.assert_allclose(run(*given, experts), expected, rtol=1e-4, atol=1e-3)
 
@@ -173,7 +173,7 @@ def test_biases_are_added_once():
 def test_many_tokens_are_taken_in_parts(monkeypatch):
     monkeypatch.setattr(module, "_MOST_ROWS", 24)
     given, experts = tokens_of(22, 4, 2), weights_of(4)
-    mesh, split = mesh_of(expert=2), Split((), ("expert",))
+    mesh, split = mesh_of(expert=2), ExpertSplit((), ("expert",))
     run = jax.jit(lambda *a: module.mixture_on_mesh(*a, "silu", mesh, split))
     expected = mixture(*given, experts, "silu")
     np.testing.assert_allclose(run(*given, experts), expected, rtol=1e-4, atol=1e-3)
@@ -184,7 +184,7 @@ def test_many_tokens_are_taken_in_parts(monkeypatch):
 def test_vmap_on_a_mesh():
     given = [np.stack([a, a[::-1]]) for a in tokens_of(4, 4, 2)]
     experts, mesh = weights_of(4), mesh_of(expert=2, model=2)
-    split, place = Split(("model",), ("expert",)), NamedSharding(mesh, P())
+    split, place = ExpertSplit(("model",), ("expert",)), NamedSharding(mesh, P())
     run = lambda *a: module.mixture_on_mesh(*a, experts, "silu", mesh, split)
     found = jax.jit(jax.vmap(run))(*(jax.device_put(a, place) for a in given))
     for i in range(2):
@@ -199,7 +199,7 @@ def test_a_device_alone_reads_no_experts_of_others():
     mesh = mesh_of(expert=2)
 
     def local(x, chosen, shares, experts):
-        y = local_mixture(x, chosen, shares, experts, "silu", Split((), ("expert",)), ())
+        y = local_mixture(x, chosen, shares, experts, "silu", ExpertSplit((), ("expert",)), ())
         return y
 
     places = (P(), P(), P(), ExpertWeights(P("expert"), P("expert"), P("expert")))

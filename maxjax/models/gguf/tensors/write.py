@@ -74,7 +74,7 @@ class GGUFTensors(NamedTuple):
     left_out: tuple[str, ...]
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A tensor's place in the GGUF file; ``layer`` and ``expert`` are -1 if it belongs to none."""
 
     layer: int
@@ -127,7 +127,7 @@ def gguf_tensors(
     if own is not None and own.numbers:
         tensors, metadata, narrow = _listed(own, model, tensors, path)
     known = _known(architecture)
-    places: dict[str, Place] = {}
+    places: dict[str, FilePlace] = {}
     left_out, unknown = [], []
     table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
     embedding = next(
@@ -170,7 +170,7 @@ def gguf_tensors(
     return GGUFTensors(found, metadata, tuple(left_out))
 
 
-def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Place]:
+def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, FilePlace]:
     """The places of a checkpoint's tensors in a GGUF file, of those that have one.
 
     Args:
@@ -292,7 +292,7 @@ def _canonical(architecture: str, name: str) -> str:
 
 def _place(
     known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
-) -> Place | None:
+) -> FilePlace | None:
     """A tensor's place in the file; None if its name is unknown."""
     suffix = name.rpartition(".")[2]
     numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", name)]
@@ -310,7 +310,7 @@ def _place(
     expert = numbers[1] if len(numbers) > 1 else -1
     if layer >= model.config.num_layers or expert >= model.experts:
         return None
-    return Place(
+    return FilePlace(
         layer,
         order,
         key.replace("*", str(layer)).removesuffix(".") + (f".{suffix}" if suffix else ""),
@@ -366,7 +366,10 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
 
 
 def _file_tensors(
-    tensors: Mapping[str, WeightData], places: Mapping[str, Place], model: FamilyConfig, path: Any
+    tensors: Mapping[str, WeightData],
+    places: Mapping[str, FilePlace],
+    model: FamilyConfig,
+    path: Any,
 ) -> tuple[dict[str, WeightData], list[str]]:
     """The file's tensors, and the names and dtypes of those that were widened."""
     groups: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ....errors import UserInputError, closest, some
-from .frames import Stacked, Taps, concrete, is_span, label_of, renumbered, types_of
+from .frames import StackedValues, Taps, concrete, is_span, label_of, renumbered, types_of
 from .places import Place, has_wildcard, match, natural, split
 
 
@@ -86,7 +86,7 @@ class Captures(Mapping[str, Any]):
 
     @property
     def entries(self) -> Mapping[Place, tuple[Any, ...]]:
-        """The values of each run by name and site: those of a stack's layers are one entry, a Stacked."""
+        """The values of each run by name and site: those of a stack's layers are one entry, a StackedValues."""
         return self._values
 
     @property
@@ -163,7 +163,7 @@ class Captures(Mapping[str, Any]):
         if len(homes) == 1:
             (home,) = homes
             runs = self._values[home]
-            if isinstance(runs[0], Stacked) and len(runs[0].numbers) == len(found):
+            if isinstance(runs[0], StackedValues) and len(runs[0].numbers) == len(found):
                 trees = tuple(run.tree for run in runs)
                 return trees[0] if len(trees) == 1 else trees
         values = [self._value(place) for place in found]
@@ -218,7 +218,7 @@ def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]
 
 def _is_stacked(runs: Any) -> bool:
     # In a transformation's own trees, such as out_axes, there may be anything.
-    return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], Stacked)
+    return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], StackedValues)
 
 
 def _stacked(axis: int) -> Callable[..., Any]:

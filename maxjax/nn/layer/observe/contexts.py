@@ -13,7 +13,7 @@ from ....graph.weight.running import RUNNING
 from ..calls import Wish
 from ..walk import Walk
 from .captures import CaptureKeyError, Captures
-from .frames import Frame, Plan, Taps, enter, leave, trace
+from .frames import Frame, Observation, Taps, enter, leave, trace
 from .functions import (
     capture_plan,
     check_first,
@@ -92,7 +92,7 @@ class Observer:
             self._structure = EPOCH.structure
         return self._names.get(id(module))
 
-    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
         """What it wants, with the values of patches."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class Observer:
     def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:
         """Checks a call before it runs."""
 
-    def take(self, plan: Plan, frame: Frame) -> None:
+    def take(self, plan: Observation, frame: Frame) -> None:
         """Takes what a call has recorded.
 
         Raises:
@@ -118,7 +118,7 @@ class Observer:
         return None
 
     def take_taps(
-        self, plan: Plan, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
+        self, plan: Observation, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
         width: int | None,
     ) -> None:  # fmt: skip
         """Takes what one of maxjax's programs has recorded; the arguments are those of ``Recording.add``."""
@@ -168,10 +168,10 @@ class Capture(Observer, Mapping[str, Any]):
             for call in (run.calls if isinstance(run, Recording) else [run])
         ]
 
-    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
         return capture_plan(self._found, level), ()
 
-    def take(self, plan: Plan, frame: Frame) -> None:
+    def take(self, plan: Observation, frame: Frame) -> None:
         super().take(plan, frame)
         found = Captures.of(frame.taps(), plan.level)
         if len(found):
@@ -182,7 +182,7 @@ class Capture(Observer, Mapping[str, Any]):
         return self.runs[-1]  # type: ignore[return-value]
 
     def take_taps(
-        self, plan: Plan, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
+        self, plan: Observation, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
         width: int | None,
     ) -> None:  # fmt: skip
         super().take_taps(plan, taps, recording, rows, counts, width)
@@ -228,7 +228,7 @@ class Patching(Observer):
         super().__init__(model, list(self._given))
         self._fit: set[Any] = set()
 
-    def plan(self, level: int) -> tuple[Plan, tuple[Any, ...]]:
+    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
         return patch_plan(self._given, self._found, level)
 
     def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:

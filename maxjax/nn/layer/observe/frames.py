@@ -30,19 +30,19 @@ from ....kernels import explicit
 
 # (level of the plan, name, site, what): what is "value", or "patched" for a place that was patched.
 Key = tuple[int, str, str, str]
-Mark = tuple["Plan", str]
+Mark = tuple["Observation", str]
 OUTPUT, INPUT, INPUTS = "output", "input", "inputs"
 SITES = (OUTPUT, INPUT, INPUTS)
 
 
-class Function:
+class CallerFunction:
     """A function of a caller, compared by identity: some that are equal do not compute the same."""
 
     def __init__(self, call: Callable[..., Any], takes_number: bool):
         self.call, self.takes_number = call, takes_number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and other.call is self.call
+        return isinstance(other, CallerFunction) and other.call is self.call
 
     def __hash__(self) -> int:
         return id(self.call)
@@ -61,11 +61,11 @@ class Patch(NamedTuple):
     """
 
     label: str
-    function: Function | None
+    function: CallerFunction | None
     places: tuple[tuple[str, str], ...]
 
 
-class Plan(NamedTuple):
+class Observation(NamedTuple):
     """What one observer wants: hashable, part of treedefs, equal for equal wishes.
 
     Attributes:
@@ -88,13 +88,13 @@ class Loop(NamedTuple):
         number: number of the layer that runs, an int32 scalar.
     """
 
-    where: Mapping[Plan, str]
+    where: Mapping[Observation, str]
     members: Sequence[int]
     number: Any
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Stacked:
+class StackedValues:
     """Values of several layers of a stack: a tree of arrays ``[n, ...]``, and the layers' numbers."""
 
     def __init__(self, tree: Any, numbers: tuple[int, ...]):
@@ -104,7 +104,7 @@ class Stacked:
         return ((jax.tree_util.GetAttrKey("layers"), self.tree),), self.numbers
 
     @classmethod
-    def tree_unflatten(cls, numbers: Any, children: Any) -> Stacked:
+    def tree_unflatten(cls, numbers: Any, children: Any) -> StackedValues:
         return cls(children[0], numbers)
 
 
@@ -123,7 +123,7 @@ class Frame:
         seen: (level, name, site) of all places that were passed, whether they were wanted or not.
     """
 
-    def __init__(self, values: Mapping[Plan, tuple[Any, ...]], loop: Loop | None = None):
+    def __init__(self, values: Mapping[Observation, tuple[Any, ...]], loop: Loop | None = None):
         self.values, self.loop = dict(values), loop
         self.trace = trace()
         self.found: dict[Key, list[Any]] = {}
@@ -141,7 +141,7 @@ class Frame:
                 self._check_trace(key[1], key[2])
                 self.found.setdefault(key, []).extend(values)
 
-    def numbered(self, plan: Plan, name: str) -> list[tuple[int, str]] | None:
+    def numbered(self, plan: Observation, name: str) -> list[tuple[int, str]] | None:
         """The layers and names that a name in the body of a loop stands for; None elsewhere."""
         where = None if self.loop is None else self.loop.where.get(plan)
         if where is None or not (name == where or name.startswith(f"{where}.")):
@@ -149,14 +149,14 @@ class Frame:
         assert self.loop is not None
         return [(i, renumbered(name, where, i)) for i in self.loop.members]
 
-    def wants(self, plan: Plan, name: str, site: str) -> bool:
+    def wants(self, plan: Observation, name: str, site: str) -> bool:
         """Whether a plan captures or patches the place, in one of its layers at least."""
         layers = self.numbered(plan, name)
         names = [concrete(name)] if layers is None else [full for _, full in layers]
         wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
         return any((full, site) in wanted for full in names)
 
-    def patched(self, plan: Plan, name: str, site: str, value: Any) -> Any:
+    def patched(self, plan: Observation, name: str, site: str, value: Any) -> Any:
         """The value with the patches of a plan."""
         layers = self.numbered(plan, name)
         for patch, given in zip(plan.patches, self.values[plan], strict=True):
@@ -179,14 +179,14 @@ class Frame:
             value = new
         return value
 
-    def record(self, plan: Plan, name: str, site: str, value: Any) -> None:
+    def record(self, plan: Observation, name: str, site: str, value: Any) -> None:
         """Records a value if the plan wants it."""
         names = self.see(plan, name, site)
         if any((full, site) in plan.captures for full in names):
             self._check_trace(name, site)
             self.found.setdefault((plan.level, name, site, "value"), []).append(_plain(value))
 
-    def see(self, plan: Plan, name: str, site: str) -> list[str]:
+    def see(self, plan: Observation, name: str, site: str) -> list[str]:
         """Notes that a place is there; returns its name, in a loop those of all layers."""
         layers = self.numbered(plan, name)
         names = [concrete(name)] if layers is None else [full for _, full in layers]
@@ -256,7 +256,7 @@ def opened(frame: Frame) -> Iterator[Frame]:
         frames.pop()
 
 
-def live() -> dict[Plan, tuple[Any, ...]]:
+def live() -> dict[Observation, tuple[Any, ...]]:
     """The live plans of this thread with the values of their patches."""
     return dict(OBSERVING.frames[-1].values) if OBSERVING.frames else {}
 

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from ....errors import UserInputError
 from ..calls import Wish, observe
 from .captures import Captures
-from .frames import Function, Patch, Plan, Taps, next_level
+from .frames import CallerFunction, Observation, Patch, Taps, next_level
 from .places import Place, check_model, natural, places, unseen
 
 
@@ -121,9 +121,9 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
 # --- plans --------------------------------------------------------------------------------------
 
 
-def capture_plan(found: Sequence[Sequence[Place]], level: int) -> Plan:
+def capture_plan(found: Sequence[Sequence[Place]], level: int) -> Observation:
     """The plan that records places."""
-    return Plan(frozenset(place for group in found for place in group), (), level)
+    return Observation(frozenset(place for group in found for place in group), (), level)
 
 
 def checked_patches(patches: Any, what: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _value_or_function(pattern: Any, new: Any, what: str) -> Any:
                 f"{what}: the function for '{pattern}' has {count} required parameters: it is called with the "
                 "value, or with the value and the number of the layer"
             )
-        return Function(new, count == 2)
+        return CallerFunction(new, count == 2)
     if isinstance(new, (bool, int, float, complex)):
         return jnp.asarray(new)  # its weak type says that it was a number
     if any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(new)) or not jax.tree.leaves(new):
@@ -171,18 +171,18 @@ def _required(function: Callable[..., Any]) -> int:
 
 def patch_plan(
     given: Mapping[str, Any], found: Sequence[Sequence[Place]], level: int
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[Observation, tuple[Any, ...]]:
     """The plan of patches, and their values: None for a function."""
     patches, values = [], []
     for (pattern, new), group in zip(given.items(), found, strict=True):
-        function = new if isinstance(new, Function) else None
+        function = new if isinstance(new, CallerFunction) else None
         order = tuple(sorted(group, key=lambda place: natural(place[0])))
         patches.append(Patch(str(pattern), function, order))
         values.append(None if function is not None else new)
-    return Plan(frozenset(), tuple(patches), level), tuple(values)
+    return Observation(frozenset(), tuple(patches), level), tuple(values)
 
 
-def check_first(call: Callable[..., Any], operands: Any, plan: Plan, fit: set[Any]) -> None:
+def check_first(call: Callable[..., Any], operands: Any, plan: Observation, fit: set[Any]) -> None:
     """Traces a call that is about to run eagerly, so that a patch that does not fit is refused before.
 
     Args:
@@ -216,7 +216,12 @@ def check_first(call: Callable[..., Any], operands: Any, plan: Plan, fit: set[An
 
 
 def check_passed(
-    found: Sequence[Sequence[Place]], plan: Plan, frame: Any, what: str, *, strict: bool = True
+    found: Sequence[Sequence[Place]],
+    plan: Observation,
+    frame: Any,
+    what: str,
+    *,
+    strict: bool = True,
 ) -> None:
     """Raises an error if a pattern's places were not passed."""
     seen = {(name, site) for level, name, site in frame.seen if level == plan.level}
@@ -226,7 +231,7 @@ def check_passed(
             raise error
 
 
-def passed_places(found: Taps, plan: Plan) -> set[Place]:
+def passed_places(found: Taps, plan: Observation) -> set[Place]:
     """The places that were captured or patched."""
     patched = {
         (name, site)

@@ -22,8 +22,8 @@ from .frames import (
     Frame,
     Key,
     Loop,
-    Plan,
-    Stacked,
+    Observation,
+    StackedValues,
     Taps,
     is_span,
     live,
@@ -74,7 +74,7 @@ class LoopFrame:
         members: for each pattern of names, the numbers of its layers.
     """
 
-    def __init__(self, values: dict[Plan, Any], members: dict[str, Sequence[int]]):
+    def __init__(self, values: dict[Observation, Any], members: dict[str, Sequence[int]]):
         self.values, self.members = values, members
 
     @classmethod
@@ -158,7 +158,7 @@ class Kept:
             wanted = tuple(self._wanted(key))
             if self._is_few(key):
                 values = jax.tree.map(lambda a: a[:-1], values)
-            found[key] = tuple(Stacked(value, wanted) for value in values)
+            found[key] = tuple(StackedValues(value, wanted) for value in values)
         return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ....errors import UnsupportedModelError, UserInputError
 from ..definition import marked
-from .frames import Frame, Plan, Taps, current_observers, next_level, opened
+from .frames import Frame, Observation, Taps, current_observers, next_level, opened
 from .places import Place, unseen
 
 
@@ -41,7 +41,7 @@ def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> t
     return result, frame.taps()
 
 
-def _check_sites(plan: Plan, frame: Frame) -> None:
+def _check_sites(plan: Observation, frame: Frame) -> None:
     seen: set[Place] = {(name, site) for level, name, site in frame.seen if level == plan.level}
     wanted = {*plan.captures, *(place for patch in plan.patches for place in patch.places)}
     for site in sorted({site for _, site in wanted}):

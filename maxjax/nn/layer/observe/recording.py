@@ -14,7 +14,7 @@ import numpy as np
 
 from ....errors import UserInputError
 from .captures import Captures
-from .frames import Stacked
+from .frames import StackedValues
 from .places import Place
 
 
@@ -129,7 +129,7 @@ class Recording(Mapping[str, Any]):
         first = pieces[0].found.entries[place]
         runs = []
         for i, run in enumerate(first):
-            stacked = isinstance(run, Stacked)
+            stacked = isinstance(run, StackedValues)
             trees = [piece.found.entries[place][i] for piece in pieces]
             flat = [jax.tree.leaves(tree) for tree in trees]
             leaves = [
