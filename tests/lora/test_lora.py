@@ -12,7 +12,7 @@ from maxjax import lora, nn
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
-from maxjax.nn.quantized import Layout, QuantizedLinear, Tensor
+from maxjax.nn.quantized import QuantizedLinear, QuantLayout, QuantTensor
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
 run = jax.jit(lambda model, ids: model(ids))
@@ -292,11 +292,11 @@ def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
 def test_over_the_tensors_of_a_quantised_format():
     """Of GPTQ, FP8 and others: the layer keeps its tensors, and the update is beside them."""
     tensors = (
-        Tensor("weight", maxjax.DType.int8, (6, 4), (0, 1)),
-        Tensor("weight_scale", maxjax.DType.float32, (6, 1), (0, None)),
+        QuantTensor("weight", maxjax.DType.int8, (6, 4), (0, 1)),
+        QuantTensor("weight_scale", maxjax.DType.float32, (6, 1), (0, None)),
     )
     layers = nn.LayerList(
-        QuantizedLinear(Layout("scaled", 6, 4, tensors), DeviceRef.CPU()) for _ in range(2)
+        QuantizedLinear(QuantLayout("scaled", 6, 4, tensors), DeviceRef.CPU()) for _ in range(2)
     )
     rng = np.random.default_rng(0)
     for layer in layers:

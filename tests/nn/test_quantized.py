@@ -11,7 +11,7 @@ from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, ShardingStrategy
 from maxjax.models.quantized import Quantization
 from maxjax.nn.layer import LayerList
-from maxjax.nn.quantized import Exactly, Layout, QuantizedLinear, QuantState, Tensor
+from maxjax.nn.quantized import Exactly, QuantizedLinear, QuantLayout, QuantState, QuantTensor
 from maxjax.nn.quantized.formats import FORMATS, floats, spread, unpacked
 from tests.models.quantized_goldens import goldens
 from tests.models.quantizers import CASES, compressed_scaled, gptq
@@ -179,11 +179,11 @@ def test_a_weight_with_more_bytes_of_scales_than_of_numbers():
 
 def test_values_that_a_file_must_have():
     tensors = (
-        Tensor("weight", DType.int8, (2, 3), (0, 1)),
-        Tensor("weight_scale", DType.float32, (2, 1), (0, None)),
-        Tensor("shape", DType.int64, (2,), (None,), Exactly((2, 3))),
+        QuantTensor("weight", DType.int8, (2, 3), (0, 1)),
+        QuantTensor("weight_scale", DType.float32, (2, 1), (0, None)),
+        QuantTensor("shape", DType.int64, (2,), (None,), Exactly((2, 3))),
     )
-    layer = QuantizedLinear(Layout("scaled", 2, 3, tensors), DeviceRef.CPU())
+    layer = QuantizedLinear(QuantLayout("scaled", 2, 3, tensors), DeviceRef.CPU())
     state = {"weight": np.ones((2, 3), np.int8), "weight_scale": np.ones((2, 1), np.float32)}
     layer.load_state_dict({**state, "shape": np.array([2, 3])})
     with pytest.raises(ValueError, match=r"'shape' must be \[2, 3\], not \[3, 2\]"):
@@ -242,11 +242,11 @@ class Outer(maxjax.nn.Module):
 
 def test_8_bit_scales_that_are_powers_of_two():
     tensors = (
-        Tensor("weight", DType.float8_e4m3fn, (2, 4), (0, 1)),
-        Tensor("weight_scale_inv", DType.float8_e8m0fnu, (1, 2), (0, 1)),
+        QuantTensor("weight", DType.float8_e4m3fn, (2, 4), (0, 1)),
+        QuantTensor("weight_scale_inv", DType.float8_e8m0fnu, (1, 2), (0, 1)),
     )
     options = (("scale", "weight_scale_inv"), ("block", (2, 2)))
-    layer = QuantizedLinear(Layout("scaled", 2, 4, tensors, options), DeviceRef.CPU())
+    layer = QuantizedLinear(QuantLayout("scaled", 2, 4, tensors, options), DeviceRef.CPU())
     weight = np.ones((2, 4), ml_dtypes.float8_e4m3fn)
     scales = np.array([[0.25, 8]], np.float32).astype(ml_dtypes.float8_e8m0fnu)
     layer.load_state_dict({"weight": weight, "weight_scale_inv": scales})
