@@ -213,6 +213,8 @@ class Graph(Rendered, metaclass=_Meta):
                 self.output(result)
             elif result is not None:
                 self.output(*result)
+            elif self._outputs is None:
+                self.output()
 
     # -- writing it
 

@@ -20,6 +20,9 @@ class Type:
         dtype: a DType, or anything that converts to one.
         shape: sizes; a string is a symbolic dimension.
         device: device of the tensor.
+
+    Raises:
+        TypeError: a size is negative.
     """
 
     __slots__ = ("_dims", "device", "dtype")
@@ -27,6 +30,8 @@ class Type:
     def __init__(self, dtype: Any, shape: Iterable[Any], device: DeviceRef):
         self.dtype = DType.of(dtype)
         self._dims: tuple[Dim, ...] = tuple(Shape(shape))
+        if any(isinstance(dim, StaticDim) and int(dim) < 0 for dim in self._dims):
+            raise TypeError(f"sizes must not be negative, but the shape is {list(self._dims)}")
         self.device = device
 
     @property
@@ -48,8 +53,10 @@ class Type:
         """The product of the sizes.
 
         Raises:
-            TypeError: a size is symbolic.
+            RuntimeError: a size is symbolic.
         """
+        if not all(isinstance(dim, StaticDim) for dim in self._dims):
+            raise RuntimeError(f"{self!r} has symbolic sizes, so it has no number of elements yet")
         product = 1
         for dim in self._dims:
             product *= int(dim)

@@ -203,7 +203,7 @@ class TensorValue(Operators):
         )
         try:
             return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
-        except TypeError as error:
+        except (TypeError, ZeroDivisionError) as error:
             raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
 
     def permute(self, dims: Sequence[int]) -> TensorValue:

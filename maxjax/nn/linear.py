@@ -293,6 +293,7 @@ class MLP(Module):
         activation_function: name of the activation function, as ``nn.activation`` takes it.
         quant_config: not supported yet.
         swiglu_limit: if positive, gates are clipped to at most this limit, and ``up_proj(x)`` to ±limit.
+        is_sharding: whether to create no linear layers; whoever shards this layer assigns them.
 
     Attributes:
         gate_proj, down_proj, up_proj: linear layers, registered in this order, as in MAX.
@@ -318,12 +319,15 @@ class MLP(Module):
         activation_function: str = "silu",
         quant_config: Any = None,
         swiglu_limit: float = 0.0,
+        is_sharding: bool = False,
     ):
         super().__init__()
         activation(activation_function)
         self.devices = list(devices)
         self.hidden_dim, self.feed_forward_length = hidden_dim, feed_forward_length
         self.activation_function, self.swiglu_limit = activation_function, swiglu_limit
+        if is_sharding:
+            return
 
         def linear(in_dim: int, out_dim: int) -> Any:
             return linear_cls(

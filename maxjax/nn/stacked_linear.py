@@ -63,6 +63,7 @@ class StackedLinear(LowRank):
         linear_cls: Callable[..., Any] = Linear,
         quant_config: Any = None,
         clip_weight: float | None = None,
+        _is_sharding: bool = False,
     ):
         super().__init__()
         device = device or DeviceRef.CPU()
@@ -76,6 +77,8 @@ class StackedLinear(LowRank):
         self.in_dim, self.out_dims, self.names = in_dim, tuple(out_dims), tuple(names)
         self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight or None
         self.bias = None
+        if _is_sharding:  # whoever shards this layer assigns weights or children
+            return
         if stacked:
             self.weight = Weight("weight", dtype, (sum(out_dims), in_dim), device)
             if has_bias:

@@ -86,6 +86,14 @@ def test_the_types_of_buffers_are_others_than_those_of_tensors():
     assert len({tensor, buffer, tensor.as_buffer()}) == 2
 
 
+def test_sizes_of_a_type():
+    assert TensorType("int8", (2, 0), CPU).num_elements() == 0
+    with pytest.raises(RuntimeError, match="symbolic"):
+        TensorType("int8", (2, "n"), CPU).num_elements()
+    with pytest.raises(TypeError, match="negative"):
+        TensorType("int8", (2, -1), CPU)
+
+
 def test_scopes_are_named_in_the_program():
     with Graph("scopes", input_types=[TensorType(DType.float32, (2,), CPU)]) as graph:
         with graph.profile_scope("outer", color=ProfileScopeColor.ORANGE):

@@ -72,6 +72,7 @@ def test_block_form():
         (lambda x: (x + 1, x.tensor * 2), 2),
         (lambda x: [x], 1),
         (lambda x: jnp.sin(x), 1),
+        (lambda x: None, 0),
     ],
 )
 def test_function_form(forward, count):

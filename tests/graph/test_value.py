@@ -207,3 +207,8 @@ def test_under_tracing_it_shows_its_type():
     shown = []
     jax.jit(lambda x: shown.append(repr(x)))(X)
     assert shown == ["TensorValue(dtype=float32, shape=[Dim(2), Dim(3), Dim(4)], device=cpu:0)"]
+
+
+def test_a_size_beside_0_cannot_be_inferred():
+    with pytest.raises(ValueError, match="reshape"):
+        TensorValue(A).reshape((0, -1))

@@ -84,3 +84,10 @@ def test_narrow_weights():
     y = same_everywhere(layer, jnp.asarray(x, jnp.bfloat16), rtol=0.1, atol=0.1)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(y.astype(np.float64), mlp(x, w), rtol=0.1, atol=0.1)
+
+
+def test_for_its_parts_it_creates_no_linear_layers():
+    layer = nn.MLP("float32", None, 6, 8, [CPU], is_sharding=True)
+    assert not layer.raw_state_dict() and (layer.hidden_dim, layer.feed_forward_length) == (6, 8)
+    layer.gate_proj = nn.Linear(6, 8)
+    assert list(layer.raw_state_dict()) == ["gate_proj.weight"]

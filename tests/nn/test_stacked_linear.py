@@ -101,3 +101,9 @@ def test_a_bound_of_nothing_is_no_bound(stacked):
     x = np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(free(x), zero(x))
     assert np.abs(zero(x)).min() > 0
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_for_its_parts_it_creates_nothing(stacked):
+    layer = nn.StackedLinear(5, [4, 2, 2], NAMES, stacked=stacked, has_bias=True, _is_sharding=True)
+    assert not layer.raw_state_dict() and layer.bias is None

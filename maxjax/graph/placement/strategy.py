@@ -88,20 +88,20 @@ class _Ranges:
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         if self.axis is None:
             return weight
-        axis, extent = _axis_of(weight, self.axis)
+        axis, extent = _axis_of(weight.shape, self.axis)
         before = (slice(None),) * axis
         parts = [weight[(*before, slice(a, b))] for a, b in self.ranges(extent, i, n)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _axis_of(weight: Any, axis: int) -> tuple[int, int]:
-    rank = len(weight.shape)
+def _axis_of(shape: Sequence[Any], axis: int) -> tuple[int, int]:
+    rank = len(shape)
     if not -rank <= axis < rank:
-        raise IndexError(f"a weight of shape {tuple(weight.shape)} has no axis {axis} to split")
-    extent = weight.shape[axis]
+        raise IndexError(f"a weight of shape {tuple(shape)} has no axis {axis} to split")
+    extent = shape[axis]
     if not isinstance(extent, (int, StaticDim)):
         raise TypeError(
-            f"axis {axis} of a weight of shape {weight.shape!r} cannot be split, as its size is unknown"
+            f"axis {axis} of a weight of shape {list(shape)!r} cannot be split, as its size is unknown"
         )
     return axis % rank, int(extent)
 
@@ -474,14 +474,24 @@ class Shardable(Protocol):
         ...
 
 
-def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[int, ...]:
+def shard_shape(
+    strategy: ShardingStrategy, shape: tuple[Any, ...], i: int
+) -> tuple[Any, ...] | None:
     """The shape of the part for device ``i`` of a weight of this shape; no values are needed.
+
+    Sizes may be symbolic, except that of the axis that is split; None: a function of the user's needs values for these.
 
     Raises:
         IndexError: the weight has no such axis.
         ValueError: the axis cannot be split in this way.
         NotImplementedError: the strategy is for whole layers.
     """
-    return tuple(
-        jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
-    )
+    if all(isinstance(size, int) for size in shape):
+        part = jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32))
+        return tuple(part.shape)
+    rule = strategy.shard
+    if not isinstance(rule, _Ranges) or rule.axis is None:
+        return None
+    axis, extent = _axis_of(shape, rule.axis)
+    size = sum(stop - start for start, stop in rule.ranges(extent, i, strategy.num_devices))
+    return (*shape[:axis], size, *shape[axis + 1 :])

@@ -250,15 +250,14 @@ class Weight(OfWeight, TensorValue):
 
     @property
     def sharding_strategy(self) -> Any:
-        """How the Weight is split over devices, or None. Setting it declares the CPU as device, as in MAX."""
+        """How the Weight is split over devices, or None. Setting either declares the CPU as device, as in MAX."""
         return self._sharding_strategy
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
         self.stored.refuse_in_stack("a strategy")
         self._sharding_strategy = strategy
-        if strategy is not None:
-            self._device = DeviceRef.CPU()
+        self._device = DeviceRef.CPU()
         structure_changed()
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
@@ -430,8 +429,9 @@ class Shard(Weight):
     def __init__(self, host: Weight, i: int, device: DeviceRef):
         strategy, self.host = host.sharding_strategy, host
         sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
-        known = all(isinstance(size, int) for size in sizes)
-        shape = shard_shape(strategy, sizes, i) if known else strategy(host, i).shape
+        shape = shard_shape(strategy, sizes, i)
+        if shape is None:
+            shape = strategy(host, i).shape
         encoding = host.quantization_encoding
         super().__init__(
             f"{host.name}[{i}]", host.dtype, shape, device, encoding, host.align, strategy

@@ -57,6 +57,7 @@ class CheckpointSource:
 
     def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
         self.table: TensorTable | None = table
+        self.entries = table.entries  # stays when the files are closed: what there is, as MAX tells
         self.path = path
         self.allocated = {} if allocated is None else allocated
         # The limits at opening also apply to files that are read with the checkpoint.
@@ -73,7 +74,7 @@ class CheckpointSource:
 
     @cached_property
     def names(self) -> list[str]:
-        return sorted(self.open_table().entries)
+        return sorted(self.entries)
 
     def read(self, name: str) -> np.ndarray:
         array = self.seen.get(name)
@@ -167,7 +168,7 @@ class Weights(Rendered):
     def __contains__(self, name: object) -> bool:
         prefix = self._prefix
         inside = not prefix or name == prefix or str(name).startswith(f"{prefix}.")
-        return inside and name in self._family.open_table().entries
+        return inside and name in self._family.entries
 
     def keys(self) -> list[str]:
         """Full names of the tensors at or below this place, sorted.
@@ -194,11 +195,11 @@ class Weights(Rendered):
 
     def exists(self) -> bool:
         """Whether a tensor has exactly this name."""
-        return self._prefix in self._family.open_table().entries
+        return self._prefix in self._family.entries
 
     def items(self) -> Iterator[tuple[str, Weights]]:
         """Full name and place of every tensor at or below this place, in the order of keys()."""
-        for name in self._below():
+        for name in map(str, self.keys()):
             yield name, self._at(name)
 
     def _below(self) -> list[str]:

@@ -59,7 +59,7 @@ class GGUFWeights(Weights):
     def keys(self) -> list[str]:
         """Full names of the tensors at or below this place, in the file's order."""
         below = {str(name): name for name in super().keys()}
-        return [below[name] for name in self._family.open_table().entries if name in below]
+        return [below[name] for name in self._family.entries if name in below]
 
     def allocate(
         self,
@@ -107,6 +107,12 @@ class WeightsFormat(enum.StrEnum):
 
     gguf = "gguf"
     safetensors = "safetensors"
+
+    # Its text is `WeightsFormat.gguf`, as in MAX, although it equals "gguf".
+    __str__ = enum.Enum.__str__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 def weights_format(weight_paths: Sequence[Any]) -> WeightsFormat:

@@ -192,3 +192,26 @@ def test_nor_do_layers_take_more_devices(layer):
     assert len(layer.shard([CPU] * 2)) == 2
     with pytest.raises(ValueError, match="over 2 devices .* got 3"):
         layer.shard([CPU] * 3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "shapes"),
+    [
+        (ShardingStrategy.rowwise(2), (5, "n"), [[3, "n"], [2, "n"]]),
+        (ShardingStrategy.columnwise(2), ("n", 5), [["n", 3], ["n", 2]]),
+        (ShardingStrategy.axiswise(-1, 2), ("n", 3), [["n", 2], ["n", 1]]),
+        (ShardingStrategy.stacked_qkv(2, 2, 2), (12, "n"), [[6, "n"], [6, "n"]]),
+        (ShardingStrategy.gate_up(2, 0), (8, "n"), [[4, "n"], [4, "n"]]),
+        (ShardingStrategy.replicate(2), ("n",), [["n"], ["n"]]),
+    ],
+)
+def test_sizes_of_other_axes_may_be_symbolic(strategy, shape, shapes):
+    w = weight(strategy, None, shape)
+    assert [s.shape for s in w.shard([CPU] * 2)] == shapes
+
+
+def test_setting_a_strategy_or_none_declares_the_cpu():
+    for strategy in (ShardingStrategy.rowwise(2), None):
+        w = Weight("w", "float32", (2,), DeviceRef.GPU(1))
+        w.sharding_strategy = strategy
+        assert w.device == CPU and w.sharding_strategy is strategy

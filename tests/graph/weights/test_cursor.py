@@ -169,6 +169,9 @@ def test_close(path):
     with pytest.raises(KeyError, match="closed"):
         layer.w.data()
     assert "closed" in repr(w)
+    # The names are still there.
+    assert layer.w.exists() and not w.model.layers.exists() and "norm" in w
+    assert [name for name, _ in w.items()] == sorted(TENSORS)
 
 
 def test_paths(path, tmp_path):
@@ -187,6 +190,9 @@ def test_paths(path, tmp_path):
         load_weights(tmp_path / "x.bin")
     assert (
         weights_format([path]).value == "safetensors" and weights_format(["a.gguf"]).value == "gguf"
+    )
+    assert (
+        str(weights_format(["a.gguf"])) == "WeightsFormat.gguf" == f"{weights_format(['a.gguf'])}"
     )
     with pytest.raises(ValueError):
         weights_format(["a.SAFETENSORS"])

@@ -446,3 +446,11 @@ def test_other_types_are_decoded_as_by_the_gguf_package(name, split, tmp_path):
 
 def test_the_types_that_are_decoded_are_many():
     assert {"Q2_K", "Q3_K", "IQ3_S", "IQ2_XS", "TQ1_0", "IQ1_M"} <= set(DECODED)
+
+
+def test_items_of_a_gguf_file_are_in_the_files_order(tmp_path):
+    names = ["z", "a.b", "a", "m"]
+    path = write_gguf(tmp_path / "order.gguf", {name: np.ones(1, np.float32) for name in names}, {})
+    with maxjax.load_weights(path) as w:
+        assert [name for name, _ in w.items()] == list(w.keys()) == names
+        assert [name for name, _ in w.a.items()] == ["a.b", "a"]
