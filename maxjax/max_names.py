@@ -63,7 +63,6 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.comm.ep.ep_manager": {"EPBatchManager EPCommInitializer _ep_sync_counter_bytes "
                               "_bound_fused_moe_workspace": _EXPERTS},
     "nn.float8_scale_stacking": {"can_use_fused_mlp": _PACKED},
-    "nn.hyper_connection": {"HyperConnection": "it is not implemented"},
     "nn.kernels": {
         "store_k_scale_cache_ragged cross_attention_ragged "
         "latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "
@@ -72,10 +71,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "mla_fp8_index_top_k_with_physical": _LATENT,
         "quantize_dynamic_scaled_float8 block_scales_interleave grouped_matmul_block_scaled dynamic_scaled_matmul "
         "grouped_quantize_nvfp4_row_scaled grouped_quantize_dynamic_block_scaled": _PACKED,
-        "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router "
-        "moe_router_group_limited": _EXPERTS,
-        "mtp_eh_norm hyper_connection_gates row_mean_of_squares_qk apply_qk_rms_norm "
-        "learnable_2d_interp_pos_emb tpool_patch_merger spatial_merge": _KERNEL,
+        "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router": _EXPERTS,
     },
     "driver": {"CompletionFlag DeviceEvent DeviceQueue SymmetricPool batch_inplace_copy copy_pinned_to_destinations "
                "scan_available_devices": "JAX moves arrays and waits for them by itself: jax.device_put"},
@@ -98,8 +94,7 @@ ADVICE: dict[str, dict[str, str]] = {
                   "linear": "use maxjax.nn.Linear, or x @ w.T + b"},
     "nn.moe": {
         "MoEQuantized NvMxf4f8Strategy": _PACKED,
-        "GatedActivation make_concatenated_gated_activation_fn "
-        "SigmoidTopKRouter": "use nn.MoE and nn.MoEGate",
+        "GatedActivation make_concatenated_gated_activation_fn": "use nn.MoE and nn.MoEGate",
     },
     "nn.parallel": {"ParallelArrayOps": "use NumPy; maxjax.load reads files in parallel"},
     "nn.quant_ops": {"quantized_matmul quantized_fused_qkv_matmul": _PACKED},
@@ -109,7 +104,7 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.sampling.rejection_sampler": {"AcceptanceSampler _draft_step_seed _reshape_target_logits": _SAMPLING},
     "nn.sampling.penalties": {"LogitPenalties": _SAMPLING},
     "nn.state_space": {
-        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd gated_group_rmsnorm "
+        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd "
         "gated_delta_conv1d_verify_fwd kda_decode short_conv_ring gated_delta_recurrence_fwd "
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},

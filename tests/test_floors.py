@@ -86,8 +86,8 @@ nn/attention: tapped_attention attention_with_rope multi_head_attention multihea
 nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
-nn: kernels
-nn/moe: routing algorithms experts moe stacked_moe expert_parallel __init__
+nn/moe: routing algorithms experts moe sigmoid_router assignments stacked_moe expert_parallel __init__
+nn: grids row_norms kernels
 nn/comm/ep: __init__ ep_config ep_kernels ep_manager
 nn/data_parallelism: split_batch __init__
 nn/parallel: __init__

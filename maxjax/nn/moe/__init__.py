@@ -6,6 +6,7 @@ from .moe import MoE as MoE
 from .moe import MoEGate as MoEGate
 from .routing import SHARES as SHARES
 from .routing import Routing as Routing
+from .sigmoid_router import SigmoidTopKRouter as SigmoidTopKRouter
 from .stacked_moe import GateUpFormat as GateUpFormat
 from .stacked_moe import StackedMoE as StackedMoE
 from .stacked_moe import make_stacked_gated_activation_fn as make_stacked_gated_activation_fn

@@ -18,10 +18,10 @@ from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy, even_range
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
-from ..kernels import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from ..layer import Module
 from ..layer.sharded import sharded
 from ..linear import MLP
+from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 
 
 class GateUpFormat(enum.Enum):
