@@ -6,14 +6,17 @@ sizes of results follow from the grids' values, so that those must be known: the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..graph.ops.interpolation import resize_bicubic
 from ..graph.ops.lift import lift
+from ..graph.value import TensorValue
 
 
 def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:
@@ -23,7 +26,8 @@ def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:
         NotImplementedError: they are arguments of a program.
         ValueError: they are no ``[N, 3]``.
     """
-    if isinstance(grids, jax.core.Tracer):
+    grids = grids.value if isinstance(grids, TensorValue) else grids
+    if isinstance(grids, Tracer):
         raise NotImplementedError(
             f"{op} takes grids that are known while a program is traced: the sizes of its result depend on them"
         )
@@ -31,6 +35,12 @@ def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:
     if array.ndim != 2 or array.shape[1] != 3:
         raise ValueError(f"{op} takes grids [N, 3], not {list(array.shape)}")
     return [(int(t), int(h), int(w)) for t, h, w in array]
+
+
+@lift
+def _lifted(function: Callable[..., Any], *arrays: Any) -> Any:
+    """A function of arrays, as an op. Grids are not among them: NumPy arrays would become a program's values."""
+    return function(*arrays)
 
 
 def _in_blocks(x: jax.Array, h: int, w: int, rows: int, columns: int, op: str) -> jax.Array:
@@ -47,7 +57,6 @@ def _split(x: jax.Array, sizes: list[int], op: str) -> list[jax.Array]:
     return [x[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
 
 
-@lift
 def spatial_merge(
     input: Any, grid_thw: Any, hidden_size: int, merge_size: int, *, out_rows: Any
 ) -> Any:
@@ -74,21 +83,24 @@ def spatial_merge(
     """
     op = "spatial_merge"
     grids = _known(op, grid_thw)
-    if input.ndim != 2 or input.shape[1] != hidden_size:
-        raise ValueError(f"{op} takes patches of {hidden_size} features, not {list(input.shape)}")
     total = sum(t * h * w for t, h, w in grids)
     if isinstance(out_rows, int) and out_rows != total:
         raise ValueError(f"{op}: the grids have {total} patches, not {out_rows}")
-    parts = _split(input, [h * w for _, h, w in grids], op)
-    return jnp.concatenate(
-        [
-            jnp.tile(_in_blocks(x, h, w, merge_size, merge_size, op), (t, 1))
-            for x, (t, h, w) in zip(parts, grids, strict=True)
-        ]
-    )
+
+    def run(x: jax.Array) -> jax.Array:
+        if x.ndim != 2 or x.shape[1] != hidden_size:
+            raise ValueError(f"{op} takes patches of {hidden_size} features, not {list(x.shape)}")
+        parts = _split(x, [h * w for _, h, w in grids], op)
+        return jnp.concatenate(
+            [
+                jnp.tile(_in_blocks(part, h, w, merge_size, merge_size, op), (t, 1))
+                for part, (t, h, w) in zip(parts, grids, strict=True)
+            ]
+        )
+
+    return _lifted(run, input)
 
 
-@lift
 def tpool_patch_merger(
     input: Any, grid_thws: Any, kH: int, kW: int, max_h: Any = None, max_w: Any = None
 ) -> Any:
@@ -114,18 +126,18 @@ def tpool_patch_merger(
     """
     op = "tpool_patch_merger"
     grids = _known(op, grid_thws)
-    parts = _split(input, [t * h * w for t, h, w in grids], op)
-    return jnp.concatenate(
-        [
-            _in_blocks(
-                x.reshape(t, h * w, -1).astype(jnp.float32).mean(axis=0), h, w, kH, kW, op
-            ).astype(x.dtype)
-            for x, (t, h, w) in zip(parts, grids, strict=True)
-        ]
-    )
+
+    def run(x: jax.Array) -> jax.Array:
+        found = []
+        parts = _split(x, [t * h * w for t, h, w in grids], op)
+        for part, (t, h, w) in zip(parts, grids, strict=True):
+            mean = part.reshape(t, h * w, -1).astype(jnp.float32).mean(axis=0)
+            found.append(_in_blocks(mean, h, w, kH, kW, op).astype(x.dtype))
+        return jnp.concatenate(found)
+
+    return _lifted(run, input)
 
 
-@lift
 def learnable_2d_interp_pos_emb(x: Any, weight: Any, grid_thws: Any, time_weight: Any) -> Any:
     """Patches plus the embeddings of their positions, which are resized to each grid (Kimi K2.5).
 
@@ -148,14 +160,19 @@ def learnable_2d_interp_pos_emb(x: Any, weight: Any, grid_thws: Any, time_weight
         [[11.0], [21.0]]
     """
     op = "learnable_2d_interp_pos_emb"
-    grids, wide = _known(op, grid_thws), weight.astype(jnp.float32)
-    found = []
-    for part, (t, h, w) in zip(_split(x, [t * h * w for t, h, w in grids], op), grids, strict=True):
-        if t > time_weight.shape[0]:
-            raise ValueError(f"{op}: {t} frames, and positions of {time_weight.shape[0]}")
-        place = resize_bicubic(wide, (h, w, weight.shape[2])).reshape(1, h * w, -1)
-        place = jnp.broadcast_to(place, (t, *place.shape[1:]))
-        if t > 1:
-            place = place + time_weight[:t, None].astype(jnp.float32)
-        found.append((part.astype(jnp.float32) + place.reshape(part.shape)).astype(x.dtype))
-    return jnp.concatenate(found)
+    grids = _known(op, grid_thws)
+
+    def run(x: jax.Array, weight: jax.Array, time_weight: jax.Array) -> jax.Array:
+        wide, found = weight.astype(jnp.float32), []
+        parts = _split(x, [t * h * w for t, h, w in grids], op)
+        for part, (t, h, w) in zip(parts, grids, strict=True):
+            if t > time_weight.shape[0]:
+                raise ValueError(f"{op}: {t} frames, and positions of {time_weight.shape[0]}")
+            place = resize_bicubic(wide, (h, w, weight.shape[2])).reshape(1, h * w, -1)
+            place = jnp.broadcast_to(place, (t, *place.shape[1:]))
+            if t > 1:
+                place = place + time_weight[:t, None].astype(jnp.float32)
+            found.append((part.astype(jnp.float32) + place.reshape(part.shape)).astype(x.dtype))
+        return jnp.concatenate(found)
+
+    return _lifted(run, x, weight, time_weight)

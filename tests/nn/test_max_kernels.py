@@ -78,6 +78,8 @@ def test_patches_of_grids():
     pooled = kernels.tpool_patch_merger(TensorValue(y), GRIDS, 2, 2, 4, 4)
     means = [in_blocks(y[:8], 2, 4), in_blocks(y[8:].reshape(3, 8, 3).mean(0), 4, 2)]
     close(pooled.value, np.concatenate(means))
+    in_program = jax.jit(lambda y: kernels.tpool_patch_merger(y, GRIDS, 2, 2))
+    close(in_program(y), np.concatenate(means))
     for call in (
         lambda: kernels.spatial_merge(x, GRIDS, 3, 2, out_rows=31),
         lambda: kernels.spatial_merge(x, GRIDS[:, :2], 3, 2, out_rows=32),
