@@ -94,7 +94,8 @@ class HyperConnection(Module):
         hc_base: Weight ``[2 n + n²]``.
         hc_scale: Weight ``[3]``.
 
-    The caller computes ``streams = comb @ streams + post[..., None] * layer(collapsed)[:, None]``.
+    The caller computes ``streams = combᵀ streams + post · layer(collapsed)``: stream k gets the sum of
+    ``comb[:, j, k] * streams[:, j]`` over j, and ``post[:, k]`` times the result.
 
     Example:
         >>> import maxjax
