@@ -428,7 +428,7 @@ class FusedMLP(Module):
         gate_up = matmul(jnp.asarray(unwrap(x)), self.gate_up_proj_fused)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         gate = activation(self.activation_function)(gate)
-        if self.swiglu_limit > 0:  # MAX clips after the activation here, and before it in MLP
+        if self.swiglu_limit > 0:  # after the activation, as MAX does; MLP clips before
             gate = jnp.minimum(gate, self.swiglu_limit)
             up = jnp.clip(up, -self.swiglu_limit, self.swiglu_limit)
         y = gate * up
