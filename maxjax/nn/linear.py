@@ -293,7 +293,7 @@ class MLP(Module):
         has_bias: whether each linear layer has a bias.
         activation_function: name of the activation function, as ``nn.activation`` takes it.
         quant_config: not supported yet.
-        swiglu_limit: if positive, gates are clipped to at most this limit, and ``up_proj(x)`` to ±limit.
+        swiglu_limit: if positive, ``activation(gate_proj(x))`` is at most this, and ``up_proj(x)`` within ± it.
 
     Attributes:
         gate_proj, down_proj, up_proj: linear layers, registered in this order, as in MAX.
@@ -427,11 +427,7 @@ class FusedMLP(Module):
         """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
         gate_up = matmul(jnp.asarray(unwrap(x)), self.gate_up_proj_fused)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        gate = activation(self.activation_function)(gate)
-        if self.swiglu_limit > 0:  # after the activation, as MAX does; MLP clips before
-            gate = jnp.minimum(gate, self.swiglu_limit)
-            up = jnp.clip(up, -self.swiglu_limit, self.swiglu_limit)
-        y = gate * up
+        y = gated(gate, up, self.activation_function, self.swiglu_limit)
         return self.down_proj(TensorValue(y) if wraps(x) else y)
 
     @property
@@ -476,10 +472,11 @@ def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
-    """``activation(gate) · up``, both clipped to ``limit`` where it is positive."""
+    """``activation(gate) · up``; both factors are clipped to ``limit`` where it is positive, as MAX does."""
+    gate = activation(activation_function)(gate)
     if limit > 0:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return activation(activation_function)(gate) * up
+    return gate * up
 
 
 __getattr__ = _absent(__name__)
