@@ -24,36 +24,32 @@ _SAMPLING = "maxjax.generate(…, sampling=maxjax.Sampling(…)) chooses tokens"
 
 ADVICE: dict[str, dict[str, str]] = {
     "graph": {"KernelLibrary": _KERNEL},
-    "graph.dtype_promotion": {"_promote_weak_dtypes": "operators and ops promote by themselves"},
     "graph.ops": {
-        "allgather_rms_norm allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 bundled_allreduce "
-        "distributed_ep distributed_scatter reduce_scatter_rms_norm shard_and_stack": _MESH,
+        "allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 bundled_allreduce "
+        "distributed_ep distributed_scatter shard_and_stack": _MESH,
         "custom inplace_custom": _KERNEL,
-        "parallel side_stream": _STREAM,
+        "parallel": _STREAM,
         "constant_external": "a constant with a name is a Weight: maxjax.graph.Weight",
         "non_maximum_suppression": "the shape of its result depends on values; use NumPy",
         "roi_align": "it is not implemented",
     },
     "graph.ops.random": {
         "set_seed normal gaussian uniform": "randomness takes a key, as in jax.random.normal(key, shape)"},
-    "nn": {"FusedMLP": "use MLP", "GPTQLinear": _PACKED},
-    "nn.activation": {"GatedActivation": "nn.MoE takes the name of an activation"},
+    "nn": {"GPTQLinear": _PACKED},
     "nn.attention": {
-        "MultiheadAttention RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
+        "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
         "DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
-        "MLAPrefillMetadata LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
+        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
     },
     "nn.attention.attention_with_rope": {
         "DataParallelAttentionWithRope GGUFQAttentionWithRope "
         "GPTQAttentionWithRope": _ATTENTION},
     "nn.attention.multi_latent_attention": {
-        "MLAPrefillMetadata LatentAttentionWithRope TensorParallelLatentAttentionWithRope "
+        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope "
         "DataParallelLatentAttentionWithRope": _LATENT},
     "nn.attention.multi_latent_attention_fp8": {
         "LatentAttentionWithRopeFp8 TensorParallelLatentAttentionWithRopeFp8 "
         "DataParallelLatentAttentionWithRopeFp8": _LATENT},
-    "nn.attention.multihead_attention": {
-        "MultiheadAttention": "use maxjax.nn.MultiHeadAttention or jax.nn.dot_product_attention"},
     "nn.comm": {"MulticastPool": _MESH},
     "nn.comm.ep": {"EPBatchManager EPCommInitializer EPConfig EPCommBuffers "
                    "calculate_ep_max_tokens_per_rank estimate_ep_memory_usage": _EXPERTS},
@@ -62,8 +58,6 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.comm.ep.ep_kernels": {"fused_silu fused_silu_quantized": _EXPERTS},
     "nn.comm.ep.ep_manager": {"EPBatchManager EPCommInitializer _ep_sync_counter_bytes "
                               "_bound_fused_moe_workspace": _EXPERTS},
-    "nn.float8_scale_stacking": {"can_use_fused_mlp": _PACKED},
-    "nn.hyper_connection": {"HyperConnection": "it is not implemented"},
     "nn.kernels": {
         "store_k_scale_cache_ragged cross_attention_ragged "
         "latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "
@@ -72,44 +66,32 @@ ADVICE: dict[str, dict[str, str]] = {
         "mla_fp8_index_top_k_with_physical": _LATENT,
         "quantize_dynamic_scaled_float8 block_scales_interleave grouped_matmul_block_scaled dynamic_scaled_matmul "
         "grouped_quantize_nvfp4_row_scaled grouped_quantize_dynamic_block_scaled": _PACKED,
-        "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router "
-        "moe_router_group_limited": _EXPERTS,
-        "mtp_eh_norm hyper_connection_gates row_mean_of_squares_qk apply_qk_rms_norm "
-        "learnable_2d_interp_pos_emb tpool_patch_merger spatial_merge": _KERNEL,
+        "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router": _EXPERTS,
     },
     "driver": {"CompletionFlag DeviceEvent DeviceQueue SymmetricPool batch_inplace_copy copy_pinned_to_destinations "
                "scan_available_devices": "JAX moves arrays and waits for them by itself: jax.device_put"},
     "engine": {"CompiledModel GPUProfilingMode": "InferenceSession.load gives a Model; jax.profiler takes traces"},
     "nn.kv_cache": {
         "BatchCharacteristics KVCacheGroupId KVCacheMemory KVLeafRegion compute_max_seq_len_fitting_in_cache "
-        "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics build_max_lengths_tensor "
-        "packed_page_stride": _CACHE,
-        "RecurrentStateInputsPerDevice RecurrentStateRegion RecurrentLeafInputs RecurrentStateParams "
-        "recurrent_leaf": _STATE,
+        "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics "
+        "build_max_lengths_tensor": _CACHE,
     },
     "nn.kv_cache.cache_params": {
         "KVCacheAssignments KVCacheBufferInterface KVCacheMemory MLAKVCacheParams": _CACHE,
-        "RecurrentStateParams recurrent_leaf": _STATE,
     },
     "nn.kv_cache.data_parallelism_utils": {"split_into_groups split_input_row_offsets": _CACHE},
-    "nn.kv_cache.input_types": {"RecurrentLeafInputs RecurrentStateInputsPerDevice": _STATE},
     "nn.kv_cache.metrics": {"KVCacheMetrics": _CACHE},
-    "nn.linear": {"FusedMLP": "use MLP", "GPTQLinear": _PACKED,
-                  "linear": "use maxjax.nn.Linear, or x @ w.T + b"},
+    "nn.linear": {"GPTQLinear": _PACKED},
     "nn.moe": {
         "MoEQuantized NvMxf4f8Strategy": _PACKED,
-        "GatedActivation make_concatenated_gated_activation_fn "
-        "SigmoidTopKRouter": "use nn.MoE and nn.MoEGate",
     },
-    "nn.parallel": {"ParallelArrayOps": "use NumPy; maxjax.load reads files in parallel"},
     "nn.quant_ops": {"quantized_matmul quantized_fused_qkv_matmul": _PACKED},
     "nn.sampling": {"RejectionSampler RejectionSamplerWithResiduals greedy_acceptance_sampler "
                     "stochastic_acceptance_sampler synthetic_acceptance_sampler "
                     "compute_synthetic_acceptance_base_rate": _SAMPLING},
     "nn.sampling.rejection_sampler": {"AcceptanceSampler _draft_step_seed _reshape_target_logits": _SAMPLING},
-    "nn.sampling.penalties": {"LogitPenalties": _SAMPLING},
     "nn.state_space": {
-        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd gated_group_rmsnorm "
+        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd "
         "gated_delta_conv1d_verify_fwd kda_decode short_conv_ring gated_delta_recurrence_fwd "
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},

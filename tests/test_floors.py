@@ -60,7 +60,7 @@ graph/weights: weight_data given rows cursor load __init__ weights device_reads 
 graph: subgraph reroll graph
 graph/ops: lift arithmetic buffers collectives allgather allreduce broadcast reducescatter random control convolution
 graph/ops: creation elementwise indexing interpolation resize joining linear
-graph/ops: normalization ordering packed pooling reduction shape __init__
+graph/ops: normalization collective_norms ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
@@ -73,21 +73,22 @@ nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearran
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
-nn: identity dropout low_rank linear stacked_linear transposed_linear embedding
+nn: identity dropout low_rank product linear stacked_linear transposed_linear embedding
 nn/quantized: formats forms layout linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
-nn/kv_cache: layout slots recurrent kinds cache server_settings paged cache_params __init__ data_parallelism_utils
-nn/kv_cache: input_types metrics
+nn/kv_cache: layout slots recurrent kinds cache server_settings paged recurrent_params cache_params __init__
+nn/kv_cache: data_parallelism_utils input_types metrics
 nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config __init__
 nn: ragged paged_attention
-nn/attention: tapped_attention attention_with_rope multi_head_attention multihead_attention
+nn/attention: tapped_attention attention_with_rope multi_head_attention
 nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
-nn: kernels
-nn/moe: routing algorithms experts moe stacked_moe expert_parallel __init__
+nn/moe: routing algorithms experts moe sigmoid_router assignments stacked_moe expert_parallel __init__
+nn: grids row_norms kernels
+nn/attention: multihead_attention
 nn/comm/ep: __init__ ep_config ep_kernels ep_manager
 nn/data_parallelism: split_batch __init__
 nn/parallel: __init__

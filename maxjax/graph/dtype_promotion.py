@@ -1,5 +1,53 @@
-"""MAX\'s path of the promotion of dtypes, which raises NotImplementedError with advice when it is used."""
+"""The promotion of numbers and NumPy arrays to the dtype of a tensor, under MAX's path."""
 
-from ..absent import absent as _absent
+from __future__ import annotations
 
-__getattr__ = _absent(__name__)
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .operands import is_float, number
+from .shape import StaticDim
+from .value import TensorValue
+
+
+def _promote_weak_dtypes(x: Any, y: Any) -> tuple[TensorValue, TensorValue]:
+    """Two tensors, of which one may be a number or an array, which gets the dtype of the other.
+
+    Two tensors stay as they are.
+
+    Raises:
+        TypeError: none is a TensorValue or Weight, or one is no tensor, number or array.
+        ValueError: the dtype does not hold the numbers.
+
+    Example:
+        >>> [one.dtype for one in _promote_weak_dtypes(TensorValue(jnp.ones(2, jnp.bfloat16)), 3)]
+        [bfloat16, bfloat16]
+    """
+    strong = [one for one in (x, y) if isinstance(one, TensorValue)]
+    if not strong:
+        raise TypeError(
+            f"one of a {type(x).__name__} and a {type(y).__name__} must be a TensorValue, which gives the dtype"
+        )
+    dtype = strong[0].dtype.np
+    found = [one if isinstance(one, TensorValue) else _promoted(one, dtype) for one in (x, y)]
+    return TensorValue(found[0]), TensorValue(found[1])
+
+
+def _promoted(x: Any, dtype: Any) -> Any:
+    if isinstance(x, StaticDim | np.integer):
+        x = int(x)
+    elif isinstance(x, np.floating):
+        x = float(x)
+    if isinstance(x, bool | int | float):
+        return jnp.asarray(number(x, dtype), dtype)
+    if not hasattr(x, "__array__") and not hasattr(x, "__dlpack__"):
+        raise TypeError(f"a {type(x).__name__} is no tensor, number or array")
+    array = np.asarray(x)
+    new = array.astype(dtype)
+    if is_float(array.dtype) and not is_float(dtype):
+        raise ValueError(f"unsafe cast: an array of {array.dtype} with a tensor of {dtype}")
+    if not is_float(array.dtype) and not np.array_equal(new.astype(array.dtype), array):
+        raise ValueError(f"unsafe cast: the array has numbers that {dtype} does not hold")
+    return jnp.asarray(new)

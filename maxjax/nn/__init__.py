@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from .layer import tap as tap
     from .linear import MLP as MLP
     from .linear import ColumnParallelLinear as ColumnParallelLinear
+    from .linear import FusedMLP as FusedMLP
     from .linear import Linear as Linear
     from .moe import MoE as MoE
     from .moe import MoEGate as MoEGate
@@ -86,7 +87,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "kv_cache": "KVCache",
         "layer": "Layer LayerList LayerStack LayerV2 MissingLayer Module PerLayer Sequential "
         "Shardable is_tapped recursive_named_layers tap",
-        "linear": "MLP ColumnParallelLinear Linear",
+        "linear": "MLP ColumnParallelLinear FusedMLP Linear",
         "moe": "MoE MoEGate",
         "norm": "BatchNorm BatchNorm1d BatchNorm2d BatchNorm3d ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
         "quant_config": "QuantConfig",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..absent import absent as _absent
 from ..errors import closest
 
 Activation = Callable[[Any], jax.Array]
@@ -153,4 +153,73 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
     return lift(activation(name))
 
 
-__getattr__ = _absent(__name__)
+# The numbers that each gated activation has.
+_GATED = {"silu": {"limit"}, "swigluoai": {"alpha", "limit"}, "gelu_tanh": set()}
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """What stands between an expert's gate and up projections and its last one. Called, it computes it.
+
+    Attributes:
+        fused_activation: "silu", ``silu(gate) · up``; "gelu_tanh", ``gelu_tanh(gate) · up``; or "swigluoai",
+            ``gate · σ(alpha · gate) · (up + 1)``.
+        alpha: of "swigluoai", which needs it.
+        limit: bound that gates are clipped to from above, and up to ± of it, first; of "swigluoai", which
+            needs it, and "silu". 0: none.
+        gated_activation_fn: function of ``[…, gate and up]`` and the number of gates, instead of all that.
+
+    Raises:
+        ValueError: there is no such activation, or it has no such number.
+
+    Example:
+        >>> GatedActivation("silu", limit=2.0)(jnp.array([[0.0, 9.0, 3.0, -3.0]]), 2).round(2).tolist()
+        [[0.0, -3.5199999809265137]]
+    """
+
+    fused_activation: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+    gated_activation_fn: Callable[[Any, int], Any] | None = None
+
+    def __post_init__(self) -> None:
+        name = self.fused_activation
+        if name not in _GATED:
+            raise ValueError(f"fused_activation must be one of {', '.join(_GATED)}, not {name!r}")
+        given = {one for one in ("alpha", "limit") if getattr(self, one)}
+        if extra := given - _GATED[name]:
+            raise ValueError(f"the activation {name} has no {' and no '.join(sorted(extra))}")
+        if self.limit < 0 or (name == "swigluoai" and len(given) < 2):
+            raise ValueError(
+                f"{name} with alpha {self.alpha} and limit {self.limit}: the limit is not negative, and "
+                "swigluoai needs both"
+            )
+        if self.gated_activation_fn is not None and (name != "silu" or given):
+            raise ValueError("gated_activation_fn takes the place of all other settings")
+
+    def kernel_parameters(self) -> dict[str, float | str]:
+        """The settings by the names of MAX's kernels.
+
+        Raises:
+            ValueError: there is a ``gated_activation_fn``.
+        """
+        if self.gated_activation_fn is not None:
+            raise ValueError("a gated_activation_fn is no setting of a kernel")
+        return {"activation": self.fused_activation, "swiglu_alpha": float(self.alpha),
+                "swiglu_limit": float(self.limit)}  # fmt: skip
+
+    def __call__(self, gate_up: Any, moe_dim: int) -> Any:
+        """``[…, 2 moe_dim]``, gates before up → ``[…, moe_dim]``; a TensorValue for a TensorValue."""
+        if self.gated_activation_fn is not None:
+            return self.gated_activation_fn(gate_up, moe_dim)
+        from ..graph.ops.lift import lift
+
+        return lift(self._computed)(gate_up, moe_dim)
+
+    def _computed(self, gate_up: Any, moe_dim: int) -> Any:
+        gate, up = gate_up[..., :moe_dim], gate_up[..., moe_dim:]
+        if self.limit:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        if self.fused_activation == "swigluoai":
+            return gate * sigmoid(self.alpha * gate) * (up + 1)
+        return activation(self.fused_activation)(gate) * up

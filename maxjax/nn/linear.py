@@ -25,6 +25,7 @@ from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded, tensor_parallel
 from .low_rank import LowRank, all_updated
+from .product import linear as linear
 
 # A weight is [out, in]: its last axis is the fan-in.
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -292,7 +293,7 @@ class MLP(Module):
         has_bias: whether each linear layer has a bias.
         activation_function: name of the activation function, as ``nn.activation`` takes it.
         quant_config: not supported yet.
-        swiglu_limit: if positive, gates are clipped to at most this limit, and ``up_proj(x)`` to ±limit.
+        swiglu_limit: if positive, ``activation(gate_proj(x))`` is at most this, and ``up_proj(x)`` within ± it.
         is_sharding: whether to create no linear layers; whoever shards this layer assigns them.
 
     Attributes:
@@ -378,6 +379,92 @@ class MLP(Module):
         return self.down_proj(TensorValue(h) if wraps(x) else h)
 
 
+class FusedMLP(Module):
+    """``down_proj(activation(gate) · up)``, with gate and up of one weight. Arguments in MAX's order.
+
+    Args:
+        dtype: dtype of the weights.
+        hidden_dim: length of the last axis of the input and of the result.
+        feed_forward_length: number F of gates.
+        devices: one device.
+        activation_function: name of the activation function.
+        swiglu_limit: if positive, activated gates are clipped to at most this limit, and up to ±limit.
+        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+
+    Attributes:
+        gate_up_proj_fused: Weight ``[2 F, hidden_dim]``, gates before up.
+        down_proj: Linear.
+
+    Raises:
+        ValueError: there is not one device, or no activation function of that name.
+
+    Example:
+        >>> mlp = FusedMLP("float32", 3, 8, [DeviceRef.CPU()])
+        >>> {name: weight.shape for name, weight in mlp.raw_state_dict().items()}
+        {'gate_up_proj_fused': [Dim(16), Dim(3)], 'down_proj.weight': [Dim(3), Dim(8)]}
+    """
+
+    def __init__(
+        self,
+        dtype: Any,
+        hidden_dim: int,
+        feed_forward_length: int,
+        devices: Sequence[DeviceRef],
+        activation_function: str = "silu",
+        swiglu_limit: float = 0.0,
+        is_sharding: bool = False,
+    ):
+        super().__init__()
+        if len(devices) != 1:
+            raise ValueError(f"FusedMLP takes one device, not {len(devices)}")
+        activation(activation_function)
+        self.devices = list(devices)
+        self.hidden_dim, self.feed_forward_length = hidden_dim, feed_forward_length
+        self.activation_function, self.swiglu_limit = activation_function, swiglu_limit
+        if not is_sharding:
+            self.gate_up_proj_fused = Weight(
+                "gate_up_proj_fused", dtype, (2 * feed_forward_length, hidden_dim), devices[0]
+            )
+            self.down_proj = Linear(feed_forward_length, hidden_dim, dtype, devices[0])
+
+    def __call__(self, x: Any) -> Any:
+        """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
+        gate_up = matmul(jnp.asarray(unwrap(x)), self.gate_up_proj_fused)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        y = gated(gate, up, self.activation_function, self.swiglu_limit)
+        return self.down_proj(TensorValue(y) if wraps(x) else y)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """replicate, or tensor_parallel over one device; None if it was not set.
+
+        Raises:
+            ValueError: another strategy is assigned.
+        """
+        down = self.down_proj.sharding_strategy
+        if down is None or down.is_replicate:
+            return down
+        return ShardingStrategy.tensor_parallel(down.num_devices)
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        rows, columns = tensor_parallel(self, strategy)
+        if not strategy.is_replicate and strategy.num_devices != 1:
+            raise ValueError(
+                f"FusedMLP is not split over {strategy.num_devices} devices: gates and up are one weight"
+            )
+        self.gate_up_proj_fused.sharding_strategy = rows
+        self.down_proj.sharding_strategy = columns
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one FusedMLP for each device.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+        """
+        return sharded(self, devices)
+
+
 def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
     """The sharding rules of the MLP at an attribute path, over some kinds of mesh axes."""
     rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
@@ -389,10 +476,11 @@ def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
-    """``activation(gate) · up``, both clipped to ``limit`` where it is positive."""
+    """``activation(gate) · up``; both factors are clipped to ``limit`` where it is positive, as MAX does."""
+    gate = activation(activation_function)(gate)
     if limit > 0:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return activation(activation_function)(gate) * up
+    return gate * up
 
 
 __getattr__ = _absent(__name__)

@@ -130,9 +130,12 @@ class RotaryEmbedding(Module):
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         """``[...]`` in float32 → ``[..., D/2]``, in radians."""
-        return _outer(
-            positions, rope_scaling.inv_freqs(self._width, self.theta, self.scaling_params)
-        )
+        return _outer(positions, unwrap(self._compute_inv_freqs()))
+
+    def _compute_inv_freqs(self) -> Any:
+        """The frequency of each pair in radians per position, ``[D/2]``; for classes with frequencies of their own."""
+        freqs = rope_scaling.inv_freqs(self._width, self.theta, self.scaling_params)
+        return TensorValue(jnp.asarray(freqs))
 
     def cos_sin(self, positions: Any) -> tuple[jax.Array, jax.Array]:
         """cos and sin of each pair's angle: integers ``[...]`` → two ``[..., D/2]`` in float32."""
@@ -278,17 +281,27 @@ class LongRoPERotaryEmbedding(_Scaled):
     have its square; ``rope_scaling`` provides both parts.
     """
 
+    def _compute_inv_freqs(self) -> Any:
+        """The frequencies that are divided by the factors, ``[D/2]``."""
+        return TensorValue(jnp.asarray(rope_scaling.inv_freqs(self._width, self.theta)))
+
     def _angles(self, positions: jax.Array) -> jax.Array:
         scaling = self.scaling_params
         if scaling is None:
             return super()._angles(positions)
-        short, long = (
-            _outer(
-                positions,
-                rope_scaling.inv_freqs(self._width, self.theta, scaling, length=length),
-            )
-            for length in (0, scaling.original_max_position + 1)
-        )
+        if type(self)._compute_inv_freqs is LongRoPERotaryEmbedding._compute_inv_freqs:
+            lengths = 0, scaling.original_max_position + 1
+            freqs = [  # divided in float64
+                rope_scaling.inv_freqs(self._width, self.theta, scaling, length=length)
+                for length in lengths
+            ]
+        else:
+            plain = unwrap(self._compute_inv_freqs())
+            freqs = [
+                plain / jnp.asarray(factors[: plain.shape[0]])
+                for factors in (scaling.short_factor, scaling.long_factor)
+            ]
+        short, long = (_outer(positions, one) for one in freqs)
         return jnp.where(positions[..., None] < scaling.original_max_position, short, long)
 
     def compute_scale(self, user_scale: float | None = None) -> float:

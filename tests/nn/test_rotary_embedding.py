@@ -198,3 +198,24 @@ def test_what_is_refused():
         nn.YarnRotaryEmbedding(6, 2, 1e4, 4)
     with pytest.raises(NotImplementedError, match="rotate"):
         nn.RotaryEmbedding(**KW, _freqs_cis=jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "factors"),
+    [
+        (nn.RotaryEmbedding, None, 1),
+        (nn.Llama3RotaryEmbedding, nn.LinearScalingParams(2.0), 1),
+        (nn.LongRoPERotaryEmbedding, nn.LongRoPEScalingParams([2.0] * 4, [4.0] * 4, 3, 16), None),
+    ],
+)
+def test_a_class_has_frequencies_of_its_own(kind, params, factors):
+    class Own(kind):
+        def _compute_inv_freqs(self):
+            return super()._compute_inv_freqs() * 3.0
+
+    given = {} if params is None else {"scaling_params": params}
+    freqs = 3 * inv_freqs(8, 1e4, params if factors else None)
+    divisor = np.ones(8) if factors else np.where(np.arange(8) < 3, 2.0, 4.0)
+    wanted = np.arange(8)[:, None] * freqs / divisor[:, None]
+    found = Own(**KW, **given).freqs_cis_base().value
+    np.testing.assert_allclose(found[..., 1], np.sin(wanted), atol=1e-5)

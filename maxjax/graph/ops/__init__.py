@@ -31,9 +31,12 @@ from .buffers import buffer_create as buffer_create
 from .buffers import buffer_load as buffer_load
 from .buffers import buffer_store as buffer_store
 from .buffers import buffer_store_slice as buffer_store_slice
+from .collective_norms import allgather_rms_norm as allgather_rms_norm
+from .collective_norms import reduce_scatter_rms_norm as reduce_scatter_rms_norm
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
 from .control import print as print
+from .control import side_stream as side_stream
 from .control import transfer_to as transfer_to
 from .control import while_loop as while_loop
 from .convolution import ConvInputLayout as ConvInputLayout

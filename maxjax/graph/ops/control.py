@@ -7,7 +7,7 @@ If the condition is concrete, branches and loops run in Python; if it is traced,
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -101,6 +101,35 @@ def while_loop(
         values = step(values)
         flag = condition(values)
     return [TensorValue(x) for x in values]
+
+
+def side_stream(
+    inputs: Sequence[Any],
+    body_fn: Callable[..., Any],
+    *,
+    result_types: Sequence[TensorType],
+    stream_id: int = 1,
+) -> list[TensorValue]:
+    """The results of a function. XLA decides what runs at the same time.
+
+    Args:
+        inputs: what the function is called with, as TensorValues.
+        body_fn: function that returns a tensor, or several.
+        result_types: the types of the results.
+        stream_id: ignored.
+
+    Raises:
+        TypeError: the results are not of these types.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import DeviceRef
+        >>> kind = TensorType("float32", [2], DeviceRef.CPU())
+        >>> side_stream([jnp.ones(2)], lambda x: x + 1, result_types=[kind])[0].to_numpy()
+        array([2., 2.], dtype=float32)
+    """
+    found = _as_list(body_fn(*(TensorValue(x) for x in inputs)))
+    return [TensorValue(y) for y in _checked(found, list(result_types), "side_stream")]
 
 
 def _as_boolean(x: Any, op: str) -> jax.Array:

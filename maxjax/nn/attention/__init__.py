@@ -12,6 +12,8 @@ if _TYPE_CHECKING:
     )
     from .mask_config import MHAMaskVariant as MHAMaskVariant
     from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
+    from .multi_latent_attention import MLAPrefillMetadata as MLAPrefillMetadata
+    from .multihead_attention import MultiheadAttention as MultiheadAttention
     from .multihead_attention import num_heads_for_device as num_heads_for_device
     from .tapped_attention import attention as attention
 
@@ -21,7 +23,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "attention_with_rope": "AttentionWithRope TensorParallelAttentionWithRope",
         "mask_config": "MHAMaskVariant",
         "multi_head_attention": "MultiHeadAttention",
-        "multihead_attention": "num_heads_for_device",
+        "multi_latent_attention": "MLAPrefillMetadata",
+        "multihead_attention": "MultiheadAttention num_heads_for_device",
         "tapped_attention": "attention",
     },
     _absent(__name__),

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from ...absent import absent as _absent
-from ...graph.placement.strategy import even_range
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...dtype import DType
+from ...graph import ops
+from ...graph.device import DeviceRef
+from ...graph.placement.strategy import ShardingStrategy, even_range
+from ..comm import Allreduce
+from ..kernels import flash_attention_gpu
+from ..layer import Module
+from ..linear import Linear
+from ..stacked_linear import StackedLinear
+from .mask_config import MHAMaskVariant
 
 
 def num_heads_for_device(*, num_heads: int, device_idx: int, num_devices: int) -> int:
@@ -17,4 +29,113 @@ def num_heads_for_device(*, num_heads: int, device_idx: int, num_devices: int) -
     return stop - start
 
 
-__getattr__ = _absent(__name__)
+class MultiheadAttention(Module):
+    """Attention of a sequence to itself, without RoPE. Arguments in MAX's order.
+
+    Args:
+        num_attention_heads: number H of heads.
+        hidden_size: number E of features, a multiple of H.
+        devices: devices; over several, weights are split by heads, and inputs and results are lists.
+        dtype: dtype of the weights.
+        scale: factor of the scores; 1/√(E / H) by default.
+        qkv_has_bias, o_proj_has_bias: whether the projections have biases.
+        stacked_qkv: whether queries, keys and values have one weight; not supported over several devices.
+
+    Attributes:
+        qkv_proj: StackedLinear of ``q_proj``, ``k_proj`` and ``v_proj``.
+        o_proj: Linear.
+
+    Raises:
+        ValueError: E is not a multiple of H, or H not one of the number of devices, or there is no device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, maxjax
+        >>> layer = maxjax.init(MultiheadAttention(2, 8), jax.random.key(0))
+        >>> layer(jnp.ones((1, 3, 8))).shape, list(layer.raw_state_dict())
+        ((1, 3, 8), ['o_proj.weight', 'q_proj.weight', 'k_proj.weight', 'v_proj.weight'])
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        hidden_size: int,
+        devices: Sequence[DeviceRef] | None = None,
+        dtype: Any = DType.float32,
+        scale: float | None = None,
+        qkv_has_bias: bool = False,
+        o_proj_has_bias: bool = False,
+        stacked_qkv: bool = False,
+    ):
+        super().__init__()
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of {num_attention_heads} heads"
+            )
+        if devices is not None and not devices:
+            raise ValueError("MultiheadAttention needs at least one device")
+        self.devices = list(devices) if devices is not None else [DeviceRef.CPU()]
+        self.num_heads, self.embed_dim = num_attention_heads, hidden_size
+        self.head_dim = hidden_size // num_attention_heads
+        self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        self.qkv_proj = StackedLinear(
+            hidden_size, [hidden_size] * 3, ["q_proj", "k_proj", "v_proj"], dtype,
+            self.devices[0], stacked_qkv, qkv_has_bias,
+        )  # fmt: skip
+        self.o_proj = Linear(
+            hidden_size, hidden_size, dtype, self.devices[0], has_bias=o_proj_has_bias
+        )
+        self.is_distributed = len(self.devices) > 1
+        if not self.is_distributed:
+            return
+        count = len(self.devices)
+        if num_attention_heads % count:
+            raise ValueError(
+                f"{num_attention_heads} heads are not split evenly over {count} devices"
+            )
+        if stacked_qkv:
+            raise NotImplementedError(
+                "MultiheadAttention(stacked_qkv=True) over several devices is not supported: rows of the one "
+                "weight are not split by heads"
+            )
+        self.qkv_proj.sharding_strategy = ShardingStrategy.rowwise(count)
+        self.o_proj.sharding_strategy = ShardingStrategy.columnwise(count)
+        self.allreduce = Allreduce(count)
+
+    def _compute_qkv(self, x: Any, qkv_proj: Any = None) -> tuple[Any, Any, Any]:
+        """``[B, T, E]`` → queries, keys and values ``[B, T, H, D]``; for classes that compute them in another way."""
+        y = (qkv_proj or self.qkv_proj)(x)
+        y = ops.reshape(y, [*y.shape[:2], 3, -1, self.head_dim])
+        return y[:, :, 0], y[:, :, 1], y[:, :, 2]
+
+    def _apply_attention(self, q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        """Attention ``[B, T, H D]``; for classes that compute it in another way."""
+        mask = kwargs.get("mask_variant", MHAMaskVariant.NULL_MASK)
+        y = flash_attention_gpu(q, k, v, mask, self.scale)
+        return ops.reshape(y, [*y.shape[:2], -1])
+
+    def __call__(self, x: Any, signal_buffers: Any = None, **kwargs: Any) -> Any:
+        """``[B, T, E]`` → the same shape; a TensorValue for a TensorValue.
+
+        Args:
+            x: the sequences; over several devices a list with one for each.
+            signal_buffers: over several devices, as for ``ops.allreduce.sum``.
+            kwargs: ``mask_variant``, an MHAMaskVariant; by default every token attends to all.
+
+        Raises:
+            ValueError: there is not one tensor for each device.
+        """
+        xs = x if isinstance(x, list) else [x]
+        if len(xs) != len(self.devices) or (self.is_distributed and not isinstance(x, list)):
+            raise ValueError(
+                f"MultiheadAttention over {len(self.devices)} devices, and {len(xs)} inputs"
+            )
+        if not self.is_distributed:
+            return self.o_proj(self._apply_attention(*self._compute_qkv(xs[0]), **kwargs))
+        parts = zip(
+            xs, self.qkv_proj.shard(self.devices), self.o_proj.shard(self.devices), strict=True
+        )
+        found = [
+            o_proj(self._apply_attention(*self._compute_qkv(one, qkv_proj), **kwargs))
+            for one, qkv_proj, o_proj in parts
+        ]
+        return self.allreduce(found, signal_buffers)

@@ -14,6 +14,12 @@ from .paged import MHAKVCacheParams as MHAKVCacheParams
 from .paged import MultiKVCacheParams as MultiKVCacheParams
 from .paged import PagedCacheValues as PagedCacheValues
 from .paged import spec_decode_cache_slack as spec_decode_cache_slack
+from .recurrent_params import RecurrentLeafInputs as RecurrentLeafInputs
+from .recurrent_params import RecurrentStateInputsPerDevice as RecurrentStateInputsPerDevice
+from .recurrent_params import RecurrentStateParams as RecurrentStateParams
+from .recurrent_params import RecurrentStateRegion as RecurrentStateRegion
+from .recurrent_params import packed_page_stride as packed_page_stride
+from .recurrent_params import recurrent_leaf as recurrent_leaf
 from .server_settings import CacheLeafKind as CacheLeafKind
 from .server_settings import KVCacheQuantizationConfig as KVCacheQuantizationConfig
 from .server_settings import KVConnectorType as KVConnectorType

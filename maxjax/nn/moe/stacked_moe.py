@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 from ...absent import absent as _absent
 from ...dtype import DType
+from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy, even_range
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
-from ..kernels import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from ..layer import Module
 from ..layer.sharded import sharded
 from ..linear import MLP
+from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 
 
 class GateUpFormat(enum.Enum):
@@ -29,6 +30,35 @@ class GateUpFormat(enum.Enum):
 
     CONCATENATED = "concatenated"
     INTERLEAVED = "interleaved"
+
+
+def make_concatenated_gated_activation_fn(
+    activation_fn: Callable[[Any], Any], limit: float | None = None
+) -> Callable[[Any, int], Any]:
+    """``(gate_up, n) -> activation_fn(gate_up[:, :n]) * gate_up[:, n:]``.
+
+    Args:
+        activation_fn: function of the gates.
+        limit: if given, activated gates are at most this, and up within ± of it.
+
+    Raises:
+        ValueError: the limit is not positive.
+
+    Example:
+        >>> gated = make_concatenated_gated_activation_fn(jax.nn.relu, limit=2.0)
+        >>> gated(jnp.array([[3.0, -1.0, -5.0, 4.0]]), 2).tolist()
+        [[-4.0, 0.0]]
+    """
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit is None or positive, not {limit}")
+
+    def function(gate_up: Any, moe_dim: int) -> Any:
+        gate, up = activation_fn(gate_up[:, :moe_dim]), gate_up[:, moe_dim:]
+        if limit is not None:
+            gate, up = ops.min(gate, limit), ops.min(ops.max(up, -limit), limit)
+        return gate * up
+
+    return function
 
 
 def make_stacked_gated_activation_fn(

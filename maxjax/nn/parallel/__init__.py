@@ -1,5 +1,62 @@
-"""MAX\'s path of operations on arrays of the host, which raises NotImplementedError with advice when it is used."""
+"""MAX's path of operations on arrays of the host."""
 
-from ...absent import absent as _absent
+from __future__ import annotations
 
-__getattr__ = _absent(__name__)
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...driver import Buffer
+
+
+class ParallelArrayOps:
+    """Joins NumPy arrays, with MAX's interface, but without threads.
+
+    Args:
+        accelerator: device whose pinned memory would hold the results; not supported.
+        max_workers: ignored.
+
+    Raises:
+        ValueError: the accelerator is the host.
+        NotImplementedError: there is an accelerator.
+
+    Example:
+        >>> ParallelArrayOps().concatenate([np.ones(2), np.zeros(1)]).to_numpy()
+        array([1., 1., 0.])
+    """
+
+    def __init__(self, accelerator: Any = None, max_workers: int = 24):
+        if accelerator is not None:
+            if accelerator.is_host:
+                raise ValueError("the host is no accelerator: leave it out")
+            raise NotImplementedError(
+                "ParallelArrayOps(accelerator=...) is not supported: arrays are joined in the host's memory"
+            )
+
+    def concatenate(
+        self, arrays: Sequence[np.ndarray], axis: int = 0, min_chunk_size_mb: float = 50.0
+    ) -> Buffer:
+        """A new Buffer with the arrays joined along an axis.
+
+        Args:
+            arrays: arrays of one dtype.
+            axis: axis along which they are joined.
+            min_chunk_size_mb: ignored.
+
+        Raises:
+            ValueError: there is none, their dtypes differ, or their shapes do not fit.
+            IndexError: there is no such axis.
+        """
+        if not arrays:
+            raise ValueError("there is no array to join")
+        if not -arrays[0].ndim <= axis < arrays[0].ndim:
+            raise IndexError(f"axis {axis} is outside the {arrays[0].ndim} of the arrays")
+        if len({one.dtype for one in arrays}) > 1:
+            raise ValueError(
+                f"arrays of {', '.join(sorted({str(a.dtype) for a in arrays}))}: one dtype only"
+            )
+        return Buffer.from_numpy(np.concatenate(arrays, axis=axis))
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Does nothing: there are no threads to end."""

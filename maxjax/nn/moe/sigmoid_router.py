@@ -1,0 +1,160 @@
+"""Routers with sigmoid scores and a bias that takes part in the choice of experts only (DeepSeek-V3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.ops.lift import lift
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.value import TensorValue, unwrap, wraps
+from ...graph.weight.weight import Weight
+from ..layer.sharded import sharded
+from ..linear import Linear
+from .moe import MoEGate
+from .routing import Routing
+
+
+@lift
+def moe_router_group_limited(
+    expert_scores: Any,
+    expert_bias: Any,
+    n_routed_experts: int,
+    n_experts_per_tok: int,
+    n_groups: int,
+    topk_group: int,
+    norm_weights: bool,
+    routed_scaling_factor: float,
+) -> tuple[Any, Any]:
+    """The experts of each token by their scores, from the best groups of experts.
+
+    Args:
+        expert_scores: ``[N, X]``, after the sigmoid.
+        expert_bias: ``[X]``, added to the scores for the choice only.
+        n_routed_experts: X.
+        n_experts_per_tok: k.
+        n_groups: number of equal groups; those count whose two best experts have the largest sum.
+        topk_group: number of groups that a token chooses from.
+        norm_weights: whether shares are divided by their sum; of one group they always are, as in MAX.
+        routed_scaling_factor: what shares are multiplied by at last.
+
+    Returns:
+        Indices in int32 and shares in the dtype of the scores, ``[N, k]`` each.
+
+    Raises:
+        ValueError: the numbers do not fit each other.
+
+    Example:
+        >>> scores, bias = jnp.array([[0.25, 0.75, 0.5, 0.125]]), jnp.zeros(4)
+        >>> [x.tolist() for x in moe_router_group_limited(scores, bias, 4, 2, 2, 1, True, 4.0)]
+        [[[1, 0]], [[3.0, 1.0]]]
+    """
+    if expert_scores.shape[-1] != n_routed_experts or expert_bias.shape != (n_routed_experts,):
+        raise ValueError(
+            f"scores and bias are of {n_routed_experts} experts, not {list(expert_scores.shape)} and "
+            f"{list(expert_bias.shape)}"
+        )
+    route = Routing(
+        n_experts_per_tok, "scores", norm_weights or n_groups == 1, factor=routed_scaling_factor,
+        groups=n_groups, chosen_groups=topk_group,
+    )  # fmt: skip
+    route.check(n_routed_experts)
+    chosen, shares = route(expert_scores, expert_bias)
+    return chosen.astype(jnp.int32), shares.astype(expert_scores.dtype)
+
+
+class SigmoidTopKRouter(MoEGate):
+    """A gate with sigmoid scores: the k experts of the highest score plus bias, with shares of the score alone.
+
+    Args (in MAX's order):
+        devices, hidden_dim, num_experts, num_experts_per_token: as for MoEGate.
+        dtype: dtype of the weight, unless ``gate_dtype`` is given.
+        norm_topk_prob: whether shares are divided by their sum; they are in any case, as in MAX.
+        gate_dtype: dtype of the weight.
+        correction_bias_dtype: dtype of the bias, of the scores and of the shares.
+        routed_scaling_factor: what shares are multiplied by at last.
+        linear_cls, is_sharding: as for MoEGate.
+
+    Attributes:
+        gate_score: Linear with weight ``[X, hidden_dim]``.
+        e_score_correction_bias: Weight ``[X]``.
+
+    Example:
+        >>> gate = SigmoidTopKRouter([DeviceRef.CPU()], 2, 3, 1, DType.float32)
+        >>> _ = gate.load_state_dict({"gate_score.weight": jnp.ones((3, 2)),
+        ...                           "e_score_correction_bias": jnp.array([0.0, 0.5, 0.25])})
+        >>> [x.tolist() for x in gate(jnp.ones((1, 2)))]
+        [[[1]], [[1.0]]]
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceRef],
+        hidden_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        dtype: Any,
+        norm_topk_prob: bool = True,
+        gate_dtype: Any = None,
+        correction_bias_dtype: Any = DType.float32,
+        routed_scaling_factor: float = 1.0,
+        linear_cls: Callable[..., Any] = Linear,
+        is_sharding: bool = False,
+    ):
+        gate_dtype = gate_dtype or dtype
+        super().__init__(
+            devices, hidden_dim, num_experts, num_experts_per_token, gate_dtype, is_sharding, linear_cls
+        )  # fmt: skip
+        self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor
+        self.gate_dtype, self.correction_bias_dtype = gate_dtype, correction_bias_dtype
+        self.e_score_correction_bias = Weight(
+            "e_score_correction_bias",
+            correction_bias_dtype,
+            (num_experts,),
+            self.devices[0] if self.devices else DeviceRef.CPU(),
+        )
+
+    def _gate_logits(self, hidden_states: Any) -> Any:
+        """Scores before the sigmoid, ``[N, X]``; for classes that compute them in another way."""
+        return self.gate_score(hidden_states)
+
+    def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
+        """``[N, hidden_dim]`` → indices of experts and their shares, ``[N, k]`` each."""
+        logits = jnp.asarray(unwrap(self._gate_logits(hidden_state)))
+        scores = jax.nn.sigmoid(logits.astype(DType.of(self.correction_bias_dtype).np))
+        chosen, shares = moe_router_group_limited(
+            scores, jnp.asarray(self.e_score_correction_bias), self.num_experts,
+            self.num_experts_per_token, 1, 1, self.norm_topk_prob, self.routed_scaling_factor,
+        )  # fmt: skip
+        return (
+            (TensorValue(chosen), TensorValue(shares)) if wraps(hidden_state) else (chosen, shares)
+        )
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """How the gate is spread: replicate; None if it was not set.
+
+        Raises:
+            ValueError: another strategy is assigned.
+        """
+        return self.e_score_correction_bias.sharding_strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        if not strategy.is_replicate:
+            raise ValueError("SigmoidTopKRouter takes ShardingStrategy.replicate")
+        self.gate_score.sharding_strategy = strategy
+        self.e_score_correction_bias.sharding_strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one gate for each device.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+        """
+        return sharded(self, devices)

@@ -1,0 +1,48 @@
+"""MAX's ``nn.linear.linear``: the product with a transposed weight, also a packed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.ops.packed import qmatmul
+from ..graph.quantization import QuantizationEncoding
+from ..graph.value import TensorValue, unwrap, wraps
+from ..kernels import matmul
+
+
+def linear(
+    x: Any,
+    weight: Any,
+    quantization_encoding: QuantizationEncoding | None = None,
+    quant_config: Any = None,
+    input_scale: Any = None,
+    weight_scale: Any = None,
+    weight_scale_2: Any = None,
+    bias: Any = None,
+) -> Any:
+    """``x @ weight.T``.
+
+    Args:
+        x: ``[…, in]``.
+        weight: ``[out, in]``, or packed.
+        quantization_encoding: format of a packed weight.
+        quant_config, input_scale, weight_scale, weight_scale_2: of weights in 8 or 4 bits; not supported.
+        bias: ignored, as in MAX; the caller adds it.
+
+    Raises:
+        NotImplementedError: there is a ``quant_config``.
+
+    Example:
+        >>> linear(jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 1.0], [0.0, 3.0]])).tolist()
+        [[3.0, 6.0]]
+    """
+    if quantization_encoding is not None:
+        return qmatmul(quantization_encoding, None, x, weight)
+    if quant_config is not None:
+        raise NotImplementedError(
+            "linear(quant_config=...) is not supported; maxjax.load makes layers of quantised weights"
+        )
+    y = matmul(jnp.asarray(unwrap(x)), weight)
+    return TensorValue(y) if wraps(x) or wraps(weight) else y
