@@ -72,7 +72,9 @@ class Row:
             found = which_save(self.kind, path)
         except Problem as problem:
             if not atleast and str(problem).startswith("CheckpointIncompleteError"):
-                self.old += 1  # the first save was ended between two renames: nothing was there before
+                self.old += (
+                    1  # the first save was ended between two renames: nothing was there before
+                )
                 return 0
             self.bad(str(problem), "mixed" if "mixed" in str(problem) else "lost")
             return atleast
