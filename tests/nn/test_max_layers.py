@@ -109,6 +109,7 @@ def attention_of(x, values, heads, causal):
 @pytest.mark.parametrize("stacked", [False, True])
 def test_multihead_attention(stacked):
     layer = MultiheadAttention(2, 8, qkv_has_bias=True, stacked_qkv=stacked)
+    assert layer.qkv_has_bias and not layer.o_proj_has_bias and layer.stacked_qkv == stacked
     values = {f"{n}_proj.weight": draw(8, 8) for n in "qkvo"}
     values |= {f"{n}_proj.bias": draw(8) for n in "qkv"}
     given = values

@@ -75,6 +75,8 @@ class MultiheadAttention(Module):
             raise ValueError("MultiheadAttention needs at least one device")
         self.devices = list(devices) if devices is not None else [DeviceRef.CPU()]
         self.num_heads, self.embed_dim = num_attention_heads, hidden_size
+        self.qkv_has_bias, self.o_proj_has_bias = qkv_has_bias, o_proj_has_bias
+        self.stacked_qkv = stacked_qkv
         self.head_dim = hidden_size // num_attention_heads
         self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         self.qkv_proj = StackedLinear(
