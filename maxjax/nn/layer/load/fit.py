@@ -93,9 +93,8 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         fitted.dims = tuple(Shape(shape))
     elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
         fitted.loaded_shape = tuple(int(d) for d in shape)
-    elif _shape_problem(shape, declared):
-        shapes = f"(expected={Shape(declared)}, actual={Shape(shape)})"
-        return f"Value provided to weight '{name}' had different shape {shapes}"
+    elif problem := _shape_problem(shape, declared):
+        return f"Value provided to weight '{name}' had different {problem}."
     if override and data.quantization_encoding is not None:
         fitted.encoding = data.quantization_encoding
     return fitted
