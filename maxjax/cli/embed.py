@@ -15,13 +15,35 @@ from ..progress import short, task
 from .options import positive
 
 
-def embed_arguments(parser: argparse.ArgumentParser) -> None:
+def model_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--model`` of a command that has no model of its own."""
     parser.add_argument(
         "--model",
         required=True,
         metavar="PATH",
         help="a directory, a GGUF file, or org/name on the hub",
     )
+
+
+def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares how an encoder computes texts, which the help calls ``what``."""
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
+                        help=f"{what} computed at a time (default 32)")  # fmt: skip
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut texts that are longer than the model takes (default: an error)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="dtype of the weights (default: the checkpoint's)",
+    )
+
+
+def embed_arguments(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help="a text to embed (default: each line of stdin)"
     )
@@ -40,19 +62,7 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="put the prompt of this name, of the model's files, before each text",
     )
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
-                        help="texts computed at a time (default 32)")  # fmt: skip
-    parser.add_argument(
-        "--truncate",
-        action="store_true",
-        help="cut texts that are longer than the model takes (default: an error)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of the weights (default: the checkpoint's)",
-    )
+    batch_arguments(parser, "texts")
 
 
 def embed(options: argparse.Namespace) -> Iterable[str]:

@@ -9,17 +9,12 @@ from collections.abc import Iterable
 
 from ..errors import UserInputError
 from ..progress import short, task
-from .embed import stdin_lines
+from .embed import batch_arguments, model_argument, stdin_lines
 from .options import positive
 
 
 def rerank_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PATH",
-        help="a directory, a GGUF file, or org/name on the hub",
-    )
+    model_argument(parser)
     parser.add_argument("query", metavar="QUERY", help="what the documents should answer")
     parser.add_argument(
         "documents", nargs="*", metavar="DOCUMENT", help="a document (default: each line of stdin)"
@@ -40,19 +35,7 @@ def rerank_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--activation", choices=["sigmoid", "linear"],
                         help="sigmoid: scores between 0 and 1; linear: logits (default: as the files say)")  # fmt: skip
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
-                        help="documents computed at a time (default 32)")  # fmt: skip
-    parser.add_argument(
-        "--truncate",
-        action="store_true",
-        help="cut texts that are longer than the model takes (default: an error)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of the weights (default: the checkpoint's)",
-    )
+    batch_arguments(parser, "documents")
 
 
 def rerank(options: argparse.Namespace) -> Iterable[str]:

@@ -257,9 +257,7 @@ class Graph(Rendered, metaclass=_Meta):
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.
-                from greenlet import GreenletExit
-
-                writer.throw(GreenletExit)
+                writer.throw()  # a GreenletExit
             RUNNING.graphs.remove(self)
             self._entered.close()
 

@@ -157,6 +157,16 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
 _GATED = {"silu": {"limit"}, "swigluoai": {"alpha", "limit"}, "gelu_tanh": set()}
 
 
+def clipped(gate: Any, up: Any, limit: float) -> tuple[jax.Array, jax.Array]:
+    """Gates of at most a limit, and up projections within ± of it; both as they are if it is 0.
+
+    Example:
+        >>> [x.tolist() for x in clipped(jnp.array([-5.0, 5.0]), jnp.array([-5.0, 1.0]), 2.0)]
+        [[-5.0, 2.0], [-2.0, 1.0]]
+    """
+    return (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)) if limit > 0 else (gate, up)
+
+
 @dataclass(frozen=True)
 class GatedActivation:
     """What stands between an expert's gate and up projections and its last one. Called, it computes it.
@@ -217,9 +227,7 @@ class GatedActivation:
         return lift(self._computed)(gate_up, moe_dim)
 
     def _computed(self, gate_up: Any, moe_dim: int) -> Any:
-        gate, up = gate_up[..., :moe_dim], gate_up[..., moe_dim:]
-        if self.limit:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        gate, up = clipped(gate_up[..., :moe_dim], gate_up[..., moe_dim:], self.limit)
         if self.fused_activation == "swigluoai":
             return gate * sigmoid(self.alpha * gate) * (up + 1)
         return activation(self.fused_activation)(gate) * up

@@ -20,10 +20,10 @@ from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
-from .activation import activation
+from .activation import activation, clipped
 from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
-from .layer.sharded import sharded, tensor_parallel
+from .layer.sharded import sharded, strategy_by, tensor_parallel
 from .low_rank import LowRank, all_updated
 from .product import linear as linear
 
@@ -353,10 +353,7 @@ class MLP(Module):
         Raises:
             ValueError: another strategy is assigned.
         """
-        down = self.down_proj.sharding_strategy
-        if down is None or down.is_replicate:
-            return down
-        return ShardingStrategy.tensor_parallel(down.num_devices)
+        return strategy_by(self.down_proj)
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
@@ -441,10 +438,7 @@ class FusedMLP(Module):
         Raises:
             ValueError: another strategy is assigned.
         """
-        down = self.down_proj.sharding_strategy
-        if down is None or down.is_replicate:
-            return down
-        return ShardingStrategy.tensor_parallel(down.num_devices)
+        return strategy_by(self.down_proj)
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
@@ -477,9 +471,7 @@ def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
     """``activation(gate) · up``; both factors are clipped to ``limit`` where it is positive, as MAX does."""
-    gate = activation(activation_function)(gate)
-    if limit > 0:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    gate, up = clipped(activation(activation_function)(gate), up, limit)
     return gate * up
 
 

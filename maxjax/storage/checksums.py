@@ -14,6 +14,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointCorruptError, CheckpointFormatError
+from ..lazy import without_collector
 from .boxes import (
     Box,
     Wanted,
@@ -29,7 +30,6 @@ from .boxes import (
 from .crc32 import combine, crc32, crc32_of, is_fast
 from .entry import Checksum, TensorEntry, check_bool, fill
 from .files import OpenFile, aligned_empty, run, run_jobs
-from .strict_json import collector_paused
 
 # Bytes read or gathered at a time only for a checksum: they stay in the cache of a core.
 STEP_BYTES = 1 << 20
@@ -328,7 +328,7 @@ class Checks:
     def unchecked(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
         """The checksums of tensors that were not compared yet."""
         found: dict[Key, Sum] = {}
-        with collector_paused():
+        with without_collector():
             for entry in entries:
                 if entry.checksum is not None and entry.nbytes:
                     key = _key(entry, entry.checksum)

@@ -35,13 +35,14 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointMissingError,
 )
+from ..lazy import without_collector
 from .checksums import stale_hint
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
 from .limits import Limits
 from .save.beside import Description, sum_of
-from .strict_json import collector_paused, invalid, load_json, require, shown
+from .strict_json import invalid, load_json, require, shown
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -213,7 +214,7 @@ def attach(
     if not compare or not any(sums):
         return described
     paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]
-    with collector_paused():
+    with without_collector():
         for name, entry in table.entries.items():
             crcs = sums[entry.file].get(name) if entry.checksum is None else None
             if crcs:

@@ -19,12 +19,13 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
+from ..lazy import without_collector
 from .directory import fetch_hint, is_index
 from .entry import TensorEntry
 from .files import OpenFile, open_regular, os_error
 from .formats import FORMATS, PYTORCH, SAFETENSORS
 from .limits import Limits, in_force
-from .strict_json import KeyPath, Text, collector_paused, read_json_bytes
+from .strict_json import KeyPath, Text, read_json_bytes
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")
@@ -84,7 +85,7 @@ class _Index:
         self.end = self.format.suffixes[0]
         data = read_json_bytes(file, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
-        with collector_paused():
+        with without_collector():
             value = self.text.parse()
         self.shard_of = self._weight_map(value)
         self.metadata = value.get("metadata")

@@ -7,12 +7,11 @@ configurations and tokenizers.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -194,21 +193,6 @@ def shown(value: Any) -> str:
         ("'a'", 'list')
     """
     return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Context without garbage collection, which would scan a growing table repeatedly.
-
-    With 100,000 tensors this halves the time. The code inside creates no reference cycles.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Constant(float):

@@ -24,7 +24,7 @@ from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
-from ..layer.sharded import sharded
+from ..layer.sharded import sharded, strategy_by, tensor_parallel
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..paged_attention import flash_attention_ragged, rope_split_store_ragged
@@ -167,18 +167,12 @@ class AttentionWithRope(Module):
         Raises:
             ValueError: another strategy is assigned, or the KV heads do not divide over its devices.
         """
-        out = self.o_proj.sharding_strategy
-        if out is None or out.is_replicate:
-            return out
-        return ShardingStrategy.tensor_parallel(out.num_devices)
+        return strategy_by(self.o_proj)
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         n = strategy.num_devices
-        if not (strategy.is_replicate or strategy.is_tensor_parallel):
-            raise ValueError(
-                f"{type(self).__name__} takes ShardingStrategy.tensor_parallel or replicate"
-            )
+        tensor_parallel(self, strategy)  # refuses others; heads are split in a way of their own
         if strategy.is_tensor_parallel and self.num_key_value_heads % n:
             raise ValueError(f"{self.num_key_value_heads} KV heads do not divide over {n} devices")
         whole = ShardingStrategy.replicate(n)

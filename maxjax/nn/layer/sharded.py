@@ -41,6 +41,14 @@ def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
     return copies[id(modules[0])]
 
 
+def strategy_by(last: Any) -> ShardingStrategy | None:
+    """The strategy of a layer that is split by :func:`tensor_parallel`, by that of its last matmul, if any."""
+    strategy = last.sharding_strategy
+    if strategy is None or strategy.is_replicate:
+        return strategy
+    return ShardingStrategy.tensor_parallel(strategy.num_devices)
+
+
 def tensor_parallel(
     module: Any, strategy: ShardingStrategy
 ) -> tuple[ShardingStrategy, ShardingStrategy]:

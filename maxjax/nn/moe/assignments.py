@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.ops.lift import lift
+from ...kernels.grouped import grouped_matmul
 
 
 @lift
@@ -68,7 +68,7 @@ def grouped_matmul_ragged(
     """
     sizes = jnp.diff(expert_start_indices.astype(jnp.int32))
     ids = jnp.clip(expert_ids.astype(jnp.int32), 0, weight.shape[0] - 1)
-    return jax.lax.ragged_dot(hidden_states, weight[ids].swapaxes(1, 2), sizes)
+    return grouped_matmul(hidden_states, weight[ids], sizes)
 
 
 @lift

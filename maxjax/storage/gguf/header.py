@@ -17,10 +17,10 @@ from ...errors import (
     CheckpointTruncatedError,
     integer_text,
 )
+from ...lazy import without_collector
 from ..files import OpenFile
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign
-from ..strict_json import collector_paused
 from .types import GGML_TYPES, REMOVED, GgmlType
 from .values import DOWNLOAD_AGAIN, MAX_LENGTH, UINT32, Cursor, number
 
@@ -218,7 +218,7 @@ def read_header(file: OpenFile, limits: Limits) -> GGUFHeader:
         CheckpointError: as for ``open_gguf``.
     """
     header = GGUFHeader(file, limits, _byte_order(file))
-    with collector_paused():
+    with without_collector():
         try:
             header.read()
         except CheckpointError as error:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import CheckpointError
+from ...lazy import without_collector
 from ..limits import Limits
-from ..strict_json import collector_paused
 from .pickle_machine import Find, Reader, Token, measure, shown
 
 # Numbers as text of at most this many bytes are read without checking the limit on long ones.
@@ -73,7 +73,7 @@ def read_pickle(
         which weights do not need (expected ..., found posix.system). Nothing of the file was run...
     """
     reader = Reader(data, path, offset, limits, tokens, persistent, start, compressed_offset)
-    with collector_paused():
+    with without_collector():
         value = _run(reader)
     measure(value, limits, reader.over_limit)
     return value, reader.at

@@ -17,12 +17,13 @@ from ...errors import (
     CheckpointTruncatedError,
     integer_text,
 )
+from ...lazy import without_collector
 from ..blocks import KEPT, layout_of
 from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
 from ..files import OpenFile
 from ..limits import Limits
 from ..signatures import SNIFF_BYTES, foreign, sniff
-from ..strict_json import KeyPath, Text, collector_paused
+from ..strict_json import KeyPath, Text
 from ..table import TensorTable, open_single
 
 WHAT = "a safetensors file"
@@ -64,7 +65,7 @@ def read_header(
     """Reads (entries in header order, metadata) of an open file; ``number`` is its index in a set."""
     data = _header(file, limits)
     text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
-    with collector_paused():
+    with without_collector():
         return _HeaderParser(file, number, limits, text).entries(text.parse())
 
 
