@@ -82,9 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
         if version("jaxlib").startswith("0.10."):  # XLA ends a process with a flag it does not know
             flags.append("--xla_cpu_use_fusion_emitters=false")
             flags.append("--xla_cpu_parallel_codegen_split_count=1")
+            flags.append("--xla_llvm_disable_expensive_passes=true")
         # Each once, also in the processes of xdist: the flags are a part of the compile cache's keys.
         given = os.environ.get("XLA_FLAGS", "").split()
         os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *flags]))
+    # Lines of Python in a program are for those who read it.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
 
     from tests import properties

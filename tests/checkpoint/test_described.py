@@ -98,6 +98,7 @@ def killed(monkeypatch, at):
             yield count
 
 
+@pytest.mark.default("file", "set")
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_killed_at_every_renaming(models, tmp_path, monkeypatch, sizes):

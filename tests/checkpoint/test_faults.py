@@ -21,7 +21,7 @@ def server():
         yield found
 
 
-@pytest.mark.default("SIGINT-gguf")
+@pytest.mark.default("SIGKILL-turns")
 @pytest.mark.fast("SIGKILL-turns", "SIGINT-gguf")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
@@ -47,7 +47,7 @@ ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in 
 
 
 @pytest.mark.slow
-@pytest.mark.default("ENOSPC-False-turns", "short-True-turns")
+@pytest.mark.default("short-True-turns")
 @pytest.mark.parametrize(
     "fault, forever, kind",
     [

@@ -284,6 +284,7 @@ def test_a_full_disk(run, source, tmp_path, monkeypatch):
 # --- the bar -------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_no_bar_without_a_terminal(source, tmp_path):
     done = subprocess.run(

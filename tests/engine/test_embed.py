@@ -152,7 +152,7 @@ def test_the_pooling_of_the_model_is_used(minilm):
 
 
 @pytest.mark.slow
-@pytest.mark.default("mean", "lasttoken")
+@pytest.mark.default("lasttoken")
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 def test_packed_texts_are_pooled_as_alone(minilm, mode):
     model, tokenizer = load(minilm)

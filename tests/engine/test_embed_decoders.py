@@ -63,6 +63,7 @@ def saved(folder, tokenizer):
         (folder / name).write_text(text)
 
 
+@pytest.mark.default("mean-Llama")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind"),
@@ -168,6 +169,7 @@ def below_the_head(theirs):
     return found
 
 
+@pytest.mark.default("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_of_the_model_below_its_head(tmp_path, tied):

@@ -158,6 +158,7 @@ def test_programs_do_not_see_the_number_of_a_layer():
 # --- what it gives -------------------------------------------------------------------------------
 
 
+@pytest.mark.default("llama", "llama-yarn", "llama-dynamic", "qwen2", "gemma")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_logits_of_every_family(gpu, name, tmp_path):
@@ -169,6 +170,7 @@ def test_logits_of_every_family(gpu, name, tmp_path):
     np.testing.assert_allclose(found / spread, want / spread, rtol=0, atol=1e-4)
 
 
+@pytest.mark.default("gpt2-auto", "gpt2-explicit")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt2"])
@@ -200,6 +202,7 @@ def test_names_and_values_are_the_same(two):
     assert maxjax.plan(stacked).bytes_per_device == maxjax.plan(separate).bytes_per_device
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_texts_and_vectors_are_the_same(two):
     stacked, separate, tokenizer = two
@@ -265,6 +268,7 @@ def test_packed_weights_and_casts(tmp_path, platform):
     assert contents(models[1]) == contents(models[3])
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_gradients_go_through_separate_layers(two):
     stacked, separate, _ = two

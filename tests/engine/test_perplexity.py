@@ -77,6 +77,7 @@ def small():
 # --- against transformers -------------------------------------------------------------------
 
 
+@pytest.mark.default("32-16-GPT2", "24-24-Gemma2", "17-5-Llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("context", "stride"), [(32, 16), (24, 24), (17, 5)])
@@ -183,6 +184,7 @@ def test_one_program_for_all_windows(small):
     assert program._cache_size() == before + 1
 
 
+@pytest.mark.default("axes0-AxisType.Auto", "axes1-AxisType.Auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "axis_types"),

@@ -41,6 +41,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.default("bert", "xlm-roberta", "distilbert", "nomic_bert", "jina")
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_embeddings(tmp_path, golden, name):
     model, tokenizer = maxjax.load(write(EMBEDDERS[name], tmp_path))
@@ -50,6 +51,7 @@ def test_embeddings(tmp_path, golden, name):
         same(found, golden[f"query {name}"][:3])
 
 
+@pytest.mark.default("bert", "xlm-roberta", "mpnet", "distilbert")
 @pytest.mark.parametrize("name", RERANKERS)
 def test_scores(tmp_path, golden, name):
     model, tokenizer = maxjax.load(write(RERANKERS[name], tmp_path))
@@ -96,6 +98,7 @@ def gguf_of(tmp_path, name):
     return model, tokenizer, tmp_path / "m.gguf"
 
 
+@pytest.mark.default("modernbert", "jina")
 @pytest.mark.parametrize("name", GGUFS)
 def test_gguf(tmp_path, name):
     model, tokenizer, path = gguf_of(tmp_path, name)

@@ -53,6 +53,7 @@ def nets(n, **options):
     return plain, stacked
 
 
+@pytest.mark.default("options2", "options3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"order": [2, 3, 0, 1]}, {"order": [1, 1, 1]}, {"between": True}]

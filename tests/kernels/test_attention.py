@@ -66,6 +66,7 @@ def reference(
 SETTINGS = list(itertools.product([False, True], [None, 7], [None, 2.0]))
 
 
+@pytest.mark.default("False-None-None", "True-7-2.0")
 @pytest.mark.parametrize("strided, window, cap", SETTINGS)
 def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
     q, cache, at, keys = operands(layers=3)
@@ -86,6 +87,7 @@ def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
     np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
 
 
+@pytest.mark.default("1-1", "17-33")
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 40), (16, 16), (17, 33)])
 def test_sizes_that_blocks_do_not_divide(small, queries, keys):
     q, cache, at, key_positions = operands(queries=queries, keys=keys)
@@ -97,6 +99,7 @@ def test_sizes_that_blocks_do_not_divide(small, queries, keys):
 SINKS = np.array([20, -20, 0.5, -np.inf], np.float32)
 
 
+@pytest.mark.default("False")
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_sinks(request, in_blocks):
     """They take their part of the weight: with all scores at once, in blocks, and under a mask."""
@@ -236,7 +239,7 @@ MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"se
 
 
 @pytest.mark.slow
-@pytest.mark.default("Auto-rows", "Explicit-heads", "Auto-tokens")
+@pytest.mark.default("Explicit-heads")
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_decoder_on_a_mesh(request, kind, axes):

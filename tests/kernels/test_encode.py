@@ -32,6 +32,19 @@ def lost(name, found, values, weights=1.0) -> float:
     )
 
 
+@pytest.mark.default(
+    "Q4_0-False",
+    "Q4_1-False",
+    "Q5_0-False",
+    "Q5_1-False",
+    "Q8_0-False",
+    "MXFP4-True",
+    "Q2_K-False",
+    "Q3_K-True",
+    "Q4_K-False",
+    "Q5_K-False",
+    "Q6_K-False",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
@@ -93,6 +106,7 @@ def test_importance_of_experts():
     assert (np.asarray(found) != expected).mean() < 0.02
 
 
+@pytest.mark.default("Q4_0", "Q4_K", "Q6_K", "Q4_1")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in blocks.DECODERS if not name.startswith("IQ")])
 def test_what_it_made_is_decoded(name):

@@ -63,6 +63,17 @@ def sizes(name):
     return found
 
 
+@pytest.mark.default(
+    "int8-Q4_0",
+    "int8-Q6_K",
+    "int8-MXFP4",
+    "int8-IQ4_NL",
+    "int8-IQ4_XS",
+    "float-Q5_K",
+    "float-Q4_1",
+    "float-Q5_0",
+    "float-Q5_1",
+)
 @pytest.mark.fast("float-Q4_K", "int8-Q4_K", "int8-Q8_0")
 @every
 @pytest.mark.parametrize("activations", ACTIVATIONS)
@@ -87,6 +98,7 @@ def test_narrow_types(name, dtype):
         check(got, x, raw, name, activations, dtype)
 
 
+@pytest.mark.default("Q4_0", "Q4_K", "Q6_K", "Q4_1", "Q5_1")
 @pytest.mark.slow
 @every
 def test_random_sizes(name):

@@ -144,6 +144,15 @@ def test_every_row_has_a_case():
     assert list(table()) == list(CASES)
 
 
+@pytest.mark.default(
+    "float32, float16, bfloat16",
+    "window, rotating cache, soft cap, sinks",
+    "heads wider than 256",
+    "int8, keys of all layers 2 to 4 GiB on one device",
+    "`vmap`",
+    "float32, float16, bfloat16; an int8 cache",
+    "heads of 64 to 256",
+)
 @pytest.mark.skipif(jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows")
 @pytest.mark.parametrize(
     "row",

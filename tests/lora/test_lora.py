@@ -87,6 +87,7 @@ def test_the_update_is_that_of_the_formula(model, tuned):
     np.testing.assert_array_equal(run(plain, IDS), run(model, IDS))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_layers_that_differ_are_unstacked_and_give_the_same(model):
     """Of a stack, some layers; of separate layers, all: the same as in a stack."""
@@ -103,6 +104,7 @@ def test_layers_that_differ_are_unstacked_and_give_the_same(model):
         np.testing.assert_array_equal(weight.value, stacked[name].value)
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_a_mesh_new_weights_are_split_as_the_base(model, tuned, explicit, tmp_path):
@@ -161,6 +163,7 @@ def test_over_blocks_gradients_reach_a_and_b_only(model):
     assert error(again) < error(base) / 4
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
     gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, num_layers=2, num_heads=4)), jax.random.key(0))
@@ -250,6 +253,7 @@ def test_labels_are_a_module_for_optax(model):
     assert float(steps.model.norm.weight.value[0]) == 1.0
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_hooks_copies_steps_and_exports_see_the_updates(tuned, model, tmp_path):
     expected = np.asarray(run(tuned, IDS))

@@ -81,6 +81,7 @@ def opened(name, tmp_path):
     return model, tmp_path / "adapter", answer["logits"]
 
 
+@pytest.mark.default("one layer", "gpt2")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):

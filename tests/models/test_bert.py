@@ -84,7 +84,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.default("plain-shape0", "one layer-shape1", "odd-shape5")
+@pytest.mark.default("one layer-shape1", "odd-shape5")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, shape", [*((name, (2, 40)) for name in SETTINGS), ("odd", (1, 1))])
 def test_states_and_pooler(tmp_path, name, shape):
@@ -111,6 +111,7 @@ def test_padding_changes_nothing(tmp_path):
         np.testing.assert_allclose(found.last_hidden_state[row, :n], alone[0], atol=2e-5)
 
 
+@pytest.mark.default("int32")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 def test_masks_of_any_type(tmp_path, dtype):
@@ -122,6 +123,7 @@ def test_masks_of_any_type(tmp_path, dtype):
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_mask_for_each_query(tmp_path):
     oracle, model = pair(tmp_path)
@@ -150,6 +152,7 @@ def test_positions(tmp_path):
     same(call(model, ids, position_ids=each).last_hidden_state, expected)
 
 
+@pytest.mark.default("BertForQuestionAnswering-False", "BertForPreTraining-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture, pooler",
@@ -204,6 +207,7 @@ def test_gradients_are_those_of_torch(tmp_path):
     assert len(expected) == len(found) - 2  # all but the pooler's
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_jit_vmap_and_eval_shape(tmp_path):
     _, model = pair(tmp_path)
@@ -256,6 +260,7 @@ def test_sequences_the_model_cannot_take():
         shape(5)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_missing_oracle_key_would_show(tmp_path):
     """The comparison can fail: one weight changed by a little is seen."""

@@ -122,6 +122,7 @@ def test_as_transformers_generates(tmp_path, kind):
     np.testing.assert_array_equal(greedy(mine, prompts, 24, chunk=4), expected)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_capacity_within_the_window():
     model, ids = made(config_of("1:1", window=12)), ids_of(1, 24)
@@ -259,6 +260,7 @@ def copies(program, cache):
     return [shape for shape in found if shape in shapes and "[0," not in shape]
 
 
+@pytest.mark.default("all-int8", "1:1-float32")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
@@ -386,6 +388,7 @@ DIVIDED = {
 }
 
 
+@pytest.mark.default("slots, whole queries")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "which",

@@ -111,6 +111,7 @@ def answer_of(ids, mask):
     return answer
 
 
+@pytest.mark.default("roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12")
 @pytest.mark.slow
 @each()
 def test_states_scores_and_files(tmp_path, kind, config, settings):

@@ -45,7 +45,7 @@ def oracle(directory, seed=0, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.default("True-True-1", "False-False-4")
+@pytest.mark.default("True-True-1")
 @pytest.mark.parametrize(
     ("tied", "stacked", "devices"),
     campaign_but(
@@ -72,7 +72,7 @@ def test_logits(tmp_path, tied, stacked, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.default("inverse layer", "unscaled")
+@pytest.mark.default("unscaled")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -95,6 +95,7 @@ def test_settings(tmp_path, settings):
     np.testing.assert_array_equal(greedy(mine, prompts, 4), decoders.generated(model, prompts, 4))
 
 
+@pytest.mark.default("chunked")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk", [pytest.param(None, marks=pytest.mark.slow), 5], ids=["whole", "chunked"]
@@ -151,6 +152,7 @@ def test_bfloat16(tmp_path):
 # --- the end of the learned positions ------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_text_that_is_too_long_is_refused(tmp_path):
     oracle(tmp_path, n_positions=8)
@@ -293,6 +295,7 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
     assert GPT2Config.from_dict(new) == GPT2Config.from_dict(json.loads(json.dumps(old)))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_model_made_in_code():
     config = GPT2Config(50, 16, num_layers=2, num_heads=2, max_position_embeddings=9)
@@ -306,7 +309,7 @@ MESHES = ({"model": 4}, {"data": 2, "model": 4}, {"fsdp": 2, "model": 2})
 
 
 @pytest.mark.slow
-@pytest.mark.default("Auto-True-sizes0", "Explicit-False-sizes1", "Auto-False-sizes2")
+@pytest.mark.default("Explicit-False-sizes1")
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)

@@ -92,6 +92,9 @@ LAYERS = {
 FEW = ("every second", "shares as they are", "inner features do not divide")
 
 
+@pytest.mark.default(
+    "every second", "shares as they are", "one of each", "inner features do not divide"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYERS]
@@ -111,7 +114,7 @@ def test_window_of_mixtral(tmp_path):
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
-@pytest.mark.default("Qwen3Moe-3-5", "Mixtral-1-None")
+@pytest.mark.default("Mixtral-1-None")
 @pytest.mark.parametrize(
     "kind, rows, chunk",
     [

@@ -92,6 +92,11 @@ def spread(model):
         return float(model(torch.tensor(ids_of(4, 24)).long()).logits.std())
 
 
+@pytest.mark.default(
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_model_of_a_multimodal_checkpoint(kind, tmp_path):

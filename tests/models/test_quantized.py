@@ -76,6 +76,16 @@ def raw(directory):
     }
 
 
+@pytest.mark.default(
+    "fp8 blocks",
+    "fbgemm_fp8",
+    "float-quantized channel",
+    "int-quantized channel",
+    "pack-quantized 4",
+    "pack-quantized 4 order",
+    "gptq 4",
+    "gptq 8 whole",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_dequantised_model(name, made, tmp_path):
@@ -93,6 +103,7 @@ def test_logits_are_those_of_the_dequantised_model(name, made, tmp_path):
     assert config == json.loads((directory / "config.json").read_text())
 
 
+@pytest.mark.default("awq", "bitsandbytes nf4")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_layers_of_their_own_and_with_a_cache(name, made):
@@ -108,6 +119,7 @@ def test_layers_of_their_own_and_with_a_cache(name, made):
     assert [one.tokens for one in found] == text
 
 
+@pytest.mark.default("fp8 blocks-sizes0-AxisType.Auto", "awq-sizes3-AxisType.Auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "kind"),
@@ -165,6 +177,7 @@ def test_activations_of_another_dtype(made):
     near(call(model, ids_of(2, 12)), call(dense, ids_of(2, 12)), 0.02)
 
 
+@pytest.mark.default("awq", "bitsandbytes nf4")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_no_dense_copy_of_the_model(name, made):
@@ -248,6 +261,7 @@ def test_a_quantised_head(tmp_path):
     near(call(split, ids_of(2, 6)), call(dense, ids_of(2, 6)))
 
 
+@pytest.mark.default("gptq 4 order")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order"])
 def test_experts(name, tmp_path):

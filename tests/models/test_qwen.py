@@ -34,6 +34,7 @@ AXES = ("Qwen2", "Qwen3"), HEADS, (False, True), (False, True), (1, 4)
 FEW = [("Qwen2", "mha", True, False, 4), ("Qwen3", "gqa", False, True, 4)]
 
 
+@pytest.mark.default("Qwen3-gqa-False-True-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "tied", "stacked", "devices"),
@@ -48,7 +49,7 @@ def test_logits_stacked_and_placed(tmp_path, kind, heads, tied, stacked, devices
     np.testing.assert_array_equal(greedy(mine, prompts, 12), decoders.generated(model, prompts, 12))
 
 
-@pytest.mark.default("no layer-Qwen3", "last layers-Qwen2", "listed-Qwen3")
+@pytest.mark.default("no layer-Qwen3")
 @pytest.mark.slow
 @ONE
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -64,6 +65,7 @@ def test_windows_of_some_layers(tmp_path, kind, windows):
         np.testing.assert_array_equal(found, decoders.generated(model, prompts, 16))
 
 
+@pytest.mark.default("Qwen3")
 @pytest.mark.slow
 @ONE
 def test_64_tokens_of_rows_of_different_length(tmp_path, kind):

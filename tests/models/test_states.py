@@ -60,6 +60,7 @@ def close(found, expected, atol=2e-5):
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=atol)
 
 
+@pytest.mark.default("latent", "shared")
 def test_rows_in_chunks_are_as_a_whole(model):
     """Prefill in chunks of ragged rows, of which one ends early, then a decode step without it."""
     ids, lengths = padded(prompts_of(21, 3, 13))
@@ -82,6 +83,7 @@ def test_rows_in_chunks_are_as_a_whole(model):
         np.testing.assert_array_equal(old[:, 1], new[:, 1])  # a finished row
 
 
+@pytest.mark.default("latent", "shared")
 def test_texts_of_a_batch_are_those_of_each_alone(model):
     """Rows end at different steps; those that have ended change nothing."""
     rows = [list(map(int, prompt)) for prompt in prompts_of(9, 4)]

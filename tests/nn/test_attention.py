@@ -193,6 +193,7 @@ def causal(length):
     return np.tril(np.ones((length, length), bool))
 
 
+@pytest.mark.default("options1", "options2")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"has_bias": True}, {"num_key_value_heads": 4}])
 def test_causal_and_everywhere(options):

@@ -182,6 +182,7 @@ def test_exceptions_generators_threads_and_tasks(model):
 NAMES = ("layers.*", "layers.1.self_attn:weights", "layers.2.self_attn:heads", "lm_head")
 
 
+@pytest.mark.default("llama")
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_generate(model, family):
     """What is recorded over prefill and decode steps is what one call of the model has."""
@@ -281,6 +282,7 @@ def test_embed_and_perplexity():
         close(np.asarray(c["norm"][i, :count], np.float32).mean(0), plain[i], 1e-2)
 
 
+@pytest.mark.campaign
 def test_encoders_do_not_pack_texts_that_are_observed():
     """Otherwise several texts share a row."""
     tokenizer = maxjax.load("tiny")[1]

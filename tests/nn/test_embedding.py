@@ -25,18 +25,7 @@ def loaded(rows=5, width=3, dtype="float32"):
 
 @pytest.mark.slow
 @pytest.mark.default(
-    "shape0-int32-float32",
-    "shape0-uint8-float16",
-    "shape1-int32-bfloat16",
-    "shape1-int8-float32",
-    "shape2-int32-float16",
-    "shape2-int8-bfloat16",
-    "shape3-uint8-float32",
-    "shape3-int8-float16",
-    "shape0-uint8-float32",
-    "shape1-uint8-float16",
-    "shape2-int32-float32",
-    "shape3-int8-bfloat16",
+    "shape0-uint8-float32", "shape1-int32-bfloat16", "shape2-int32-float32", "shape3-int8-float16"
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("index_dtype", [np.int32, np.uint8, np.int8])
@@ -111,6 +100,7 @@ ON_MESHES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.default("float32-Explicit-model", "bfloat16-Auto-data,model")
 @ON_MESHES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_row_of_a_split_table(kind, sizes, dtype):

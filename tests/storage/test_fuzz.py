@@ -171,6 +171,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.default("crashing", "hanging", "reserving", "nameless")
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", PLANTED)
 def test_a_faulty_reader_is_seen(reader):

@@ -94,6 +94,17 @@ MOMENTS = {
 }
 
 
+@pytest.mark.default(
+    "its records-set",
+    "its records-alone",
+    "its records-gguf",
+    "the list of names-file",
+    "the list of names-file, then a set",
+    "the files of a set-a set, then a file",
+    "the metadata of orbax-orbax",
+    "the arrays of orbax-orbax",
+    "the checksums of orbax-orbax",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("moment, kind", [(m, k) for m, (_, _, of) in MOMENTS.items() for k in of])
 def test_replaced_while_it_is_opened(kind, moment, tmp_path, monkeypatch):

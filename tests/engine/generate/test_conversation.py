@@ -54,6 +54,7 @@ SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
 KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 
 
+@pytest.mark.default("Llama-values0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "values"),

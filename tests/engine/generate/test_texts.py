@@ -57,7 +57,7 @@ def expected(theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.default("32-512", "3-16")
+@pytest.mark.default("32-512")
 @pytest.mark.parametrize(
     ("batch_size", "chunk"),
     campaign_but(3, [(32, 512), (3, 16), (1, 512), (32, 16), (3, 512), (1, 16)]),
@@ -89,7 +89,7 @@ UNLIKE = ("Mistral", "Mixtral", "Gemma2", "GPT2")
 
 
 @pytest.mark.slow
-@pytest.mark.default("Mistral", "Mixtral")
+@pytest.mark.default("Mistral")
 @pytest.mark.parametrize(
     "family", campaign_but(4, first([(f,) for f in UNLIKE], [(f,) for f in FAMILIES]), oracle=True)
 )
@@ -156,6 +156,7 @@ def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     assert [text.tokens for text in found] == drawn
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_same_key_in_another_batch(model, drawn):
     found = maxjax.generate(model, None, PROMPTS, **SAMPLED, batch_size=1, chunk=16)
@@ -417,6 +418,7 @@ def test_refused(model, prompt, options, says):
         maxjax.generate(model, characters(), prompt, **options)
 
 
+@pytest.mark.default("abc", "prompt5")
 @pytest.mark.fast("abc", "prompt5")
 @pytest.mark.parametrize("prompt", [b"abc", {"a": 1}, 3, [1.5], [["a", "b"]], [None]])
 def test_no_prompt(model, prompt):

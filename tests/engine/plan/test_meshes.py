@@ -96,6 +96,7 @@ def test_of_experts_those_are_read_that_can_be_chosen():
     assert eight.bytes_read - eight.cache_bytes_per_device == rest + experts + 8 * 64 * 2
 
 
+@pytest.mark.default("llama-sizes0", "llama-sizes2", "mixtral-sizes4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "sizes"),

@@ -42,6 +42,7 @@ def is_linear(name: str) -> bool:
     return "norm" not in name and not name.endswith("bias")
 
 
+@pytest.mark.default("q4_0", "q4_k", "q6_k", "q4_1")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
@@ -73,7 +74,7 @@ def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.default("q8_0", "q4_k_m")
+@pytest.mark.default("q8_0")
 @pytest.mark.parametrize("choice", ["q8_0", "q4_k", "q6_k", "q4_k_m", "q4_k_s", "q5_k_m"])
 def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
     """A model of 2 layers, whose mixtures differ from layer to layer only in q4_k_s and beyond 8."""
@@ -155,6 +156,7 @@ def test_a_router_with_weights_of_its_own():
     assert report["model.layers.0.moe.experts.1.down_proj.weight"].type == "Q8_0"
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_layers_of_different_types_are_unstacked():
     model = random_model(num_layers=3)
@@ -222,7 +224,7 @@ def test_importance_weighs_the_errors():
 
 
 @pytest.mark.slow
-@pytest.mark.default("False-q8_0", "True-q4_k", "False-q4_k")
+@pytest.mark.default("False-q8_0")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_on_an_accelerator_the_encoder_in_jnp_runs(kind, weighted, monkeypatch):

@@ -62,6 +62,14 @@ def elements(model, ids):
     return [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims, _ in found]
 
 
+@pytest.mark.default(
+    "(1,)-untied-data-fsdp-model-auto",
+    "(1,)-untied-data-fsdp-model-explicit",
+    "(1,)-tied-fsdp-auto",
+    "(8,)-untied-fsdp-explicit",
+    "(8, 2)-tied-fsdp-model-explicit",
+    "(3,)-tied-fsdp-model-auto",
+)
 @pytest.mark.slow
 @KINDS
 @ON_MESHES
@@ -84,6 +92,14 @@ def test_results_and_gradients(kind, sizes, tied, shape):
         )
 
 
+@pytest.mark.default(
+    "1-tied-fsdp-auto",
+    "1-tied-fsdp-explicit",
+    "1-tied-data-fsdp-auto",
+    "1-tied-data-fsdp-model-auto",
+    "1-tied-data-fsdp-model-explicit",
+    "8-untied-fsdp-model-explicit",
+)
 @KINDS
 @ON_MESHES
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -114,6 +130,9 @@ def test_tables_are_split_by_columns():
     assert tuple(head.weight.sharding.spec) == ("fsdp", None)
 
 
+@pytest.mark.default(
+    "indices0-64-explicit", "indices1-66-auto", "indices2-66-explicit", "indices3-66-auto"
+)
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("rows", [64, 66])

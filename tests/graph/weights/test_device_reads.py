@@ -70,6 +70,7 @@ def test_places_of_rows_in_the_order_of_devices():
     np.testing.assert_array_equal(np.concatenate([part for _, part in found]), memory)
 
 
+@pytest.mark.default("False-False", "True-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("cast", [False, True])

@@ -136,6 +136,7 @@ def run(module, x):
     return np.moveaxis(np.asarray(module(np.moveaxis(x, 1, -1))), -1, 1)
 
 
+@pytest.mark.default("linear", "no bias", "norm", "rms", "conv1", "conv2", "conv3", "grouped")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_torch(name, tmp_path):

@@ -81,6 +81,7 @@ def test_several_blocks(options):
     check(given, result(given, **options), **options)
 
 
+@pytest.mark.default("None-True", "1-True", "100-True", "257-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 100, 257])

@@ -60,6 +60,15 @@ def test_sinks():
     right(operands((5000, 7), 4, 2, 16, 6000, sinks=True))
 
 
+@pytest.mark.default(
+    "bfloat16 bfloat16-64-1",
+    "bfloat16 bfloat16-64-8",
+    "bfloat16 bfloat16-80-5",
+    "bfloat16 bfloat16-96-3",
+    "bfloat16 bfloat16-256-16",
+    "float32 bfloat16-128-4",
+    "float16 float32-192-2",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "group"), [(64, 1), (64, 8), (80, 5), (96, 3), (128, 4), (192, 2), (256, 16)]
@@ -70,6 +79,7 @@ def test_types_and_sizes(width, group, types):
     right(operands((299, 3), 2 * group, 2, width, 300, q, cache, seed=width))
 
 
+@pytest.mark.default("None-False", "1-True", "255-True", "300-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 255, 300])
@@ -80,6 +90,7 @@ def test_lengths_around_the_parts_of_the_work(window, rotating):
     right(given, rotating=rotating, sliding_window=window)
 
 
+@pytest.mark.default("{'rotating': True}")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3000}, {"rotating": True}], ids=repr)
 def test_programs_that_have_several_blocks(options):

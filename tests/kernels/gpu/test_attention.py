@@ -72,6 +72,9 @@ CASES = {
 }
 
 
+@pytest.mark.default(
+    "plain-bfloat16", "window-float32", "window of one-float32", "cap-bfloat16", "both-float32"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("which", CASES)
@@ -85,6 +88,7 @@ def test_causal(which, dtype, interpreted):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= 4 * ROUNDING[dtype] * size).all()
 
 
+@pytest.mark.default("64-2", "128-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "heads"), [(64, 2), (80, 16), (128, 4), (192, 2), (256, 4)])
 def test_sizes(width, heads, interpreted):

@@ -30,6 +30,14 @@ def operands(name, size, tokens, dtype):
     return jnp.asarray(x, dtype), jnp.asarray(raw), reference(name, raw[1]).astype(np.float64)
 
 
+@pytest.mark.default(
+    "float32-37-size0-Q8_0",
+    "float32-37-size0-Q4_K",
+    "float32-37-size0-Q5_K",
+    "float32-37-size0-Q6_K",
+    "bfloat16-3-size2-MXFP4",
+    "float16-1-size1-Q4_0",
+)
 @pytest.mark.fast("bfloat16-1-size0-Q4_K", "bfloat16-37-size0-Q8_0")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
@@ -47,6 +55,19 @@ def test_the_kernel(name, size, tokens, dtype):
     np.testing.assert_array_equal(got, alone)
 
 
+@pytest.mark.default(
+    "1-size0-Q4_K",
+    "1-size0-Q5_K",
+    "1-size0-Q6_K",
+    "1-size0-MXFP4",
+    "1-size0-IQ4_XS",
+    "1-size1-Q4_0",
+    "1-size1-Q5_0",
+    "8-size0-IQ4_NL",
+    "8-size2-Q8_0",
+    "8-size2-Q4_1",
+    "8-size2-Q5_1",
+)
 @pytest.mark.fast("8-size1-Q4_K")
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("size", [(24, 256), (200, 256), (65, 768)])

@@ -322,7 +322,7 @@ REST = first(MORE, (case for case in ALL if case not in FAST))
 
 
 @pytest.mark.slow
-@pytest.mark.default("4-AxisType.Auto-4", "2x4-AxisType.Explicit-4")
+@pytest.mark.default("2x4-AxisType.Explicit-4")
 @pytest.mark.parametrize(
     ("mesh", "types", "kv_heads"),
     [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],

@@ -109,6 +109,9 @@ def texts_of(model, prompts, new):
     return np.stack(written, 1)
 
 
+@pytest.mark.default(
+    "deepseek_v3-yarn", "gemma4_text-shared", "granitemoehybrid-tiny", "llama-1", "nemotron_h-nano"
+)
 @pytest.mark.parametrize("case", default_and_campaign([c for c in CASES if c.family in KINDS]))
 def test_without_a_cache(case, tmp_path):
     """One family of each kind of layers; all of them in a campaign, below."""

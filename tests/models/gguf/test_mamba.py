@@ -143,6 +143,7 @@ def test_files_of_llama_cpp_are_stable(made, tmp_path):
     assert (tmp_path / "again" / "hf.gguf").read_bytes() == (tmp_path / "hf.gguf").read_bytes()
 
 
+@pytest.mark.default("mamba2", "nemotron_h")
 def test_narrow_types(made, tmp_path):
     family, folder, _, _ = made
     source = "hf.gguf" if family == "falcon_h1" else "hf"  # of which no factor is left
@@ -209,6 +210,11 @@ def test_a_granite_4_without_mamba_is_a_granite_3(tmp_path):
     np.testing.assert_allclose(call(again, ids), call(model, ids), rtol=0, atol=1e-6)
 
 
+@pytest.mark.default(
+    "settings0-without Mamba 2 and with experts",
+    "settings2-48 features of Mamba 2",
+    "settings4-time steps of 0.1",
+)
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -54,12 +54,7 @@ SPECS = (SPEC, jax.ShapeDtypeStruct((3, 2, 4), jnp.float32))
 
 
 @pytest.mark.default(
-    "numpy-False",
-    "numpy-True",
-    "uncommitted-True",
-    "committed-True",
-    "elsewhere-False",
-    "TensorValue-True",
+    "numpy-False", "uncommitted-True", "committed-True", "elsewhere-False", "TensorValue-True"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])

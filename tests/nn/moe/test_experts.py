@@ -223,6 +223,7 @@ def test_vmap():
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_vmap_of_a_jitted_function_and_of_its_gradient(stacked):

@@ -86,6 +86,17 @@ def test_blocks_are_those_of_ggml(golden, name, implementation):
         assert digest == golden[f"{name} digests"][number].tobytes(), kind
 
 
+@pytest.mark.default(
+    "numpy-Q5_0",
+    "portable-Q4_0",
+    "avx2-Q6_K",
+    "avx512-Q2_K",
+    "avx512-Q3_K",
+    "avx512-Q4_1",
+    "avx512-Q4_K",
+    "avx512-Q5_1",
+    "avx512-Q5_K",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
