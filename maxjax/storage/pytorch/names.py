@@ -201,7 +201,10 @@ _ALL = [
         Token(module, name, None, reduce)
         for module in ("builtins", "__builtin__")
         for name, reduce in (
-            ("set", _single_argument(list)), ("bytes", _bytes), ("bytearray", _bytearray), ("complex", _complex),
+            ("set", _single_argument(list)),
+            ("bytes", _bytes),
+            ("bytearray", _bytearray),
+            ("complex", _complex),
         )
     ),
     *(Token("torch", name, dtype) for name, dtype in _DTYPES.items()),

@@ -78,7 +78,12 @@ def test_containers_of_classes(protocol):
 @pytest.mark.parametrize("protocol", range(1, 6))
 def test_what_a_training_checkpoint_has_beside_tensors(protocol):
     """The milestones of a schedule of learning rates are a Counter."""
-    value = {"c": Counter({30: 1, 80: 2}), "z": 1.5 - 2j, "b": bytearray(b"\0\xff"), "e": bytearray()}
+    value = {
+        "c": Counter({30: 1, 80: 2}),
+        "z": 1.5 - 2j,
+        "b": bytearray(b"\0\xff"),
+        "e": bytearray(),
+    }
     found, _ = read(pickle.dumps(value, protocol))
     assert found == {"c": {30: 1, 80: 2}, "z": 1.5 - 2j, "b": b"\0\xff", "e": b""}
     assert {type(one) for one in found.values()} == {dict, complex, bytes}
