@@ -14,7 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...errors import UserInputError
-from ...graph.device import DeviceRef
+from ...graph.placement.arrays import device_of
+from ...graph.placement.mesh import check_distinct
 from ...graph.placement.specs import (
     EXPERTS,
     TENSOR,
@@ -62,7 +63,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         sharding = (
             first
             if isinstance(first, Sharding)
-            else jax.sharding.SingleDeviceSharding(_device(first))
+            else jax.sharding.SingleDeviceSharding(device_of(first))
         )
         sharding = sharding if kind is None else sharding.with_memory_kind(kind)
         definition, holders = module._mx_definition()
@@ -95,6 +96,7 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
     if isinstance(devices[0], Mesh):
         if len(devices) > 1:
             raise UserInputError("to(mesh) takes one mesh and no other device")
+        check_distinct(devices[0].devices.flat, "the mesh of to()")
         return devices[0]
     if len(devices) == 1 and strategy is None:
         return None
@@ -103,22 +105,12 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
             f"{len(devices)} devices need a sharding_strategy, as ShardingStrategy.tensor_parallel({len(devices)}); "
             "or pass a mesh: to(maxjax.make_mesh(model=…))"
         )
-    found = [_device(d) for d in devices]
-    if len(set(found)) < len(found):
-        names = ", ".join(f"{device.platform}:{device.id}" for device in found)
-        raise UserInputError(f"to() was given one device several times: {names}")
+    found = [device_of(d) for d in devices]
+    check_distinct(found, "to()")
     axis = "expert" if strategy.is_expert_parallel else "model"
     return jax.make_mesh(
         (len(found),), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=found
     )
-
-
-def _device(device: Any) -> Any:
-    device = device.to_jax() if isinstance(device, DeviceRef) else device
-    if not isinstance(device, jax.Device):
-        raise TypeError("Module.to() takes a DeviceRef, a jax.Device, a jax Sharding or a mesh, "
-                        f"not {type(device).__name__}")  # fmt: skip
-    return device
 
 
 def plan_places(
