@@ -224,9 +224,10 @@ def _finish(
             staging.commit([DIGESTS])
     except CheckpointError as error:
         _LOG.warning(
-            "%s. The new checkpoint is complete for maxjax; other programs may see the config and "
+            "%s: %s. The new checkpoint is complete for maxjax; other programs may see the config and "
             "tokenizer files of the old one until maxjax loads or saves this checkpoint again",
-            error,
+            staging.shown,
+            error.problem,  # without the hint, which is about what was there before the commit
         )
 
 
