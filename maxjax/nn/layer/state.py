@@ -190,6 +190,8 @@ class _Match:
     def _suggestion(self, missing: list[str]) -> list[str]:
         """A key probably meant for a missing weight; MAX considers only the first one, and all keys."""
         for name in missing:
+            if name in self.unexpected:
+                return [f"The value of '{name}' is None"]
             if like := closest(name, map(str, self.unexpected)):
                 return [f"For '{name}', did you mean '{like}'?"]
         like = closest(missing[0], self.keys)

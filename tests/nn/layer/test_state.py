@@ -124,6 +124,8 @@ def test_all_problems_in_one_error_and_nothing_is_loaded():
 
 def test_lenient_loading_reports():
     m = model()
+    with pytest.raises(ValueError, match="The value of 'b.w' is None"):
+        m.load_state_dict({"a.w": ONES, "b.w": None})
     assert m.load_state_dict({"a.w": ONES, "zz": ONES, "b.w": None}, strict=False) == (
         ("b.w",),
         ("zz", "b.w"),
