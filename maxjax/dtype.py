@@ -103,6 +103,14 @@ class DType(Enum):
     def __repr__(self) -> str:
         return self.name
 
+    def __eq__(self, other: object) -> builtins.bool:
+        """Equal to what NumPy and JAX call the same type: ``w.dtype == jnp.float32``, as of an array."""
+        if isinstance(other, type | np.dtype | str):
+            return builtins.bool(self.np == other)
+        return self is other
+
+    __hash__ = Enum.__hash__
+
     @classmethod
     def _missing_(cls, value: object) -> DType | None:
         return _SHORT_NAMES[value] if isinstance(value, str) else None

@@ -108,6 +108,17 @@ def test_jax_takes_it_as_a_dtype(d):
         assert jnp.ones(2, jnp.int8).astype(d).dtype == d.np
 
 
+def test_equal_to_what_numpy_and_jax_call_it():
+    """``model.norm.weight.dtype == jnp.bfloat16`` is asked of an array, and so of a Weight."""
+    for d in ALL:
+        for other in (d.np, d.np.type, d.name):
+            assert d == other and other == d and not d != other
+        for other in (np.dtype(object), np.timedelta64, "f32", "nope", None, 3, d.value, list):
+            assert d != other and other != d
+    assert DType.bfloat16 == jnp.bfloat16 and jnp.bfloat16 == DType.bfloat16
+    assert DType.float16 != jnp.bfloat16 and DType.int8 != DType.uint8 and DType.int8 != "uint8"
+
+
 def test_to_numpy_is_max_s_mapping():
     for d in ALL:
         if d.is_float8():

@@ -224,9 +224,10 @@ def _finish(
             staging.commit([DIGESTS])
     except CheckpointError as error:
         _LOG.warning(
-            "%s. The new checkpoint is complete for maxjax; other programs may see the config and "
+            "%s: %s. The new checkpoint is complete for maxjax; other programs may see the config and "
             "tokenizer files of the old one until maxjax loads or saves this checkpoint again",
-            error,
+            staging.shown,
+            error.problem,  # without the hint, which is about what was there before the commit
         )
 
 
@@ -383,9 +384,9 @@ def _stage_others(
 
 def _has(path: str, content: bytes) -> bool:
     try:
-        with open(path, "rb") as file:
-            return file.read(len(content) + 1) == content
-    except OSError:
+        file = open_regular(path)  # a FIFO of this name would never open
+        return file.size == len(content) and file.pread(0, file.size) == content
+    except CheckpointError:
         return False
 
 

@@ -220,7 +220,7 @@ class TensorValue(Operators):
             raise ValueError(f"permute({list(dims)}) must contain each of the {rank} axes once")
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
-    def transpose(self, first: int, second: int) -> TensorValue:
+    def transpose(self, first: int, second: int) -> Any:
         """The tensor with two axes swapped.
 
         Raises:
@@ -230,7 +230,7 @@ class TensorValue(Operators):
         for axis in (first, second):
             if not -rank <= axis < rank:
                 raise IndexError(f"axis {axis} is out of range for a tensor with {rank} axes")
-        return TensorValue(jnp.swapaxes(self._as_array(), first, second))
+        return self._result(jnp.swapaxes(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
         """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes."""
@@ -252,7 +252,7 @@ class TensorValue(Operators):
             raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
         return TensorValue(jnp.squeeze(self._as_array(), axis))
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorValue:
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
 
         Raises:
@@ -267,7 +267,7 @@ class TensorValue(Operators):
         if start > end:
             raise ValueError(f"start_dim ({start_dim}) comes after end_dim ({end_dim})")
         middle = functools.reduce(operator.mul, array.shape[start : end + 1], 1)
-        return TensorValue(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
+        return self._result(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
 
     def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
         """The tensor with the given sizes declared; see ``ops.rebind``.

@@ -120,9 +120,10 @@ class _Draw(NamedTuple):
             shape = (
                 self.leaf.shape if weight.stored.layout is None else tuple(map(int, weight.shape))
             )
-            return weight.stored.arranged(
-                self.fill(jax.random.fold_in(key, code), shape, self.leaf.dtype)
-            )
+            dtype = self.leaf.dtype
+            if 0 in shape:  # initializers divide by the sizes
+                return weight.stored.arranged(jnp.zeros(shape, dtype))
+            return weight.stored.arranged(self.fill(jax.random.fold_in(key, code), shape, dtype))
 
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
         home = self.weights[0].stored.home

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 import warnings
 import zlib
 
@@ -281,6 +282,18 @@ def test_links_of_a_cache_are_replaced_and_blobs_stay(tmp_path):
     (tmp_path / "snapshot" / SINGLE).symlink_to(f"../blobs/{SINGLE}")
     maxjax.save_pretrained(layers(2), tmp_path / "snapshot")
     assert value(tmp_path / "snapshot") == 2 and value(tmp_path / "blobs") == 1
+
+
+def test_a_pipe_with_the_name_of_a_file(tmp_path):
+    """Opening it for reading waits for a writer, for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    config = {"model_type": "mine"}
+    save = lambda: maxjax.save_pretrained(layers(1), tmp_path, config=config)
+    saving = threading.Thread(target=save, daemon=True)
+    saving.start()
+    saving.join(20)
+    assert not saving.is_alive()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mine"
 
 
 def test_saving_to_where_it_is_read_from(tmp_path):

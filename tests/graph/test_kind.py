@@ -76,6 +76,30 @@ def test_beside_a_tensor_value_it_gives_one(name):
     assert isinstance(OPERATIONS[name](weight(), TensorValue(PLAIN)), TensorValue)
 
 
+BOTH = {
+    "max": ((), ()), "min": ((0,), (3,)), "mean": ((), ()), "var": ((-1,), (2,)), "argmax": ((1,), (2,)),
+    "squeeze": ((), (2, 3)), "flatten": ((), (6,)), "transpose": ((), (3, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_methods_of_both_are_those_of_jax_in_plain_code(name):
+    args, shape = BOTH[name]
+    found = getattr(weight(), name)(*args)
+    assert isinstance(found, jax.Array) and found.shape == shape
+    np.testing.assert_allclose(found, getattr(A, name)(*args), rtol=1e-6)
+    if name in ("max", "min", "mean", "var", "argmax"):
+        kept = []
+        w = weight()
+        in_graph(lambda x: kept.append(getattr(w, name)(*args).shape) or x, X)
+        assert kept == [[1 if i == (args or (-1,))[0] % 2 else n for i, n in enumerate((2, 3))]]
+
+
+def test_two_axes_are_swapped_as_in_max():
+    assert weight().transpose(0, 1).shape == (3, 2)
+    assert weight().transpose((0, 1)).shape == (2, 3)
+
+
 def test_what_max_model_code_does_with_a_weight():
     w = Weight("w", "float32", (2, 3), CPU)
     shapes = []

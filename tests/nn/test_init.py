@@ -37,6 +37,12 @@ def test_init_fills_what_is_lazy():
     assert m.scale.value.dtype == jnp.bfloat16
 
 
+def test_a_weight_without_elements():
+    m = Net()
+    m.none = Weight("none", "float32", (0, 3), CPU)
+    assert init(m, jax.random.key(0)).none.value.shape == (0, 3)
+
+
 def test_values_depend_on_key_and_name_alone():
     a, b, c = (
         init(Net(extra), jax.random.key(seed))

@@ -1144,6 +1144,16 @@ def test_the_first_pattern_that_fits():
     assert found["self_attn.k_proj.weight"] == P("model", None)  # the layer's own rule
 
 
+def test_rules_for_some_layers_of_a_stack():
+    layers = nn.LayerList(nn.Linear(8, 8, "float32", CPU) for _ in range(12)).stack()
+    rules = {"0.*": P("model"), "[2-9].*": P("model"), "1*": P("model")}
+    for wrong in ({"0.weight": P("model")}, {"?.weight": P("model")}, {"11.*": None, **rules}):
+        with pytest.raises(UserInputError, match=r"0\.weight and 1?[01]\.weight.* one array"):
+            layers.to(model4(), rules=wrong)
+    placed = layers.to(model4(), rules=rules)
+    assert specs(placed)["7.weight"] == P("model", None)
+
+
 def test_rules_before_strategies_before_layers():
     mesh = mesh_of({"model": 4}, False)
     model = fill(block())
@@ -1216,6 +1226,7 @@ def model4():
     [
         (model4, {"rules": {"weight": P("data")}}, "weight 'weight': .*'data'.* the mesh has the axes model"),
         (model4, {"rules": {"bias": P("nope")}}, "weight 'bias': .*'nope'"),
+        (model4, {"rules": {"*.wieght": P("model")}}, r"no weight .*'\*.wieght'.* did you mean 'weight'"),
         (unknown_mesh, {}, "the mesh has the axes zz"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.rowwise(2)}, "'model'.* has data"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.expert_parallel(2)}, "'expert'"),

@@ -54,6 +54,9 @@ def platform_of(place: Any) -> str:
     Args:
         place: a mesh, a Sharding, a device, or None for the default device.
 
+    Raises:
+        TypeError: it is something else.
+
     Example:
         >>> from maxjax import make_mesh
         >>> platform_of(make_mesh(model=1)) == platform_of(None) == jax.devices()[0].platform
@@ -61,13 +64,30 @@ def platform_of(place: Any) -> str:
     """
     if place is None:
         return default_device().platform
-    if isinstance(place, DeviceRef):
-        place = place.to_jax()
     if isinstance(place, Mesh):
-        place = place.devices.flat[0]
-    elif isinstance(place, Sharding):
-        place = next(iter(place.device_set))
-    return place.platform
+        return place.devices.flat[0].platform
+    if isinstance(place, Sharding):
+        return next(iter(place.device_set)).platform
+    return device_of(place).platform
+
+
+def device_of(place: Any) -> Any:
+    """The jax.Device of a device that weights are to be put on.
+
+    Raises:
+        TypeError: it is neither a jax.Device nor a DeviceRef.
+
+    Example:
+        >>> device_of(DeviceRef.CPU()) == device_of(jax.devices("cpu")[0])
+        True
+    """
+    device = place.to_jax() if isinstance(place, DeviceRef) else place
+    if isinstance(device, jax.Device):
+        return device
+    raise TypeError(
+        "weights are put on a mesh (as maxjax.make_mesh(model=2) makes it), a jax Sharding, a jax.Device "
+        f"or a DeviceRef, not {type(place).__name__}"
+    )
 
 
 def relaid(

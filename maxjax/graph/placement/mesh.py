@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,18 @@ def axis_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
+def check_distinct(devices: Iterable[Any], what: str) -> None:
+    """Checks that no device occurs twice.
+
+    Raises:
+        UserInputError: one does; the message begins with ``what``.
+    """
+    found = list(devices)
+    if len(set(found)) < len(found):
+        ids = some([f"{device.platform}:{device.id}" for device in found], 8)
+        raise UserInputError(f"{what} was given one device several times: {ids}")
+
+
 def make_mesh(
     *,
     devices: Sequence[Any] | None = None,
@@ -44,8 +56,8 @@ def make_mesh(
             accepted too.
 
     Raises:
-        UserInputError: there is no axis, a size is not positive, two axes have the same name, or
-            there are too few devices.
+        UserInputError: there is no axis, a size is not positive, two axes have the same name,
+            there are too few devices, or one is given twice.
 
     Example:
         >>> import maxjax
@@ -68,6 +80,7 @@ def make_mesh(
             f"make_mesh({_arguments(sizes)}) needs {needed} devices, but there are {len(available)}: {ids}. "
             "Ask for fewer, or write -1 for all that remain; JAX_NUM_CPU_DEVICES=8 makes eight of a CPU"
         )
+    check_distinct(available, f"make_mesh({_arguments(sizes)})")
     types = axis_types if isinstance(axis_types, (tuple, list)) else [axis_types] * len(names)
     return jax.make_mesh(
         tuple(counts), tuple(names), axis_types=tuple(types), devices=available[:needed]

@@ -24,6 +24,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
+from .methods import Methods
 from .rows import OfWeight
 from .stored import StoredWeight, register, standing_for
 from .transpose import TransposedValue, WeightTranspose
@@ -32,7 +33,7 @@ from .transpose import TransposedValue, WeightTranspose
 _SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
 
 
-class Weight(OfWeight, TensorValue):
+class Weight(OfWeight, Methods):
     """A named tensor of a model, lazy until a value is loaded.
 
     Args:

@@ -7,14 +7,16 @@ sharding strategy, and the rules of the Modules above it, the outermost first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ...errors import UserInputError
-from ...graph.device import DeviceRef
+from ...errors import UserInputError, closest, some
+from ...graph.placement.arrays import device_of
+from ...graph.placement.mesh import check_distinct
 from ...graph.placement.specs import (
     EXPERTS,
     TENSOR,
@@ -31,6 +33,8 @@ from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
 from .walk import Walk
 
+# A pattern that the layers of a LayerStack may match differently: it has a number, "?" or "[".
+_NUMBERED = re.compile(r"(^|[.*])\d|[?\[]")
 # The reason given for a weight with symbolic sizes.
 UNKNOWN_SIZES = "its sizes are not known yet"
 
@@ -62,7 +66,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         sharding = (
             first
             if isinstance(first, Sharding)
-            else jax.sharding.SingleDeviceSharding(_device(first))
+            else jax.sharding.SingleDeviceSharding(device_of(first))
         )
         sharding = sharding if kind is None else sharding.with_memory_kind(kind)
         definition, holders = module._mx_definition()
@@ -95,6 +99,7 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
     if isinstance(devices[0], Mesh):
         if len(devices) > 1:
             raise UserInputError("to(mesh) takes one mesh and no other device")
+        check_distinct(devices[0].devices.flat, "the mesh of to()")
         return devices[0]
     if len(devices) == 1 and strategy is None:
         return None
@@ -103,22 +108,12 @@ def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
             f"{len(devices)} devices need a sharding_strategy, as ShardingStrategy.tensor_parallel({len(devices)}); "
             "or pass a mesh: to(maxjax.make_mesh(model=…))"
         )
-    found = [_device(d) for d in devices]
-    if len(set(found)) < len(found):
-        names = ", ".join(f"{device.platform}:{device.id}" for device in found)
-        raise UserInputError(f"to() was given one device several times: {names}")
+    found = [device_of(d) for d in devices]
+    check_distinct(found, "to()")
     axis = "expert" if strategy.is_expert_parallel else "model"
     return jax.make_mesh(
         (len(found),), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=found
     )
-
-
-def _device(device: Any) -> Any:
-    device = device.to_jax() if isinstance(device, DeviceRef) else device
-    if not isinstance(device, jax.Device):
-        raise TypeError("Module.to() takes a DeviceRef, a jax.Device, a jax Sharding or a mesh, "
-                        f"not {type(device).__name__}")  # fmt: skip
-    return device
 
 
 def plan_places(
@@ -143,6 +138,7 @@ def plan_places(
     places: dict[int, list[tuple[str, str, Weight]]] = {}
     for name, path, weight, _ in walk.places:
         places.setdefault(id(walk.holder(weight)), []).append((name, path, weight))
+    named = {} if not rules else _named_rules(places, leaves, rules)
     found = []
     for name, holder, _ in leaves:
         if id(holder) not in places:
@@ -155,7 +151,7 @@ def plan_places(
         if not all(isinstance(d, StaticDim) for d in stored.dims):
             found.append(LeafPlace(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
-        rule = _rule_for(holder, where, rule_of, strategy, rules, len(shape))
+        rule = _rule_for(holder, where, rule_of, strategy, named.get(id(holder)), len(shape))
         count = stored.lead[-1] if stored.spans else 1
         placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block, count)
         found.append(LeafPlace(holder, name, shape, placed))
@@ -193,18 +189,50 @@ def _module_rules(walk: Walk) -> dict[str, Any]:
     return rule_of | found
 
 
+def _named_rules(
+    places: Mapping[int, Sequence[tuple[str, str, Weight]]],
+    leaves: Sequence[tuple[str, Any, Any]],
+    rules: Mapping[str, Any],
+) -> dict[int, tuple[Any]]:
+    """id(holder) → the rule of the caller's table for its names, for those that have one.
+
+    Raises:
+        UserInputError: the table has different rules for the layers of a LayerStack, or none for any weight.
+    """
+    numbered = any(map(_NUMBERED.search, rules))
+    found: dict[int, tuple[Any]] = {}
+    for _, holder, _ in leaves:
+        for name, _, _ in places.get(id(holder), ()):
+            names = holder.stored.names(name)
+            first = by_pattern(rules, names[0])
+            for other in names[1:] if numbered else ():
+                if by_pattern(rules, other) != first:
+                    raise UserInputError(
+                        f"rules= are not the same for {names[0]} and {other}, which are one array in a LayerStack: "
+                        "take all of its layers, or unstack() first"
+                    )
+            if first[0]:
+                found.setdefault(id(holder), (first[1],))
+    if leaves and not found:
+        every = [name for where in places.values() for name, _, _ in where]
+        near = closest(next(iter(rules)), every)
+        raise UserInputError(
+            f"no weight has a name like {some(list(map(repr, rules)), 3)} of rules="
+            + (f"; did you mean {near!r}?" if near else f"; there are {some(every, 3)}")
+        )
+    return found
+
+
 def _rule_for(
     holder: Any,
     where: Sequence[tuple[str, str, Weight]],
     rule_of: Mapping[str, Any],
     strategy: Any,
-    rules: Mapping[str, Any] | None,
+    named: tuple[Any] | None,
     rank: int,
 ) -> Any:
-    for name, _, _ in where if rules else ():
-        matched, rule = by_pattern(rules or {}, holder.stored.names(name)[0])
-        if matched:
-            return rule
+    if named is not None:
+        return named[0]
     own = next((rule_of[path] for _, path, _ in where if path in rule_of), None)
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
         if isinstance(own, PartOf):

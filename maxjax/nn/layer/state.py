@@ -90,9 +90,9 @@ class StateDict:
         """Loads the values of all weights of this Module: all of them, or none.
 
         Args:
-            state_dict: arrays (NumPy, JAX, or any that support DLPack) or WeightData
-                by full name, or a Weights cursor, whose tensors are read from disk in
-                parallel. NumPy arrays are copied.
+            state_dict: arrays (NumPy, JAX, or any that support DLPack), WeightData or places of a
+                Weights cursor by full name, or a Weights cursor, whose tensors are read from disk
+                in parallel. NumPy arrays are copied.
             override_quantization_encoding: whether the encoding of the data replaces the weight's.
             weight_alignment: alignment in bytes required of every value and recorded in
                 its weight; None means each weight's own.
@@ -165,9 +165,9 @@ class _Match:
             used.update(given)
             if not given:
                 continue
-            self.values[name] = source.get(given[0])
+            self.values[name] = _data(source.get(given[0]))
             for other in given[1:]:
-                if not same_content(self.values[name], source.get(other)):
+                if not same_content(self.values[name], _data(source.get(other))):
                     self.problems.append(
                         f"'{given[0]}' and '{other}' are one tied weight, but their values differ"
                     )
@@ -190,10 +190,17 @@ class _Match:
     def _suggestion(self, missing: list[str]) -> list[str]:
         """A key probably meant for a missing weight; MAX considers only the first one, and all keys."""
         for name in missing:
+            if name in self.unexpected:
+                return [f"The value of '{name}' is None"]
             if like := closest(name, map(str, self.unexpected)):
                 return [f"For '{name}', did you mean '{like}'?"]
         like = closest(missing[0], self.keys)
         return [f"For '{missing[0]}', did you mean '{like}'?"] if like else []
+
+
+def _data(value: Any) -> Any:
+    """The data of a place of a Weights cursor, which ``weights.items()`` gives; other values as they are."""
+    return value._lazy_data() if isinstance(value, Weights) else value
 
 
 def _error(problems: list[str], state_dict: Any) -> ValueError:

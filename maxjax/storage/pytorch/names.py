@@ -113,6 +113,21 @@ def _bytes(reader: Reader, arguments: tuple) -> bytes:
     return b""
 
 
+def _bytearray(reader: Reader, arguments: tuple) -> bytes:
+    """The bytes of a bytearray: given as bytes, or as :func:`_encode` takes them; none if empty."""
+    if len(arguments) == 2:
+        return _encode(reader, arguments)
+    if arguments and (len(arguments) > 1 or type(arguments[0]) is not bytes):
+        raise reader.error("the arguments of bytearray", "bytes", shown(arguments))
+    return arguments[0] if arguments else b""
+
+
+def _complex(reader: Reader, arguments: tuple) -> complex:
+    if [type(part) for part in arguments] != [float, float]:
+        raise reader.error("the arguments of complex", "two floats", shown(arguments))
+    return complex(*arguments)
+
+
 _FLOATS = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 _DTYPES: dict[str, DType] = {
     name: DType.of(name)
@@ -179,9 +194,19 @@ _ALL = [
     Token("torch.serialization", "_get_layout", None, _single_argument(str)),
     Token("torch.storage", "UntypedStorage", DType.uint8),
     Token("collections", "OrderedDict", None, _ordered_dict),
+    # A learning rate schedule counts its milestones in one.
+    Token("collections", "Counter", None, _single_argument(dict)),
     Token("_codecs", "encode", None, _encode),
-    *(Token(module, "set", None, _single_argument(list)) for module in ("builtins", "__builtin__")),
-    *(Token(module, "bytes", None, _bytes) for module in ("builtins", "__builtin__")),
+    *(
+        Token(module, name, None, reduce)
+        for module in ("builtins", "__builtin__")
+        for name, reduce in (
+            ("set", _single_argument(list)),
+            ("bytes", _bytes),
+            ("bytearray", _bytearray),
+            ("complex", _complex),
+        )
+    ),
     *(Token("torch", name, dtype) for name, dtype in _DTYPES.items()),
     *(Token("torch", name) for name in (*_NO_DTYPES, *_SCHEMES)),
 ]

@@ -365,6 +365,7 @@ _INSTRUCTIONS: dict[int, Callable[[Reader], None]] = {
     ord("C"): _push(_short),
     ord("B"): _push(lambda r: r.take(r.number(4))),
     0x8E: _push(lambda r: r.take(r.number(8))),
+    0x96: _push(lambda r: r.take(r.number(8))),  # BYTEARRAY8
     # names and what is done with them
     ord("c"): lambda r: r.push_global(r.line(), r.line()),
     0x93: _push_global,

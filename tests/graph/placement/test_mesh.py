@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+from maxjax import nn
+from maxjax.graph import DeviceRef
+from maxjax.graph.placement.arrays import platform_of
 from maxjax.graph.placement.mesh import axis_name, make_mesh
 
 
@@ -55,3 +58,23 @@ def test_names(other, name):
 def test_wrong_sizes(sizes, says):
     with pytest.raises(ValueError, match=says):
         make_mesh(**sizes)
+
+
+def test_a_device_occurs_once():
+    """The message of JAX, when such a mesh is used, is one about zip()."""
+    twice = [jax.devices()[3]] * 2
+    with pytest.raises(
+        ValueError, match=r"make_mesh\(model=2\) was given one device .*: cpu:3, cpu:3"
+    ):
+        make_mesh(model=2, devices=twice)
+    with pytest.raises(ValueError, match="the mesh of to.* was given one device several times"):
+        nn.Linear(2, 2, "float32", DeviceRef.CPU()).to(jax.sharding.Mesh(twice, ("model",)))
+
+
+@pytest.mark.parametrize("place", [{"model": 2}, "model=2", 2, jax.devices()[:2]])
+def test_what_is_no_place_is_named(place):
+    """As ``maxjax.load(mesh=)`` may get it, which asks for the platform first."""
+    said = rf"make_mesh\(model=2\).* not {type(place).__name__}"
+    for use in (platform_of, nn.Linear(2, 2, "float32", DeviceRef.CPU()).to):
+        with pytest.raises(TypeError, match=said):
+            use(place)

@@ -124,6 +124,8 @@ def test_all_problems_in_one_error_and_nothing_is_loaded():
 
 def test_lenient_loading_reports():
     m = model()
+    with pytest.raises(ValueError, match="The value of 'b.w' is None"):
+        m.load_state_dict({"a.w": ONES, "b.w": None})
     assert m.load_state_dict({"a.w": ONES, "zz": ONES, "b.w": None}, strict=False) == (
         ("b.w",),
         ("zz", "b.w"),
@@ -168,11 +170,12 @@ def test_64_bits_are_never_narrowed_in_silence():
     with pytest.raises(ValueError, match=r"'w'.*do not fit.*jax_enable_x64"):
         ints.load_state_dict({"w": np.array([1, 2**40])})
     assert ints.w.value.tolist() == [1, -5]
-    floats = Hold(w=weight((2,), "float64"))
-    with pytest.raises(ValueError, match=r"cast=True.*jax_enable_x64"):
-        floats.load_state_dict({"w": np.ones(2)})
-    floats.load_state_dict({"w": np.ones(2)}, cast=True)
-    assert floats.w.value.dtype == jnp.float32
+    for wide, narrow in (("float64", "float32"), ("complex128", "complex64")):
+        one = Hold(w=weight((2,), wide))
+        with pytest.raises(ValueError, match=rf"cast=True.* {narrow}, .*jax_enable_x64"):
+            one.load_state_dict({"w": np.ones(2, wide)})
+        one.load_state_dict({"w": np.ones(2, wide)}, cast=True)
+        assert one.w.value.dtype == narrow
     with jax.enable_x64(True):
         wide = Hold(w=weight((2,), "float64"), i=weight((1,), "int64", "i"))
         wide.load_state_dict({"w": np.ones(2), "i": np.array([2**40])})
@@ -238,6 +241,8 @@ def test_loading_from_a_file(path):
 def test_a_cursor_gives_names_from_where_it_stands(path):
     m = Hold(w=weight())
     m.load_state_dict(load_weights(path).b)
+    renamed = {name.removeprefix("b."): at for name, at in load_weights(path).b.items()}
+    assert m.load_state_dict(renamed) == ((), ())
     assert float(m.w[0, 0]) == 2
 
 

@@ -156,17 +156,18 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
         filed = DType.of(form.to_file(np.zeros(0, expected.np)).dtype)
         return None if actual is filed else _different(fitted.name, (filed, actual))
     if actual is not expected:
-        same_kind = (actual.is_float() and expected.is_float()) or (
-            actual.is_integral() and expected.is_integral()
+        same_kind = any(
+            of(actual) and of(expected)
+            for of in (DType.is_float, DType.is_integral, DType.is_complex)
         )
         if not (cast and same_kind):
             hint = "; cast=True converts it" if same_kind and not cast else ""
             return _different(fitted.name, dtype=(expected, actual)) + hint
-    narrow = jax.dtypes.canonicalize_dtype(expected.np) != expected.np
-    if narrow and expected.is_float() and not cast:
+    narrow = DType.of(jax.dtypes.canonicalize_dtype(expected.np))
+    if narrow is not expected and not expected.is_integral() and not cast:
         return (
             f"weight '{fitted.name}' is {expected}, and JAX runs in 32 bits: pass cast=True to load it as "
-            f"float32, or set jax_enable_x64"
+            f"{narrow.name}, or set jax_enable_x64"
         )
     return None
 

@@ -1,0 +1,54 @@
+"""Methods that MAX's values and jax.Array both have, and compute differently.
+
+MAX's keep the axis that they reduce, and reduce the last one by default. As for its operators, where a Weight
+is used decides which of the two it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..kind import KIND
+from ..value import TensorValue
+
+
+def _method(name: str) -> Any:
+    of_value = getattr(TensorValue, name)
+
+    @functools.wraps(of_value)
+    def method(self: Methods, *args: Any, **options: Any) -> Any:
+        if KIND.values:
+            return of_value(self, *args, **options)
+        return getattr(self._as_array(), name)(*args, **options)
+
+    method.__doc__ = (
+        f"``jax.Array.{name}``; where Weights give TensorValues, that of ``TensorValue``."
+    )
+    return method
+
+
+class Methods(TensorValue):
+    """The methods of a Weight that are those of jax.Array in plain JAX code.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import DeviceRef, Weight
+        >>> w = Weight("weight", "float32", (2, 3), DeviceRef.CPU())
+        >>> w.value = jnp.ones((2, 3))
+        >>> w.mean().shape, w.max(axis=0).shape
+        ((), (3,))
+    """
+
+    max, min, mean = map(_method, ("max", "min", "mean"))
+    var, argmax, squeeze = map(_method, ("var", "argmax", "squeeze"))
+
+    def transpose(self, *axes: Any) -> Any:
+        """Two axes swapped, as in MAX; with none, or with as many as there are, ``jax.Array.transpose``.
+
+        Raises:
+            IndexError: there is no such axis.
+        """
+        if KIND.values or (len(axes) == 2 and self.rank >= 2):
+            return super().transpose(*axes)
+        return self._as_array().transpose(*axes)
