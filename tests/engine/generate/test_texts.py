@@ -282,6 +282,13 @@ def test_old_files_have_settings_of_generation_in_config_json(tmp_path):
     assert (found.max_length, found.sampling.banned, found.eos_ids) == (20, (), (5,))
 
 
+def test_another_default_device(model):
+    """The cache lies where the model does."""
+    with jax.default_device(jax.devices()[1]):
+        assert model.cache(1, 64).keys.devices() == {jax.devices()[0]}
+        assert len(maxjax.generate(model, None, PROMPTS[0], max_new_tokens=2).tokens) == 2
+
+
 def test_a_text_that_begins_with_the_token_of_a_beginning(model):
     """It gets no second one, as chat templates write theirs."""
     tokenizer = one_character_each()
