@@ -4,10 +4,14 @@ IPython evaluates what stands before the last dot only as far as it knows that n
 knows ``[…]`` of dicts and lists, and attributes of classes without a ``__getattr__`` of their own. Here it is told
 which classes of maxjax it may ask too: to look up a layer or a place in a checkpoint reads
 nothing and changes nothing.
+
+Where jedi is installed IPython asks it first, which reads code and no values, and so takes
+``layers[0]`` for a list. After a bracket the values are asked then, if they are of maxjax.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -35,11 +39,14 @@ def register() -> bool:
         True
     """
     policy: Any = None
+    running: Any = None
     if "IPython" in sys.modules:
         try:
+            from IPython.core.getipython import get_ipython
             from IPython.core.guarded_eval import EVALUATION_POLICIES
 
             policy = EVALUATION_POLICIES["limited"]
+            running = get_ipython()
         except (ImportError, KeyError):  # a version that completes otherwise
             return False
     for allowed, classes in (
@@ -50,4 +57,40 @@ def register() -> bool:
         if not isinstance(names, set):
             return False
         names.update(classes)
+    _ask_values(running)
     return True
+
+
+# Names, attributes and brackets before the name that is being written.
+_BEFORE = re.compile(r"([A-Za-z_](?:[\w.]|\[[^\[\]]*\])*)\.\w*\Z")
+
+
+def _ask_values(shell: Any) -> None:
+    """Adds to a shell, if there is one, a matcher that goes before jedi's after brackets."""
+    from IPython.core.completer import context_matcher
+    from IPython.core.guarded_eval import EvaluationContext, guarded_eval
+
+    completer: Any = getattr(shell, "Completer", None)
+    matchers = getattr(completer, "custom_matchers", None)
+    if not hasattr(completer, "python_matcher") or not isinstance(matchers, list):
+        return
+
+    @context_matcher(identifier="maxjax")  # type: ignore[arg-type]
+    def after_brackets(context: Any) -> Any:
+        none: dict[str, Any] = {"completions": [], "suppress": False}
+        found = _BEFORE.search(context.text_until_cursor) if completer.use_jedi else None
+        if found is None or "[" not in found[1]:
+            return none
+        names = {**completer.global_namespace, **completer.namespace}
+        try:
+            ask = EvaluationContext(globals=names, locals={}, evaluation=completer.evaluation)
+            value = guarded_eval(found[1], ask)
+        except Exception:  # a refusal of the policy, or whatever the text does when it is evaluated
+            return none
+        if not any(kind.__module__.startswith("maxjax.") for kind in type(value).__mro__):
+            return none
+        matched = completer.python_matcher(context)
+        return {**matched, "suppress": bool(matched["completions"])}
+
+    others = [one for one in matchers if getattr(one, "matcher_identifier", "") != "maxjax"]
+    matchers[:] = [*others, after_brackets]

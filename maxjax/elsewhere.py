@@ -111,7 +111,9 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
         home, own = known[0]
         return f": use {own}= of {home}"
     if name in _INSTEAD:
-        return f": use {_INSTEAD[name].removesuffix(f' of {call}')}"
+        instead = _INSTEAD[name].removesuffix(f" of {call}")
+        said = instead.removeprefix("nothing: ")
+        return f": use {instead}" if said == instead else f": {said}"
     # An argument of ours, of another function.
     own = {home: {*table.values()} for home, table in _HOMES}
     if home := next((home for home in own if name in own[home]), None):

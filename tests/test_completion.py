@@ -73,6 +73,18 @@ def test_what_is_offered(shell, text, offered):
     assert not [name for name in found if name.startswith("_mx_") or name.isdecimal()]
 
 
+def test_values_are_asked_before_jedi(shell, monkeypatch):
+    """Which takes a layer for a list: it reads code and no values."""
+    pytest.importorskip("jedi")
+    monkeypatch.setattr(shell.Completer, "use_jedi", True)
+    monkeypatch.setattr(shell.Completer, "custom_matchers", [])
+    completion._ask_values(shell)
+    found = completed(shell, "model.model.layers[0].inp")
+    assert {name.lstrip(".") for name in found} == {"input_layernorm"}
+    assert "up_proj" in completed(shell, "weights.model.layers[0].mlp.")
+    assert "append" in completed(shell, "model.model.layers.")
+
+
 @pytest.mark.parametrize(
     ("text", "offered"),
     [

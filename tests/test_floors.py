@@ -82,7 +82,7 @@ nn/kv_cache: data_parallelism_utils input_types metrics
 nn/ssm: convolution segments delta ssd __init__
 nn/attention: mask_config __init__
 nn: ragged paged_attention
-nn/attention: tapped_attention attention_with_rope multi_head_attention
+nn/attention: tapped_attention both_ways attention_with_rope multi_head_attention
 nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
@@ -105,7 +105,8 @@ models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm mlp step attention grouped latent mixer gated_delta mamba2 block model positions experts
+models/decoder: config norm mlp step attention both_ways grouped latent mixer gated_delta mamba2 block
+models/decoder: model positions experts
 models/decoder: expert_files
 models/encoder: config attention block model
 models/quantized: settings layouts methods __init__

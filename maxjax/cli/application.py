@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import __version__
-from ..errors import UserInputError
+from ..errors import UserInputError, closest
 from ..progress import draw_with
 from .options import Parser
 from .tables import is_terminal, show
@@ -129,6 +129,14 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Options before the command have no values.
     chosen = next((word for word in argv if not word.startswith("-")), None)
+    if chosen is None and argv:
+        for word in argv:
+            if not any(name.startswith(word) for name in parser._option_string_actions):
+                parser.error(f"unrecognized arguments: {word}{parser.like(word)}")
+    elif chosen is not None and chosen not in COMMANDS:
+        like = closest(chosen, COMMANDS)
+        hint = f"did you mean {like}?" if like else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {chosen!r}: {hint}")
     for name, (place, text) in COMMANDS.items():
         if name != chosen:
             commands.add_parser(name, help=text)

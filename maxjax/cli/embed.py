@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UserInputError
 from ..progress import short, task
-from .options import positive
+from .options import pooling, positive
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,10 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it exists")
     parser.add_argument(
-        "--pooling", metavar="MODE", help="lasttoken, mean, … (default: what the model's files say)"
+        "--pooling",
+        type=pooling,
+        metavar="MODE",
+        help="lasttoken, mean, … (default: what the model's files say)",
     )
     parser.add_argument(
         "--prompt-name",

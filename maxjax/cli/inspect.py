@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..columns import Table, visible
+from .options import checkpoint
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
@@ -19,7 +20,10 @@ _SHOWN_CHARACTERS = 80
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", nargs="+", help="a file, a directory, an index, or the parts of a checkpoint"
+        "path",
+        nargs="+",
+        type=checkpoint,
+        help="a file, a directory, an index, the parts of a checkpoint, or tiny",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -81,7 +85,12 @@ def _short(value: Any) -> str:
 
 
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="+", help="a file, a directory, an index, or several files")
+    parser.add_argument(
+        "path",
+        nargs="+",
+        type=checkpoint,
+        help="a file, a directory, an index, several files, or tiny",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 

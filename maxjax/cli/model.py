@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import UserInputError, closest
 from ..progress import short, task
 from .options import (
+    TINY,
     auto_or_float,
     import_jax,
     mesh,
@@ -24,7 +25,6 @@ from .options import (
     variable,
 )
 
-TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
 # Settings of Sampling with their texts for --help.
 _SAMPLING = {
     "temperature": "0 is greedy; above it, tokens are drawn",

@@ -14,10 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any, NoReturn
 
 from ..errors import UserInputError
 
+TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
 SEEDS = 2**32
 _WORDS = {"True": True, "False": False, "None": None}  # Python's spelling
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -92,6 +94,26 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def checkpoint(path: str) -> str:
+    """The type of a checkpoint's path; "tiny" is the small model that comes with maxjax.
+
+    Example:
+        >>> checkpoint("a/model.gguf"), checkpoint("tiny") == "tiny"
+        ('a/model.gguf', False)
+    """
+    return path if path != TINY or os.path.lexists(path) else str(files("maxjax") / TINY)
+
+
+def pooling(text: str) -> str:
+    """The type of a mode of pooling."""
+    from ..models.pooling import POOLINGS
+
+    if text not in POOLINGS:
+        known = ", ".join(POOLINGS)
+        raise argparse.ArgumentTypeError(f"{_short(text)}: it must be one of {known}")
+    return text
 
 
 positive = integer(1)

@@ -12,7 +12,7 @@ from .options import dtype, float_type, mesh, positive, size, topology
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("path", help="a file, a directory or an index")
+    parser.add_argument("path", help="a file, a directory, an index, or tiny")
     parser.add_argument(
         "--mesh", type=mesh, metavar="AXIS=N,…", help="such as model=8 or model=8,data=2"
     )

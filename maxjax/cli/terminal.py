@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -29,10 +30,14 @@ def explain(error: Exception) -> str:
     Example:
         >>> explain(UserInputError("no such option"))
         'no such option'
+        >>> explain(FileNotFoundError(2, "No such file or directory", "a.txt"))
+        'a.txt: No such file or directory'
         >>> explain(KeyError("x"))
         "unexpected KeyError: 'x' (--debug shows where)"
     """
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and message.startswith("[Errno"):
+        message = f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, EXPECTED):
         return message
     return f"unexpected {type(error).__name__}: {message} (--debug shows where)"

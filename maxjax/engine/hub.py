@@ -41,6 +41,7 @@ BESIDE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "modules.json",
     "sentence_*_config.json",
     "[0-9]_*.json",
@@ -79,10 +80,8 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
             others = some([n for n in names if n.endswith(".gguf")], 5) or "no GGUF file"
             raise CheckpointMissingError(
                 f"the repository has no file {file!r}",
-                path=repo,
-                found=others,
-                hint="Name a file that is there.",
-            )
+                path=repo, found=others, hint="Name a file that is there.",
+            )  # fmt: skip
         weights = _parts(file, names)
     else:
         weights = _weights(repo, names)

@@ -69,6 +69,7 @@ def from_torch(
         >>> from_torch(state, nn.Linear(3, 2), rename={"fc.*": "*"}).weight.value.shape
         (2, 3)
     """
+    source = _inside(source)
     state = source.state_dict() if callable(getattr(source, "state_dict", None)) else source
     if not isinstance(state, Mapping):
         raise UserInputError(
@@ -89,6 +90,22 @@ def from_torch(
     values = state if rename is None else _renamed(state, model, Renaming(rename))
     model.load_state_dict(values, cast=cast, strict=strict)
     return model
+
+
+# Classes of PyTorch that hold a model → their attribute with it.
+_HOLDERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+}
+
+
+def _inside(source: Any) -> Any:
+    """The module that torch.compile and the like have wrapped."""
+    while holder := _HOLDERS.get(type(source).__name__):
+        source = getattr(source, holder)
+    return source
 
 
 def _pretrained(source: Any, state: Mapping[str, Any], config: Any, dtype: Any, mesh: Any) -> Any:

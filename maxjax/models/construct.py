@@ -17,7 +17,7 @@ from ..storage.open import orbax_checkpoint
 from .bounds import check_bounds
 from .config import read_object
 from .decoder.model import Decoder
-from .family import PretrainedModel, one_head, tensors
+from .family import PretrainedModel, one_head, tensors, unwrapped
 from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, unquantised
@@ -66,7 +66,10 @@ def build(
         raw, path = _config(weights, config)
     family = find_family(raw, path=path)
     raw = text_of(raw, path)
-    named = {n: data_of(n, v) for n, v in weights.items()} if given else tensors(weights)
+    if given:
+        named = unwrapped({n: data_of(n, v) for n, v in weights.items()})
+    else:
+        named = tensors(weights)
     found = family.adapt(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 
@@ -27,6 +27,7 @@ from .config import ModelConfig
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
 
+T = TypeVar("T")
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
@@ -143,13 +144,41 @@ class Family:
 def tensors(weights: Weights) -> dict[str, WeightData]:
     """The tensors below a ``Weights`` cursor, by their names relative to it; nothing is read.
 
-    At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints.
+    At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints. Elsewhere
+    parts of names that belong to wrappers are left out (:func:`unwrapped`).
     """
     if isinstance(weights, GGUFWeights) and not weights.name:
         from .gguf import hf_tensors
 
         return hf_tensors(weights)
-    return dict(weights._named_data())
+    return unwrapped(dict(weights._named_data()))
+
+
+# What wrappers of PyTorch put into the names of the model inside: torch.compile, FSDP and activation
+# checkpoints in any place, DataParallel and averaged models at the front.
+_WRAPPERS = re.compile(
+    r"\A(?:module\.)+|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+
+
+def unwrapped(named: dict[str, T]) -> dict[str, T]:
+    """Tensors by the names that they have without wrappers of PyTorch around the model or its layers.
+
+    Where Lightning saved a model as its ``model``, one of the two "model." of each name goes as well.
+    Names that would be those of two tensors stay.
+
+    Example:
+        >>> unwrapped({"module._orig_mod.model.norm.weight": 1, "module._orig_mod.lm_head.weight": 2})
+        {'model.norm.weight': 1, 'lm_head.weight': 2}
+        >>> unwrapped({"model.model.norm.weight": 1, "model.lm_head.weight": 2})
+        {'model.norm.weight': 1, 'lm_head.weight': 2}
+    """
+    names = [_WRAPPERS.sub("", _WRAPPERS.sub("", name)) for name in named]
+    fronts = [name.startswith("model.") for name in names]
+    if all(fronts) and any(name.startswith("model.model.") for name in names):
+        names = [name.removeprefix("model.") for name in names]
+    found = dict(zip(names, named.values(), strict=True))
+    return found if len(found) == len(named) else named
 
 
 def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
@@ -209,7 +238,9 @@ class PretrainedModel(Module):
             CheckpointError: the checkpoint cannot be read.
         """
         path = state_dict._path if isinstance(state_dict, Weights) else None
-        found = tensors(state_dict) if isinstance(state_dict, Weights) else state_dict
+        found = (
+            tensors(state_dict) if isinstance(state_dict, Weights) else unwrapped({**state_dict})
+        )
         try:
             found = self._tied(self.family.adapt(found), tie)
             found = {name: value for name, value in found.items() if not self.leaves_out(name)}

@@ -16,14 +16,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError
+from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
-from .decoder.attention import Cached, DecoderAttention, Step
+from .decoder.attention import DecoderAttention
 from .decoder.block import DecoderLayer
+from .decoder.both_ways import BothWays
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind
-from .encoder.attention import both_ways
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
@@ -196,37 +196,15 @@ class Gemma2(Decoder):
     """
 
 
-class BothWays(DecoderAttention):
-    """Attention to the tokens before and after each one, for embeddings: there is no cache."""
-
-    def __call__(self, x: Any, step: Step, cached: Cached, layer: Any) -> tuple[Any, Cached]:
-        """:meth:`DecoderAttention.__call__` without a cache.
-
-        Raises:
-            UserInputError: there is a cache.
-        """
-        if cached:
-            raise UserInputError(
-                "a model with 'use_bidirectional_attention' embeds texts (maxjax.embed): it writes none"
-            )
-        q, k, v = self.project(x)
-        q, k = self._rotated(step, q, k)
-        window = None if self.sliding_window is None else self.sliding_window // 2
-        y = both_ways(
-            q, k, v, step.real(x.shape[1]), window,
-            scale=self.scale, soft_cap=self.soft_cap, softmax_dtype=self.softmax_dtype,
-        )  # fmt: skip
-        return self.o_proj(y.reshape(*x.shape[:-1], -1)).astype(x.dtype), cached
-
-
 class Gemma3Layer(DecoderLayer):
     """A layer whose attention sees both ways if the configuration says so."""
 
     @staticmethod
     def attention_class(config: Any, slides: bool, dtype: Any) -> DecoderAttention:  # type: ignore[override]
         """The attention of a layer."""
-        kind = BothWays if config.use_bidirectional_attention else DecoderAttention
-        return kind(config, slides, dtype)
+        if not config.use_bidirectional_attention:
+            return DecoderAttention(config, slides, dtype)
+        return BothWays(config, slides, dtype, reach=(config.sliding_window or 0) // 2)
 
 
 class Gemma3(Decoder):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
@@ -18,6 +18,8 @@ class LlamaConfig(DecoderConfig):
     """The settings of a Llama, with Hugging Face's defaults for missing keys."""
 
     model_type = "llama"
+
+    causal_only: ClassVar[bool] = False
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

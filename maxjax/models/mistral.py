@@ -29,6 +29,8 @@ class MistralConfig(DecoderConfig):
 
     model_type = "mistral"
 
+    causal_only: ClassVar[bool] = False
+
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)

@@ -41,6 +41,8 @@ class Qwen2Config(DecoderConfig):
 
     model_type = "qwen2"
 
+    causal_only: ClassVar[bool] = False
+
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 
     max_position_embeddings: int = setting(default=32768, minimum=1)
@@ -58,6 +60,8 @@ class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
 
     model_type = "qwen3"
+
+    causal_only: ClassVar[bool] = False
 
     unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
 

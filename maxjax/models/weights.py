@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from ..dtype import DType
 from ..errors import UserInputError
@@ -31,6 +33,21 @@ def shardings_of(model: Any) -> Iterator[Any]:
         1
     """
     return (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model))
+
+
+def beside(model: Any) -> AbstractContextManager[Any]:
+    """A context in which arrays are made on the device that holds a model, whatever is the default.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> with beside([jnp.ones(2)]):
+        ...     jnp.ones(2).device
+        CpuDevice(id=0)
+    """
+    where = next((w for w in shardings_of(model) if w is not None), None)
+    if not isinstance(where, SingleDeviceSharding):
+        return nullcontext()
+    return jax.default_device(next(iter(where.device_set)))
 
 
 def model_facts(model: Any) -> dict[str, Any]:

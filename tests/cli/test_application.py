@@ -390,3 +390,14 @@ def test_inspect_of_a_gguf_file(tmp_path):
     assert {row["dtype"]: row["values"] for row in found["totals"]} == {
         "Q4_0": 128, "float32": 3, "all": 131,
     }  # fmt: skip
+
+
+def test_what_was_meant():
+    """A command, an option before any command, a mode of pooling, a file, the model of the package."""
+    assert "no command 'genrate': did you mean generate?" in fails("genrate", "x", code=2)
+    assert "unrecognized arguments: --verion: did you mean --version?" in fails("--verion", code=2)
+    assert "--pooling: last: it must be one of cls" in fails(
+        "embed", "--model", "m", "--pooling", "last", "x", code=2
+    )
+    assert fails("generate", "--file", "none") == "maxjax: none: No such file or directory\n"
+    assert "model.embed_tokens.weight" in succeeds("inspect", "tiny")

@@ -40,6 +40,13 @@ def test_a_state_dict_of_arrays_with_other_names_and_axes():
         maxjax.from_torch(state, model, rename=lambda name: "x")
 
 
+def test_a_module_that_torch_has_wrapped():
+    kind = lambda name, **values: type(name, (), values)()
+    inner = kind("Net", state_dict=lambda self: {"weight": np.ones((4, 3), np.float32)})
+    wrapped = kind("DistributedDataParallel", module=kind("OptimizedModule", _orig_mod=inner))
+    assert maxjax.from_torch(wrapped, nn.Linear(3, 4)).weight.value.sum() == 12
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

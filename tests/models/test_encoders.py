@@ -9,8 +9,8 @@ import maxjax
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build, find_family
-from maxjax.models.encoder.attention import both_ways
 from maxjax.models.pooling import pool
+from maxjax.nn.attention.both_ways import both_ways
 from tests.oracles.models import OracleModel
 from tests.oracles.recorded import torch
 

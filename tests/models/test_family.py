@@ -48,6 +48,18 @@ def run(model):
 # --- names ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrapped", ["module.{}", "_orig_mod.module.{}"])
+def test_names_of_a_wrapped_model(tmp_path, wrapped):
+    plain = values()
+    inner = {name.replace("layer.0.", "layer.0._orig_mod."): a for name, a in plain.items()}
+    checkpoint(tmp_path, {wrapped.format(name): array for name, array in inner.items()})
+    weights = load_weights(tmp_path)
+    model = build(weights)
+    model.load_state_dict(weights)
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(array, plain[name])
+
+
 @pytest.mark.parametrize(
     "tensor, name",
     [

@@ -1,10 +1,11 @@
 """Qwen 2 and 3 against transformers: small random models in its files, read by us."""
 
+import jax
 import numpy as np
 import pytest
 
-from maxjax.errors import CheckpointFormatError, UnsupportedModelError
-from maxjax.models import Qwen2Config, Qwen3Config
+from maxjax.errors import CheckpointFormatError, UnsupportedModelError, UserInputError
+from maxjax.models import MixtralConfig, Qwen2Config, Qwen3Config
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
 from tests.oracles.models import settings_of
@@ -146,3 +147,20 @@ def test_what_the_code_of_a_family_has_a_file_cannot_change():
 def test_what_is_refused_is_named(settings, error, name):
     with pytest.raises(error, match=name):
         Qwen2Config.from_dict({**RAW, **settings})
+
+
+def test_attention_both_ways_for_embeddings(tmp_path):
+    """``is_causal: false``, as in gte-Qwen2."""
+    oracle("Qwen2", tmp_path)
+    decoders.change_config(tmp_path, is_causal=False)
+    model = ours(tmp_path)
+    ids = np.repeat(ids_of(1, 9), 3, 0)
+    ids[1, 5] = ids[0, 5] % 90 + 1  # the last token
+    ids[2, 6:] = 7  # behind the end
+    found = np.asarray(jax.jit(lambda m, ids: m.states(ids, lengths=np.array([6] * 3)))(model, ids))
+    assert (np.abs(found[0] - found[1])[:6].max(-1) > 1e-3).all()
+    np.testing.assert_allclose(found[2, :6], found[0, :6], atol=1e-5)
+    with pytest.raises(UserInputError, match="'is_causal' is false.*maxjax.embed"):
+        model(ids, model.cache(3, 16))
+    with pytest.raises(UnsupportedModelError, match="'is_causal' false of a mixtral"):
+        MixtralConfig(9, 8, 8, 1, 1, is_causal=False)

@@ -183,6 +183,22 @@ def test_the_file_counts_more_than_the_settings(directory, tmp_path, stored, jin
     assert again.chat_templates == expected and again.special_tokens == found.special_tokens
 
 
+def test_templates_in_files_of_their_own(directory, tmp_path):
+    """As transformers 5 writes named ones, and old multimodal models those of their processor."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "p"}))
+    assert with_template(directory, tmp_path).chat_templates == {"default": "p"}
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("t")
+    found = with_template(directory, tmp_path, jinja=b"j")
+    assert found.chat_templates == {"default": "j", "tool_use": "t"}
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, text in found.files().items():
+        (again / name).write_text(text)
+    assert load_tokenizer(again).chat_templates == found.chat_templates
+
+
 def test_which_of_several(directory, tmp_path):
     found = with_template(directory, tmp_path, NAMED)
     use = lambda **options: apply_chat_template(found, [USER], **options)

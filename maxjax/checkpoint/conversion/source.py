@@ -15,7 +15,7 @@ from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...graph.weights import GGUFWeights, WeightData, Weights, load_weights
 from ...models import find_family
 from ...models.config import ModelConfig, read_object
-from ...models.family import Family
+from ...models.family import Family, unwrapped
 from ...models.family import tensors as model_tensors
 from ...models.find import all_families
 from ...models.gguf import config_of
@@ -26,6 +26,7 @@ from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.files import file_range, open_regular
 from ...storage.safetensors.reader import ENCODINGS
 from ...storage.save.beside import settled
+from ...text.template.files import TEMPLATE_FOLDER
 from ...text.tokenizer.tokenizer import gguf_tokenizer
 from ..pretrained import METADATA, sentence_files
 
@@ -35,6 +36,7 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".md")
 _NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
 _FOLDERS = ("_Pooling", "_Normalize", "_Dense")
 _IN_FOLDERS = (".json", ".safetensors", ".bin")
+_TEMPLATES = (TEMPLATE_FOLDER, ".jinja")
 _MOST_BESIDE = 100
 # For a model that maxjax can only convert: the names that most families use.
 _ANY = Family("any", (), ModelConfig, lambda *_: None)  # type: ignore[arg-type,return-value]
@@ -105,7 +107,7 @@ def _with_true_tie(
     family, named = None, found
     with contextlib.suppress(UnsupportedModelError, CheckpointFormatError):
         family = find_family(config)
-        named = family.adapt(found)
+        named = family.adapt(unwrapped({**found}))
     if not says_tied(family, config):
         return config
     tied = is_tied(family or _ANY, named, True, path=path)
@@ -118,8 +120,9 @@ def _beside(folder: Path) -> dict[str, Path]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or len(found) >= _MOST_BESIDE:
             continue
-        if path.is_dir() and path.name.endswith(_FOLDERS):
-            inside = sorted(p for p in path.iterdir() if p.name.endswith(_IN_FOLDERS))
+        folders, kinds = _TEMPLATES if path.name == TEMPLATE_FOLDER else (_FOLDERS, _IN_FOLDERS)
+        if path.is_dir() and path.name.endswith(folders):
+            inside = sorted(p for p in path.iterdir() if p.name.endswith(kinds))
             found.update({f"{path.name}/{p.name}": p for p in inside if p.is_file()})
         elif _is_beside(path) and path.is_file():
             found[_deep_name(path)] = path

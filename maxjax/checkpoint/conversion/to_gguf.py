@@ -37,6 +37,7 @@ from ...storage.gguf.header import typed_metadata
 from ...storage.gguf.writer import plan_gguf
 from ...storage.save.outgoing import Outgoing, file_range
 from ...storage.table import TensorTable
+from ...text.template.files import read_templates
 from ...text.tokenizer.files import optional, read_tokenizer_files
 from ..file_set import write_file
 from .source import Opened
@@ -183,7 +184,7 @@ def _new_gguf(
     found: Opened, dtype: DType | None, encoding: str | None
 ) -> tuple[dict[str, Any], dict[str, WeightData]]:
     """The metadata and the tensors of a GGUF file for a Hugging Face checkpoint."""
-    path, config, beside = found.path, found.config, found.beside
+    path, config = found.path, found.config
     if config is None:
         raise CheckpointMissingError(
             "there is no config.json, which says what model this is", path=path,
@@ -216,12 +217,13 @@ def _new_gguf(
         metadata[f"gemma-embedding.dense_{number}_feat_in"] = layer.in_features
         metadata[f"gemma-embedding.dense_{number}_feat_out"] = layer.out_features
     tokenizer, settings = _tokenizer(found.folder)
-    template = beside.get("chat_template.jinja")
+    if templates := read_templates(found.folder, settings or {}):
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        settings = {**(settings or {}), "chat_template": listed}
     embedding = made.tensors.get("token_embd.weight")
     metadata |= gguf_tokenizer_metadata(
         tokenizer, settings, config, path=path,
         vocab_size=None if embedding is None else int(embedding.logical_shape[0]),
-        chat_template=None if template is None else template.read_text("utf-8"),
     )  # fmt: skip
     return metadata | made.metadata, made.tensors
 

@@ -156,7 +156,7 @@ class Conversation(Rendered):
         Raises:
             UserInputError: the template refuses the chat.
         """
-        longest = self._request.model.max_length
+        longest = self._request.longest
         if tokens is None:
             tokens = min(self._request.max_new_tokens, longest // 4)
         message = [{"role": "user", "content": text}]

@@ -14,6 +14,8 @@ from ...models.config import read_object
 from ..sampling.settings import Sampling, eos_token_ids
 
 FILE = "generation_config.json"
+# What transformers wrote into every config.json once, and means where nothing is said.
+_UNSET_LENGTH = 20
 # Limit on all stop strings together: each character is a state, of 300 bytes, of the automaton.
 _MAX_STOP_CHARACTERS = 1 << 16
 
@@ -25,12 +27,15 @@ class GenerationDefaults:
     Attributes:
         sampling: how the next token is chosen.
         max_new_tokens: the largest number of tokens of an answer, or None.
+        max_length: the largest number of tokens of a prompt with its answer, which counts where
+            ``max_new_tokens`` is not known; or None.
         eos_ids: the token ids that end an answer.
         stop: the stop strings.
     """
 
     sampling: Sampling = Sampling()
     max_new_tokens: int | None = None
+    max_length: int | None = None
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
@@ -43,7 +48,8 @@ def read_defaults(
     Args:
         directory: the directory; it may have no ``generation_config.json``.
         config: the content of ``config.json``, whose ``eos_token_id`` is used if
-            ``generation_config.json`` has none.
+            ``generation_config.json`` has none; and, where there is no such file, all its settings of
+            generation, which old files have there.
         eos_ids: the tokenizer's end-of-text tokens, used if neither file has any.
 
     Raises:
@@ -54,20 +60,25 @@ def read_defaults(
         (2, 3)
     """
     file = Path(directory) / FILE
-    given = read_object(file) if file.exists() else {}
+    given = read_object(file) if file.exists() else dict(config or {})
+    if not file.exists() and given.get("max_length") == _UNSET_LENGTH:
+        del given["max_length"]
     try:
         ends = eos_token_ids(given) or eos_token_ids(config or {})
         sampling = Sampling.from_generation_config({**given, "eos_token_id": list(ends)})
-        return GenerationDefaults(sampling, _count(given), ends or eos_ids, _stops(given))
+        return GenerationDefaults(
+            sampling, _count(given, "max_new_tokens"), _count(given, "max_length"),
+            ends or eos_ids, _stops(given),
+        )  # fmt: skip
     except UserInputError as error:
-        raise CheckpointFormatError(str(error), path=file if given else None) from None
+        raise CheckpointFormatError(str(error), path=file if file.exists() else None) from None
 
 
-def _count(given: Mapping[str, Any]) -> int | None:
-    value = given.get("max_new_tokens")
+def _count(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
     if value is None or (type(value) is int and value > 0):
         return value
-    raise UserInputError(f"max_new_tokens is {str(value)[:60]}: it must be a positive integer")
+    raise UserInputError(f"{name} is {str(value)[:60]}: it must be a positive integer")
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:

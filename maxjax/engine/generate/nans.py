@@ -13,7 +13,7 @@ from ...nn.layer import layer_hook
 from .batch import check_model
 
 
-def first_nan(model: Any, ids: Sequence[int]) -> str | None:
+def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
     """Finds the first layer whose output has a NaN or an infinity for a prompt.
 
     The model runs layer by layer, without ``jax.jit``. If its layers are stacked, they are in
@@ -21,7 +21,7 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
 
     Args:
         model: a language model.
-        ids: the token ids of the prompt.
+        ids: the token ids of the prompt; or ``[B, T]``, as of a batch in training.
 
     Returns:
         The layer's name and those of its weights that are not finite; None if every output is
@@ -59,7 +59,8 @@ def first_nan(model: Any, ids: Sequence[int]) -> str | None:
             found.append(layer)
 
     with layer_hook(watch), jax.disable_jit():
-        flat(jnp.asarray([list(ids)], jnp.int32))
+        rows = jnp.asarray(ids, jnp.int32)
+        flat(rows[None] if rows.ndim == 1 else rows)
     if not found:
         return None
     bad = [

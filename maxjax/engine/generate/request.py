@@ -54,8 +54,12 @@ class Request:
         self.stops = defaults.stop if stop is None else _stops(stop)
         if self.stops and tokenizer is None:
             raise UserInputError("stop= needs a tokenizer: without one there is no text to search")
+        self.longest = model.max_length
         if max_new_tokens is None:
-            max_new_tokens = defaults.max_new_tokens or _MAX_NEW_TOKENS
+            max_new_tokens = defaults.max_new_tokens
+            if max_new_tokens is None and defaults.max_length is not None:
+                self.longest = max_new_tokens = min(defaults.max_length, model.max_length)
+            max_new_tokens = max_new_tokens or _MAX_NEW_TOKENS
         self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
         PartialCompletion(None, (), (), self.stops)  # raises for invalid stop strings
 
@@ -70,9 +74,11 @@ class Request:
                 )
             check_unicode(prompt, which)
             ids = self.tokenizer.encode(prompt) if prompt else []
+            if (first := self.tokenizer.bos_id) is not None and ids[:2] == [first, first]:
+                ids = ids[1:]  # the text has it already, as one that a chat template wrote
         else:
             ids = _ids(prompt, which)
-        size, longest = self.model.config.vocab_size, self.model.max_length
+        size, longest = self.model.config.vocab_size, self.longest
         if not ids:
             raise UserInputError(f"{which} is empty: it must have at least one token")
         wrong = next((i for i in ids if not 0 <= i < size), None)
@@ -82,15 +88,18 @@ class Request:
                 "tokens"
             )
         if len(ids) >= longest:
+            context = longest == self.model.max_length
+            what = "the model's context" if context else "max_length in generation_config.json"
+            rest = "Shorten it" if context else "Pass max_new_tokens="
             raise UserInputError(
-                f"{which} has {len(ids)} tokens, and the model's context is {longest}: there is no "
-                "room for an answer. Shorten it"
+                f"{which} has {len(ids)} tokens, and {what} is {longest}: there is no room for an "
+                f"answer. {rest}"
             )
         return ids
 
     def limit(self, prompt: Sequence[int]) -> int:
         """The largest number of tokens of a text, its prompt included."""
-        return min(len(prompt) + self.max_new_tokens, self.model.max_length)
+        return min(len(prompt) + self.max_new_tokens, self.longest)
 
     def partial_completion(self, prompt: Sequence[int]) -> PartialCompletion:
         return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)

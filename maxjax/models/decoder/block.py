@@ -14,6 +14,7 @@ from ...graph.device import DeviceRef
 from ...nn.layer import Module
 from ...nn.linear import MLP
 from .attention import Cached, DecoderAttention, Step
+from .both_ways import BothWays
 from .config import DecoderConfig
 from .mlp import GatedMLP, PlainMLP
 from .norm import norm
@@ -50,7 +51,8 @@ class DecoderLayer(Module):
 
     def make_mixer(self, config: DecoderConfig, number: int, dtype: DType) -> None:
         """Makes the attention, or what the layer has in its place, that :meth:`mixed` uses."""
-        self.self_attn = self.attention_class(config, config.slides[number], dtype)
+        kind = self.attention_class if config.is_causal else BothWays
+        self.self_attn = kind(config, config.slides[number], dtype)
         if config.rotates and not config.rotates[number]:
             self.self_attn.rope = "none"
 

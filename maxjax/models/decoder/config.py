@@ -49,6 +49,8 @@ class DecoderConfig(ModelConfig):
         query_scale: factor of the attention scores, instead of ``1/√head_dim``.
         attn_soft_cap, logit_soft_cap: caps of scores and logits, which become
             ``cap · tanh(x / cap)``.
+        is_causal: whether a token sees only those before it. Decoders that were trained on to embed
+            texts may see both ways (gte-Qwen2).
         sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
         slides: whether each layer has a sliding window; by default all do if there is a window.
         rotates: whether each layer has RoPE; empty if all do.
@@ -58,6 +60,8 @@ class DecoderConfig(ModelConfig):
 
     # Keys that files of the family may have, with which transformers computes nothing either.
     unused: ClassVar[Collection[str]] = ()
+    # Whether attention of the family sees only tokens before; others may have ``is_causal: false``.
+    causal_only: ClassVar[bool] = True
     # RoPE's settings of a file that has no object for them.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
@@ -75,6 +79,7 @@ class DecoderConfig(ModelConfig):
     attention_bias: bool = setting(default=False)
     mlp_bias: bool = setting(default=False)
     sliding_window: int | None = setting(default=None, minimum=1)
+    is_causal: bool = setting(default=True)
     output_bias: bool | None = own(None)
     head_bias: bool = own(False)
     qk_norm: bool | str = own(False)
@@ -113,6 +118,8 @@ class DecoderConfig(ModelConfig):
         self._check()
 
     def _check(self) -> None:
+        if self.causal_only and not self.is_causal:
+            raise UnsupportedModelError(f"'is_causal' false of a {self.model_type or 'decoder'}")
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"'num_attention_heads' {self.num_heads} is not a multiple of "

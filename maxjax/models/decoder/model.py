@@ -33,6 +33,7 @@ from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
 from ..family import Family, PretrainedModel
 from ..multimodal import PLACES
+from ..weights import beside
 from .aliases import spelling
 from .attention import Cached, Step
 from .block import DecoderLayer
@@ -149,12 +150,9 @@ class Decoder(PretrainedModel):
         self.config, self.dtype = config, kind
         self.model = self.model_class(config, kind, self.layer_class)
         self.lm_head: Any = ColumnParallelLinear(
-            config.embedding_size,
-            config.vocab_size,
-            kind,
-            [DeviceRef.CPU()],
+            config.embedding_size, config.vocab_size, kind, [DeviceRef.CPU()],
             has_bias=config.head_bias,
-        )
+        )  # fmt: skip
         if config.tie_word_embeddings:
             self.lm_head.set_shared_weight("weight", self.model.embed_tokens.weight)
         if stacked:
@@ -252,8 +250,9 @@ class Decoder(PretrainedModel):
             place = next(iter(groups.values()))[2]
             kind = group.kind if isinstance(group.kind, KeysValues) else KeysValues(1, 1)
             groups["full"] = (0, dataclasses.replace(kind, window=None), place)
-        kind = self.dtype if dtype is None else dtype
-        return KVCache.of(groups, batch=batch, capacity=capacity, dtype=kind, abstract=abstract)
+        options = {"dtype": self.dtype if dtype is None else dtype, "abstract": abstract}
+        with beside(self):
+            return KVCache.of(groups, batch=batch, capacity=capacity, **options)
 
     @property
     def _groups(self) -> dict[str, Group]:

@@ -301,7 +301,7 @@ def _check(
     fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])
     table = TABLES.get(model.architecture)
     computed = () if table is None else table.computed
-    for key, value in {**fixed, **again}.items():
+    for key, value in {"is_causal": True, **fixed, **again}.items():
         given = settings.get(key)
         if key in (*_NOT_COMPARED, *computed) or given is None or _alike(given, value):
             continue

@@ -7,26 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointLimitError
+from ...models.config import read_object
 from ...storage.files import open_regular
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+PROCESSORS = "chat_template.json"
+_MAX_NAMED = 100
 _MAX_BYTES = 1 << 20  # published templates have some thousands
 
 
 def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates by name; an unnamed one is "default".
 
-    ``chat_template.jinja`` takes precedence over ``tokenizer_config.json``, which has a template or
-    a list of named ones.
+    ``chat_template.jinja``, and for named ones ``additional_chat_templates/NAME.jinja``, take
+    precedence over ``tokenizer_config.json``, which has a template or a list of named ones.
+    ``chat_template.json``, which old multimodal models have for their processor, counts where there
+    is no other.
 
     Raises:
         CheckpointFormatError: a template is not text.
-        CheckpointLimitError: the file is too large.
+        CheckpointLimitError: a file is too large.
     """
     found = listed_templates(settings, directory / "tokenizer_config.json")
     file = directory / TEMPLATE_FILE
     if file.exists():
         found["default"] = _text(file)
+    folder = directory / TEMPLATE_FOLDER
+    for file in sorted(folder.glob("*.jinja"))[:_MAX_NAMED]:
+        found[file.stem] = _text(file)
+    if not found and (directory / PROCESSORS).exists():
+        found = listed_templates(read_object(directory / PROCESSORS), directory / PROCESSORS)
     return found
 
 

@@ -246,8 +246,8 @@ class Tokenizer:
             settings["pad_token"] = self._backend.id_to_token(self.pad_id)
             if self.max_length is not None:
                 settings["model_max_length"] = self.max_length
-            if self.chat_templates:
-                settings["chat_template"] = self._written_templates()
+        if self.chat_templates and self._lists_templates():
+            settings["chat_template"] = self._written_templates()
         for name, token in self.special_tokens.items():  # the defaults of a class are in no file
             given = settings.get(name)
             if token != (given.get("content") if isinstance(given, Mapping) else given):
@@ -273,11 +273,22 @@ class Tokenizer:
             return self.chat_templates["default"]
         return [{"name": n, "template": text} for n, text in self.chat_templates.items()]
 
+    def _lists_templates(self) -> bool:
+        """Whether the templates are written in ``tokenizer_config.json``.
+
+        They are where that file is made here, and where named ones came from files of their own.
+        """
+        settings = self._beside.get("tokenizer_config.json", {})
+        return (
+            not settings
+            or {*self.chat_templates} - {"default", *listed_templates(settings)} != set()
+        )
+
     def _chat_file(self) -> str | None:
         """The chat template for its own file; None if ``tokenizer_config.json`` contains it."""
         settings = self._beside.get("tokenizer_config.json", {})
         has_it = self.chat_template == listed_templates(settings).get("default")
-        return None if has_it or not settings else self.chat_template
+        return None if has_it or self._lists_templates() else self.chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"

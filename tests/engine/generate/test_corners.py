@@ -330,7 +330,7 @@ def test_an_argument_of_load_that_is_called_otherwise(tmp_path):
         "torch_dtype": "did you mean dtype=", "device_map": "use mesh=maxjax.make_mesh",
         "dtyp": "did you mean dtype=", "load_in_8bit": "quantised",
         "download_dir": "did you mean cache_dir=", "use_auth_token": "did you mean token=",
-        "gguf_file": "did you mean filename=", "trust_remote_code": "use nothing: leave it out",
+        "gguf_file": "did you mean filename=", "trust_remote_code": ": leave it out",
         "temperature": "it is an argument of maxjax.generate", "wholly_unknown": "it takes dtype, ",
     }.items():  # fmt: skip
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{says}"):

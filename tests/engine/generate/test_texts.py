@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import processors
 
 import maxjax
 from maxjax.engine.generate import batch as decoding
 from maxjax.engine.generate import programs as decode_programs
 from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.completion import Completion
+from maxjax.engine.generate.defaults import GenerationDefaults, read_defaults
 from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.settings import Sampling
 from maxjax.errors import UserInputError
+from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
 from tests.products import campaign_but, first
@@ -261,6 +264,46 @@ def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_pa
         maxjax.load(tmp_path)
 
 
+def test_the_longest_text_of_a_checkpoint(model, monkeypatch):
+    """``max_length`` counts the prompt."""
+    monkeypatch.setattr(model, "generation", GenerationDefaults(max_length=12), raising=False)
+    assert len(maxjax.generate(model, None, PROMPTS[0]).tokens) == 5
+    with pytest.raises(UserInputError, match="18 tokens, and max_length.* is 12.*max_new_tokens="):
+        maxjax.generate(model, None, PROMPTS[3])
+    assert len(maxjax.generate(model, None, PROMPTS[3], max_new_tokens=2).tokens) == 2
+
+
+def test_old_files_have_settings_of_generation_in_config_json(tmp_path):
+    config = {"max_length": 20, "eos_token_id": 5, "suppress_tokens": [7]}
+    found = read_defaults(tmp_path, config)
+    assert (found.max_length, found.sampling.banned, found.eos_ids) == (None, (7,), (5,))
+    assert read_defaults(tmp_path, config | {"max_length": 30}).max_length == 30
+    (tmp_path / "generation_config.json").write_text('{"max_length": 20}')
+    found = read_defaults(tmp_path, config)
+    assert (found.max_length, found.sampling.banned, found.eos_ids) == (20, (), (5,))
+
+
+def test_another_default_device(model):
+    """The cache lies where the model does."""
+    with jax.default_device(jax.devices()[1]):
+        assert model.cache(1, 64).keys.devices() == {jax.devices()[0]}
+        assert len(maxjax.generate(model, None, PROMPTS[0], max_new_tokens=2).tokens) == 2
+
+
+def test_a_text_that_begins_with_the_token_of_a_beginning(model):
+    """It gets no second one, as chat templates write theirs."""
+    tokenizer = one_character_each()
+    first = tokenizer.encode("x")[0]
+    backend = tokenizer._backend
+    backend.post_processor = processors.TemplateProcessing(
+        single="x $A", special_tokens=[("x", first)]
+    )
+    tokenizer = Tokenizer(backend, special_tokens={"bos_token": "x"})
+    for prompt in ("xab", "ab"):
+        found = maxjax.generate(model, tokenizer, prompt, max_new_tokens=1)
+        assert found.prompt_tokens == tuple(tokenizer.encode("ab"))
+
+
 # --- how it runs -------------------------------------------------------------------------------
 
 
@@ -448,4 +491,5 @@ def test_not_a_number(directory, theirs):
     with pytest.raises(FloatingPointError, match="after 0 tokens"):
         list(maxjax.stream(model, None, PROMPTS[0]))
     found = maxjax.first_nan(model, PROMPTS[0])
+    assert maxjax.first_nan(model, jnp.asarray([PROMPTS[0]] * 2)) == found  # a batch [B, T]
     assert found is not None and found.startswith("model.layers.1.mlp.up_proj, whose weight has 1")
