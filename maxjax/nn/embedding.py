@@ -154,6 +154,10 @@ class VocabParallelEmbedding(Embedding):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(vocab_size, hidden_dim, dtype, device, quantization_encoding, name)
         self.devices = list(devices)
+        self.num_devices = len(self.devices)
+        if self.num_devices > 1:
+            self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
+            self.distributed_embeddings = self.shard(self.devices)
 
     def __call__(self, indices: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """As an Embedding; with ``signal_buffers``, one for each device, a list of as many results.
@@ -171,9 +175,8 @@ class VocabParallelEmbedding(Embedding):
         if len(buffers) == 1:
             return [self._result(indices)]
         each = distributed_broadcast(indices, buffers)
-        self.sharding_strategy = ShardingStrategy.rowwise(len(buffers))
-        shards, rows, start = self.shard(self.devices), [], 0
-        for shard, places in zip(shards, each, strict=True):
+        rows, start = [], 0
+        for shard, places in zip(self.distributed_embeddings, each, strict=True):
             count = int(shard.weight.shape[0])
             inside = (places.value >= start) & (places.value < start + count)
             found = unwrap(shard(jnp.where(inside, places.value - start, 0)))

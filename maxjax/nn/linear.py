@@ -245,8 +245,12 @@ class ColumnParallelLinear(Linear):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(in_dim, out_dim, dtype, device, **kwargs)
         self.devices = list(devices)
+        self.num_devices = len(self.devices)
         if tied_weight is not None:
             self.set_shared_weight("weight", tied_weight)
+        if self.num_devices > 1:
+            self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
+            self.distributed_linear_layers = self.shard(self.devices)
 
     def __call__(self, x: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """As a Linear; ``x``, or a list of one for each device, for which the result is a list.
@@ -260,8 +264,7 @@ class ColumnParallelLinear(Linear):
             return [self._result(x[0])]
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
-        self.sharding_strategy = ShardingStrategy.rowwise(len(x))
-        found = [part(one) for part, one in zip(sharded(self, self.devices), x, strict=True)]
+        found = [part(one) for part, one in zip(self.distributed_linear_layers, x, strict=True)]
         return allgather(found, signal_buffers, axis=-1)
 
     def sharding_rules(self) -> dict[str, Any]:
