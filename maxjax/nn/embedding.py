@@ -179,7 +179,7 @@ class VocabParallelEmbedding(Embedding):
         for shard, places in zip(self.distributed_embeddings, each, strict=True):
             count = int(shard.weight.shape[0])
             inside = (places.value >= start) & (places.value < start + count)
-            found = unwrap(shard(jnp.where(inside, places.value - start, 0)))
+            found = unwrap(shard._result(jnp.where(inside, places.value - start, 0)))
             rows.append(TensorValue(jnp.where(inside[..., None], found, 0)))
             start += count
         return all_summed(rows, buffers)

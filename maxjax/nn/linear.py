@@ -264,7 +264,11 @@ class ColumnParallelLinear(Linear):
             return [self._result(x[0])]
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
-        found = [part(one) for part, one in zip(self.distributed_linear_layers, x, strict=True)]
+        # The call of a Linear, as in MAX: a class derived from this one may want buffers in its own.
+        found = [
+            Linear.__call__(part, one)
+            for part, one in zip(self.distributed_linear_layers, x, strict=True)
+        ]
         return allgather(found, signal_buffers, axis=-1)
 
     def sharding_rules(self) -> dict[str, Any]:
