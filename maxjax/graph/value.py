@@ -30,7 +30,7 @@ from .operands import (
     same_rank,
 )
 from .operators import Operators
-from .rebinding import rebound, sliced_sizes
+from .rebinding import has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -354,6 +354,8 @@ class TensorValue(Operators):
         parts = index if isinstance(index, tuple) else (index,)
         key = [part if isinstance(part, np.ndarray) else _index(part) for part in parts]
         check_indices(key, array.shape)
+        if any(map(has_traced_bounds, key)):
+            array, key = sliced(array, parts, key)
         found = array[tuple(map(unwrap, key))]
         if any(type(part) is tuple for part in parts):
             found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
