@@ -74,14 +74,14 @@ class Embedding(Module):
         NaN: compiled code cannot raise, and a wrong row would go unnoticed.
 
         Raises:
-            TypeError: ``indices`` are not integers.
+            ValueError: ``indices`` are not integers.
         """
         return self._result(indices)
 
     def _result(self, indices: Any) -> Any:
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
+            raise ValueError(f"an Embedding takes integers as indices, not {rows.dtype}")
         if can_be_in_place(self.weight, rows) and rows.size <= int(self.weight.logical_shape[0]):
             found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.operands import common
 from ..graph.ops.allgather import allgather
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
@@ -96,12 +97,14 @@ class Linear(LowRank):
         """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
 
         Raises:
-            ValueError: the last axis of ``x`` is not ``in_dim`` long.
+            ValueError: the last axis of ``x`` is not ``in_dim`` long, or it is a TensorValue of integers.
         """
         return self._result(x)
 
     def _result(self, x: Any) -> Any:
         weight: Any = self.weight
+        if wraps(x) and not x.dtype.is_float():
+            common(x.dtype, weight.dtype)  # JAX promotes integers, and MAX does not
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
