@@ -233,12 +233,18 @@ class Buffer:
         """A Buffer on the memory of ``arr``, which may be strided; a read-only array is copied.
 
         Raises:
-            TypeError: ``arr`` is not a NumPy array.
+            TypeError: ``arr`` is not a NumPy array, or its numbers are complex, which no Buffer holds, as in MAX.
             ValueError: DType does not have its dtype.
-            BufferError: it is not in the machine's byte order.
+            BufferError: it holds no numbers, or is not in the machine's byte order.
         """
         if not isinstance(arr, np.ndarray):
             raise TypeError(f"expected a numpy.ndarray, got {type(arr).__name__}")
+        if arr.dtype.kind == "c":
+            raise TypeError(
+                f"a Buffer does not hold {arr.dtype}: keep the NumPy array, which loads as it is"
+            )
+        if arr.dtype.kind in "OSUMm":
+            raise BufferError(f"a Buffer holds numbers, not {arr.dtype}")
         if not arr.dtype.isnative:
             raise BufferError(f"byte order of {arr.dtype} is not this machine's")
         return cls._of(arr if arr.flags.writeable else arr.copy())

@@ -77,6 +77,16 @@ def _same(op: Any, x: Any, *rest: Any) -> Any:
     return x
 
 
+@operation("DistributedBroadcast")
+def _distributed(op: Any, x: Any) -> Any:
+    return (x,) * op.count
+
+
+@operation("DistributedAllreduceSum")
+def _all_summed(op: Any, *xs: Any) -> Any:
+    return (sum(xs),) * op.count
+
+
 @operation("StaticReshape", "Reshape", "SqueezeShape", "UnsqueezeShape")
 def _reshape(op: Any, x: Any, *rest: Any) -> Any:
     if type(op).__name__.endswith("ShapeOp") and "queeze" in type(op).__name__:
@@ -389,3 +399,63 @@ def _rope_ragged(params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs
         [np.arange(b - a) + s for a, b, s in zip(offsets, offsets[1:], start, strict=False)]
     )
     return _turned(x, freqs[at].reshape(len(at), -1, 2), _is_interleaved(params))
+
+
+@custom("mo.moe.router.group.limited", "mo.moe.single.group.router")
+def _group_limited(params: dict[str, Any], scores: Any, bias: Any, factor: Any) -> Any:
+    """Of the groups whose two best experts have the largest sums, the best experts, by score plus bias."""
+    k, groups = int(params["n_experts_per_tok"]), int(params.get("n_groups", 1))
+    with_bias = scores + bias
+    parts = with_bias.reshape(len(scores), groups, -1)
+    if groups > 1:
+        order = np.argsort(-np.sort(parts, -1)[..., -2:].sum(-1), -1, kind="stable")
+        closed = order[:, int(params["topk_group"]) :]
+        np.put_along_axis(parts, closed[..., None], -np.inf, 1)
+    chosen = np.argsort(-parts.reshape(scores.shape), -1, kind="stable")[:, :k]
+    shares = np.take_along_axis(scores, chosen, -1)
+    if groups == 1 or params["norm_weights"]:
+        shares = shares / shares.sum(-1, keepdims=True)
+    return chosen, shares * factor
+
+
+@custom("mo.hyper_connection.gates")
+def _gates(params: dict[str, Any], mix: Any, bias: Any, scale: Any, epsilon: Any) -> Any:
+    """Xie et al., arXiv:2512.24880, equation 8: two sigmoids, and a softmax made doubly stochastic."""
+    n, steps = int(params["hc_mult"]), int(params["hc_sinkhorn_iters"])
+    bands = np.split(mix, [n, 2 * n], -1), np.split(bias, [n, 2 * n])
+    pre, post, comb = (x * s + b for x, b, s in zip(*bands, scale, strict=True))
+    comb = comb.reshape(-1, n, n)
+    comb = np.exp(comb - comb.max(-1, keepdims=True))
+    comb = comb / comb.sum(-1, keepdims=True) + epsilon
+    for step in range(steps):
+        for axis in (-1, -2)[step == 0 :]:
+            comb = comb / (comb.sum(axis, keepdims=True) + epsilon)
+    return _sigmoid(pre) + epsilon, 2 * _sigmoid(post), comb.reshape(len(mix), -1)
+
+
+def _cubic(distance: Any, a: float = -0.75) -> Any:
+    """Keys' kernel of cubic convolution."""
+    d = np.abs(distance)
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    return np.where(d <= 1, near, np.where(d < 2, a * (((d - 5) * d + 8) * d - 4), 0))
+
+
+def _resized(x: Any, size: int, axis: int) -> Any:
+    """An axis resized by cubic convolution; what is beyond an end is its last value."""
+    old = x.shape[axis]
+    centres = (np.arange(size) + 0.5) * old / size - 0.5
+    near = np.floor(centres)[:, None] + np.arange(-1, 3)
+    weights = _cubic(centres[:, None] - near)
+    matrix = np.zeros((size, old))
+    np.add.at(matrix, (np.arange(size)[:, None], np.clip(near, 0, old - 1).astype(int)), weights)
+    return np.moveaxis(np.tensordot(matrix, x, (1, axis)), 0, axis)
+
+
+@custom("learnable_2d_interp_pos_emb")
+def _interpolated(params: dict[str, Any], x: Any, weight: Any, grids: Any, frames: Any) -> Any:
+    parts = []
+    for t, h, w in grids.astype(int):
+        place = weight if weight.shape[:2] == (h, w) else _resized(_resized(weight, h, 0), w, 1)
+        place = np.repeat(place.reshape(1, h * w, -1), t, 0)
+        parts.append((place + frames[:t, None] if t > 1 else place).reshape(t * h * w, -1))
+    return x + np.concatenate(parts)

@@ -44,10 +44,10 @@ def rounded(array: Any, dtype: Any) -> Any:
 
 
 class _Op:
-    """An operation, with the sizes of its first result."""
+    """An operation, with the number of tensors that it gives, and the sizes of the first."""
 
-    def __init__(self, op: Any, sizes: Any):
-        self._op, self.sizes = op, sizes
+    def __init__(self, op: Any, sizes: Any, count: int):
+        self._op, self.sizes, self.count = op, sizes, count
         self.__class__ = type(type(op).__name__, (_Op,), {})
 
     def __getattr__(self, name: str) -> Any:
@@ -72,11 +72,10 @@ def evaluate(
     slots = {value._mlir_value: rounded(array, kind)
              for value, array, kind in zip(graph.inputs, inputs, kinds, strict=True)}  # fmt: skip
 
-    def sizes_of(shape: Any) -> tuple[int, ...]:
-        return tuple(
-            int(Dim(dim).substitute(names)) if not hasattr(dim, "dim") else int(dim)
-            for dim in shape
-        )
+    def sizes_of(shape: Any) -> tuple[Any, ...]:
+        """The numbers of a shape; a size that depends on values has a name until it is computed."""
+        sizes = [dim if hasattr(dim, "dim") else Dim(dim).substitute(names) for dim in shape]
+        return tuple(int(dim) if hasattr(dim, "dim") else dim for dim in sizes)
 
     block = next(top for top in graph._module.body if isinstance(top, mo.GraphOp)).regions[0].front
     for op in block:
@@ -84,7 +83,13 @@ def evaluate(
         given = [slots.get(getattr(one, "value", one)) for one in op.operands]
         if isinstance(op, mo.OutputOp):
             return [np.asarray(one, np.float32) if one.dtype.kind == "f" else one for one in given]
-        if name in ("ChainCreate", "ParamDeclare", "ParamFromValue", "ParamConstant"):
+        if name in (
+            "ChainCreate",
+            "BufferCreate",
+            "ParamDeclare",
+            "ParamFromValue",
+            "ParamConstant",
+        ):
             continue
         if name == "ParamToValue":
             value = Type.from_mlir(op.results[0].type) if False else op.value
@@ -92,6 +97,7 @@ def evaluate(
             slots[op.results[0]] = found
             continue
         types = [Type.from_mlir(one.type) for one in op.results]
+        count = sum(isinstance(one, TensorType) for one in types)
         first = next((one for one in types if isinstance(one, TensorType)), None)
         sizes = sizes_of(first.shape) if first is not None else ()
         if name == "Constant":
@@ -105,7 +111,7 @@ def evaluate(
                 raise NotImplementedError(f"MAX's kernel {op.symbol}")
             found = CUSTOM[op.symbol](_parameters(op), *[one for one in given if one is not None])
         elif name in OPS:
-            found = OPS[name](_Op(op, sizes), *[one for one in given if one is not None])
+            found = OPS[name](_Op(op, sizes, count), *[one for one in given if one is not None])
         else:
             raise NotImplementedError(f"MAX's operation {name}")
         results = found if isinstance(found, tuple) else (found,)
@@ -182,6 +188,9 @@ def main() -> int:
     site, out, *names = sys.argv[1:]
     sys.path.append(site)
     sys.meta_path.insert(0, Server(Path(site) / "max"))
+    # A layer over devices opens accelerators when it is made, which a graph that is only walked does not need.
+    devices: Any = importlib.import_module("max.nn.comm.allreduce")
+    devices.Accelerator = importlib.import_module("max.driver").CPU
     found: dict[str, Any] = {}
     for name in names or list(RECIPES):
         try:

@@ -53,8 +53,9 @@ kernels: decode_attention attention grouped block_matmul
 kernels: __init__
 
 # 3 graph: what a weight is, where it lies, and programs of values
+graph: symbolic
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
-graph: symbolic tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
+graph: tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
 graph/weight: epoch running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load __init__ weights device_reads gathering writing same
 graph: subgraph reroll graph

@@ -20,6 +20,7 @@ from .shape import StaticDim
 
 # Integers up to this one are exact in every float of 16 bits or more.
 _EXACT = 256
+_HALVES = {DType.float16, DType.bfloat16}
 
 
 def promoted(a: Any, b: Any) -> tuple[Any, Any]:
@@ -33,10 +34,57 @@ def promoted(a: Any, b: Any) -> tuple[Any, Any]:
         return (a, b) if not hasattr(b, "dtype") else (number(a, b.dtype), b)
     if not hasattr(b, "dtype"):
         return a, number(b, a.dtype)
-    if a.dtype != b.dtype:
-        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
-        a, b = a.astype(dtype), b.astype(dtype)
-    return same_rank(a, b)
+    return same_rank(*same_dtype(a, b))
+
+
+def same_dtype(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two arrays in the dtype that they have in common as operands of an operation.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if a.dtype == b.dtype:
+        return a, b
+    dtype = common(a.dtype, b.dtype).np
+    return a.astype(dtype), b.astype(dtype)
+
+
+def common(a: Any, b: Any) -> DType:
+    """The dtype of an operation on tensors of two dtypes.
+
+    It is that of :func:`maxjax.dtype.promote`, with which layers compute, except that float16 and bfloat16, which
+    may meet in a layer of a checkpoint's, have none, as in MAX.
+
+    Raises:
+        ValueError: there is none.
+    """
+    a, b = DType.of(a), DType.of(b)
+    if {a, b} == _HALVES:
+        raise ValueError(
+            f"unsafe cast: neither of {a!r} and {b!r} holds the other. Cast one of them first."
+        )
+    return promote(a, b)
+
+
+def dividends(a: Any, b: Any) -> tuple[Any, Any]:
+    """The operands of a true division: two integers of any width become float64, as in MAX.
+
+    Without ``jax_enable_x64`` they become float32.
+
+    Raises:
+        ValueError: a number does not fit in the dtype of the other operand.
+    """
+    tensors = [x for x in (a, b) if hasattr(x, "dtype")]
+    if not tensors or not (_is_integer(a) and _is_integer(b)):
+        return a, b
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)
+    of = tensors[0].dtype
+    a, b = (x.astype(dtype) if hasattr(x, "dtype") else float(number(x, of)) for x in (a, b))
+    return a, b
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int) or hasattr(x, "dtype") and x.dtype.kind in "iu"
 
 
 def number(x: Any, dtype: Any) -> Any:

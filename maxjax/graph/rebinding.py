@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .shape import Dim, Shape, SymbolicDim
 from .symbolic import Check, checks, define, evaluate, to_dim, to_size
@@ -19,19 +20,19 @@ from .symbolic import Check, checks, define, evaluate, to_dim, to_size
 def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Array:
     """The array with the given sizes declared.
 
-    In a Graph, a new name is defined as the size; elsewhere it matches any size.
+    In a Graph, a new name is defined as the size; elsewhere it matches any size. None leaves a size as it is.
 
     Raises:
         ValueError: the rank or a size is different, or a size would have to be checked at run time
             outside of a Graph.
     """
-    wanted, title = Shape(shape), message or "rebind"
+    wanted, title = [None if size is None else Dim(size) for size in shape], message or "rebind"
     if len(wanted) != array.ndim:
         raise ValueError(
             f"{title}: the tensor has shape {_shown(array)}, but {wanted!r} has {len(wanted)} axes"
         )
     sizes = [
-        _bind(array, axis, have, want, title)
+        have if want is None else _bind(array, axis, have, want, title)
         for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
     ]
     changes = [
@@ -71,15 +72,56 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
     return size
 
 
+def has_traced_bounds(part: Any) -> bool:
+    """Whether a part of an index is a slice with a bound that only a program knows."""
+    return isinstance(part, slice) and any(
+        isinstance(bound, Tracer) for bound in (part.start, part.stop, part.step)
+    )
+
+
+def sliced(array: jax.Array, parts: Sequence[Any], key: Sequence[Any]) -> tuple[jax.Array, list]:
+    """The array with those slices applied that have bounds which only a program knows, and the rest of the index.
+
+    Args:
+        parts: an index, in which such a slice is given with its size, ``(slice, size)``.
+        key: the same without sizes.
+
+    Raises:
+        NotImplementedError: the size is not known, or there is a step.
+    """
+    left, axis = list(key), 0
+    used = sum(part is not None and part is not Ellipsis for part in key)
+    for i, (part, made) in enumerate(zip(parts, key, strict=True)):
+        if has_traced_bounds(made):
+            try:
+                size = to_size(part[1], array.shape) if isinstance(part, tuple) else None
+            except ValueError:  # a new name
+                size = None
+            if size is None or made.step not in (None, 1):
+                raise NotImplementedError(
+                    "a slice whose bounds are tensors of a program has no step, and its size, which XLA wants to know, "
+                    "is a number or a dimension of the inputs: x[(slice(start, stop), size)]"
+                )
+            start = 0 if made.start is None else made.start
+            # Not dynamic_slice: whether a symbolic size fits into the axis, it cannot decide.
+            start = jnp.where(start < 0, start + array.shape[axis], start)
+            array = jnp.take(array, start + jnp.arange(size), axis=axis, mode="clip")
+            left[i] = slice(None)
+        if made is not None:
+            axis += array.ndim - used if made is Ellipsis else 1
+    return array, left
+
+
 def sliced_sizes(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
-    """The sizes of a result whose index gives sizes together with slices.
+    """The sizes of a result whose index gives sizes together with slices; None for the others.
 
     Raises:
         ValueError: the index also contains a tensor, which moves axes.
     """
     if any(getattr(part, "ndim", 0) for part in key):
         raise ValueError("an index with (slice, size) can contain only numbers and slices besides")
-    sizes, front, back = list(shape), 0, 0
+    sizes: list[Any] = [None] * len(shape)
+    front = back = 0
     gap = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
     for part, made in zip(parts[:gap], key[:gap], strict=True):
         if made is None or isinstance(made, slice):

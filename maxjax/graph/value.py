@@ -18,11 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..dtype import DType, promote
+from ..dtype import DType
 from .device import DeviceRef
-from .operands import check_indices, check_product, from_numpy, promoted, same_rank
+from .operands import (
+    check_indices,
+    check_product,
+    dividends,
+    from_numpy,
+    promoted,
+    same_dtype,
+    same_rank,
+)
 from .operators import Operators
-from .rebinding import rebound, sliced_sizes
+from .rebinding import has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -346,6 +354,8 @@ class TensorValue(Operators):
         parts = index if isinstance(index, tuple) else (index,)
         key = [part if isinstance(part, np.ndarray) else _index(part) for part in parts]
         check_indices(key, array.shape)
+        if any(map(has_traced_bounds, key)):
+            array, key = sliced(array, parts, key)
         found = array[tuple(map(unwrap, key))]
         if any(type(part) is tuple for part in parts):
             found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
@@ -391,6 +401,8 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         if not (_is_operand(a) and _is_operand(b)):
             return NotImplemented
         if wraps(a, b):
+            if function is operator.truediv:
+                x, y = dividends(x, y)
             return TensorValue(function(*unify(x, y)))
     except TypeError as error:
         raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
@@ -427,9 +439,7 @@ def _matmul(a: Any, b: Any) -> Any:
     if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
         raise ValueError(f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number")
     check_product(a.shape, b.shape)
-    if a.dtype != b.dtype:
-        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
-        a, b = a.astype(dtype), b.astype(dtype)
+    a, b = same_dtype(a, b)
     if min(a.ndim, b.ndim) >= 2:
         a, b = same_rank(a, b)
     return TensorValue(jnp.matmul(a, b))

@@ -74,14 +74,14 @@ class Embedding(Module):
         NaN: compiled code cannot raise, and a wrong row would go unnoticed.
 
         Raises:
-            TypeError: ``indices`` are not integers.
+            ValueError: ``indices`` are not integers.
         """
         return self._result(indices)
 
     def _result(self, indices: Any) -> Any:
         rows = jnp.asarray(indices)
         if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise TypeError(f"an Embedding takes integers as indices, not {rows.dtype}")
+            raise ValueError(f"an Embedding takes integers as indices, not {rows.dtype}")
         if can_be_in_place(self.weight, rows) and rows.size <= int(self.weight.logical_shape[0]):
             found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:
@@ -154,6 +154,10 @@ class VocabParallelEmbedding(Embedding):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(vocab_size, hidden_dim, dtype, device, quantization_encoding, name)
         self.devices = list(devices)
+        self.num_devices = len(self.devices)
+        if self.num_devices > 1:
+            self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
+            self.distributed_embeddings = self.shard(self.devices)
 
     def __call__(self, indices: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """As an Embedding; with ``signal_buffers``, one for each device, a list of as many results.
@@ -171,12 +175,11 @@ class VocabParallelEmbedding(Embedding):
         if len(buffers) == 1:
             return [self._result(indices)]
         each = distributed_broadcast(indices, buffers)
-        self.sharding_strategy = ShardingStrategy.rowwise(len(buffers))
-        shards, rows, start = self.shard(self.devices), [], 0
-        for shard, places in zip(shards, each, strict=True):
+        rows, start = [], 0
+        for shard, places in zip(self.distributed_embeddings, each, strict=True):
             count = int(shard.weight.shape[0])
             inside = (places.value >= start) & (places.value < start + count)
-            found = unwrap(shard(jnp.where(inside, places.value - start, 0)))
+            found = unwrap(shard._result(jnp.where(inside, places.value - start, 0)))
             rows.append(TensorValue(jnp.where(inside[..., None], found, 0)))
             start += count
         return all_summed(rows, buffers)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.operands import common
 from ..graph.ops.allgather import allgather
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
@@ -96,12 +97,14 @@ class Linear(LowRank):
         """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
 
         Raises:
-            ValueError: the last axis of ``x`` is not ``in_dim`` long.
+            ValueError: the last axis of ``x`` is not ``in_dim`` long, or it is a TensorValue of integers.
         """
         return self._result(x)
 
     def _result(self, x: Any) -> Any:
         weight: Any = self.weight
+        if wraps(x) and not x.dtype.is_float():
+            common(x.dtype, weight.dtype)  # JAX promotes integers, and MAX does not
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
@@ -245,8 +248,12 @@ class ColumnParallelLinear(Linear):
         device = devices[0] if devices else DeviceRef.CPU()
         super().__init__(in_dim, out_dim, dtype, device, **kwargs)
         self.devices = list(devices)
+        self.num_devices = len(self.devices)
         if tied_weight is not None:
             self.set_shared_weight("weight", tied_weight)
+        if self.num_devices > 1:
+            self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
+            self.distributed_linear_layers = self.shard(self.devices)
 
     def __call__(self, x: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """As a Linear; ``x``, or a list of one for each device, for which the result is a list.
@@ -260,8 +267,11 @@ class ColumnParallelLinear(Linear):
             return [self._result(x[0])]
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
-        self.sharding_strategy = ShardingStrategy.rowwise(len(x))
-        found = [part(one) for part, one in zip(sharded(self, self.devices), x, strict=True)]
+        # The call of a Linear, as in MAX: a class derived from this one may want buffers in its own.
+        found = [
+            Linear.__call__(part, one)
+            for part, one in zip(self.distributed_linear_layers, x, strict=True)
+        ]
         return allgather(found, signal_buffers, axis=-1)
 
     def sharding_rules(self) -> dict[str, Any]:

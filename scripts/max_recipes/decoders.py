@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.max_recipes.kit import X, add, draw, ids
+from scripts.max_recipes.kit import Extra, X, add, draw, ids
 
 gate = lambda k: {
     "devices": [k.cpu],
@@ -93,11 +93,11 @@ add(
 )
 add(
     "hy_v3/layers/moe_gate.py",
-    lambda k: (k.file.HYV3TopKRouter(2, 8, True, X, k.f32, k.f32, k.f32, [k.cpu]), (draw(5, X),)),
+    lambda k: (k.file.HYV3TopKRouter(**gate(k), routed_scaling_factor=2.5), (draw(5, X),)),
 )
 add(
     "mimo_v2/layers/moe.py",
-    lambda k: (k.file.MiMoV2Router(2, 8, True, X, k.f32, k.f32, k.f32, [k.cpu]), (draw(5, X),)),
+    lambda k: (k.file.MiMoV2Router(**gate(k)), (draw(5, X),)),
 )
 add(
     "nemotron_h/nemotron_h.py gate",
@@ -133,7 +133,14 @@ add(
 )
 add(
     "glm5_next/layers/hyper_connection.py",
-    lambda k: (k.file.HyperConnection(hidden_size=X, hc_mult=2, dtype=k.f32), (draw(3, 2, X),)),
+    lambda k: Extra.of(
+        k.file.HyperConnection(hidden_size=X, hc_mult=2, dtype=k.f32),
+        lambda m, streams, weight, y: (
+            *vars(mixing := m(streams, weight)).values(),
+            m.write_back(streams, y, mixing),
+        ),
+        (draw(3, 2, X), draw(X, seed=1), draw(3, X, seed=2)),
+    ),
 )
 add(
     "glm5_next/layers/mlp.py",

@@ -147,7 +147,7 @@ add(
         k.file.WanTransformerBlock(X, 24, 2, 8, 12, True, 1e-6, **k.apart()),
         (
             draw(1, 6, X),
-            draw(1, 4, X, seed=1),
+            draw(1, 4, 12, seed=1),
             draw(1, 6, X, seed=2),
             draw(6, 8, seed=3),
             draw(6, 8, seed=4),

@@ -88,6 +88,7 @@ class Kit:
         self.graph = of("graph")
         self.ops = self.graph.ops
         self.cpu = self.graph.DeviceRef.CPU()
+        self.two = [self.cpu, self.graph.DeviceRef.CPU(1)]
         self.nn = of("nn")
 
     def config(self, **given: Any) -> SimpleNamespace:
@@ -102,6 +103,11 @@ class Kit:
             "attention_dropout": 0.0,
         }  # fmt: skip
         return SimpleNamespace(**(usual | given))
+
+    def signals(self) -> list[Any]:
+        """A signal buffer in the graph for each of ``two`` devices."""
+        kinds = (self.graph.BufferType(self.dtype.uint8, (4,), device) for device in self.two)
+        return [self.ops.buffer_create(kind) for kind in kinds]
 
     def apart(self, *names: str) -> Any:
         """Arguments that every layer of diffusion models takes."""

@@ -192,8 +192,8 @@ add(
     "gemma3/layers/scaled_word_embedding.py",
     lambda k: (
         Extra.call(
-            k.file.ScaledWordEmbedding(32, X, k.f32, [k.cpu], embed_scale=4.0),
-            lambda m, x: m(x, []),
+            k.file.ScaledWordEmbedding(31, X, k.f32, k.two, embed_scale=4.0),
+            lambda m, x: m(x, k.signals()),
         ),
         (ids(5),),
     ),
@@ -258,9 +258,11 @@ add(
 )
 add(
     "kimik2_5/layers/vision/patch_embedding.py",
-    lambda k: (
-        k.file.PatchEmbedding(2, 3, X, 4, 4, 1, k.f32, k.cpu),
-        (draw(16, 3, 2, 2), np.array([[1, 4, 4]], np.int64)),
+    # The grids are constants: the sizes of what is computed follow from them.
+    lambda k: Extra.of(
+        k.file.PatchEmbedding(2, 3, X, 3, 5, 4, k.f32, k.cpu),
+        lambda m, x: m(x, k.ops.constant(np.array([[1, 4, 4], [2, 2, 3]]), k.dtype.int64, k.cpu)),
+        (draw(28, 3, 2, 2),),
     ),
 )
 

@@ -119,3 +119,22 @@ def test_an_exported_program_checks_nothing_and_says_so():
         export.export(jax.jit(lambda x: ops.rebind(x, [3])))(
             jax.ShapeDtypeStruct((size,), jnp.float32)
         )
+
+
+@pytest.mark.parametrize("take", [lambda x, *i: x[i], lambda x, *i: ops.slice_tensor(x, list(i))])
+def test_slices_whose_bounds_only_a_program_knows(take):
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    number = TensorType("int32", [], CPU)
+    types = [TensorType("float32", ["a", 4], CPU), TensorType("float32", ["n"], CPU), number]
+    with Graph("g", input_types=types) as g:
+        values, named, at = (value.tensor for value in g.inputs)
+        g.output(
+            take(values, ..., (slice(at, at + 2), 2)),
+            take(values, (slice(at, None), "n"), slice(1, 3)) + named[:, None],
+        )
+        for wrong in [(slice(at, None), "new"), slice(0, at), (slice(0, at, 2), 1)]:
+            with pytest.raises(NotImplementedError, match="bounds are tensors of a program"):
+                take(values, wrong)
+    first, second = InferenceSession().load(g).execute(x, np.zeros(2, np.float32), np.int32(1))
+    np.testing.assert_array_equal(first.to_numpy(), x[:, 1:3])
+    np.testing.assert_array_equal(second.to_numpy(), x[1:, 1:3])

@@ -142,14 +142,17 @@ def test_what_it_is_not(value):
 def test_float_widths_promote_and_integers_do_not_meet_floats():
     half, brain = X.cast("float16"), X.cast("bfloat16")
     assert (X + half).dtype is DType.float32 and (half * 2.5).dtype is DType.float16
-    assert (brain + half).dtype is DType.float32
     assert (X @ half.T).dtype is DType.float32
-    for wrong in (lambda: I + X[0, 0], lambda: I + 1.5):
+    halves = (lambda: brain + half, lambda: half @ brain.T, lambda: half == brain)
+    for wrong in (lambda: I + X[0, 0], lambda: I + 1.5, *halves):
         with pytest.raises(ValueError, match="(?i)unsafe cast"):
             wrong()
     assert (X * np.float64(2)).dtype is DType.float32
     assert (I * np.int64(2)).dtype is DType.int32
     assert (I + 1).dtype is DType.int32 and (I / 2).to_numpy().tolist() == [0, 0.5, 1, 1.5]
+    assert (I.cast("int8") / (I + 1).cast("uint8")).to_numpy()[
+        1
+    ] == 0.5  # which have no common type
 
 
 @pytest.mark.fast("<lambda>-IndexError0", "<lambda>-ValueError3", "<lambda>-ValueError6")

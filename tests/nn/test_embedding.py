@@ -63,7 +63,7 @@ def test_names_are_those_of_max():
 
 @pytest.mark.parametrize("indices", [np.ones(3, np.float32), np.ones(3, bool)])
 def test_only_integers(indices):
-    with pytest.raises(TypeError, match="integers"):
+    with pytest.raises(ValueError, match="integers"):
         loaded()[0](indices)
 
 

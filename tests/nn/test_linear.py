@@ -104,6 +104,12 @@ def test_the_wider_float_wins(weight, x, result):
     np.testing.assert_allclose(found[0].astype(jnp.float32), expected, rtol=2e-2, atol=2e-2)
 
 
+def test_a_tensor_value_of_integers_meets_no_float():
+    layer, _ = loaded()
+    with pytest.raises(ValueError, match="unsafe cast: int32 and float32"):
+        layer(TensorValue(jnp.ones((2, 6), jnp.int32)))
+
+
 def test_a_wider_bias_is_rounded_once_and_at_the_end():
     y = jnp.asarray([[1.0, 256.0]], jnp.bfloat16)
     bias = jnp.asarray([2**-9 + 2**-10, 0.5 + 2**-9], jnp.float32)

@@ -1,7 +1,7 @@
 """Elementwise ops with two operands: arithmetic, comparison, logic, ``where``.
 
 Floats of different widths are promoted to the wider one; an integer tensor with a float tensor is an
-error. Shapes broadcast, also if their ranks differ.
+error, and so is float16 with bfloat16. Shapes broadcast, also if their ranks differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..operands import check_broadcast, number, same_rank
+from ..operands import check_broadcast, dividends, number, same_rank
 from .lift import array, binary_operands, boolean, lift
 
 
@@ -48,8 +48,8 @@ def mul(lhs: Any, rhs: Any) -> Any:
 
 @lift
 def div(lhs: Any, rhs: Any) -> Any:
-    """``lhs / rhs``; for integers the result is float32, or float64 with ``jax_enable_x64``."""
-    return jnp.true_divide(*binary_operands(lhs, rhs))
+    """``lhs / rhs``; for integers, of any two widths, it is float32, or float64 with ``jax_enable_x64``."""
+    return jnp.true_divide(*binary_operands(*dividends(lhs, rhs)))
 
 
 @lift

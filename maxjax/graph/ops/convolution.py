@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ...dtype import DType, promote
+from ..operands import same_dtype
 from .lift import array, lift, pair, same
 
 
@@ -184,8 +184,7 @@ def _operands(x: Any, filter: Any, axes: int) -> tuple[jax.Array, jax.Array]:
     if x.ndim != axes + 2 or w.ndim != axes + 2:
         raise ValueError(f"a {axes}-D convolution takes tensors of {axes + 2} axes, not of shapes {x.shape} "
                          f"and {w.shape}")  # fmt: skip
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
-    return x.astype(dtype), w.astype(dtype)
+    return same_dtype(x, w)
 
 
 def _dimension_numbers(table: dict[tuple[str, int], str], layout: Any, axes: int) -> str:

@@ -6,6 +6,7 @@ so it can be used with tensors on any device.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from typing import Any
@@ -46,14 +47,21 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
         if dtype is None or device is None:
             raise TypeError("ops.constant of a number or list needs its dtype and device: "
                             "ops.constant(1.0, DType.float32, DeviceRef.CPU())")  # fmt: skip
-        return TensorValue(jnp.asarray(_literal(value, DType.of(dtype))))
+        return TensorValue(_made(_literal(value, DType.of(dtype))))
     found = jnp.from_dlpack(value) if not hasattr(value, "dtype") else value
     kind = DType.of(found.dtype)
     if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
         raise ValueError(
             f"ops.constant: the array is {kind!r}, not {DType.of(dtype)!r}; cast it first"
         )
-    return TensorValue(jnp.array(from_numpy(found) if isinstance(found, np.ndarray) else found))
+    return TensorValue(_made(found) if isinstance(found, np.ndarray) else jnp.array(found))
+
+
+def _made(array: np.ndarray) -> jax.Array:
+    """An array of JAX's; lists of integers stay known while a program is traced, as sizes may follow from them."""
+    known = array.ndim and array.dtype.kind in "iu"
+    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+        return jnp.array(from_numpy(array))
 
 
 def _literal(value: Any, dtype: DType) -> np.ndarray:

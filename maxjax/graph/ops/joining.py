@@ -219,14 +219,14 @@ def pad(
 def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
     """``x[indices]`` for a list of numbers, slices, ``...``, None and scalar tensors.
 
-    A slice may be given with the length of its result, as ``(slice, length)``.
+    A slice may be given with the length of its result, as ``(slice, length)``; one whose bounds are tensors must be.
 
     Raises:
         ValueError: an index is out of range, there are more indices than axes, a step is below 1, or
             an index tensor is not a scalar. (``x[…]`` follows NumPy's rules, which allow more.)
     """
-    x, indices = array(x), list(indices) if isinstance(indices, (list, tuple)) else [indices]
-    indices = [i[0] if isinstance(i, tuple) else i for i in indices]
+    x, parts = array(x), list(indices) if isinstance(indices, (list, tuple)) else [indices]
+    indices = [i[0] if isinstance(i, tuple) else i for i in parts]
     axes = [i for i in indices if i is not None and i is not Ellipsis]
     if len(axes) > x.ndim:
         raise ValueError(f"slice_tensor: {len(axes)} indices for the {x.ndim} axes of {x.shape}")
@@ -235,7 +235,7 @@ def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
     for position, index in enumerate(axes):
         axis = position if position < before else position + x.ndim - len(axes)
         _check_index(index, x.shape[axis], axis)
-    return TensorValue(x)[tuple(indices)].value
+    return TensorValue(x)[tuple(parts)].value
 
 
 def _check_index(index: Any, size: Any, axis: int) -> None:

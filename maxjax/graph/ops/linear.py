@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...dtype import DType, promote
-from ..operands import check_product, same_rank
+from ..operands import check_product, common, same_dtype, same_rank
 from ..weight.transpose import TransposedValue, WeightTranspose
 from .lift import array, axis_of, binary_operands, floating, lift, narrow, same
 
@@ -36,7 +35,7 @@ def matmul(lhs: Any, rhs: Any) -> Any:
     """
     if isinstance(rhs, (WeightTranspose, TransposedValue)):
         if rhs.T.stored.packing is None:
-            promote(DType.of(lhs.dtype), rhs.dtype)
+            common(lhs.dtype, rhs.dtype)
         return _apply(lhs, lambda x: x @ rhs)
     return _matmul(lhs, rhs)
 
@@ -50,9 +49,7 @@ def _apply(x: Any, function: Callable[[jax.Array], Any]) -> Any:
 def _matmul(lhs: Any, rhs: Any) -> Any:
     a, b = array(lhs), array(rhs)
     check_product(a.shape, b.shape)
-    if a.dtype != b.dtype:
-        dtype = promote(DType.of(a.dtype), DType.of(b.dtype)).np
-        a, b = a.astype(dtype), b.astype(dtype)
+    a, b = same_dtype(a, b)
     if min(a.ndim, b.ndim) >= 2:
         a, b = same_rank(a, b)
     if not narrow(a.dtype):

@@ -18,7 +18,8 @@ from ...rendering.division import Box, Division
 from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import short
 from ...rendering.tree import card
-from ..shape import StaticDim
+from ..shape import Shape, StaticDim
+from ..symbolic import sizes_of, to_dim, to_sizes
 
 Range = tuple[int, int]
 
@@ -474,24 +475,22 @@ class Shardable(Protocol):
         ...
 
 
-def shard_shape(
-    strategy: ShardingStrategy, shape: tuple[Any, ...], i: int
-) -> tuple[Any, ...] | None:
+def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[Any, ...]:
     """The shape of the part for device ``i`` of a weight of this shape; no values are needed.
 
-    Sizes may be symbolic, except that of the axis that is split; None: a function of the user's needs values for these.
+    Sizes may be symbolic, except that of the axis that is split. A function of the user's may do with them what a Graph
+    may.
 
     Raises:
         IndexError: the weight has no such axis.
         ValueError: the axis cannot be split in this way.
         NotImplementedError: the strategy is for whole layers.
     """
-    if all(isinstance(size, int) for size in shape):
-        part = jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(shape, jnp.float32))
-        return tuple(part.shape)
-    rule = strategy.shard
-    if not isinstance(rule, _Ranges) or rule.axis is None:
-        return None
-    axis, extent = _axis_of(shape, rule.axis)
-    size = sum(stop - start for start, stop in rule.ranges(extent, i, strategy.num_devices))
-    return (*shape[:axis], size, *shape[axis + 1 :])
+    rule, dims = strategy.shard, Shape(shape)
+    if isinstance(rule, _Ranges) and rule.axis is not None and dims.parameters:
+        axis, extent = _axis_of(shape, rule.axis)
+        size = sum(stop - start for start, stop in rule.ranges(extent, i, strategy.num_devices))
+        return (*shape[:axis], size, *shape[axis + 1 :])
+    sizes = to_sizes(dims, sizes_of(str(name) for name in dims.parameters).values())
+    part = jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(sizes, jnp.float32))
+    return tuple(size if isinstance(size, int) else to_dim(size) for size in part.shape)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import kernels
-from ...dtype import DType, promote
-from ..operands import check_product
+from ...dtype import DType
+from ..operands import check_product, common
 from ..shape import Shape
 from ..value import TensorValue, unwrap, wrap, wraps
 
@@ -113,7 +113,7 @@ class TransposedValue(_OfWeight, TensorValue):
             if not array.ndim or array.shape[-1] != weight._dims[-1]:
                 check_product(array.shape, self.shape)
             if array.dtype != weight._dtype.np:
-                promote(DType.of(array.dtype), self.dtype)  # raises for an integer and a float
+                common(array.dtype, self.dtype)  # raises for an integer and a float
         return wrap(kernels.matmul(array, weight))
 
 

@@ -431,8 +431,6 @@ class Shard(Weight):
         strategy, self.host = host.sharding_strategy, host
         sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
         shape = shard_shape(strategy, sizes, i)
-        if shape is None:
-            shape = strategy(host, i).shape
         encoding = host.quantization_encoding
         super().__init__(
             f"{host.name}[{i}]", host.dtype, shape, device, encoding, host.align, strategy

@@ -386,11 +386,16 @@ class SafetensorWeights(Weights):
         self._prefix = prefix
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
-        """A new uint8 Weight of the tensor's bytes: the last axis counts bytes, () becomes (n,)."""
+        """A new uint8 Weight of the tensor's bytes: the last axis counts bytes, () becomes (n,).
+
+        Args:
+            dtype: ignored, as in MAX: bytes are uint8.
+        """
+        del dtype
         data = self.data()
         sizes = [int(d) for d in data.shape] or [1]
         sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
-        weight = Weight(self.name, DType.of(dtype or DType.uint8), sizes, DeviceRef.CPU())
+        weight = Weight(self.name, DType.uint8, sizes, DeviceRef.CPU())
         weight.stored.source = self._family.allocated[self.name] = _Bytes(data)
         return weight
 

@@ -249,6 +249,9 @@ class AttentionWithRope(Module):
         Raises:
             ValueError: ``x`` has the wrong number of axes, or the shapes do not match.
         """
+        return self._result(*args, **kwargs)
+
+    def _result(self, *args: Any, **kwargs: Any) -> Any:
         if over_pages(args, kwargs):
             return self._over_pages(*args, **kwargs)
         return self._within(*args, **kwargs)
@@ -337,6 +340,9 @@ class TensorParallelAttentionWithRope(AttentionWithRope):
     Called as MAX calls it, everything but the layer's number is a list with one entry for each device. Called with
     tokens it is an AttentionWithRope.
 
+    Attributes:
+        list_of_attentions: the layer of each device, with its heads.
+
     Raises:
         ValueError: there are fewer than two devices, or the KV heads do not divide over them.
     """
@@ -348,11 +354,7 @@ class TensorParallelAttentionWithRope(AttentionWithRope):
                 f"TensorParallelAttentionWithRope needs at least two devices, not {len(self.devices)}"
             )
         self.sharding_strategy = ShardingStrategy.tensor_parallel(len(self.devices))
-
-    @property
-    def list_of_attentions(self) -> list[Any]:
-        """The layer of each device, with its heads."""
-        return self.shard(self.devices)
+        self.list_of_attentions = self.shard(self.devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``(layer_idx, xs, signal_buffers, kv_collections, freqs_cis, input_row_offsets)`` → a list.
@@ -363,7 +365,7 @@ class TensorParallelAttentionWithRope(AttentionWithRope):
         x = args[1] if len(args) > 1 else kwargs.get("x")
         if isinstance(x, list | tuple):
             return self._on_each(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        return self._result(*args, **kwargs)  # not the base class's call, which fires hooks too
 
     def _on_each(
         self,

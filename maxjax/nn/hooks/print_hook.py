@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
+from collections import Counter
 from typing import Any
 
 from jax.core import Tracer
 
+from ...graph.value import TensorValue
 from ..layer import hooks
 from ..layer.hooks import Layer, add_layer_hook
 from ..layer.module import recursive_named_layers
@@ -15,15 +18,25 @@ from ..layer.module import recursive_named_layers
 _LOG = logging.getLogger("maxjax")
 
 
+@dataclasses.dataclass
+class _Known:
+    """What the hook knows of a layer: the layer, its name, and how often it was called."""
+
+    layer: weakref.ref[Layer]
+    name: str
+    calls: int = 0
+
+
 class PrintHook:
     """Prints the input and output arrays of each layer, under names like ``model.layers.0-output``.
 
     Args:
         export_path: MAX's option to write values to files; not supported, and gives a warning.
-        filter: names of layers to print, or a function of a layer's name; None prints all.
+        filter: names of layers to print, or a function of a layer's name; None or an empty list prints all.
 
     The hook installs itself and stays until :meth:`remove`, which removes only this hook.
-    Under ``jax.jit`` it prints once, while tracing, and shows types instead of values.
+    Under ``jax.jit`` it prints once, while tracing, and shows types instead of values; TensorValues, as in a Graph, are
+    printed each time the program runs. A layer that has no name is called by its class, the second of them ``Linear2``.
     The second call of a layer is called ``name(2)``.
 
     Example:
@@ -36,53 +49,95 @@ class PrintHook:
         >>> y = layer(jnp.array([1.0, 3.0]))
         model-input_0 = [1. 3.]
         model-output = [-0.999995  0.999995]
+        >>> hook.summarize()
+        Printed 2 tensors for step 0.
         >>> hook.remove()
     """
 
     def __init__(self, export_path: str | None = None, filter: Any = None):
         if export_path is not None:
             _LOG.warning("PrintHook: export_path is not supported; values are printed")
-        self._names: dict[int, str] = {}
-        self._layers: list[Layer] = []  # keeps ids from being reused
-        self._calls: dict[str, int] = {}
-        self._filter = filter
+        # By id, as a layer may have an equality of its own. Weak, as a layer of a program that is traced holds
+        # tracers; those with names are kept in a list, because the layers of a stack are made when they are asked for.
+        self._known: dict[int, _Known] = {}
+        self._named: list[Layer] = []
+        self._unnamed: Counter[str] = Counter()
+        self._filter = filter or None
+        self._step = 0
+        self._printed: dict[int, int] = {}
         add_layer_hook(self)
 
     def name_layers(self, model: Layer) -> None:
-        """Names every layer below ``model`` by its path, with "model" at the root."""
+        """Names every layer below ``model`` by its path, with "model" at the root.
+
+        Raises:
+            TypeError: it is not a layer.
+        """
+        if not isinstance(model, Layer):
+            raise TypeError(f"name_layers takes a Layer or Module, not a {type(model).__name__}")
         for name, layer in recursive_named_layers(model, "model"):  # type: ignore[arg-type]
-            self._names[id(layer)] = name
-            self._layers.append(layer)
+            self.add_layer(layer, name)
+
+    def add_layer(self, layer: Layer, name: str) -> None:
+        """Names one layer."""
+        self._known[id(layer)] = _Known(weakref.ref(layer), name)
+        self._named.append(layer)
+
+    def step(self) -> None:
+        """Begins the next step: what is printed from now on counts for it."""
+        self._step += 1
+
+    def summarize(self) -> None:
+        """Prints how many arrays were printed in each step."""
+        for step, count in self._printed.items():
+            print(f"Printed {count} tensors for step {step}.")
+        if not self._printed:
+            print("No tensors printed.")
 
     def _is_selected(self, name: str) -> bool:
         if self._filter is None:
             return True
         return bool(self._filter(name)) if callable(self._filter) else name in self._filter
 
+    def _known_as(self, layer: Layer) -> _Known:
+        known = self._known.get(id(layer))
+        if known is not None and known.layer() is layer:
+            return known
+        kind = type(layer).__name__
+        self._unnamed[kind] += 1
+        count = self._unnamed[kind]
+        known = _Known(weakref.ref(layer), kind if count == 1 else f"{kind}{count}")
+        self._known[id(layer)] = known
+        return known
+
     def __call__(self, layer: Layer, args: tuple, kwargs: dict, outputs: Any) -> None:
-        name = self._names.get(id(layer), type(layer).__name__)
-        self._calls[name] = count = self._calls.get(name, 0) + 1
-        label = name if count == 1 else f"{name}({count})"
-        if not self._is_selected(name):
+        known = self._known_as(layer)
+        known.calls += 1
+        if not self._is_selected(known.name):
             return
+        label = known.name if known.calls == 1 else f"{known.name}({known.calls})"
         for key, value in [*enumerate(args), *kwargs.items()]:
-            _show(f"{label}-input_{key}", value)
-        _show(f"{label}-output", outputs)
+            self._show(f"{label}-input_{key}", value)
+        self._show(f"{label}-output", outputs)
+
+    def _show(self, label: str, value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            names = getattr(value, "_fields", range(len(value)))
+            for name, part in zip(names, value, strict=True):
+                self._show(f"{label}_{name}", part)
+            return
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                self._show(f"{label}_{field.name}", getattr(value, field.name))
+            return
+        self._printed[self._step] = self._printed.get(self._step, 0) + 1
+        if isinstance(value, TensorValue):
+            value.print(label)
+        elif isinstance(value, Tracer):
+            print(f"{label}: {value.aval}")
+        else:
+            print(f"{label} = {value}")
 
     def remove(self) -> None:
         """Removes this hook."""
         hooks.remove(self)
-
-
-def _show(label: str, value: Any) -> None:
-    if isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", range(len(value)))
-        for name, part in zip(names, value, strict=True):
-            _show(f"{label}_{name}", part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _show(f"{label}_{field.name}", getattr(value, field.name))
-    elif isinstance(value, Tracer):
-        print(f"{label}: {value.aval}")
-    else:
-        print(f"{label} = {value}")

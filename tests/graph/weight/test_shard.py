@@ -203,6 +203,7 @@ def test_nor_do_layers_take_more_devices(layer):
         (ShardingStrategy.stacked_qkv(2, 2, 2), (12, "n"), [[6, "n"], [6, "n"]]),
         (ShardingStrategy.gate_up(2, 0), (8, "n"), [[4, "n"], [4, "n"]]),
         (ShardingStrategy.replicate(2), ("n",), [["n"], ["n"]]),
+        (ShardingStrategy(2, lambda w, i, n: w[:, i:]), ("n", 2), [["n", 2], ["n", 1]]),
     ],
 )
 def test_sizes_of_other_axes_may_be_symbolic(strategy, shape, shapes):

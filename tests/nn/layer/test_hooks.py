@@ -112,14 +112,31 @@ def test_print_hook(capsys):
     hook.name_layers(m)
     m(jnp.float32(1))
     m(jnp.float32(1))
+    hook.step()
+    m[0](jnp.float32(1))
     hook.remove()
     m(jnp.float32(1))
+    hook.summarize()
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["Printed 8 tensors for step 0.", "Printed 2 tensors for step 1."]
+    lines = lines[:-4]
     assert lines[:2] == ["model.0-input_0 = 1.0", "model.0-output = 2.0"]
     assert "model.1(2)-output = 3.0" in lines and len(lines) == 8
     from maxjax.nn.layer.hooks import _HOOKS
 
     assert len(_HOOKS) == 1  # remove() takes away its own only
+
+
+def test_print_hook_names_layers_without_a_name_by_class(capsys):
+    hook, (a, b) = hooks.PrintHook(filter=[]), (loaded(), loaded())
+    for layer in (a, b, a):
+        layer(jnp.float32(1))
+    kind = type(a).__name__
+    names = [line.partition("-")[0] for line in capsys.readouterr().out.splitlines()[::2]]
+    assert names == [kind, f"{kind}2", f"{kind}(2)"]
+    with pytest.raises(TypeError, match="a Layer or Module, not a dict"):
+        hook.name_layers({})
+    hook.remove()
 
 
 def test_prehooks_replace_arguments_before_hooks_see_them():
