@@ -357,7 +357,10 @@ class DecoderAttention(Module):
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         if k is not None:
-            slots = slots.written(layer, k, v, slot)
+            # Where devices divide the slots, those of a device are not consecutive.
+            in_turn = not rotating and is_own is None
+            division = self._division(k.shape[0], True) if part is None else None
+            slots = slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
         if rotating:
             key_positions = slot_positions(ends(step, length), size, part)
         else:
@@ -449,11 +452,13 @@ class DecoderAttention(Module):
         weights = ordered.at[index].get(mode="fill", fill_value=0)
         return weighted_values(weights, values)
 
-    def _division(self, batch: int) -> explicit.Division | None:
-        """How a mesh divides the queries ``[B, T, H, D]``; None without a mesh."""
+    def _division(self, batch: int, of_cache: bool = False) -> explicit.Division | None:
+        """How a mesh divides the queries ``[B, T, H, D]``, or a cache; None without a mesh."""
         layout = self.cache_layout(batch)
         if layout is None:
             return None
+        if of_cache:
+            return explicit.Division.of(layout.mesh, [(), layout.batch, layout.over, (), ()])
         axis = axis_of(layout.mesh, "seq")
         tokens = () if axis is None or layout.mesh.shape[axis] == 1 else (axis,)
         heads = layout.over if layout.splits_queries else ()
