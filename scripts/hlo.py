@@ -253,6 +253,8 @@ def kernels(program: Program) -> Counter[str]:
             target = re.search(r'custom_call_target="([^"]*)"', one.rest)
             if target and target[1] not in _NO_KERNELS:
                 name = re.search(r'\b(?:kernel_name|name)\\?"?\s*[:=]\s*\\?"([^"\\]+)', one.rest)
+                # Of Mosaic, the path of functions has it.
+                name = name or re.search(r"\b(\w+)/pallas_call$", one.source)
                 found[target[1] + (f":{name[1]}" if name else "")] += 1
         elif one.kind == "fusion":
             kind = re.search(r'"fusion_backend_config":\{"kind":"([^"]+)"', one.rest)

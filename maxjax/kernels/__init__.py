@@ -2,7 +2,7 @@
 
 Each has a form in jnp, which is its definition and runs on every platform, in exported programs
 and under differentiation. On a CPU a C++ kernel of ``cpu/`` computes the same (not for ``embed``); attention
-has kernels for NVIDIA GPUs as well (``gpu/``, ``decode/``).
+has kernels for NVIDIA GPUs (``gpu/``, ``decode/``) and TPUs (``tpu/``) as well.
 """
 
 from .decode_attention import decode_attention as decode_attention

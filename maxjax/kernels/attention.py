@@ -120,6 +120,7 @@ def causal_attention(
     sinks: Any = None,
     repeats: int = 1,
     strided: bool = False,
+    division: explicit.Division | None = None,
 ) -> jax.Array:
     """Attention of queries to the keys at their own and at earlier positions.
 
@@ -141,6 +142,8 @@ def causal_attention(
         repeats: how many times each KV head is repeated before it meets the query heads. Used on a
             mesh that splits more query heads than there are KV heads.
         strided: whether a mesh axis splits the tokens (``Attending``).
+        division: how a mesh with Auto axes divides the queries, if that is known. TPUs run a kernel on
+            several devices only then.
 
     Returns:
         ``[B, T, H, D]`` in the dtype of ``query``. A query that attends to no key gets finite but
@@ -157,9 +160,13 @@ def causal_attention(
         (1, 3, 2, 4)
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    mesh = explicit.mesh_of(query, *cache)
+    if mesh is not None:
+        division = explicit.Division.of(mesh, explicit.entries(query))
     attending = Attending(
-        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided, chunked
-    )
+        scale, sliding_window, soft_cap, DType.of(softmax_dtype).np, repeats, strided, chunked,
+        division,
+    )  # fmt: skip
     slots = cache[0].shape[3]
     at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
     sinks = _checked_sinks(sinks, query.shape[2])
@@ -176,7 +183,6 @@ def causal_attention(
             query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
         )
 
-    mesh = explicit.mesh_of(query, *cache)
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(query))
     return run(query, sinks, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)

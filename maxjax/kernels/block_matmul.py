@@ -18,8 +18,9 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
-from .gpu.triton import program_device, unavailable
+from .gpu.triton import unavailable
 from .operation import Operation
+from .pallas import program_device
 
 _LOG = logging.getLogger("maxjax")
 # The widest tiles of outputs and of inputs that a program of the kernel takes; Triton multiplies

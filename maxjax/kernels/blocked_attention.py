@@ -22,9 +22,14 @@ from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .gpu import attention as gpu_attention
-from .gpu.triton import program_device, unavailable
+from .gpu.triton import unavailable as no_triton
 from .int8_rows import restored
+from .key_ranges import NO_KEY as NO_KEY
+from .key_ranges import NO_QUERY
 from .operation import Operation
+from .pallas import program_device
+from .tpu import attention as tpu_attention
+from .tpu.mosaic import unavailable as no_mosaic
 
 _LOG = logging.getLogger("maxjax")
 
@@ -32,8 +37,6 @@ _LOG = logging.getLogger("maxjax")
 QUERIES, KEYS = 512, 1024
 # Least number of keys in a block: fewer make the loop longer than what it saves.
 LEAST_KEYS = 128
-# Position of a key that nobody attends to, and of a query that is only padding.
-NO_KEY, _NO_QUERY = 2**31 - 1, -1
 
 
 class Attending(NamedTuple):
@@ -49,6 +52,7 @@ class Attending(NamedTuple):
             a mesh axis that splits the queries splits each block, but fewer blocks are skipped.
         chunked: whether windows are the chunks that the positions are divided into, of which a query
             sees its own (Llama 4), instead of following each query.
+        division: how a mesh divides the queries ``[B, T, H, D]``, or their blocks; None: not known.
     """
 
     scale: float
@@ -58,6 +62,7 @@ class Attending(NamedTuple):
     repeats: int = 1
     strided: bool = False
     chunked: bool = False
+    division: explicit.Division | None = None
 
     def first_seen(self, positions: jax.Array) -> jax.Array:
         """The first position that queries at some positions attend to, where there is a window."""
@@ -116,12 +121,13 @@ def blocked_attention(
     size = -(-length // count)  # queries in a block
     pad = count * size - length
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=_NO_QUERY)
+    positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=NO_QUERY)
     queries = _blocks(q, count, attending.strided)  # [n, B, C, H, D]
     queries = queries.reshape(count, batch, size, kv_heads, heads // kv_heads, width)
     queries = queries.transpose(0, 1, 3, 4, 2, 5)  # [n, B, K, G, C, D]
     at = _blocks(positions, count, attending.strided)  # [n, B or 1, C]
     layer = jnp.asarray(layer, jnp.int32)
+    attending = attending._replace(division=_of_blocks(attending))
     found: Any = _attention(attending, queries, tuple(cache), layer, at, key_positions)
     out, sums = found
     out = out.transpose(0, 1, 4, 2, 3, 5).reshape(count, batch, size, heads, width)
@@ -154,6 +160,16 @@ def _blocks(array: jax.Array, count: int, strided: bool) -> jax.Array:
     if strided:
         return jnp.moveaxis(array.reshape(batch, length // count, count, *rest), 2, 0)
     return jnp.moveaxis(array.reshape(batch, count, length // count, *rest), 1, 0)
+
+
+def _of_blocks(attending: Attending) -> explicit.Division | None:
+    """How the blocks ``[n, B, K, G, C, D]`` of queries are divided."""
+    if attending.division is None:
+        return None
+    mesh, (batch, tokens, heads, _) = attending.division
+    if tokens and not attending.strided:
+        return None
+    return explicit.Division(mesh, ((), batch, heads, (), tokens, ()))
 
 
 def _joined(blocks: jax.Array, strided: bool) -> jax.Array:
@@ -238,7 +254,7 @@ def _range(
     last = jnp.max(at)
     seen = jnp.any(key_positions <= last, axis=0)
     if attending.window is not None:
-        first = jnp.min(jnp.where(at == _NO_QUERY, jnp.iinfo(jnp.int32).max, at))
+        first = jnp.min(jnp.where(at == NO_QUERY, jnp.iinfo(jnp.int32).max, at))
         seen = seen & jnp.any(key_positions >= attending.first_seen(first), axis=0)
     number = jnp.arange(seen.shape[0], dtype=jnp.int32) // block
     low = jnp.min(jnp.where(seen, number, jnp.iinfo(jnp.int32).max))
@@ -429,12 +445,22 @@ def _with_batch(at: jax.Array, key_positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def _on_cuda(attending: Attending, *operands: Any) -> Any:
-    why = gpu_attention.lacks(attending.dtype, *operands[:2]) or unavailable(program_device())
-    if not why:
+    why = gpu_attention.lacks(attending.dtype, *operands[:2]) or no_triton(program_device())
+    return _by_kernel(None if why else gpu_attention.kernel, "GPU", why, attending, *operands)
+
+
+def _on_tpu(attending: Attending, *operands: Any) -> Any:
+    why = tpu_attention.lacks(attending.dtype, *operands[:2]) or no_mosaic(program_device())
+    return _by_kernel(None if why else tpu_attention.kernel, "TPU", why, attending, *operands)
+
+
+def _by_kernel(kernel: Any, where: str, why: str, attending: Attending, *operands: Any) -> Any:
+    if kernel is not None:
         q, keys, values, layer, *positions = operands[:6]
         positions = _with_batch(*positions)
-        return gpu_attention.kernel(attending, q, keys, values, layer, *positions, *operands[6:])
-    _LOG.debug("maxjax: attention has no kernel for this on a GPU, jnp is used: %s", why)
+        attending = attending._replace(division=None)
+        return kernel(attending, q, keys, values, layer, *positions, *operands[6:])
+    _LOG.debug("maxjax: attention has no kernel for this on a %s, jnp is used: %s", where, why)
     return _definition(attending, *operands)
 
 
@@ -459,5 +485,6 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_attention", _types, _definition, {"cuda": _on_cuda}, _rule, _shardings, lambda *_: None
-)
+    "maxjax_attention", _types, _definition, {"cuda": _on_cuda, "tpu": _on_tpu}, _rule, _shardings,
+    lambda *_: None, division=lambda attending: attending.division,
+)  # fmt: skip

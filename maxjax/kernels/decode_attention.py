@@ -23,9 +23,10 @@ from . import explicit
 from .decode import triton
 from .decode.blocks import in_blocks
 from .decode.step import Options, seen, written
-from .gpu.triton import program_device, unavailable
+from .gpu.triton import unavailable
 from .int8_rows import restored
 from .operation import Operation
+from .pallas import program_device
 from .product import FLOATS
 
 _LOG = logging.getLogger("maxjax")

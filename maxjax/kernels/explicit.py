@@ -9,14 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 # The mesh axes that one axis of an array is split over.
 Entry = tuple[str, ...]
+
+
+class Division(NamedTuple):
+    """How an array is divided over a mesh, where its type does not say it; hashable.
+
+    Attributes:
+        mesh: an abstract mesh, whose axes are all Auto.
+        entries: the mesh axes that each axis of the array is split over.
+    """
+
+    mesh: AbstractMesh
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, mesh: Any, wanted: Sequence[Entry]) -> Division:
+        """The division over a mesh of any kind."""
+        kinds = (AxisType.Auto,) * len(mesh.axis_names)
+        sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+        return cls(AbstractMesh(sizes, mesh.axis_names, kinds), tuple(map(tuple, wanted)))
+
+    def divides(self, shape: Sequence[int], wanted: Sequence[Entry]) -> bool:
+        """Whether axes of an array so long can be split over these mesh axes, into equal parts."""
+        counts = [math.prod(self.mesh.shape[name] for name in entry) for entry in wanted]
+        return not any(size % n for size, n in zip(shape, counts, strict=True))
+
+    def on_parts(
+        self, f: Callable[..., Any], operands: Sequence[Sequence[Entry]], results: Any
+    ) -> Callable[..., Any]:
+        """``f`` on each device's part of its operands, which are split so; its results are put together so."""
+        out = [spec(w) for w in results] if isinstance(results[0], list) else spec(results)
+
+        def run(*arrays: Any) -> Any:
+            # Where a program's mesh is set, it would have to be this one, also in its axis types.
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                given = tuple(map(spec, operands))
+                mapped = jax.shard_map(
+                    f, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False
+                )
+                return mapped(*arrays)
+
+        return run
 
 
 def mesh_of(*arrays: Any) -> Any:

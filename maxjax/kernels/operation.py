@@ -6,7 +6,8 @@ operands. An :class:`Operation` runs
 ========================  =====================================================================
 where it has a kernel     the kernel of the platform that the program is compiled for: on CPUs in C++
 elsewhere, in an export   the jnp form of the platform, or that which is the definition
-on several devices        the kernel on each device's part (``custom_partitioning``)
+on several devices        the kernel on each device's part (``custom_partitioning``; on TPUs
+                          ``shard_map``, if the caller knows how the operands are divided)
 under ``vmap``            the kernel with more rows, if its batching rule allows; or the jnp form
 differentiated            the derivative of the jnp form, in forward and in reverse mode
 ========================  =====================================================================
@@ -41,6 +42,9 @@ try:
 except ImportError:  # then programs for several devices get the jnp form
     prim_requires_devices_during_lowering = set()
 
+# XLA does not call the partitioners of JAX there (jax-ml/jax issue 38196).
+_NO_PARTITIONER = ("tpu",)
+
 
 class Operation:
     """One operation with several operands and several results.
@@ -61,6 +65,8 @@ class Operation:
             will be summed.
         forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
             kernel where the definition is not the best; XLA divides it between so many devices.
+        division: ``(static)`` → the ``explicit.Division`` of the first operand, or None if it is not known.
+            It is asked only where XLA divides no kernels itself.
         lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number that its
             parts must divide, if an axis may be divided at some places only.
 
@@ -79,12 +85,14 @@ class Operation:
         summand: Callable[[Any, str], Any] = lambda static, _: static,
         forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         lengths: Callable[..., Any] = lambda static, shapes: shapes,
+        division: Callable[[Any], explicit.Division | None] = lambda static: None,
     ):
         self.definition, self.kernels, self.forms = definition, kernels, forms
         self.rule, self.shardings, self.summand, self.batch = rule, shardings, summand, batch
         self._jitted = functools.cache(self._jit)
         self._partitioned = functools.cache(self._custom_partitioning)
         self._name, self._types, self._lengths = name, types, lengths
+        self._division = division
 
     @functools.cached_property
     def primitive(self) -> Any:
@@ -170,12 +178,29 @@ class Operation:
         absent = platform == "cpu" and native.library() is None
         if exported or empty or absent or not _devices_known(ctx):
             return self._lower_definition(ctx, *operands, static=static)
+        if platform in _NO_PARTITIONER:
+            return self._lower_divided(platform, ctx, *operands, static=static)
         call = self._partitioned(platform, static, tuple(len(a.shape) for a in ctx.avals_in))
         # JAX's compilation cache compares neither the partitioner nor what it closes over: without
         # this number a program with other static arguments would have the same key.
         key = np.uint32(zlib.crc32(repr((self._name, platform, static)).encode()))
         keyed = functools.partial(call, key)
         return mlir.lower_fun(keyed, multiple_results=True)(ctx, *operands)
+
+    def _lower_divided(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
+        """The kernel on each device's part, where it is known how the operands are divided."""
+        run: Any = functools.partial(self._part.bind, platform=platform, static=static)
+        if _device_count(ctx) > 1:
+            division = self._division(static)
+            if division is None:
+                return self._lower_definition(ctx, *operands, static=static)
+            shapes = [aval.shape for aval in ctx.avals_in]
+            rest = [[()] * len(shape) for shape in shapes[1:]]
+            parts, results, summed = self.shardings([division.entries, *rest])
+            if summed or not all(map(division.divides, shapes, parts)):
+                return self._lower_definition(ctx, *operands, static=static)
+            run = division.on_parts(run, parts, results)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
     def _lower_part(self, ctx: Any, *operands: Any, static: Any, platform: str) -> Any:
         # A part belongs to no mesh any more: where the mesh of the program is set, JAX would add

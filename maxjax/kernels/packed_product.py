@@ -18,8 +18,9 @@ import numpy as np
 from . import product
 from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
-from .gpu.triton import program_device, unavailable
+from .gpu.triton import unavailable
 from .operation import Operation, same_varying
+from .pallas import program_device
 
 _LOG = logging.getLogger("maxjax")
 

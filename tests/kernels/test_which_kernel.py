@@ -97,10 +97,11 @@ CASES |= {
         functools.partial(of_tokens, tokens=256),
         functools.partial(of_an_encoder, tokens=512),
     ],
-    "float32, float16, bfloat16; an int8 cache": [
+    "float32, bfloat16; an int8 cache": [
         functools.partial(of_tokens, q=q, cache=cache)
-        for q, cache in (("float32", "float32"), ("float16", "bfloat16"), ("bfloat16", "int8"))
+        for q, cache in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "int8"))
     ],
+    "float16": [functools.partial(of_tokens, q="float16", cache="bfloat16")],
     "windows, soft caps, sinks, starts of each sequence, keys that are padding": [
         lambda: of_tokens(sinks=jnp.zeros(4)),
         functools.partial(of_tokens, sliding_window=100, soft_cap=30.0),
@@ -126,6 +127,8 @@ def kernel(platform, case):
     text = lowered.as_text()
     if "xla.gpu.triton" in text:
         return "Triton"
+    if "tpu_custom_call" in text:
+        return "Mosaic"
     if "@maxjax_decode_attention" in text:
         return "C++"
     return "blocks" if "stablehlo.while" in text else "definition"

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..gpu.triton import FLOATS, dot, power, result, too_many
+from ..gpu.triton import FLOATS, dot, power, too_many
+from ..pallas import result
 from .step import Options, mean, written
 
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .triton import FLOATS, dot, power, result, too_many
+from ..key_ranges import NO_KEY, NO_QUERY, key_ranges
+from ..pallas import result
+from .triton import FLOATS, dot, power, too_many
 
 WIDEST = 256
 _LOWEST = float(np.finfo(np.float32).min)
-_HIGHEST = 2**31 - 1
 
 
 class AttentionTiles(NamedTuple):
@@ -101,40 +102,17 @@ def kernel(
         q: queries ``[n, B, K, G, C, D]``.
         keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
         layer: index of the layer.
-        at: positions of the queries ``[n, B or 1, C]``, -1 for padding.
-        key_positions: positions of the keys ``[B or 1, S]``, the largest int32 for a key that nobody sees.
+        at: positions of the queries ``[n, B or 1, C]``, ``NO_QUERY`` for padding.
+        key_positions: positions of the keys ``[B or 1, S]``, ``NO_KEY`` for a key that nobody sees.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
     size = tiles(q.shape[4], q.shape[5], q.dtype == jnp.float32)
     batch = q.shape[1]
     at = jnp.broadcast_to(at, (at.shape[0], batch, at.shape[2]))
     key_positions = jnp.broadcast_to(key_positions, (batch, key_positions.shape[1]))
-    low, high = _ranges(attending, size, at, key_positions)
+    low, high = key_ranges(attending, size.rows, size.block, at, key_positions)
     call = _call(attending, size, interpret)
     return call(layer.reshape(1), low, high, at, key_positions, q, keys, values, *scales)
-
-
-def _ranges(
-    attending: Any, size: AttentionTiles, at: jax.Array, key_positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys for each tile of queries, and the one after the last, ``[n, tiles, B]``."""
-    count, batch, queries = at.shape
-    cut = lambda a, n, fill: jnp.pad(a, ((0, 0), (0, -a.shape[1] % n)), constant_values=fill)
-    rows = cut(at.reshape(count * batch, queries), size.rows, -1).reshape(
-        count, batch, -1, size.rows
-    )
-    last = jnp.max(rows, axis=3)
-    first = jnp.min(jnp.where(rows < 0, _HIGHEST, rows), axis=3)
-    blocks = cut(key_positions, size.block, _HIGHEST).reshape(batch, -1, size.block)
-    earliest = jnp.min(blocks, axis=2)
-    latest = jnp.max(jnp.where(blocks == _HIGHEST, -1, blocks), axis=2)
-    sees = earliest[None, :, None] <= last[..., None]  # [n, B, tiles, blocks]
-    if attending.window is not None:
-        sees = sees & (latest[None, :, None] >= attending.first_seen(first)[..., None])
-    number = jnp.arange(earliest.shape[1], dtype=jnp.int32)
-    low = jnp.min(jnp.where(sees, number, _HIGHEST), axis=3)
-    high = jnp.max(jnp.where(sees, number + 1, 0), axis=3)
-    return low.swapaxes(1, 2), high.swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,7 +158,7 @@ def _program(
     numbers = triton.load(
         q.at[*own, index[:, None], columns[None, :]], mask=inside[:, None] & padded, other=0
     )
-    positions = triton.load(at.at[number, row, index], mask=inside, other=-1)
+    positions = triton.load(at.at[number, row, index], mask=inside, other=NO_QUERY)
 
     def block(i: Any, state: Any) -> Any:
         largest, total, mixed = state
@@ -195,7 +173,7 @@ def _program(
                 found = found.astype(jnp.float32) * factor[:, None]
             return found.astype(q.dtype)  # [block, width]
 
-        found = triton.load(key_at.at[row, slot], mask=there, other=_HIGHEST)
+        found = triton.load(key_at.at[row, slot], mask=there, other=NO_KEY)
         scores = dot(numbers, read(keys, scales[0] if scales else None).T)
         scores = scores * jnp.float32(attending.scale)
         if attending.soft_cap is not None:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..blocks import decoder_of
-from .triton import FLOATS, dot, power, result, too_many
+from ..pallas import result
+from .triton import FLOATS, dot, power, too_many
 
 # The most tokens for which each weight is multiplied by itself, instead of in tiles.
 FEW = 4

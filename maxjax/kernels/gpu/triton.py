@@ -81,11 +81,6 @@ def _capability(device: Any) -> float | None:
     return float(kinds[0].compute_capability) if kinds else None
 
 
-def program_device() -> Any:
-    """The kind of GPU of the program that is being lowered by an ``Operation``; None: the local one."""
-    return jax.sharding.get_abstract_mesh().abstract_device
-
-
 def too_many(array: Any) -> str:
     """Why Pallas cannot read an array; "" if it can."""
     # It computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
@@ -98,12 +93,6 @@ def too_many(array: Any) -> str:
 def power(n: int) -> int:
     """The least power of two that is not less than n and that Triton multiplies."""
     return max(_LEAST, 1 << (n - 1).bit_length())
-
-
-def result(shape: tuple[int, ...], like: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """A result of a kernel; ``shard_map`` asks for the axes that it varies over."""
-    varying = jax.typeof(like).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
 def dot(a: Any, b: Any) -> Any:

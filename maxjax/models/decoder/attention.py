@@ -357,7 +357,10 @@ class DecoderAttention(Module):
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         if k is not None:
-            slots = slots.written(layer, k, v, slot)
+            # Where devices divide the slots, those of a device are not consecutive.
+            in_turn = not rotating and is_own is None
+            division = self._division(k.shape[0], True) if part is None else None
+            slots = slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
         if rotating:
             key_positions = slot_positions(ends(step, length), size, part)
         else:
@@ -413,9 +416,10 @@ class DecoderAttention(Module):
             return part.results(y, sums)
         # Too few KV heads to split are on every device, and repeated for each query head.
         is_whole = part is None and self._heads_are_whole()
+        division = self._division(q.shape[0])
         y = causal_attention(
             *where, **options, sinks=step.sinks, repeats=self.num_heads // self.num_kv_heads if is_whole else 1,
-            strided=_splits_tokens(self.o_proj.weight.sharding),
+            strided=division is not None and bool(division.entries[1]), division=division,
         )  # fmt: skip
         return y if part is None else part.results(y, None)
 
@@ -448,17 +452,21 @@ class DecoderAttention(Module):
         weights = ordered.at[index].get(mode="fill", fill_value=0)
         return weighted_values(weights, values)
 
+    def _division(self, batch: int, of_cache: bool = False) -> explicit.Division | None:
+        """How a mesh divides the queries ``[B, T, H, D]``, or a cache; None without a mesh."""
+        layout = self.cache_layout(batch)
+        if layout is None:
+            return None
+        if of_cache:
+            return explicit.Division.of(layout.mesh, [(), layout.batch, layout.over, (), ()])
+        axis = axis_of(layout.mesh, "seq")
+        tokens = () if axis is None or layout.mesh.shape[axis] == 1 else (axis,)
+        heads = layout.over if layout.splits_queries else ()
+        return explicit.Division.of(layout.mesh, [layout.batch, tokens, heads, ()])
+
     def _heads_are_whole(self) -> bool:
         """Whether a mesh splits the query heads and cannot split the KV heads alike."""
         return bool(self.num_kv_heads % parts(self.o_proj.weight, 1))
-
-
-def _splits_tokens(sharding: Any) -> bool:
-    """Whether a sharding's mesh has an axis for the tokens of a sequence."""
-    if not isinstance(sharding, NamedSharding):
-        return False
-    axis = axis_of(sharding.mesh, "seq")
-    return axis is not None and sharding.mesh.shape[axis] > 1
 
 
 def _scaled(q: jax.Array, step: Step) -> jax.Array:

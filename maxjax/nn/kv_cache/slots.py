@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.weight.rows import foreign, total
 from ...kernels import decode_attention, explicit
-from ...kernels.blocked_attention import bits, from_bits
+from ...kernels.cache_write import write_tokens
 from ...kernels.int8_rows import quantised, restored
 from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text
@@ -100,13 +100,17 @@ class _Tokens(Rendered):
         """The same kind of slots with other arrays, in the order of the leaves."""
         return jax.tree.unflatten(jax.tree.structure(self), list(arrays))
 
-    def written(self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array) -> Self:
+    def written(
+        self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array, **options: Any
+    ) -> Self:
         """These slots with ``k``, ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
 
-        Tokens with a place beyond S are dropped; the other places of a row must differ.
+        Args:
+            layer, place, options: as for ``kernels.cache_write.write_tokens``. A ``division`` is that of the keys.
         """
+        layer = jnp.asarray(layer, jnp.int32)
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
-        return self.with_arrays(_written(array, new, layer, place) for array, new in pairs)
+        return self.with_arrays(write_tokens(a, new, layer, place, **options) for a, new in pairs)
 
     def at(self, layer: Any, place: jax.Array, dtype: Any) -> list[jax.Array]:
         """The keys and values ``[B, K, D]`` in slot ``place`` ``[B]`` of each row of a layer, as floats."""
@@ -341,41 +345,6 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
         )
 
     return _changed(run, array, old, new, jnp.asarray(layer, jnp.int32), source)
-
-
-def _written(array: jax.Array, new: jax.Array, layer: Any, place: jax.Array) -> jax.Array:
-    return _changed(_scattered, array, new, jnp.asarray(layer, jnp.int32), place)
-
-
-@jax.custom_jvp
-def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
-    def of_bits(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
-        return from_bits(_set(bits(array), bits(new), layer, place), array.dtype)
-
-    # For a CPU, XLA converts a whole array of bfloat16 to float32 before a scatter, and back after
-    # it; for a TPU, it copies the array if its bits are taken.
-    operands = (array, new.astype(array.dtype), layer, place)
-    return jax.lax.platform_dependent(*operands, cpu=of_bits, default=_set)
-
-
-@_scattered.defjvp
-def _scattered_jvp(primals: Any, tangents: Any) -> Any:
-    array, _, layer, place = primals
-    changes = (tangents[0], tangents[1].astype(array.dtype))
-    # A scatter has a transpose only if all places are said to differ, those of dropped tokens too.
-    # XLA copies the whole array on TPUs for such a scatter.
-    size, length = array.shape[3], place.shape[1]
-    differing = jnp.where(place < size, place, size + jnp.arange(length, dtype=jnp.int32))
-    return _scattered(*primals), _set(*changes, layer, differing, unique_indices=True)
-
-
-def _set(
-    array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array, **options: Any
-) -> jax.Array:
-    # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
-    rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
-    heads = jnp.arange(array.shape[2], dtype=jnp.int32)
-    return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop", **options)
 
 
 def _gathered(run: Any, array: jax.Array, *operands: Any) -> jax.Array:

@@ -157,18 +157,6 @@ def test_the_derivative_uses_its_sums(interpreted):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_blocks_that_no_query_sees_are_not_read():
-    size = gpu.tiles(256, 64, False)
-    at = jnp.arange(256)[None, None] + jnp.array([[[0], [1000]]])
-    keys = jnp.broadcast_to(jnp.arange(1300), (2, 1300))
-    attending = blocks.Attending(1.0, None, None, np.dtype(np.float32))
-    low, high = gpu._ranges(attending, size, at, keys)
-    assert (size.rows, size.block) == (128, 64)
-    assert low[0].tolist() == [[0, 0], [0, 0]] and high[0].tolist() == [[2, 18], [4, 20]]
-    low, high = gpu._ranges(attending._replace(window=100), size, at, keys)
-    assert low[0].tolist() == [[0, 14], [0, 16]] and high[0].tolist() == [[2, 18], [4, 20]]
-
-
 # --- where it runs --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,1 @@
+"""Kernels in Pallas for TPUs (Mosaic), and which TPUs they run on."""

@@ -1,0 +1,298 @@
+"""Causal attention of many queries on TPUs: the forward pass of ``blocked_attention`` in Mosaic.
+
+A program computes a tile of queries of the heads that share a KV head (T. Dao, arXiv:2307.08691).
+Keys and values are read where they lie, in a cache of all layers, in the cache's dtype. Positions of
+queries and keys are operands, so one kernel serves prompts without a cache, prefixes that differ in
+length between sequences, rotating caches and windows. Blocks of keys that no query of a tile may
+see are not read.
+
+JAX's own kernel for TPUs (``splash_attention``) has its mask and the offset of its queries in the
+program, and one layer's keys and values as operands, which would be copied out of the cache.
+
+Shapes: n blocks of C queries, B sequences, K KV heads, G query heads of each, S keys, head dimension D.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..key_ranges import NO_KEY, NO_QUERY, key_ranges
+from ..pallas import result
+
+WIDEST = 256
+_FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
+_LOWEST = float(np.finfo(np.float32).min)
+# Numbers in one line of a vector register.
+_LANES = 128
+# Ranges of tiles lie in memory for scalars, of 1 MiB.
+_MOST_TILES = 1 << 16
+
+
+class AttentionTiles(NamedTuple):
+    """Sizes that the kernel is compiled for.
+
+    Attributes:
+        group: number of query heads of a program, which share a KV head.
+        rows: number of queries of each.
+        block: number of keys that it reads at a time.
+        turned: whether keys and values are read as ``[D, S]``.
+    """
+
+    group: int
+    rows: int
+    block: int
+    turned: bool
+
+
+def lacks(dtype: Any, q: Any, keys: Any) -> str:
+    """Why the kernel cannot compute it, for operands on one device; "" if a TPU can.
+
+    Args:
+        dtype: dtype of scores and sums.
+        q: queries ``[n, B, K, G, C, D]``.
+        keys: keys of all layers ``[L, B, K, S, D]``.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float16)
+        >>> lacks(jnp.float32, shape(1, 1, 2, 4, 64, 128), shape(1, 1, 2, 64, 128))
+        'queries are float16 and keys float16'
+    """
+    if dtype != jnp.float32:
+        return f"scores are in {np.dtype(dtype)}"
+    if q.shape[-1] > WIDEST:
+        return f"heads are {q.shape[-1]} wide, at most {WIDEST}"
+    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
+        return f"queries are {q.dtype} and keys {keys.dtype}"
+    count, batch, _, group, queries, _ = q.shape
+    many = count * batch * -(-queries // tiles(group, queries, *keys.shape[3:]).rows)
+    return f"there are {many:,} tiles of queries, at most {_MOST_TILES:,}" * (many > _MOST_TILES)
+
+
+def tiles(group: int, queries: int, keys: int, width: int) -> AttentionTiles:
+    """The sizes for G heads of so many queries, over so many keys of width D.
+
+    Example:
+        >>> tiles(4, 512, 8192, 128)
+        AttentionTiles(group=4, rows=128, block=512, turned=False)
+        >>> tiles(1, 40, 40, 64)
+        AttentionTiles(group=1, rows=128, block=128, turned=True)
+    """
+    heads = max(n for n in range(1, 5) if group % n == 0)
+    rows = {1: 4, 2: 2, 3: 1, 4: 1}[heads] * _LANES
+    whole = lambda n: -(-n // _LANES) * _LANES
+    # XLA keeps heads of other widths in memory with the slots last, so that no line is padded. A kernel
+    # that reads them otherwise has all of the cache copied.
+    turned = width % _LANES != 0
+    return AttentionTiles(heads, min(rows, whole(queries)), min(512, whole(keys)), turned)
+
+
+def kernel(
+    attending: Any,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    at: jax.Array,
+    key_positions: jax.Array,
+    *scales: jax.Array,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``.
+
+    Args:
+        attending: an ``Attending`` without repeats.
+        q: queries ``[n, B, K, G, C, D]``.
+        keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
+        layer: index of the layer.
+        at: positions of the queries ``[n, B or 1, C]``, ``NO_QUERY`` for padding.
+        key_positions: positions of the keys ``[B or 1, S]``, ``NO_KEY`` for a key that nobody sees.
+        interpret: as for ``pallas_call``: how to run the kernel on another platform.
+    """
+    count, batch, kv_heads, group, queries, _ = q.shape
+    size = tiles(group, queries, *keys.shape[3:])
+    pad = -queries % size.rows
+    parts = (queries + pad) // size.rows
+    q = jnp.pad(q, (*[(0, 0)] * 4, (0, pad), (0, 0)))
+    at = jnp.broadcast_to(at, (count, batch, queries))
+    at = jnp.pad(at, ((0, 0), (0, 0), (0, pad)), constant_values=NO_QUERY)
+    key_positions = jnp.broadcast_to(key_positions, (batch, key_positions.shape[1]))
+    beyond = (0, -key_positions.shape[1] % size.block)
+    key_positions = jnp.pad(key_positions, ((0, 0), beyond), constant_values=NO_KEY)
+    low, high = key_ranges(attending, size.rows, size.block, at, key_positions)
+    low = jnp.minimum(low, high)
+    # The last position that each query sees, and with a window also the first.
+    seen = [at] if attending.window is None else [at, attending.first_seen(at)]
+    seen = jnp.stack(seen, axis=2).reshape(count, batch, len(seen), parts, size.rows)
+    if size.turned:
+        keys, values = keys.swapaxes(3, 4), values.swapaxes(3, 4)
+    # One layer's scales, as rows: they are little beside the keys.
+    of_layer = [jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in scales]
+    rows = [jnp.pad(a, ((0, 0), (0, 0), beyond))[:, :, None] for a in of_layer]
+    out, sums = _call(attending, size, interpret)(
+        layer.reshape(1), low.reshape(-1), high.reshape(-1), seen.swapaxes(2, 3),
+        key_positions[:, None], q, keys, values, *rows,
+    )  # fmt: skip
+    sums = sums.reshape(count, batch, kv_heads, group // size.group, parts, size.group, size.rows)
+    sums = sums.swapaxes(4, 5).reshape(q.shape[:-1])
+    return out[..., :queries, :], sums[..., :queries]
+
+
+@functools.lru_cache(maxsize=256)
+def _call(attending: Any, size: AttentionTiles, interpret: Any) -> Any:
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import tpu
+
+    group, rows, block, turned = size
+
+    def call(layer: Any, low: Any, high: Any, seen: Any, key_at: Any, q: Any, *arrays: Any) -> Any:
+        caches = list(arrays)
+        count, batch, kv_heads, heads, queries, width = q.shape
+        parts = queries // rows
+        slots = caches[0].shape[4 if turned else 3]
+
+        def number(b: Any, t: Any, j: Any, low: Any, high: Any) -> Any:
+            """The number of a block of keys; past the last one it stays, so that nothing is read."""
+            tile = t * batch + b
+            return jnp.maximum(jnp.minimum(low[tile] + j, high[tile] - 1), 0)
+
+        def of_queries(b: Any, k: Any, g: Any, t: Any, j: Any, *_: Any) -> Any:
+            return jax.lax.div(t, parts), b, k, g, jax.lax.rem(t, parts), 0
+
+        def of_positions(b: Any, k: Any, g: Any, t: Any, j: Any, *_: Any) -> Any:
+            return jax.lax.div(t, parts), b, jax.lax.rem(t, parts), 0, 0
+
+        def of_sums(b: Any, k: Any, g: Any, t: Any, j: Any, *_: Any) -> Any:
+            return jax.lax.div(t, parts), b, k, g, jax.lax.rem(t, parts), 0, 0
+
+        def of_keys(b: Any, k: Any, g: Any, t: Any, j: Any, layer: Any, *ranges: Any) -> Any:
+            place = (number(b, t, j, *ranges), 0)
+            return layer[0], b, k, *(place[::-1] if turned else place)
+
+        def of_key_positions(b: Any, k: Any, g: Any, t: Any, j: Any, _: Any, *ranges: Any) -> Any:
+            return b, 0, number(b, t, j, *ranges)
+
+        def of_scales(b: Any, k: Any, g: Any, t: Any, j: Any, _: Any, *ranges: Any) -> Any:
+            return b, k, 0, number(b, t, j, *ranges)
+
+        one = pl.squeezed
+        queries_spec = pl.BlockSpec((one, one, one, group, rows, width), of_queries)
+        shape = (width, block) if turned else (block, width)
+        keys_spec = pl.BlockSpec((one, one, one, *shape), of_keys)
+        scales_spec = pl.BlockSpec((one, one, 1, block), of_scales)
+        sums_spec = pl.BlockSpec((one, one, one, one, one, 1, group * rows), of_sums)
+        sums = result((count, batch, kv_heads, heads // group, parts, 1, group * rows), q)
+        # As many blocks as any tile sees; there is one at least, in which the result is written.
+        steps = jnp.maximum(jnp.max(high - low), 1)
+        # Otherwise XLA may copy a small cache, of all layers, to the memory that the kernel computes in.
+        if not interpret:
+            caches[:2] = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in caches[:2]]
+        float_rows = lambda n: tpu.VMEM((group * rows, n), jnp.float32)
+        return pl.pallas_call(
+            functools.partial(_program, attending, size, batch, slots),
+            grid_spec=tpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(batch, kv_heads, heads // group, count * parts, steps),
+                in_specs=[
+                    pl.BlockSpec((one, one, one, *seen.shape[3:]), of_positions),
+                    pl.BlockSpec((one, 1, block), of_key_positions),
+                    queries_spec, keys_spec, keys_spec, *[scales_spec] * (len(caches) - 2),
+                ],
+                out_specs=[queries_spec, sums_spec],
+                scratch_shapes=[
+                    tpu.VMEM((seen.shape[3], rows, _LANES), jnp.int32),
+                    float_rows(_LANES), float_rows(_LANES), float_rows(width),
+                ],
+            ),
+            out_shape=(result(q.shape, q, q.dtype), sums),
+            compiler_params=tpu.CompilerParams(
+                dimension_semantics=("parallel",) * 4 + ("arbitrary",)
+            ),
+            interpret=interpret,
+            name="maxjax_attention",
+        )(layer, low, high, seen, key_at, q, *caches)  # fmt: skip
+
+    return call
+
+
+def _program(
+    attending: Any, size: AttentionTiles, batch: int, slots: int,
+    layer: Any, low: Any, high: Any, seen: Any, key_at: Any, q: Any, keys: Any, values: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One program: a block of keys for a tile of queries of the heads of one sequence."""
+    from jax.experimental import pallas as pl
+
+    *scales, out, sums, positions, largest, total, mixed = refs
+    group, rows, block, turned = size
+    row, step, width = pl.program_id(0), pl.program_id(4), q.shape[-1]
+    tile = pl.program_id(3) * batch + row
+    number = low[tile] + step
+
+    @pl.when(step == 0)
+    def _() -> None:
+        largest[...] = jnp.full(largest.shape, _LOWEST, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+        for i in range(positions.shape[0]):  # from a row to columns
+            positions[i] = jnp.broadcast_to(seen[i : i + 1], (_LANES, rows)).T
+
+    @pl.when(number < high[tile])
+    def _() -> None:
+        numbers = q[...].reshape(group * rows, width)
+        scores = _dot(
+            numbers, keys[...].astype(q.dtype), 0 if turned else 1
+        )  # [group · rows, block]
+        if scales:
+            scores = scores * scales[0][...]
+        scores = scores * jnp.float32(attending.scale)
+        if attending.soft_cap is not None:
+            cap = jnp.float32(attending.soft_cap)
+            scores = cap * jnp.tanh(scores / cap)
+        found = key_at[...]  # [1, block]
+        sees = found <= _lanes(positions[0], block)
+        if attending.window is not None:
+            sees = sees & (found >= _lanes(positions[1], block))
+        sees = jnp.broadcast_to(sees[None], (group, rows, block))
+        scores = jnp.where(sees, scores.reshape(sees.shape), _LOWEST).reshape(scores.shape)
+        old = largest[...]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - _lanes(new, block))
+        kept = jnp.exp(old - new)
+        largest[...] = new
+        total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
+        if scales:
+            weights = weights * scales[1][...]
+        read = values[...].astype(q.dtype)
+        if slots % block:  # what is read beyond the cache may be anything
+            slot = number * block + jax.lax.broadcasted_iota(
+                jnp.int32, read.shape, 1 if turned else 0
+            )
+            read = jnp.where(slot < slots, read, jnp.zeros_like(read))
+        more = _dot(weights.astype(q.dtype), read, 1 if turned else 0)
+        mixed[...] = mixed[...] * _lanes(kept, width) + more
+
+    @pl.when(step == pl.num_programs(4) - 1)
+    def _() -> None:
+        # Without a block that was visited there is no query.
+        sum_ = jnp.where(total[...] == 0, 1, total[...])
+        found = mixed[...] / _lanes(sum_, width)
+        out[...] = found.reshape(out.shape).astype(out.dtype)
+        sums[...] = (largest[...] + jnp.log(sum_)).T[:1]
+
+
+def _lanes(column: jax.Array, width: int) -> jax.Array:
+    """A column ``[rows, 128]``, whose numbers are equal in each row, ``width`` wide."""
+    if width <= _LANES:
+        return column[:, :width]
+    return jnp.tile(column, (1, -(-width // _LANES)))[:, :width]
+
+
+def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """The product of ``a`` with an axis of ``b``, summed in float32."""
+    return jax.lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,65 @@
+"""Tokens written row by row, as TPUs do it, are those that a scatter writes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.kernels import explicit
+from maxjax.kernels.cache_write import _row_by_row, _scattered, write_tokens
+
+L, B, K, S, T, D = 2, 4, 2, 11, 5, 3
+FIRST = np.array([0, 4, 8, S], np.int32)
+COUNTS = np.array([T, 3, T, 0], np.int32)  # of the third row two do not fit
+
+
+def given(width=(D,), seed=0):
+    rng = np.random.default_rng(seed)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    token = np.arange(T, dtype=np.int32)
+    place = np.where(token < COUNTS[:, None], FIRST[:, None] + token, S)
+    return make(L, B, K, S, *width), make(B, T, K, *width), jnp.int32(1), jnp.asarray(place)
+
+
+@pytest.mark.parametrize("width", [(D,), ()], ids=["keys", "scales"])
+def test_row_by_row(width):
+    operands = given(width)
+    np.testing.assert_array_equal(_row_by_row(*operands), _scattered(*operands))
+
+
+def test_the_derivative():
+    array, new, layer, place = given()
+    weights = jnp.arange(array.size, dtype=jnp.float32).reshape(array.shape)
+    loss = lambda a, n, rows: jnp.sum(weights * write_tokens(a, n, layer, place, rows) ** 2)
+    found, wanted = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(array, new, rows)
+                     for rows in (True, False))  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    lines = lambda rows: jax.vmap(lambda a, n: write_tokens(a, n, layer, place, rows))
+    stacks = jnp.stack([array, 2 * array]), jnp.stack([new, new])
+    np.testing.assert_array_equal(lines(True)(*stacks), lines(False)(*stacks))
+
+
+def lowered(mesh, division=None, length=T):
+    """The program for TPUs on a mesh that splits the rows and the heads."""
+    where = lambda *axes: None if mesh is None else jax.NamedSharding(mesh, jax.P(*axes))
+    of = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where(*spec))
+    place = jnp.zeros((B, length), jnp.int32)
+    traced = jax.jit(lambda a, n: write_tokens(a, n, jnp.int32(0), place, True, division)).trace(
+        of((None, "data", "model"), L, B, K, S, D), of(("data", None, "model"), B, length, K, D)
+    )
+    return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_what_programs_for_tpus_do():
+    rows = "stablehlo.dynamic_update_slice"
+    assert rows in lowered(None) and rows not in lowered(None, length=S + 1)
+    kinds = jax.sharding.AxisType
+    auto, typed = (
+        jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2)
+        for kind in (kinds.Auto, kinds.Explicit)
+    )
+    entries = [(), ("data",), ("model",), (), ()]
+    # Each device's part, for which it must be known how the cache is divided.
+    for text in (lowered(typed), lowered(auto, explicit.Division.of(auto, entries))):
+        assert rows in text and f"tensor<{L}x{B // 2}x{K // 2}x{S}x{D}xbf16>" in text
+    assert rows not in lowered(auto)
