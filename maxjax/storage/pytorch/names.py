@@ -117,9 +117,10 @@ def _bytearray(reader: Reader, arguments: tuple) -> bytes:
     """The bytes of a bytearray: given as bytes, or as :func:`_encode` takes them; none if empty."""
     if len(arguments) == 2:
         return _encode(reader, arguments)
-    if arguments and (len(arguments) > 1 or type(arguments[0]) is not bytes):
+    given = arguments or (b"",)
+    if len(given) > 1 or type(given[0]) is not bytes:
         raise reader.error("the arguments of bytearray", "bytes", shown(arguments))
-    return arguments[0] if arguments else b""
+    return given[0]
 
 
 def _complex(reader: Reader, arguments: tuple) -> complex:
