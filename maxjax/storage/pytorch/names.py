@@ -117,10 +117,10 @@ def _bytearray(reader: Reader, arguments: tuple) -> bytes:
     """The bytes of a bytearray: given as bytes, or as :func:`_encode` takes them; none if empty."""
     if len(arguments) == 2:
         return _encode(reader, arguments)
-    given = arguments or (b"",)
-    if len(given) > 1 or type(given[0]) is not bytes:
+    data, *more = arguments or (b"",)
+    if more or type(data) is not bytes:
         raise reader.error("the arguments of bytearray", "bytes", shown(arguments))
-    return given[0]
+    return data
 
 
 def _complex(reader: Reader, arguments: tuple) -> complex:
