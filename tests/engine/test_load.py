@@ -339,5 +339,5 @@ def test_compiled_for_a_mesh_while_it_is_read(small):
 
 
 def test_onto_something_else(small):
-    with pytest.raises(TypeError, match="or a mesh, not object"):
+    with pytest.raises(TypeError, match="or a DeviceRef, not object"):
         load(small, mesh=object())

@@ -308,15 +308,18 @@ class Weight(OfWeight, Methods):
             self.stored.refuse_in_stack("another shape or dtype")
             self._sharding, self._layout = value.sharding, None
             self.stored.declare(DType.of(value.dtype), tuple(Shape(value.shape)))
+        elif isinstance(value, jax.Array):
+            self._set(value)
+        elif isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__jax_array__"):
+            self._set(jnp.array(value))
         else:
-            self._set(jnp.array(value) if isinstance(value, np.ndarray) else value)
+            raise TypeError(
+                f"the value of weight '{self.name}' must be an array of JAX or NumPy, not "
+                f"{type(value).__name__}; load_state_dict() takes those of other libraries"
+            )
 
     def _set(self, value: Any) -> None:
-        shape = getattr(value, "shape", None)
-        if shape is None:
-            raise TypeError(
-                f"the value of weight '{self.name}' must be an array, not {type(value).__name__}"
-            )
+        shape = value.shape
         if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(
             int(d) for d in self._dims
         ):

@@ -170,7 +170,14 @@ class Module(OfModule, Layer, StateDict, ABC):
             self._forget(name)
             vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:
-            value, key = freeze(value, f"{type(self).__name__}.{name}")
+            where = f"{type(self).__name__}.{name}"
+            if name in self._mx_locals and hasattr(
+                value, "shape"
+            ):  # as a constant it would be lost
+                raise TypeError(
+                    f"{where} is a Weight: {where}.value = array gives it a value, load_state_dict() several"
+                )
+            value, key = freeze(value, where)
             if name in self._mx_statics and self._mx_statics[name] == key:
                 return
             self._forget(name)

@@ -106,6 +106,8 @@ class StateDict:
         Raises:
             ValueError: values do not match the weights; the message lists all mismatches. For a
                 Weights cursor it is a CheckpointMismatchError, which names the file.
+            TypeError: ``state_dict`` is no mapping.
+            TypeError: ``state_dict`` is no mapping.
             OutOfMemoryError: the devices, or the host, cannot hold it.
 
         Example:
@@ -117,6 +119,11 @@ class StateDict:
             ...
             ValueError: ... Missing required weights: weight; For 'weight', did you mean 'wieght'?; ...
         """
+        if not hasattr(state_dict, "keys"):
+            raise TypeError(
+                "load_state_dict() takes a mapping of names to arrays, such as load_weights(path) or "
+                f"model.state_dict(), not {type(state_dict).__name__}"
+            )
         weights, aliases = self._mx_names()
         source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
         match = _Match(weights, source, aliases)

@@ -117,9 +117,10 @@ def _bytearray(reader: Reader, arguments: tuple) -> bytes:
     """The bytes of a bytearray: given as bytes, or as :func:`_encode` takes them; none if empty."""
     if len(arguments) == 2:
         return _encode(reader, arguments)
-    if arguments and (len(arguments) > 1 or type(arguments[0]) is not bytes):
+    data, *more = arguments or (b"",)
+    if more or type(data) is not bytes:
         raise reader.error("the arguments of bytearray", "bytes", shown(arguments))
-    return arguments[0] if arguments else b""
+    return data
 
 
 def _complex(reader: Reader, arguments: tuple) -> complex:

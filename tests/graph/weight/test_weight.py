@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef, Shape, Weight
+from maxjax.graph import DeviceRef, Shape, TensorValue, Weight
+from maxjax.graph.weights import WeightData
 
 CPU = DeviceRef.CPU()
 A = np.linspace(0.1, 0.9, 9, dtype=np.float32).reshape(3, 3)
@@ -245,6 +246,21 @@ def test_a_numpy_value_is_copied():
     w.value = array
     array[:] = 7
     assert float(w[0]) == 1
+
+
+def test_the_value_is_an_array_of_jax():
+    """What is like an array is converted; it would fail in the next jax.jit, or keep a file open."""
+    w, other = loaded(), loaded(A + 1)
+    for like in (
+        TensorValue(other.value),
+        other,
+        WeightData(np.asarray(other), "w", DType.float32, A.shape),
+    ):
+        w.value = like
+        assert isinstance(w.value, jax.Array)
+        np.testing.assert_array_equal(w.value, other.value)
+    with pytest.raises(TypeError, match="load_state_dict"):
+        w.value = memoryview(A)
 
 
 def test_identity_and_hash():

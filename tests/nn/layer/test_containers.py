@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from maxjax import checkpoint, init, load_weights
-from maxjax.graph import DeviceRef, ShardingStrategy, Weight
+from maxjax.graph import DeviceRef, ShardingStrategy, TensorValue, Weight
 from maxjax.nn import LayerList, Linear, Module
 from maxjax.nn.layer import layer_hook, layer_name, recursive_named_layers
 from tests.oracles.recorded import torch
@@ -473,6 +473,19 @@ def test_constants_are_copies_and_compared_by_content():
 def test_other_arrays_are_refused(array, why):
     with pytest.raises(TypeError, match=rf"Hold\.x.*{why}.*Weight\("):
         Hold(x=array)
+
+
+@pytest.mark.parametrize(
+    "value", [np.ones((2, 2), np.float32), jnp.ones((2, 2)), TensorValue(jnp.ones(2))]
+)
+def test_an_array_does_not_take_the_place_of_a_weight(value):
+    """As a constant it would be missing from leaves, state dicts and saves."""
+    layer = Linear(2, 2, "float32", CPU)
+    with pytest.raises(
+        TypeError, match=r"Linear\.weight is a Weight: Linear\.weight\.value = array"
+    ):
+        layer.weight = value
+    assert list(layer.raw_state_dict()) == ["weight"]
 
 
 # -- what a Module would not see

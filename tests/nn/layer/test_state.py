@@ -122,6 +122,13 @@ def test_all_problems_in_one_error_and_nothing_is_loaded():
     assert m.a.w.value is None
 
 
+def test_what_is_no_state_dict():
+    m = model()
+    for given in ("m.safetensors", None, [("w", ONES)], m):
+        with pytest.raises(TypeError, match=rf"load_weights\(path\).* not {type(given).__name__}"):
+            m.load_state_dict(given)
+
+
 def test_lenient_loading_reports():
     m = model()
     with pytest.raises(ValueError, match="The value of 'b.w' is None"):
