@@ -16,6 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ...kernels.operation import varying_with
 from .segments import segment_sums
 
 CHUNK = 64
@@ -103,7 +104,7 @@ def delta_chunks(
         return state * decayed + keys.swapaxes(-1, -2) @ new, y
 
     each = (values, reads, within, q * since, k * until, since[..., -1:, :])
-    state, y = jax.lax.scan(chunk, state.astype(jnp.float32), each)
+    state, y = jax.lax.scan(chunk, varying_with(state.astype(jnp.float32), each), each)
     y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, y.shape[-1])
     return y[:, :length], state
 
