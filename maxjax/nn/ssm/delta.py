@@ -127,7 +127,7 @@ def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(inverse, new, i, axis=-2)
 
     ones = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=system.dtype), blocks.shape)
-    inverses = jax.lax.fori_loop(1, _BLOCK, row, ones)
+    inverses = jax.lax.fori_loop(1, _BLOCK, row, varying_with(ones, system))
     found = inverses[..., 0, :, :] @ wanted[..., at[0], :]
     for i in range(1, count):
         left = wanted[..., at[i], :] - system[..., at[i], : at[i].start] @ found
