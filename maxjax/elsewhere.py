@@ -15,6 +15,7 @@ def _named(**groups: str) -> Mapping[str, str]:
 # Arguments that have another name here: of generate and its like, and of load.
 _GENERATE = _named(
     max_new_tokens="max_tokens max_length max_completion_tokens max_output_tokens n_predict max_gen_len",
+    min_new_tokens="min_tokens min_length min_completion_tokens",
     stop="stop_strings stop_sequences stop_words",
     eos_ids="eos_token_id eos_token_ids stop_token_ids",
     logprobs="top_logprobs num_logprobs prompt_logprobs",
@@ -48,7 +49,7 @@ _INSTEAD = {
         "a temperature: there is no beam search, one text is written for each prompt",
     ),
     **dict.fromkeys(
-        ("num_beam_groups", "no_repeat_ngram_size", "typical_p", "penalty_alpha", "min_new_tokens"),
+        ("num_beam_groups", "no_repeat_ngram_size", "typical_p", "penalty_alpha"),
         "nothing: maxjax does not have it",
     ),
     **dict.fromkeys(

@@ -34,6 +34,7 @@ _SAMPLING = {
     "repetition_penalty": "make tokens of the prompt and answer less probable (1: off)",
     "presence_penalty": "subtract from the logits of tokens in the answer (0: off)",
     "frequency_penalty": "subtract once for each time a token is in the answer (0: off)",
+    "min_new_tokens": "do not end it by itself before X tokens (0: off)",
 }
 _FILTERS = ("top_k", "top_p", "min_p")
 

@@ -26,7 +26,7 @@ from .gpu.triton import unavailable as no_triton
 from .int8_rows import restored
 from .key_ranges import NO_KEY as NO_KEY
 from .key_ranges import NO_QUERY
-from .operation import Operation
+from .operation import Operation, varying_with
 from .pallas import program_device
 from .tpu import attention as tpu_attention
 from .tpu.mosaic import unavailable as no_mosaic
@@ -349,6 +349,7 @@ def _in_jnp(
             jnp.zeros(rows, dtype),
             jnp.zeros((*rows, width), dtype),
         )
+        state = varying_with(state, q, cache, at, key_positions)
         largest, total, mixed = jax.lax.fori_loop(low, high, step, state)
         total = jnp.where(total == 0, 1, total)  # no block was visited: there is no query
         return None, ((mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total))
@@ -392,10 +393,13 @@ def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[An
             return d_q, _added(d_keys, more, keys), _added(d_values, more_values, keys)
 
         state = (jnp.zeros((*q.shape[:-1], width), dtype), *carry)
+        state = varying_with(state, each, cache)
         d_q, *carry = jax.lax.fori_loop(low, high, step, state)
         return tuple(carry), d_q.astype(q.dtype)
 
-    carry, d_queries = _each(count, run, (zeros, zeros), (queries, at, out, sums, *cotangents))
+    blocks = (queries, at, out, sums, *cotangents)
+    start = varying_with((zeros, zeros), blocks, cache, key_positions)
+    carry, d_queries = _each(count, run, start, blocks)
     d_cache = tuple(_of_layer(d, a, layer) for d, a in zip(carry, cache, strict=True))
     none = lambda a: jnp.zeros(a.shape, jax.dtypes.float0)
     return d_queries, d_cache, *map(none, (layer, at, key_positions))

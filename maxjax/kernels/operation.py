@@ -299,6 +299,16 @@ def same_varying(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
+def varying_with(start: Any, *others: Any) -> Any:
+    """What a loop starts with, cast inside ``shard_map`` to vary over the axes that others vary over too.
+
+    ``lax.scan`` wants the type of its first state to be that of the next ones.
+    """
+    leaves, structure = jax.tree.flatten(start)
+    cast = same_varying([*leaves, *jax.tree.leaves(others)])
+    return structure.unflatten(cast[: len(leaves)])
+
+
 def _varying(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value inside ``shard_map`` varies."""
     kind = getattr(aval, "manual_axis_type", None)  # `vma` in some versions of JAX

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
+from .multimodal import SIGHT
 
 
 @dataclass(frozen=True)
@@ -42,4 +43,5 @@ LLAMA = Llama.family = DecoderFamily(
     architectures=("LlamaForCausalLM", "LlamaModel"),
     config=LlamaConfig,
     make=make(Llama),
+    sight=SIGHT,
 )

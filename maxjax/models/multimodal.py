@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..errors import UnsupportedModelError
+
 # Prefixes of a text model's tensors, and their replacements; the first that matches holds.
 PLACES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
 )
 # The other parts of multimodal models, in files of any age.
 SIGHT = tuple(
@@ -23,9 +26,9 @@ SIGHT = tuple(
     for prefix in ("", "model.")
     for part in (
         *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
-        *("embed_vision", "embed_audio"),
+        *("embed_vision", "embed_audio", "connector"),
     )
-)
+) + ("image_newline", "model.image_newline")
 _SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
 T = TypeVar("T")
 # Keys beside ``text_config`` that hold for the text model too.
@@ -66,6 +69,23 @@ _QWEN3_MOE = TextModel(
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip
+# Files of LLaVA leave out what is as in the first Llama of 7 B, Mistral's or Qwen 2's.
+_USUAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_INSIDE = {
+    "llama": TextModel(
+        "llama", "LlamaForCausalLM", {"vocab_size": 32_000, **_USUAL, "intermediate_size": 11_008}
+    ),
+    "mistral": TextModel(
+        "mistral", "MistralForCausalLM",
+        {"vocab_size": 32_000, **_USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8},
+    ),
+    "qwen2": TextModel(
+        "qwen2", "Qwen2ForCausalLM", {"vocab_size": 151_936, **_USUAL, "intermediate_size": 22_016}
+    ),
+    "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
+}  # fmt: skip
+_LLAMA: dict[str | None, TextModel] = {None: _INSIDE["llama"], **_INSIDE}
+_OF_QWEN2: dict[str | None, TextModel] = {None: _INSIDE["qwen2"], **_INSIDE}
 _LFM2 = TextModel("lfm2", "Lfm2ForCausalLM")
 _QWEN35 = TextModel("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = TextModel("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
@@ -91,6 +111,8 @@ TEXTS: dict[str, dict[str | None, TextModel]] = {
     "gemma4": {None: _GEMMA4},
     "llama4": {None: _LLAMA4},
     "lfm2_vl": {None: _LFM2},
+    **dict.fromkeys(("llava", "llava_next", "idefics3", "smolvlm", "voxtral"), _LLAMA),
+    **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio"), _OF_QWEN2),
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -108,6 +130,14 @@ ARCHITECTURES: dict[str, str] = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Llama4ForConditionalGeneration": "llama4",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
+    "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision",
+    "InternVLForConditionalGeneration": "internvl",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "smolvlm",
+    "VoxtralForConditionalGeneration": "voxtral",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
 }
 
 
@@ -116,6 +146,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises:
         ValueError: the settings of the text model are missing or no object.
+        UnsupportedModelError: the text model is of a type that is not known within such a model.
 
     Example:
         >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
@@ -135,6 +166,11 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         given = {key: value for key, value in raw.items() if not key.endswith("_config")}
     inner = given.get("model_type")
     text = texts.get(inner) if isinstance(inner, str) else None
+    if text is None and inner is not None and len({*texts} - {None}) > 1:
+        known = ", ".join(sorted(name for name in texts if name is not None))
+        raise UnsupportedModelError(
+            f"{kind} with a text model of type {str(inner)[:60]!r} (supported are {known})"
+        )
     text = text or texts[None]
     shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}

@@ -22,6 +22,7 @@ from ..graph.device import DeviceRef
 from ..graph.value import unwrap
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
+from ..kernels.operation import varying_with
 from .layer import Module
 from .linear import add_bias
 
@@ -236,6 +237,7 @@ class _Sequence(_Recurrent):
             new = self._step(now, state, end)
             return new, new[0]
 
+        state = varying_with(state, from_x)
         final, h = jax.lax.scan(step, state, from_x, reverse=end.endswith("_reverse"))
         return h.swapaxes(0, 1), final
 

@@ -119,5 +119,6 @@ def _dicts(name: str, items: Any) -> list[Any] | None:
     items = _listed(items)
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict")
+            hint = ": pass its JSON schema" if callable(item) else ""
+            raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict{hint}")
     return items

@@ -235,6 +235,31 @@ def test_vmap_export_and_remat(small):
     np.testing.assert_allclose(jax.grad(jax.checkpoint(loss))(q), jax.grad(loss)(q), atol=2e-6)
 
 
+def test_inside_of_shard_map(small):
+    """Where texts differ between devices and the loops start with what does not."""
+    q, cache, at, keys = operands()
+    over, mesh = (
+        jax.sharding.PartitionSpec("data"),
+        maxjax.make_mesh(data=B, devices=jax.devices()[:B]),
+    )
+
+    def loss(q, cache, at):
+        return jnp.sum(causal_attention(q, cache, 0, at, keys, sliding_window=7) ** 2)
+
+    def mapped(q, cache, at):
+        of_each = lambda *a: jax.lax.psum(loss(*a), "data")
+        rows = jax.sharding.PartitionSpec(None, "data")
+        run = jax.shard_map(
+            of_each, mesh=mesh, in_specs=(over, [rows, rows], over), out_specs=jax.P()
+        )
+        return run(q, cache, at)
+
+    found = jax.jit(jax.grad(mapped, (0, 1)))(q, cache, at)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(q, cache, at)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+
+
 MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"seq": 2, "model": 2}}
 
 

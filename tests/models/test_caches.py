@@ -423,3 +423,21 @@ def test_a_divided_cache_under_grad_and_vmap(which):
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert np.abs(a - b).max() < 2e-5 * max(1, np.abs(a).max())
+
+
+def test_a_cache_that_is_made_within_shard_map():
+    """And a model that is split over an axis that is not among those of the shard_map."""
+    ids = jnp.asarray(ids_of(4, 6))
+    spec = jax.sharding.PartitionSpec
+
+    def last(model, ids):
+        return model(ids, model.cache(len(ids), 8), last=True)[0]
+
+    mesh = maxjax.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    expected = np.asarray(jax.jit(last)(made(BASE), ids))
+    for over, model in (({"data", "model"}, made(BASE)), ({"data"}, made(BASE, mesh=mesh))):
+        f = jax.shard_map(
+            last, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"),
+            axis_names=over,
+        )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(jax.jit(f)(model, ids)), expected, atol=1e-5)

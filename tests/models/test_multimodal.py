@@ -5,7 +5,7 @@ import pytest
 
 import maxjax
 from maxjax.checkpoint import convert
-from maxjax.errors import CheckpointFormatError
+from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
 from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
 from tests.models import decoders
@@ -143,8 +143,25 @@ def test_a_text_config_that_is_none_is_refused(text):
         find_family(config)
 
 
+def test_one_of_several_text_models():
+    """The one that ``text_config`` names, with what LLaVA's files leave out; no other in its place."""
+    config = {"architectures": ["LlavaNextForConditionalGeneration"]}
+    text = {"model_type": "mistral", "vocab_size": 9, "sliding_window": None}
+    found = text_settings({**config, "text_config": text})
+    assert found["architectures"] == ["MistralForCausalLM"] and found["hidden_size"] == 4096
+    assert found["vocab_size"] == 9 and found["num_key_value_heads"] == 8
+    with pytest.raises(UnsupportedModelError, match="llava_next .*'phi3' .*llama, mistral, qwen2"):
+        text_settings({**config, "text_config": {"model_type": "phi3"}})
+
+
 def test_names_of_any_age():
-    for prefix in ("language_model.model.", "model.language_model.", "model."):
+    places = ("language_model.model.", "model.language_model.", "model.text_model.", "model.")
+    for prefix in places:
         assert text_name(f"{prefix}norm.weight") == "model.norm.weight"
-    for part in ("visual.blocks.0.x", "model.vision_tower.x", "multi_modal_projector.w"):
+    for part in (
+        "visual.blocks.0.x",
+        "model.vision_tower.x",
+        "multi_modal_projector.w",
+        "image_newline",
+    ):
         assert text_name(part) is None

@@ -193,6 +193,7 @@ def _choose(
     found = sample(
         logits, sampler.key, settings,
         amounts=sampler.amounts, history=state.history, rows=rows, positions=lengths,
+        withheld=_withheld(logits, lengths - state.prompts, sampler) if settings.min_new_tokens else None,
     )  # fmt: skip
     found = jax.tree.map(lambda a: _replicated(a, shardings), found)
     tokens = jnp.where(which, found.tokens, state.last)
@@ -207,6 +208,14 @@ def _choose(
         history=history,
     )
     return state, found._replace(tokens=tokens)
+
+
+def _withheld(logits: jax.Array, written: jax.Array, sampler: SamplerArgs) -> jax.Array:
+    """The tokens that may not end a text yet, of which so many are ``written``, bool ``[B, V]``."""
+    tokens = jax.lax.broadcasted_iota(jnp.int32, (logits.shape[1], sampler.eos.shape[0]), 0)
+    ends = jnp.any(tokens == sampler.eos[None, :], axis=1)
+    early = written.astype(jnp.float32) < sampler.amounts.min_new_tokens
+    return early[:, None] & ends[None, :]
 
 
 def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:

@@ -51,6 +51,7 @@ def sample(
     rows: jax.Array | None = None,
     positions: jax.Array | int = 0,
     vocab_size: int | None = None,
+    withheld: jax.Array | None = None,
 ) -> Sampled:
     """Samples the next token of each row.
 
@@ -67,6 +68,7 @@ def sample(
         positions: the position of the new token in its text, an integer or ``[B]``. Each step
             needs another position or another key.
         vocab_size: the number of columns that are tokens; the others are padding. By default all.
+        withheld: whether each row may not have each token now, bool ``[B, V]``.
 
     Raises:
         UserInputError: shapes, dtypes or token ids do not fit, or a key or history is missing. NaN
@@ -84,8 +86,10 @@ def sample(
     vocab_size = _checked_size(logits, vocab_size)
     keys = None if settings.is_greedy else _row_keys(key, rows, positions, logits.shape[0])
 
-    def choose(logits, keys, history, amounts):
+    def choose(logits, keys, history, amounts, withheld):
         values = adjusted(logits, settings, amounts, history, vocab_size)
+        if withheld is not None:
+            values = jnp.where(withheld, -jnp.inf, values)
         found = _choose(values, keys, settings, amounts)
         return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
 
@@ -95,7 +99,7 @@ def sample(
         count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
         specs = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
         choose = explicit.automatic(choose, mesh, specs)
-    return Sampled(*choose(logits, keys, history, amounts or settings.amounts))
+    return Sampled(*choose(logits, keys, history, amounts or settings.amounts, withheld))
 
 
 def process_logits(

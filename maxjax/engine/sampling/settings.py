@@ -29,7 +29,8 @@ class Amounts(NamedTuple):
         temperature: the divisor of the logits; 1 for greedy.
         top_p: the same as in Sampling.
         least: the smallest shifted logit that min-p keeps: the logarithm of ``min_p``.
-        repetition_penalty, presence_penalty, frequency_penalty: the same as in Sampling.
+        repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens: the same as in
+            Sampling.
     """
 
     temperature: Any
@@ -38,6 +39,7 @@ class Amounts(NamedTuple):
     repetition_penalty: Any
     presence_penalty: Any
     frequency_penalty: Any
+    min_new_tokens: Any
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Sampling:
             off.
         logit_bias: a number for each of some token ids, added to its logit. Stored as sorted pairs.
         banned: token ids that are never chosen.
+        min_new_tokens: the number of tokens of an answer before which no token is chosen that ends
+            it; stop strings end it all the same. 0 is off.
         logprobs: the number of most probable tokens that are reported, with log-probabilities, in
             addition to the chosen one; 0 for the chosen one alone, None for no report.
 
@@ -87,6 +91,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned: Iterable[int] = ()
     logprobs: int | None = None
+    min_new_tokens: int = 0
 
     def __new__(cls, *_: Any, **values: Any) -> Sampling:
         names = [field.name for field in fields(cls)]
@@ -100,7 +105,8 @@ class Sampling:
             self._set(name, _number(name, getattr(self, name), lowest, highest, text))
         if self.repetition_penalty == 0:
             raise _refused("repetition_penalty", 0, _RANGES["repetition_penalty"][2])
-        self._set("top_k", _count("top_k", self.top_k, "(0: off)"))
+        for name in ("top_k", "min_new_tokens"):
+            self._set(name, _count(name, getattr(self, name), "(0: off)"))
         if self.logprobs is not None:
             self._set("logprobs", _count("logprobs", self.logprobs, "or None (nothing reported)"))
         self._set("logit_bias", _biases(self.logit_bias))
@@ -142,6 +148,7 @@ class Sampling:
             inside(self.repetition_penalty),
             self.presence_penalty,
             self.frequency_penalty,
+            self.min_new_tokens,
         )
 
     @property
@@ -160,7 +167,8 @@ class Sampling:
             name: off[name] if name in unused or getattr(self, name) == off[name] else 0.5
             for name in _RANGES
         }
-        return replace(self, **numbers, top_k=0 if unused else self.top_k)
+        least = min(self.min_new_tokens, 1)
+        return replace(self, **numbers, top_k=0 if unused else self.top_k, min_new_tokens=least)
 
     @staticmethod
     def from_generation_config(config: Mapping[str, Any]) -> Sampling:
@@ -207,6 +215,7 @@ class Sampling:
             repetition_penalty=_given(config, "repetition_penalty", 1.0),
             logit_bias=bias,
             banned=banned,
+            min_new_tokens=_given(config, "min_new_tokens", 0),
             **(drawing if do_sample else {}),
         )
 
@@ -311,7 +320,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "forced_decoder_ids": ([],),

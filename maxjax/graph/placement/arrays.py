@@ -220,7 +220,8 @@ def replicate_last_axis(array: jax.Array, weight: Any, axis: int = -1) -> jax.Ar
     if any(types[name] is not AxisType.Auto for name in names):
         return array
     free = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*free, None)))
+    where = NamedSharding(mesh_in_trace(mesh), PartitionSpec(*free, None))
+    return jax.lax.with_sharding_constraint(array, where)
 
 
 def with_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..blocked_attention import slots_of
 from ..int8_rows import restored
+from ..operation import varying_with
 from .step import Options, mean, seen, written
 
 # Numbers of keys in a block: 4 MiB in 16 bits, which take longer to read than a turn of the loop to begin.
@@ -61,6 +62,7 @@ def in_blocks(static: Options, devices: int, *operands: Any) -> list[jax.Array]:
     lowest = jnp.full_like(rows, jnp.finfo(jnp.float32).min)
     state = (lowest, jnp.zeros_like(rows), jnp.zeros_like(step.q))
     end = (high + block - 1) // block
+    state = varying_with(state, step.q, caches, lengths)
     largest, total, mixed = jax.lax.fori_loop(low // block, end, turn, state)
     return step.answer(mean(largest, total, mixed, sinks), lengths, q.dtype)
 

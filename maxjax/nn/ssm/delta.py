@@ -16,6 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ...kernels.operation import varying_with
 from .segments import segment_sums
 
 CHUNK = 64
@@ -103,7 +104,7 @@ def delta_chunks(
         return state * decayed + keys.swapaxes(-1, -2) @ new, y
 
     each = (values, reads, within, q * since, k * until, since[..., -1:, :])
-    state, y = jax.lax.scan(chunk, state.astype(jnp.float32), each)
+    state, y = jax.lax.scan(chunk, varying_with(state.astype(jnp.float32), each), each)
     y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, y.shape[-1])
     return y[:, :length], state
 
@@ -126,7 +127,7 @@ def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(inverse, new, i, axis=-2)
 
     ones = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=system.dtype), blocks.shape)
-    inverses = jax.lax.fori_loop(1, _BLOCK, row, ones)
+    inverses = jax.lax.fori_loop(1, _BLOCK, row, varying_with(ones, system))
     found = inverses[..., 0, :, :] @ wanted[..., at[0], :]
     for i in range(1, count):
         left = wanted[..., at[i], :] - system[..., at[i], : at[i].start] @ found

@@ -18,6 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ...kernels.operation import varying_with
 from .segments import segment_sums
 
 CHUNK = 64
@@ -94,7 +95,7 @@ def ssd_chunks(
         return state * since[..., -1:, :] + new, y
 
     state = state.astype(jnp.float32).reshape(batch, groups, each, width, -1)
-    state, y = jax.lax.scan(chunk, state, (x, g, b, c))
+    state, y = jax.lax.scan(chunk, varying_with(state, x, g, b, c), (x, g, b, c))
     y = y.reshape(y.shape[0], batch, heads, size, width).transpose(1, 0, 3, 2, 4)
     y = y.reshape(batch, -1, heads, width)[:, :length]
     return y, state.reshape(batch, heads, width, -1)

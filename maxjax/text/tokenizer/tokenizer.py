@@ -104,6 +104,9 @@ class Tokenizer:
         settings = self._beside.get(CONFIG, {})
         if settings.get("split_special_tokens") is True:
             self._backend.encode_special_tokens = True
+        # A model whose files do not list token types among its inputs has seen type 0 only.
+        inputs = settings.get("model_input_names")
+        self._has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
         # As in transformers: a BPE tokenizer keeps its spaces.
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(self._backend.model).__name__ == "BPE" and settings.get(forced) is not True
@@ -195,7 +198,9 @@ class Tokenizer:
                 encodings = guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
-        return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
+        if self._has_types:
+            return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
+        return [Encoding(encoding.ids, [0] * len(encoding.ids)) for encoding in encodings]
 
     def _truncate_to(self, max_length: int, is_pair: bool = False) -> None:
         least = self._backend.num_special_tokens_to_add(is_pair) + 1

@@ -669,6 +669,18 @@ def test_gguf_of_an_architecture_without_names(small, tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_gguf_of_a_model_that_torch_had_wrapped(models, tmp_path):
+    folder, arrays = models("llama")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    wrapped = {f"module._orig_mod.{name}": array for name, array in arrays.items()}
+    safetensors.numpy.save_file(wrapped, tmp_path / "model.safetensors")
+    convert(tmp_path, tmp_path / "m.gguf")
+    convert(folder, tmp_path / "plain.gguf")
+    with load_weights(tmp_path / "m.gguf") as found, load_weights(tmp_path / "plain.gguf") as plain:
+        entries = [one._family.open_table().entries for one in (found, plain)]
+    assert entries[0].keys() == entries[1].keys()
+
+
 def test_gguf_of_another_model_than_the_configuration_says(small, models, tmp_path):
     (tmp_path / "config.json").write_bytes((models("llama")[0] / "config.json").read_bytes())
     with pytest.raises(

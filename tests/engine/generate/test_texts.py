@@ -283,6 +283,20 @@ def test_old_files_have_settings_of_generation_in_config_json(tmp_path):
     assert (found.max_length, found.sampling.banned, found.eos_ids) == (20, (), (5,))
 
 
+def test_no_end_before_so_many_tokens(model, expected):
+    ends = {expected[2][5]}
+    found = maxjax.generate(
+        model, None, PROMPTS[2], max_new_tokens=12, eos_ids=ends, min_new_tokens=8, logprobs=0
+    )
+    assert found.tokens[:5] == expected[2][:5] and not ends & {*found.tokens[:8]}
+    short = maxjax.generate(
+        model, None, PROMPTS[2], max_new_tokens=12, eos_ids=ends, min_new_tokens=5, logprobs=0
+    )
+    assert short.tokens == expected[2][:6] and short.logprobs[:5] == found.logprobs[:5]
+    settings = Sampling.from_generation_config({"min_new_tokens": 8})
+    assert settings.kind == Sampling(min_new_tokens=3).kind != Sampling().kind
+
+
 def test_another_default_device(model):
     """The cache lies where the model does."""
     with jax.default_device(jax.devices()[1]):

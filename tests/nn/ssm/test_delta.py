@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax.nn.ssm.delta import CHUNK, delta_chunks, delta_step
 
 B, H, DK, DV = 2, 3, 5, 4
@@ -59,3 +60,16 @@ def test_tokens_without_decay_and_share_change_nothing():
     _, expected = in_float64(q[:, :13], k[:, :13], v[:, :13], g[:, :13], beta[:, :13], state)
     np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=2e-5)
     np.testing.assert_array_equal(found[1], state[1])
+
+
+def test_a_first_state_that_is_the_same_within_shard_map():
+    *tokens, state = inputs(CHUNK)
+    mesh = maxjax.make_mesh(data=B, devices=jax.devices()[:B])
+    over = jax.sharding.PartitionSpec("data")
+    run = jax.shard_map(
+        lambda *a: delta_chunks(*a, jax.numpy.zeros_like(state[:1]))[0],
+        mesh=mesh, in_specs=(over,) * 5, out_specs=over,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        jax.jit(run)(*tokens), delta_chunks(*tokens, 0 * state)[0], atol=2e-5
+    )

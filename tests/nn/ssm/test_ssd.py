@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax.nn.ssm.ssd import CHUNK, ssd_chunks, ssd_step
 
 B, H, P, G, N = 2, 4, 3, 2, 5
@@ -64,3 +65,15 @@ def test_the_state_of_one_part_is_where_the_next_begins():
     first, middle = jax.jit(ssd_chunks)(*(a[:, :31] for a in tokens), state)
     rest, last = jax.jit(ssd_chunks)(*(a[:, 31:] for a in tokens), middle)
     close((np.concatenate([first, rest], 1), last), expected)
+
+
+def test_a_first_state_that_is_the_same_within_shard_map():
+    x, g, b, c, state = inputs(7)
+    mesh = maxjax.make_mesh(data=B, devices=jax.devices()[:B])
+    over = jax.sharding.PartitionSpec("data")
+    run = jax.shard_map(
+        lambda *a: ssd_chunks(*a, jax.numpy.zeros((1, H, P, N)))[0],
+        mesh=mesh, in_specs=(over,) * 4, out_specs=over,
+    )  # fmt: skip
+    found = jax.jit(run)(x, g, b, c)
+    np.testing.assert_allclose(found, ssd_chunks(x, g, b, c, 0 * state)[0], rtol=1e-4, atol=1e-5)

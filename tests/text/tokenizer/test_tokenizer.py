@@ -282,6 +282,14 @@ def test_spaces_of_byte_pairs_are_meant(tmp_path, forced):
     assert "".join([*map(stream.push, ids), stream.flush()]) == found.decode(ids)
 
 
+def test_a_model_that_takes_no_token_types(directory):
+    """Its tokenizer gives none: it was trained with type 0."""
+    assert 1 in load_tokenizer(directory).pairs([("a", "b")])[0].type_ids
+    change(directory / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    found = copy.copy(load_tokenizer(directory)).pairs([("a", "b")])[0]
+    assert found.type_ids == [0] * len(found.ids)
+
+
 def test_split_special_tokens(directory):
     change(directory / "tokenizer_config.json", split_special_tokens=True)
     found = load_tokenizer(directory)

@@ -182,7 +182,10 @@ class LayerStack(LayerList, is_stack=True):
         return {str(i): layer for i, layer in enumerate(self.layers)}
 
     def __getitem__(self, i: int | slice) -> Any:
-        places = range(len(self))[i]
+        try:
+            places = range(len(self))[i]
+        except IndexError:
+            raise IndexError(f"there is no layer {i}: there are {len(self)}") from None
         return self._layer(places) if isinstance(places, int) else [self._layer(k) for k in places]
 
     def __getattr__(self, name: str) -> Any:

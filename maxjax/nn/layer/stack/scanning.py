@@ -20,6 +20,7 @@ from ....graph.kind import KIND
 from ....graph.value import TensorValue, unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice
+from ....kernels.operation import varying_with
 from ..definition import Definition, rebuild
 from ..observe.frames import Taps
 from ..observe.loops import Kept, LoopFrame, hand_on, holds_functions, values_of
@@ -182,6 +183,7 @@ def _loop(
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
     observed = LoopFrame.of(stack, static.live, given, layout)
+    carry = varying_with(carry, arrays, xs, dynamic)
     run = _runner(static, sliced, dynamic, observed)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
     collected: dict[int, Any] = {}

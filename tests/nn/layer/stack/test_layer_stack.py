@@ -603,7 +603,7 @@ def test_it_reads_like_a_list(make):
     assert stack[2] in stack and Lin() not in stack and stack[1] is getattr(stack, "1")
     assert stack[1].weight is stack[1].weight and stack[1].weight is not stack[2].weight
     assert list(stack.sublayers) == ["0", "1", "2", "3"] and stack.sublayers["2"] is stack[2]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="there is no layer 4: there are 4"):
         stack[4]
     with pytest.raises(AttributeError, match="'LayerStack' has no attribute '4'"):
         getattr(stack, "4")
