@@ -18,12 +18,13 @@ from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from .layer import Module
+from .layer.sharded import Replicated
 
 _PLACES = "DHW"
 Sizes = int | Sequence[int]
 
 
-class _Conv(Module):
+class _Conv(Replicated, Module):
     """What the three classes share; the length of ``kernel`` is the number of spatial axes."""
 
     def _build(self, kernel: tuple[int, ...], in_channels: int, out_channels: int, dtype: Any,

@@ -128,7 +128,7 @@ class Linear(LowRank):
         if self.bias is not None:
             self.bias.sharding_strategy = bias_strategy(strategy)
 
-    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one Linear for each device, each with its shards of the weights.
 
         With a split by columns the results must be summed, so only the first Linear has the bias.
@@ -337,6 +337,7 @@ class MLP(Module):
         self.devices = list(devices)
         self.hidden_dim, self.feed_forward_length = hidden_dim, feed_forward_length
         self.activation_function, self.swiglu_limit = activation_function, swiglu_limit
+        self.quantization_encoding, self.quant_config = quantization_encoding, quant_config
         if is_sharding:
             return
 

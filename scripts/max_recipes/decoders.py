@@ -182,3 +182,29 @@ add(
         (ids(5), draw(4, 32)),
     ),
 )
+add(
+    "deepseekV3_2/layers/moe_gate.py",
+    lambda k: (
+        k.file.DeepseekV3_2TopKRouter(
+            2, 8, 2.5, "sigmoid", "noaux_tc", 4, 2, True, X, k.f32, k.f32, k.f32, [k.cpu]
+        ),
+        (draw(5, X),),
+    ),
+)
+positions = (ids(3, 5, below=15),)
+add(
+    "qwen3_5/layers/text_rotary.py",
+    lambda k: (
+        k.file.Qwen3_5TextRotaryEmbedding(X, 2, 1e4, 32, [3, 3, 2], 16).freqs_cis_position_ids,
+        positions,
+    ),
+)
+add(
+    "qwen3vl_moe/nn/text_rotary.py",
+    lambda k: (
+        k.file.Qwen3VLTextRotaryEmbedding(
+            X, 2, 1e4, 32, k.f32, [3, 3, 2], 16
+        ).freqs_cis_position_ids,
+        positions,
+    ),
+)

@@ -186,3 +186,10 @@ add(
         (draw(1, 4, 4, 4),),
     ),
 )
+add(
+    "flux2/components/denoise_predict.py",
+    lambda k: (
+        k.file.EulerStepModule(k.f32, k.cpu),
+        (draw(1, 4, X), draw(1, 4, X, seed=1), draw(1, seed=2)),
+    ),
+)

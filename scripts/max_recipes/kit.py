@@ -109,6 +109,17 @@ class Kit:
         kinds = (self.graph.BufferType(self.dtype.uint8, (4,), device) for device in self.two)
         return [self.ops.buffer_create(kind) for kind in kinds]
 
+    def summed(self, layer: Any, call: Callable[..., Any]) -> Any:
+        """The sum of what the parts of a layer on ``two`` devices give.
+
+        Args:
+            layer: has a strategy for two devices.
+            call: is called with a part and a function that moves a tensor to its device.
+        """
+        parts = zip(layer.shard(self.two), self.two, strict=True)
+        found = [call(part, lambda x, device=device: x.to(device)) for part, device in parts]
+        return found[0] + found[1].to(self.cpu)
+
     def apart(self, *names: str) -> Any:
         """Arguments that every layer of diffusion models takes."""
         return {"dtype": self.f32, "device": self.cpu}

@@ -302,3 +302,22 @@ add(
     "internvl/internvl.py mlp1",
     lambda k: (k.file.InternVLMLP1(intern(k), k.cpu), (draw(2, 64),)),
 )
+windows = (draw(5, X), draw(5, 8, seed=1), draw(5, 8, seed=2), offsets, np.array([3], np.uint32))
+
+
+def windowed(k: Any, parts: int) -> Any:
+    """Attention in windows, also of the heads of two devices, whose results are summed."""
+    layer = k.file.DistributedVisionWindowAttention(k.f32, X, 2, 8, devices=k.two)
+    if parts > 1:
+        layer.sharding_strategy = k.graph.ShardingStrategy.tensor_parallel(parts)
+
+    def call(m: Any, x: Any, cos: Any, sin: Any, rows: Any, longest: Any) -> Any:
+        if parts == 1:
+            return m(x, (cos, sin), rows, longest)
+        return k.summed(m, lambda one, to: one(to(x), (to(cos), to(sin)), to(rows), longest))
+
+    return Extra.of(layer, call, windows)
+
+
+for count in (1, 2):
+    add(f"qwen2_5vl/nn/vision_attention.py {count}", lambda k, count=count: windowed(k, count))

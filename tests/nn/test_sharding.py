@@ -26,6 +26,7 @@ import maxjax
 from maxjax import nn
 from maxjax.errors import OutOfMemoryError, UserInputError
 from maxjax.graph import DeviceRef, Graph, Segment, ShardingStrategy, TensorType, Weight, ops
+from maxjax.nn.moe import MoEGate
 from maxjax.nn.stacked_linear import StackedLinear
 from scripts.sharding_product import (
     CASES,
@@ -1469,3 +1470,19 @@ def test_vmap(explicit):
     (x,) = floats(2, B, T, 32)
     run = jax.jit(jax.vmap(call, in_axes=(None, 0)))
     close(run(fill(block()).to(mesh_of({"model": 4}, explicit)), x), run(fill(block()), x))
+
+
+def test_parts_name_their_shards_and_gates_and_convolutions_are_replicated():
+    mlp = nn.MLP("float32", None, 4, 6, [CPU])
+    mlp.sharding_strategy = ShardingStrategy.tensor_parallel(2)
+    names = {f"{one}_proj.weight[1]" for one in ("gate", "down", "up")}
+    assert set(mlp.shard([CPU] * 2)[1].raw_state_dict()) == names
+    conv = nn.Conv2d(3, 2, 4, "float32", has_bias=True)
+    for layer in (MoEGate([CPU], 4, 3, 2, "float32"), conv):
+        with pytest.raises(ValueError, match="can only be ShardingStrategy.replicate"):
+            layer.sharding_strategy = ShardingStrategy.rowwise(2)
+        layer.sharding_strategy = ShardingStrategy.replicate(2)
+        for part in layer.shard([CPU] * 2):
+            assert [w.shape for w in part.raw_state_dict().values()] == [
+                w.shape for w in layer.raw_state_dict().values()
+            ]

@@ -33,10 +33,11 @@ def sum(x: Any, axis: int = -1) -> Any:
 
 @lift
 def mean(x: Any, axis: int = -1) -> Any:
-    """The mean along an axis, which is kept with length 1; of integers it is rounded down."""
+    """The mean along an axis, which is kept with length 1; of integers it is rounded toward zero, as in MAX."""
     x, axis = _numbers(x, axis, "mean")
     if jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.sum(x, axis, keepdims=True, dtype=x.dtype) // jnp.asarray(x.shape[axis], x.dtype)
+        total = jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
+        return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
     return jnp.mean(x, axis, keepdims=True)
 
 

@@ -21,9 +21,47 @@ def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
     """
     devices = list(devices)
     modules = [layer for _, layer in module.named_modules()]
-    weights = {id(weight): weight for layer in modules for weight in layer._mx_weights.values()}
-    shards = {key: weight.shard(devices) for key, weight in weights.items()}
+    shards = {id(weight): weight.shard(devices) for weight in _weights(module)}
     return [_copy(modules, shards, i) for i in range(len(devices))]
+
+
+def _weights(module: Any) -> list[Any]:
+    """The distinct weights of a layer."""
+    found = (one for _, layer in module.named_modules() for one in layer._mx_weights.values())
+    return list({id(weight): weight for weight in found}.values())
+
+
+class Replicated:
+    """What layers share of which every device has a whole copy: a base class beside Module."""
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | None:
+        """The strategy of the weights.
+
+        Raises:
+            ValueError: a strategy other than ``replicate`` is assigned.
+        """
+        return next((weight.sharding_strategy for weight in _weights(self)), None)
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        if not strategy.is_replicate:
+            raise ValueError(f"{type(self).__name__} is replicated on every device: its strategy "
+                             "can only be ShardingStrategy.replicate")  # fmt: skip
+        self._set_sharding_strategy(strategy)
+
+    def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        # A method of its own, because classes derived from MAX's gates extend it.
+        for weight in _weights(self):
+            weight.sharding_strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one layer for each device.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set.
+        """
+        return sharded(self, devices)
 
 
 def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:

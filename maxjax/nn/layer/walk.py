@@ -34,7 +34,7 @@ class Walk:
         stacked: whether the walk met a LayerStack.
         stacks: ids of the StackedWeights of these LayerStacks, and of the parts that they use of
             the StackedWeights of LayerStacks above them.
-        shards: (attribute path, shard) for shards that are held as attributes.
+        shards: (full name, attribute path, shard) for shards that are held as attributes.
     """
 
     def __init__(self, root: Any, stacked: bool = False):
@@ -47,7 +47,7 @@ class Walk:
         self.stacked = False
         self.stacks: set[int] = set()
         self._parts: dict[int, list[Any]] = {}  # by id of the StackedWeight
-        self.shards: list[tuple[str, Weight]] = []
+        self.shards: list[tuple[str, str, Weight]] = []
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         self._held: list[_View] = []
         self._layers_only = not stacked
@@ -102,7 +102,9 @@ class Walk:
         for attr, local in module._mx_locals.items():
             shared = attr in module._mx_shared
             self.place(prefix + local, path + attr, weights[local], shared, inner)
-        self.shards += [(path + attr, shard) for attr, shard in module._mx_shards.items()]
+        self.shards += [
+            (prefix + shard.name, path + attr, shard) for attr, shard in module._mx_shards.items()
+        ]
         within = inner or is_stack
         for attr, child in children.items():
             if id(child) in self.index:
@@ -163,10 +165,10 @@ class Walk:
             taken[name] = path
             index[id(holders[position])] = len(leaves)
             leaves.append((name, holders[position], not shared))
-        for path, shard in self.shards:
+        for name, path, shard in self.shards:
             # Without the Weight that it is a part of, a shard is an ordinary value.
             if id(self.holder(host_of(shard))) not in index and id(shard) not in index:
-                name = path if shard.name in taken else shard.name
+                name = path if name in taken else name
                 taken[name] = path
                 index[id(shard)] = len(leaves)
                 leaves.append((name, shard, True))

@@ -23,13 +23,14 @@ from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
 from ..layer import LayerList, Module
 from ..layer.definition import rebuild
+from ..layer.sharded import Replicated
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .algorithms import ExpertWeights, one_by_one
 from .experts import ExpertSplit, mixture, split_of
 from .routing import Routing
 
 
-class MoEGate(Module):
+class MoEGate(Replicated, Module):
     """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
 
     Args:
@@ -75,8 +76,9 @@ class MoEGate(Module):
                 f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
                 f"num_experts, which is {num_experts}"
             )
-        self.devices, self.hidden_dim = list(devices), hidden_dim
+        self.devices, self.hidden_dim, self.dtype = list(devices), hidden_dim, DType.of(dtype)
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
+        self._sharding_strategy: ShardingStrategy | None = None
         if not is_sharding:
             self.gate_score = linear_cls(
                 in_dim=hidden_dim, out_dim=num_experts, dtype=dtype,
@@ -94,6 +96,10 @@ class MoEGate(Module):
         if wraps(hidden_state):
             return TensorValue(chosen), TensorValue(shares)
         return chosen, shares
+
+    def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        self._sharding_strategy = strategy  # which the shard methods of derived classes read
+        super()._set_sharding_strategy(strategy)
 
 
 class MoE(Module):
@@ -281,7 +287,7 @@ class MoE(Module):
             expert.sharding_strategy = inner
         if self.has_shared_experts:
             self.shared_experts.sharding_strategy = inner
-        self.gate.gate_score.sharding_strategy = ShardingStrategy.replicate(n)
+        self.gate.sharding_strategy = ShardingStrategy.replicate(n)
         self._strategy = strategy
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.ops.lift import lift
-from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
-from ..layer.sharded import sharded
 from ..linear import Linear
 from .moe import MoEGate
 from .routing import Routing
@@ -134,27 +132,3 @@ class SigmoidTopKRouter(MoEGate):
         return (
             (TensorValue(chosen), TensorValue(shares)) if wraps(hidden_state) else (chosen, shares)
         )
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy | None:
-        """How the gate is spread: replicate; None if it was not set.
-
-        Raises:
-            ValueError: another strategy is assigned.
-        """
-        return self.e_score_correction_bias.sharding_strategy
-
-    @sharding_strategy.setter
-    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        if not strategy.is_replicate:
-            raise ValueError("SigmoidTopKRouter takes ShardingStrategy.replicate")
-        self.gate_score.sharding_strategy = strategy
-        self.e_score_correction_bias.sharding_strategy = strategy
-
-    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
-        """Returns one gate for each device.
-
-        Raises:
-            ValueError: ``sharding_strategy`` is not set.
-        """
-        return sharded(self, devices)

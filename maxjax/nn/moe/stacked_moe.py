@@ -228,7 +228,7 @@ class StackedMoE(Module):
             axiswise, halves = ShardingStrategy.axiswise, ShardingStrategy.gate_up
             return axiswise(axis, n) if in_turn else halves(n, axis)
 
-        self.gate.gate_score.sharding_strategy = whole
+        self.gate.sharding_strategy = whole
         self._gate_up_weight.sharding_strategy = both(2)
         self._down_weight.sharding_strategy = ShardingStrategy.axiswise(1, n)
         if self.has_bias:

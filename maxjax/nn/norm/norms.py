@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,47 +11,13 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, wraps
 from ...graph.weight.weight import Weight
 from ..layer import Module
-from ..layer.sharded import sharded
+from ..layer.sharded import Replicated
 
 
-class _Norm(Module):
-    """What the norms with weights share: they are replicated on every device."""
-
-    weight: Any
-    bias: Any = None
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy | None:
-        """The strategy of the weight.
-
-        Raises:
-            ValueError: a strategy other than ``replicate`` is assigned.
-        """
-        return None if self.weight is None else self.weight.sharding_strategy
-
-    @sharding_strategy.setter
-    def sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        if not strategy.is_replicate:
-            raise ValueError(f"{type(self).__name__} is replicated on every device: its strategy "
-                             "can only be ShardingStrategy.replicate")  # fmt: skip
-        for weight in (self.weight, self.bias):
-            if weight is not None:
-                weight.sharding_strategy = strategy
-
-    def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
-        """Returns one norm for each device.
-
-        Raises:
-            ValueError: ``sharding_strategy`` is not set.
-        """
-        return sharded(self, devices)
-
-
-class LayerNorm(_Norm):
+class LayerNorm(Replicated, Module):
     """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis.
 
     Args (in MAX's order):
@@ -112,7 +78,7 @@ class LayerNorm(_Norm):
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Replicated, Module):
     """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis.
 
     Args (in MAX's order):
@@ -213,7 +179,7 @@ class ConstantLayerNorm(Module):
         return _like(x, y.astype(array.dtype))
 
 
-class GroupNorm(_Norm):
+class GroupNorm(Replicated, Module):
     """Normalises groups of channels over all spatial axes (Y. Wu, K. He, arXiv:1803.08494).
 
     Args (in MAX's order):

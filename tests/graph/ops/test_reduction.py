@@ -53,8 +53,8 @@ def test_integers_stay_what_they_are(name):
     )
 
 
-def test_the_mean_of_integers_is_rounded_down():
-    np.testing.assert_array_equal(ops.mean(INTS), [[-3], [2]])
+def test_the_mean_of_integers_is_rounded_toward_zero():
+    np.testing.assert_array_equal(ops.mean(INTS), [[-2], [2]])  # -2.5
     assert ops.mean(INTS).dtype == np.int32
 
 
