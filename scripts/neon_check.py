@@ -105,9 +105,8 @@ def compiled(level: str) -> bytes:
         path, program = Path(folder) / "level.o", Path(folder) / "program"
         linux, bare = [*cxx, "aarch64-linux-gnu"], [*cxx, "aarch64-freestanding"]
         source = f"level_{level}.cc"
-        # zig names instruction sets by processor.
-        beyond = ["-mcpu=generic+dotprod"] if build.SOURCES["aarch64"][source] else []
-        build.compile_one(source, path, linux, [*beyond, "-Wall", "-Wextra", "-Werror"])
+        flags = [*build.SOURCES["aarch64"][source], "-Wall", "-Wextra", "-Werror"]
+        build.compile_one(source, path, linux, flags)
         # memcpy, memset and expf are the compiler's own there.
         link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
         subprocess.run([*bare, *link], check=True)
