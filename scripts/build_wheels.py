@@ -102,7 +102,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the files go")
     output = parser.parse_args().output.resolve()
     if absent := missing():
-        sys.exit(f"build_wheels.py: not installed: {', '.join(absent)}. pip install {' '.join(absent)}")
+        sys.exit(
+            f"build_wheels.py: not installed: {', '.join(absent)}. pip install {' '.join(absent)}"
+        )
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         run(
