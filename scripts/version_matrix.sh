@@ -22,11 +22,7 @@ SMOKE=(
 
 versions() { # "lowest" → name==bound of each dependency; else what is given
   if [ "$1" = lowest ]; then
-    "$2" - <<'PY'
-import re, tomllib
-for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
-    print(re.sub(r">=", "==", one.split(",")[0]))
-PY
+    "$2" scripts/lowest_versions.py
   elif [ "$1" != newest ]; then tr ' ' '\n' <<<"$1"; fi
 }
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jaxlib
@@ -227,6 +228,30 @@ def test_levels_share_no_functions(built):
 
 
 # --- for ARM
+
+
+def test_zig_is_told_the_instruction_set_in_its_own_words(monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(build, "_run", commands.append)
+    flags = build.SOURCES["aarch64"]["level_neondot.cc"]
+    for cxx in (["zig", "c++"], ["python", "-m", "ziglang", "c++"], ["g++"]):
+        build.compile_one("level_neondot.cc", tmp_path / "level.o", cxx, flags)
+    found = [[word for word in command if word.startswith("-m")] for command in commands]
+    mcpu, march = "-mcpu=generic+dotprod", "-march=armv8.2-a+dotprod"
+    assert found == [[mcpu], ["-m", mcpu], [march]]
+
+
+def test_a_wheel_for_another_machine_has_kernels_or_is_not_made(monkeypatch):
+    interface = types.SimpleNamespace(BuildHookInterface=object)
+    plugin = types.SimpleNamespace(interface=interface)
+    monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin", plugin)
+    hook = build.get_build_hook()()
+    hook.target_name = "wheel"
+    monkeypatch.setenv("MAXJAX_WHEEL_PLATFORM", "linux_aarch64")
+    monkeypatch.setattr(build, "try_build", lambda *_: "no compiler")
+    with pytest.raises(RuntimeError, match="linux_aarch64 were not built: no compiler"):
+        hook.initialize("standard", {})
+
 
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
 

@@ -62,6 +62,8 @@ SOURCES: dict[str, dict[str, list[str]]] = {
 _OTHER = {
     "handlers.cc": [], "packed_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
 }  # fmt: skip
+# zig names instruction sets by processor.
+_ZIG = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 # Levels must not share inline functions (hidden visibility, no exceptions): the linker keeps any
@@ -125,6 +127,8 @@ def build(
 
 def compile_one(name: str, output: Path, cxx: list[str], extra: list[str]) -> None:
     """Compile one file of :data:`SOURCES` with ``extra`` flags; raises as :func:`build` does."""
+    if {"zig", "ziglang"} & {Path(word).name for word in cxx}:
+        extra = [_ZIG.get(flag, flag) for flag in extra]
     flags = _FLAGS + (_LEVEL_FLAGS if name.startswith("level") else []) + extra
     # The headers' messages contain their paths; this keeps the build folder out of the library.
     flags += [f"-ffile-prefix-map={HEADERS}=include", f"-isystem{HEADERS}"]
@@ -170,6 +174,8 @@ def _hook() -> Any:
             other = os.environ.get("MAXJAX_WHEEL_PLATFORM")
             target = other or sysconfig.get_platform()
             why = try_build(output, other and other.removeprefix("linux_"))
+            if why is not None and other:
+                raise RuntimeError(f"the kernels for {other} were not built: {why}")
             if why is not None:
                 self.app.display_warning(f"maxjax is installed without its CPU kernels: {why}")
                 return
