@@ -40,14 +40,14 @@ def from_torch(
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
-    """Puts the weights of a torch module into a maxjax Module, by their names.
+    """Copies the weights of a torch module into a maxjax Module, by name.
 
     Values are copied, in any dtype, also of tensors that are transposed, tied, on a GPU, or that require gradients.
 
     Args:
         source: torch module, or its ``state_dict()``: tensors, or other arrays, by name.
-        model: Module to fill, which is changed and returned. None makes the model of a module of transformers by its
-            config.
+        model: Module to load into, which is changed and returned. None builds the model from the
+            config of a transformers module.
         config: without a model: content of a ``config.json``, if ``source`` has no config.
         dtype: without a model: float dtype of its weights; None keeps each tensor's.
         mesh: without a model: mesh over which its weights are sharded.

@@ -192,7 +192,7 @@ def partition(
 
     Returns:
         Two Modules of the same class, each with None where the other has the value;
-        ``merge`` combines them. Nothing is copied.
+        ``merge`` combines them. No array is copied.
 
     Raises:
         UserInputError: a pattern names no weight, or takes some of the layers of a LayerStack only.

@@ -102,16 +102,16 @@ class CheckpointSource:
 
 
 class Weights(Rendered):
-    """A cursor: a place in the tree of names of a checkpoint.
+    """A cursor: a position in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
-    are the same place; neither fails if there is no tensor, which :meth:`exists` tells. Names
-    that start with an underscore and the names of the methods, ``keys`` and ``items`` among them,
-    are reached by index only: as an attribute the method wins.
+    are the same position. Neither fails if there is no tensor; :meth:`exists` tests that. Use an
+    index for names that start with an underscore or are names of methods, such as ``keys`` and
+    ``items``: as an attribute you get the method.
 
-    As a mapping a place holds the tensors at or below it: ``len``, ``in``, iteration, ``keys()`` and
-    ``items()`` use full names. jnp and NumPy accept the place of a tensor as an array, and then
-    read it.
+    As a mapping, a cursor contains the tensors at or below it: ``len``, ``in``, iteration,
+    ``keys()`` and ``items()`` use full names. jnp and NumPy accept the cursor of a tensor as an
+    array, and then read it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tempfile, os, safetensors.numpy

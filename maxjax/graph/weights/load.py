@@ -144,8 +144,8 @@ def load_weights(
             as in MAX: safetensors, or one GGUF file.
         verify: when to verify checksums: ``"auto"`` when a whole tensor is read at once, which
             costs almost nothing; True always; False never.
-        limits: limits on what files may request of this process, for files that need more than
-            the defaults; they also apply to the configuration that ``build`` reads.
+        limits: limits on the content of files, for files that need more than the defaults; they
+            also apply to the configuration that ``build`` reads.
 
     Raises:
         CheckpointError: the path is missing, unreadable, corrupt or of an unsupported format;
