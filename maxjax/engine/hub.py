@@ -81,7 +81,7 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
                 f"the repository has no file {file!r}",
                 path=repo,
                 found=others,
-                hint="Name a file that is there.",
+                hint="Pass the name of an existing file.",
             )
         weights = _parts(file, names)
     else:

@@ -119,7 +119,7 @@ def load(
         dtype: dtype of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
             keeps the checkpoint's dtype, and keeps quantised weights quantised.
         reduce_dtype: dtype in which norms, softmax and pooling are computed. With ``"bfloat16"``
-            and ``dtype="bfloat16"`` the whole model is computed in 16 bits.
+            and ``dtype="bfloat16"``, the complete model is computed in 16 bits.
         mesh: the mesh over which the weights are sharded (``make_mesh``); each device reads only
             its shards. All processes that share the mesh must make the call; each reads what its
             devices hold, and all return together.
@@ -283,7 +283,7 @@ def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | Non
             found = gguf_tokenizer(weights.metadata, path=path, beside=directory)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"{error}. Put the model's tokenizer.json beside the file, or load the model alone"
+                f"{error}. Put the model's tokenizer.json into the same directory, or load the model alone"
                 " with tokenizer=False."
             ) from None
     return found or tokenizer_in(directory)

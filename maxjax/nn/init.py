@@ -234,7 +234,7 @@ def _untrained(model: Module) -> set[str]:
 
 
 def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
-    """Makes a function that returns a Module with labels in place of values.
+    """Makes a function that returns a Module with labels instead of values.
 
     ``optax.multi_transform`` takes it as labels, ``optax.masked`` with bools as a mask. They call whatever
     can be called, as a Module can, so that they take the function and not the Module.

@@ -76,8 +76,8 @@ def quantize(
         UserInputError: weights are not loaded, or are quantised already; a pattern matches no
             weight; a device's part of a row cannot be divided into complete blocks; a value is not
             finite.
-        NotImplementedError: weights cannot stay quantised in memory as this type, or lie on devices of
-            several processes.
+        NotImplementedError: weights cannot stay quantised in memory as this type, or are on devices
+            of several processes.
 
     If layers of a stack get different types, as in most mixtures, they are unstacked.
 

@@ -171,16 +171,16 @@ class Weights(Rendered):
         return inside and name in self._family.entries
 
     def keys(self) -> list[str]:
-        """Full names of the tensors at or below this place, sorted.
+        """Full names of the tensors at or below this position, sorted.
 
-        These names lead to their tensors from any place; other strings used as an index are relative
-        to the place.
+        These names find their tensors from any position; other strings used as an index are
+        relative to the position.
         """
         return [_FullName(name) for name in self._below()]
 
     @property
     def name(self) -> str:
-        """The full name of this place; "" at the root."""
+        """The full name of this position; "" at the root."""
         return self._prefix
 
     @property
@@ -198,7 +198,7 @@ class Weights(Rendered):
         return self._prefix in self._family.entries
 
     def items(self) -> Iterator[tuple[str, Weights]]:
-        """Full name and place of every tensor at or below this place, in the order of keys()."""
+        """Full name and cursor of each tensor at or below this position, in the order of keys()."""
         for name in map(str, self.keys()):
             yield name, self._at(name)
 
