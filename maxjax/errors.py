@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 
 class CheckpointError(Exception):
-    """Something is wrong with a checkpoint: its files, its content, or its fit.
+    """A checkpoint cannot be read or written, is invalid, or does not match the model.
 
     Args:
         problem: description of the problem, without a full stop.
@@ -125,13 +125,13 @@ class CheckpointFormatError(CheckpointError, ValueError):
 class CheckpointCorruptError(CheckpointError):
     """A checksum does not match the bytes."""
 
-    advice = "Use another copy."
+    advice = "The file is corrupt: download or copy it again."
 
 
 class CheckpointUnsafeError(CheckpointError):
-    """The file asks for code to run, or for a path outside its directory."""
+    """The file would run code when it is loaded, or refers to a path outside its directory."""
 
-    advice = "Take the file from a source that you trust."
+    advice = "Get the model from a source that you trust, as safetensors if possible."
 
 
 class CheckpointLimitError(CheckpointError):
@@ -141,9 +141,9 @@ class CheckpointLimitError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint and the model (or mesh) do not fit: names, shapes, dtypes."""
+    """The checkpoint and the model (or mesh) do not match: names, shapes or dtypes differ."""
 
-    advice = "Check that the weights and the configuration are of one model."
+    advice = "Check that the weights and the configuration belong to the same model."
 
 
 class CheckpointChangedError(CheckpointError):
@@ -172,7 +172,7 @@ class CheckpointBusyError(CheckpointError):
 
 
 class OutOfMemoryError(MemoryError):
-    """A device or the host cannot hold what was asked for."""
+    """The requested arrays do not fit into the memory of a device or the host."""
 
 
 class PeerLostError(RuntimeError):
@@ -184,11 +184,11 @@ class PeerFailedError(RuntimeError):
 
 
 class ProgramMismatchError(RuntimeError):
-    """The processes of a multi-host run would not run the same program."""
+    """The processes of a multi-host run were about to run different programs."""
 
 
 class MissingCompilerError(ImportError):
-    """A program is to be compiled for devices whose compiler is not installed, or does not load."""
+    """The compiler for the requested kind of device is not installed, or does not load."""
 
 
 class UnsupportedModelError(NotImplementedError):
@@ -200,11 +200,11 @@ class UserInputError(ValueError):
 
 
 class UnknownArgumentError(UserInputError, TypeError):
-    """A function was called with an argument that it does not have; the message says what is meant."""
+    """A function was called with an unknown argument; the message suggests the right name."""
 
 
 class releasing:
-    """A context that holds nothing any more once memory has run out in it.
+    """A context that releases the variables of the functions below it when memory runs out.
 
     An error keeps the frames of all functions that it came through, with their variables; a notebook
     keeps the last error. So arrays that were already there would take the memory that the next

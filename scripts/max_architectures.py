@@ -313,7 +313,7 @@ def main() -> int:
     sys.meta_path.insert(0, MaxFiles(site / "max"))
     if options.table:
         print(
-            "| architecture | prompts | tokens after them | deviation of the logits |\n|---|---|---|---|"
+            "| architecture | prompts | tokens after them | standard deviation of the logits |\n|---|---|---|---|"
         )
     failed = False
     for name in names:

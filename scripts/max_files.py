@@ -275,7 +275,8 @@ def table(names: list[dict[str, Any]]) -> str:
         for key in (title, "all"):
             counts[key][one["status"]] += 1
             counts[key][f"{one['status']} uses"] += one["uses"]
-    lines = ["| of `max` | names there | refused | missing | uses there | refused | missing |",
+    lines = ["| package of `max` | names: supported | unsupported | missing "
+             "| uses: supported | unsupported | missing |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for title, one in counts.items():
         cells = [one[kind + what] for what in ("", " uses") for kind in KINDS]

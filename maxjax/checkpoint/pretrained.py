@@ -56,7 +56,7 @@ def save_pretrained(
         dtype: dtype that float weights are converted to and quantised weights dequantised to. By
             default all weights are written as they are; quantised weights in safetensors can be
             opened by maxjax only.
-        config: content of ``config.json``, in place of the model's own.
+        config: content of ``config.json`` to use instead of the model's own.
         max_shard_size: maximum size of one file, "5GB", "500MB" or a number of bytes; a larger
             checkpoint is split into several files.
         progress: called after each piece with the number of bytes written.

@@ -28,16 +28,16 @@ from .terminal import explain
 
 # Command → file and function of this folder, and what the help says; FUNCTION_arguments adds its options.
 COMMANDS = {
-    "generate": ("generate.generate", "continue a text with a language model"),
+    "generate": ("generate.generate", "generate text with a language model"),
     "chat": ("chat.chat", "chat with a language model"),
-    "bench": ("bench.bench", "measure a language model against the memory bandwidth"),
+    "bench": ("bench.bench", "measure the speed of a language model against its limit"),
     "eval": ("evaluate.evaluate", "measure how well a language model predicts a text"),
     "inspect": ("inspect.inspect", "list the tensors of a checkpoint; reads headers only"),
-    "verify": ("inspect.verify", "read all of a checkpoint and compare its checksums; 0 if it is intact"),
+    "verify": ("inspect.verify", "read all of a checkpoint and check its checksums"),
     "convert": ("convert.convert", "write a checkpoint in another format, dtype or number of files"),
-    "plan": ("plan.plan", "memory of a checkpoint on the devices of a mesh; reads headers only"),
-    "embed": ("embed.embed", "embed texts; one JSON line for each, or a .npy file"),
-    "rerank": ("rerank.rerank", "sort documents by how well they answer a query; JSON lines"),
+    "plan": ("plan.plan", "show the memory that a model needs on each device of a mesh"),
+    "embed": ("embed.embed", "compute embeddings of texts, as JSON lines or a .npy file"),
+    "rerank": ("rerank.rerank", "sort documents by how well they answer a query"),
     "env": ("environment.env", "show versions, devices and caches"),
 }  # fmt: skip
 
@@ -119,10 +119,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     debug.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
-        help="set a limit, as an error names it, for files that you trust; may be given several times",
+        help="set the limit that an error message names, for files that you trust; may be repeated",
     )  # fmt: skip
     parser = Parser(
-        prog="maxjax", description="Open checkpoints, look into them and run them in JAX."
+        prog="maxjax", description="Open, inspect, convert and run model checkpoints in JAX."
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--version", action="version", version=f"maxjax {__version__}")

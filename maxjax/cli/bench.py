@@ -25,13 +25,13 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model_arguments(parser)
     parser.add_argument("--batch", type=_counts, default=[1], metavar="B,…",
-                        help="batch sizes, as in 1,8 (default 1)")  # fmt: skip
+                        help="batch sizes, such as 1,8 (default 1)")  # fmt: skip
     parser.add_argument("--prompt", type=positive, default=128, metavar="N",
                         help="tokens of each prompt (default 128)")  # fmt: skip
     parser.add_argument("--new", type=positive, default=64, metavar="N",
                         help="tokens generated for each prompt (default 64)")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=5, metavar="N",
-                        help="number of runs, whose median is shown (default 5)")  # fmt: skip
+                        help="number of runs; medians are shown (default 5)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 

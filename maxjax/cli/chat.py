@@ -52,7 +52,7 @@ def chat(options: argparse.Namespace) -> Iterable[str]:
 
     If stdin is not a terminal, each of its lines is a turn; in a terminal, pasted text is a single
     turn. An answer has up to 2048 tokens unless --max-new-tokens or generation_config.json says
-    otherwise. When the context is full, the oldest turns are left out of it.
+    otherwise. When the context is full, the oldest turns are dropped from it.
     """
     values = sampling_values(options)
     opening, later = _messages(options)

@@ -23,19 +23,19 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "destination", metavar="DST", help="a .safetensors or .gguf file, or a directory"
     )
     parser.add_argument("--to", choices=["safetensors", "gguf", "orbax"],
-                        help="default: by the suffix of DST; safetensors for a directory")  # fmt: skip
+                        help="format (default: by the suffix of DST, or safetensors)")  # fmt: skip
     parser.add_argument(
         "--dtype", type=float_type, metavar="TYPE", help="convert floats: bf16, f16, f32, …"
     )
     parser.add_argument("--quantize", type=quantization, metavar="TYPE",
-                        help="GGUF: quantise the large weights: q8_0, q4_0, q4_k, …, or one of "
-                        "llama.cpp's mixtures: q4_k_m, q5_k_m, q3_k_m, …")  # fmt: skip
+                        help="GGUF: quantise linear layers and embedding tables: q8_0, q4_0, q4_k, …, "
+                        "or one of llama.cpp's mixtures: q4_k_m, q5_k_m, q3_k_m, …")  # fmt: skip
     parser.add_argument("--importance", metavar="FILE",
                         help="with --quantize: an importance matrix (llama-imatrix, maxjax.calibrate)")  # fmt: skip
     parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
-                        help="size of safetensors files in a directory (default 5GB)")  # fmt: skip
+                        help="maximum size of a safetensors file (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
-                        help="replace DST; SRC itself only if nothing of it is lost")  # fmt: skip
+                        help="replace DST; SRC itself only if no precision is lost")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 

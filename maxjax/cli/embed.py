@@ -32,7 +32,7 @@ def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--truncate",
         action="store_true",
-        help="cut texts that are longer than the model takes (default: an error)",
+        help="truncate texts that are longer than the model's limit (default: an error)",
     )
     parser.add_argument(
         "--dtype",
@@ -63,13 +63,13 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-name",
         metavar="NAME",
-        help="put the prompt of this name, of the model's files, before each text",
+        help="put the prompt with this name, from the model's files, before each text",
     )
     batch_arguments(parser, "texts")
 
 
 def embed(options: argparse.Namespace) -> Iterable[str]:
-    """Embeds texts, given or one per line on stdin: JSON lines, or a .npy file."""
+    """Computes embeddings of texts, from arguments or stdin; writes JSON lines or a .npy file."""
     if not options.texts and (sys.stdin is None or sys.stdin.isatty()):
         options.error("no TEXT given, and none on stdin")
     texts = options.texts or stdin_lines()

@@ -18,11 +18,11 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measure", choices=["perplexity"],
                         help="perplexity: how well the model predicts a text")  # fmt: skip
     parser.add_argument(
-        "--text", required=True, metavar="FILE", help="the text, in UTF-8; -: stdin"
+        "--text", required=True, metavar="FILE", help="the text, in UTF-8; - reads stdin"
     )
     model_arguments(parser, generates=False)
     parser.add_argument("--context", type=integer(2), metavar="N",
-                        help="tokens of a window (default: 512, or what the model takes)")  # fmt: skip
+                        help="tokens per window (default: 512, at most the model's context)")  # fmt: skip
     parser.add_argument("--stride", type=positive, metavar="N",
                         help="tokens between the beginnings of two windows (default: half of the"
                         " context)")  # fmt: skip
@@ -32,10 +32,10 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> Iterable[str]:
-    """Computes the perplexity of a language model on a text: exp of the mean loss of a token.
+    """Computes the perplexity of a language model on a text: exp of the mean loss per token.
 
     Windows overlap, and every token but the first is scored once, with at least context - stride
-    tokens before it. Only figures of the same text, context and stride can be compared.
+    tokens before it. Compare only figures of the same text, context and stride.
     """
     if options.context is not None and options.stride is not None:
         if options.stride > options.context:

@@ -29,20 +29,20 @@ from .terminal import decoded, stoppable
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
-                        help="the text to continue (default, and -: stdin)")  # fmt: skip
+                        help="the prompt; -, or no argument, reads stdin")  # fmt: skip
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
-                        help="format the prompt as a user's message by the chat template "
-                        "(default: for the small model that comes with maxjax)")  # fmt: skip
+                        help="format the prompt as a user message with the chat template "
+                        "(default: only for the model tiny)")  # fmt: skip
     model_arguments(parser)
     sampling_arguments(parser)
     parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
                         help="with --json: log-probabilities, also of the N most probable tokens")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def generate(options: argparse.Namespace) -> Iterable[str]:
-    """Generates text after PROMPT and prints it as it comes. Ctrl-C ends it."""
+    """Generates text from PROMPT, and prints it while it is generated. Ctrl-C stops it."""
     prompt = _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")

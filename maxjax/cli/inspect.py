@@ -95,11 +95,11 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace) -> Iterable[str]:
-    """Reads every tensor and compares all checksums; the exit code is 1 if one is wrong.
+    """Reads every tensor and checks all checksums; the exit code is 1 if one is wrong.
 
-    The structure is checked in every format. Checksums are in PyTorch's and NumPy's archives, in the
-    maxjax_digests.json beside files that maxjax wrote, and in the file names of Hugging Face's cache.
-    The headers of safetensors files are also read by the safetensors library.
+    The structure is checked in every format. Checksums come from PyTorch's and NumPy's archives,
+    from the maxjax_digests.json that maxjax writes, and from the file names of Hugging Face's
+    cache. The headers of safetensors files are also read by the safetensors library.
     """
     from dataclasses import asdict
 

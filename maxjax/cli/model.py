@@ -27,14 +27,14 @@ from .options import (
 
 # Settings of Sampling with their texts for --help.
 _SAMPLING = {
-    "temperature": "0 is greedy; above it, tokens are drawn",
-    "top_k": "draw from the K most probable tokens (0: off)",
-    "top_p": "draw from the most probable tokens that together reach this probability (1: off)",
-    "min_p": "draw from tokens at least X times as probable as the most probable one (0: off)",
-    "repetition_penalty": "make tokens of the prompt and answer less probable (1: off)",
-    "presence_penalty": "subtract from the logits of tokens in the answer (0: off)",
-    "frequency_penalty": "subtract once for each time a token is in the answer (0: off)",
-    "min_new_tokens": "do not end it by itself before X tokens (0: off)",
+    "temperature": "sampling temperature; 0 is greedy",
+    "top_k": "sample from the X most probable tokens (0: off)",
+    "top_p": "sample from the most probable tokens whose probabilities add up to X (1: off)",
+    "min_p": "sample from tokens at least X times as probable as the most probable one (0: off)",
+    "repetition_penalty": "make tokens that are in the prompt or the answer less probable (1: off)",
+    "presence_penalty": "subtract X from the logits of tokens that are in the answer (0: off)",
+    "frequency_penalty": "subtract X from a token's logit each time it is in the answer (0: off)",
+    "min_new_tokens": "do not end an answer before X tokens (0: off)",
 }
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -49,43 +49,48 @@ def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) 
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", default=TINY,
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
-                       " (default: the tiny model that comes with maxjax)")  # fmt: skip
+                       " (default: tiny, a small model in the package)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
     group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…",
                        help="the mesh to shard over, as in model=4 or model=4,data=2")  # fmt: skip
     group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
     group.add_argument("--activations", choices=["int8", "float"],
-                       help="how a CPU multiplies with quantised weights (default: int8)")  # fmt: skip
+                       help="activations that a CPU multiplies with quantised weights"
+                       " (default: int8)")  # fmt: skip
     if not generates:
         return
     group.add_argument("--cache-dtype", choices=["int8", "float32", "bfloat16", "float16"],
                        help="dtype of the KV cache (default: the model's)")  # fmt: skip
     group.add_argument("--chunk", type=power_of_two, default=512, metavar="N",
-                       help="prompt tokens in one prefill, a power of two (default 512)")  # fmt: skip
+                       help="prompt tokens per prefill step, power of 2 (default 512)")  # fmt: skip
 
 
 def sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of sampling and of reports."""
-    group = parser.add_argument_group("answer", "Without these, as generation_config.json says.")
-    group.add_argument("--max-new-tokens", type=positive, metavar="N", help="end it after N tokens")
+    group = parser.add_argument_group(
+        "answer", "Defaults: generation_config.json, or greedy without that file."
+    )
+    group.add_argument(
+        "--max-new-tokens", type=positive, metavar="N", help="maximum number of tokens"
+    )
     group.add_argument("--stop", action="append", type=text, metavar="TEXT",
-                       help="end it before this text; may be given several times")  # fmt: skip
+                       help="stop before this text; may be repeated")  # fmt: skip
     for name, help_text in _SAMPLING.items():
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=setting(name), metavar="X", help=help_text)
     group.add_argument("--seed", type=seed, metavar="N",
                        help="the same seed gives the same text (default: random)")  # fmt: skip
-    group.add_argument("--system", metavar="TEXT", help="a system message before the chat")
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
     group.add_argument("--template-arg", action="append", type=variable, default=[],
-                       metavar="NAME=VALUE", help="a variable of the chat template, as"
-                       " enable_thinking=false; may be given several times")  # fmt: skip
+                       metavar="NAME=VALUE", help="a variable of the chat template, such as"
+                       " enable_thinking=false; may be repeated")  # fmt: skip
     group = parser.add_argument_group("reports")
     group.add_argument(
-        "--stats", action="store_true", help="times, seed and how it ended, on stderr"
+        "--stats", action="store_true", help="print times, seed and finish reason on stderr"
     )
     group.add_argument("--debug-nans", action="store_true",
-                       help="name the layer that first makes a NaN")  # fmt: skip
+                       help="name the first layer that produces a NaN")  # fmt: skip
 
 
 class LoadedModel(NamedTuple):

@@ -47,8 +47,8 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> Iterable[str | Table]:
     """Shows the memory of weights and KV cache on each device, and whether they fit.
 
-    Only headers are read. With ``--compile`` temporaries are counted as well. The exit code is 1,
-    with the result on stdout, if they do not fit.
+    Only headers are read. With --compile, temporary buffers are counted too. If they do not fit,
+    the exit code is 1, with the result on stdout.
     """
     if (options.batch is None) != (options.length is None):
         options.error("--batch and --length belong together: give both, or neither")

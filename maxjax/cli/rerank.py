@@ -31,7 +31,7 @@ def rerank_arguments(parser: argparse.ArgumentParser) -> None:
         "--answers",
         nargs=2,
         metavar=("YES", "NO"),
-        help="the two answers that a decoder chooses from, one token each",
+        help="the two answers whose logits a decoder compares, one token each",
     )
     parser.add_argument("--activation", choices=["sigmoid", "linear"],
                         help="sigmoid: scores between 0 and 1; linear: logits (default: as the files say)")  # fmt: skip
@@ -39,7 +39,7 @@ def rerank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rerank(options: argparse.Namespace) -> Iterable[str]:
-    """Reranks documents, given or one per line on stdin: JSON lines, the best first."""
+    """Sorts documents, from arguments or stdin, by relevance to QUERY; writes JSON lines."""
     if not options.documents and (sys.stdin is None or sys.stdin.isatty()):
         options.error("no DOCUMENT given, and none on stdin")
     documents = options.documents or stdin_lines()

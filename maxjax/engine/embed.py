@@ -48,7 +48,7 @@ def embed(
     prompt_name: str | None = None,
     **unknown: Any,
 ) -> np.ndarray:
-    """Computes one vector for each text, pooled as the checkpoint's sentence-transformers files say.
+    """Computes one vector per text, pooled as the checkpoint's sentence-transformers files say.
 
     Several processes that share the model's mesh make the call together, with the same arguments,
     and all get the vectors. Without such files (``model.pooling``), an encoder uses the mean over
@@ -58,13 +58,14 @@ def embed(
         model: a text encoder or a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer.
         texts: the texts; an empty text is allowed.
-        batch_size: the largest number of rows in one batch. A row holds one text, or several short
-            ones of an encoder.
-        truncate: whether texts longer than the model's limit are cut; otherwise they are refused.
-        normalize: whether each vector is scaled to length 1; None does as the files say.
-        pooling: the pooling that replaces that of the files: ``"lasttoken"``, ``"mean"``, another
-            name in ``maxjax.models.pooling.POOLINGS``, or a ``Pooling``.
-        prompt: a text that is put before every text.
+        batch_size: the maximum number of rows in one batch. A row holds one text, or several short
+            texts of an encoder.
+        truncate: whether to truncate texts longer than the model's limit; otherwise they are an
+            error.
+        normalize: whether to scale each vector to length 1; None follows the files.
+        pooling: the pooling to use instead of that of the files: ``"lasttoken"``, ``"mean"``,
+            another name in ``maxjax.models.pooling.POOLINGS``, or a ``Pooling``.
+        prompt: a text to put before every text.
         prompt_name: the name of a prompt in the files, used as ``prompt``. Without either, the
             files' default prompt is used if they have one.
 
@@ -77,8 +78,7 @@ def embed(
         UserInputError: there is no tokenizer; a text is too long; the model's weights are not
             loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
             known; the files do not have the named prompt.
-        UnsupportedModelError: the files ask for a step that maxjax does not support
-            (a NotImplementedError).
+        UnsupportedModelError: the files configure a module that maxjax does not support.
         ProgramMismatchError: the model, a text or an option is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """

@@ -80,7 +80,7 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
             others = some([n for n in names if n.endswith(".gguf")], 5) or "no GGUF file"
             raise CheckpointMissingError(
                 f"the repository has no file {file!r}",
-                path=repo, found=others, hint="Name a file that is there.",
+                path=repo, found=others, hint="Pass the name of an existing file.",
             )  # fmt: skip
         weights = _parts(file, names)
     else:

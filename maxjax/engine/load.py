@@ -106,54 +106,54 @@ def load(
 ) -> Any:
     """Opens a checkpoint and loads its model.
 
-    The layers of a decoder are a LayerStack, compiled once, except on GPUs, where each keeps its own
-    weights, because XLA would copy them out of a stack for every token; ``Decoder.stack_for`` says
-    when. That is decided by the platform of ``mesh``, or of the default device, before anything is
-    read. Names, files and results are the same in both forms.
+    The layers of a decoder become a LayerStack, which is compiled once. On GPUs each layer keeps
+    its own weights instead, because XLA would copy them out of a stack for every token
+    (``Decoder.stack_for``). The platform of ``mesh``, or of the default device, decides this before
+    anything is read. Names, files and results are the same in both forms.
 
     Args:
-        path: a directory with ``config.json`` and weights, a file of weights with
-            ``config.json`` beside it, or a GGUF file, whose metadata includes the config. If there
-            is no such path: a name on the Hugging Face hub (``org/name``, ``org/name@revision``
-            or ``org/name/file.gguf``), or ``"tiny"``, the small model that comes with maxjax.
+        path: a directory with ``config.json`` and weights, a weights file with ``config.json`` in
+            the same directory, or a GGUF file, whose metadata includes the config. If there is no
+            such path: a name on the Hugging Face hub (``org/name``, ``org/name@revision``
+            or ``org/name/file.gguf``), or ``"tiny"``, a small model in the maxjax package.
         dtype: dtype of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
             keeps the checkpoint's dtype, and keeps quantised weights quantised.
         reduce_dtype: dtype in which norms, softmax and pooling are computed. With ``"bfloat16"``
-            and ``dtype="bfloat16"`` the whole model is computed in 16 bits.
-        mesh: the mesh over which the weights are sharded (``make_mesh``); the shard of each device
-            is read separately. Several processes that share it make the call together; each reads
-            what its devices hold, and none returns before all have.
-        config: the content of ``config.json``, or the path of another config, to use instead.
-        verify: when checksums are compared with the data: ``"auto"`` when a tensor is read as a
-            whole, which costs next to nothing; True always; False never.
+            and ``dtype="bfloat16"``, the complete model is computed in 16 bits.
+        mesh: the mesh over which the weights are sharded (``make_mesh``); each device reads only
+            its shards. All processes that share the mesh must make the call; each reads what its
+            devices hold, and all return together.
+        config: the content of a ``config.json``, or the path of one, to use instead.
+        verify: when to check checksums: ``"auto"`` when a complete tensor is read, which costs
+            almost nothing; True always; False never.
         revision: a branch, tag or commit on the hub.
-        filename: the file with the weights, of a repository or directory that has several.
+        filename: the weights file to use, if a repository or directory has several.
         token: the token for the hub; True for the one that ``hf auth login`` saved, False for none.
-            By default that one, or ``HF_TOKEN``.
-        cache_dir: the directory of downloaded files; by default that of huggingface_hub
+            The default is ``HF_TOKEN``, or the saved token.
+        cache_dir: the directory for downloaded files; by default that of huggingface_hub
             (``HF_HUB_CACHE``).
-        local_files_only: whether nothing is downloaded, and the hub not even asked: what is in the
-            cache is used as it is. These three have no effect on a path.
-        limits: the limits on weights, config and tokenizer, to raise where an error message says
-            that a file exceeds one.
+        local_files_only: whether to use only the cache, without a network connection. ``token``,
+            ``cache_dir`` and ``local_files_only`` have no effect on a path.
+        limits: the limits on weights, config and tokenizer; raise one if an error message says that
+            a file exceeds it.
         tokenizer: False loads the model alone, without its tokenizer.
-        tie: whether the output head is the embedding table; True ignores a head in the file. None
-            does as the config says, unless the file has a head with other values: the two are then
-            not tied, and a warning says so.
+        tie: whether the output head is tied to the embedding table; True ignores a head in the
+            file. None follows the config, unless the file has a head with other values: then the
+            two are not tied, and a warning says so.
         activations: how kernels for CPUs multiply with quantised weights: ``"int8"`` rounds the
             activations to 8 bits in groups of 32 numbers, much as llama.cpp does; ``"float"`` keeps
-            them, which takes several times as long. None is
-            ``"int8"`` for a model on CPUs. Derivatives and exported programs keep them in any case.
-        compile: one spec for each argument of the model, as for ``Module.compile``: a program for
-            them is compiled in another thread while the weights are read.
+            float activations, which takes several times as long. The default, None, is
+            ``"int8"`` for a model on CPUs. Gradients and exported programs always use floats.
+        compile: one spec for each argument of the model, as for ``Module.compile``: the program for
+            these arguments is compiled in another thread while the weights are read.
 
     Returns:
         The model and its tokenizer, which is None if there is none or ``tokenizer=False``; with
         ``compile`` the compiled program as the third value.
 
     Raises:
-        CheckpointError: the checkpoint is missing, corrupt or does not fit the model; the subclass
-            says which, and the message where.
+        CheckpointError: the checkpoint is missing, corrupt or does not match the model; the
+            subclass says which, and the message says where.
         UnsupportedModelError: the model has an architecture that maxjax does not support.
         UserInputError: ``dtype`` or ``reduce_dtype`` is not a float dtype, or ``activations`` neither
             "int8" nor "float".
@@ -283,7 +283,7 @@ def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | Non
             found = gguf_tokenizer(weights.metadata, path=path, beside=directory)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"{error}. Put the model's tokenizer.json beside the file, or load the model alone"
+                f"{error}. Put the model's tokenizer.json into the same directory, or load the model alone"
                 " with tokenizer=False."
             ) from None
     return found or tokenizer_in(directory)

@@ -195,16 +195,16 @@ class TreeLook(Mapping[str, ArrayLook]):
 
 
 def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
-    """Shows what values are like: statistics, a histogram, an image.
+    """Shows the values of arrays: statistics, a histogram, an image.
 
     They are computed where the array is, on one device or a mesh, and only the results are copied.
     Several processes call it together.
 
     Args:
-        what: a Weight, an array, a WeightData or a place of a checkpoint (which is then read), a
+        what: a Weight, an array, a WeightData or a cursor of a checkpoint (which is then read), a
             QuantArray; a Module or another pytree with arrays, for a table; or a Sharding, mesh or
             ShardingStrategy, for :func:`maxjax.draw_sharding`.
-        name: name to be shown, where it has none.
+        name: name to show, for an array without one.
 
     Returns:
         An object that shows itself as text or, in a notebook, with pictures, and has the numbers as

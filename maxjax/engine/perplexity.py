@@ -98,12 +98,12 @@ def perplexity(
         model: a decoder whose weights are loaded, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer.
         text: the text, of at least two tokens.
-        context: the number of tokens in a window, at least 2; by default 512, or as many as the
-            model takes if those are fewer. A larger context gives a lower perplexity: only figures
-            of the same context and stride can be compared.
+        context: the number of tokens in a window, at least 2; by default 512, or the model's
+            context length if that is shorter. A larger context gives a lower perplexity: compare
+            only figures of the same context and stride.
         stride: the number of tokens between the beginnings of two windows, at most ``context``; by
             default half of ``context``. The smaller it is, the longer the computation takes.
-        batch_size: the largest number of windows that are computed at a time.
+        batch_size: the maximum number of windows that are computed at a time.
 
     Raises:
         TypeError: the text is not a str.

@@ -44,10 +44,10 @@ class Freed:
 def free(*what: Module | Weight, delete: bool = False) -> Freed:
     """Frees the values of Modules and Weights: they become placeholders, and can be loaded again.
 
-    References are dropped, and nothing is deleted that somebody else still holds: an array that another
-    Module has as well (``maxjax.quantize`` and ``jax.tree.map`` share what they do not change), that you
-    keep in a variable, or that an optimizer has, stays there, and the result says how much that is. What
-    ties, stacks or parts share is freed once, and freeing again does nothing.
+    Only references are dropped. An array that something else still holds stays in memory: another
+    Module (``maxjax.quantize`` and ``jax.tree.map`` share the arrays that they do not change), a
+    variable, or an optimizer. The result says how many bytes stay. Arrays that ties, stacks or
+    parts share are freed once, and freeing again does nothing.
 
     Args:
         what: Modules and Weights. A layer of a LayerStack cannot be freed alone, because the weights

@@ -41,8 +41,9 @@ def rerank(
 ) -> np.ndarray:
     """Computes how well each document answers a query; a larger score is a better answer.
 
-    ``maxjax.rerank(…).argsort()[::-1]`` gives the documents' numbers, the best first. As in ``embed``, short
-    pairs are computed side by side, and several processes that share the model's mesh make the call together.
+    ``maxjax.rerank(…).argsort()[::-1]`` gives the indices of the documents, the best first. As in
+    ``embed``, short pairs are packed into rows, and all processes that share the model's mesh must
+    make the call.
 
     Args:
         model: an encoder with a classification head of one label (``…ForSequenceClassification``), or a
@@ -50,10 +51,10 @@ def rerank(
         tokenizer: the model's tokenizer.
         query: the query.
         documents: the documents; an empty one is allowed.
-        batch_size: the largest number of rows in one batch.
-        truncate: whether pairs longer than the model's limit are cut, the longer text first; otherwise
-            they are refused. A template is never cut.
-        activation: "sigmoid" or "linear"; None does as the model's files say, and without them as
+        batch_size: the maximum number of rows in one batch.
+        truncate: whether to truncate pairs longer than the model's limit, the longer text first;
+            otherwise they are an error. A template is never truncated.
+        activation: "sigmoid" or "linear"; None follows the model's files, and without them
             sentence-transformers: "sigmoid" for an encoder, "linear" for a decoder.
         template: the text that a decoder reads, with ``{query}`` and ``{document}`` in it. Special tokens
             are written as text, and the tokenizer adds none.

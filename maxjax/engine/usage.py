@@ -122,10 +122,10 @@ def size(nbytes: int | None) -> str:
 
 
 def memory() -> Memory:
-    """Counts what lies on each device of this process and on its host, and which Modules hold it.
+    """Counts the memory in use on this process's devices and host, and which Modules hold it.
 
-    Nothing is copied from a device. It looks at all objects of the process, which takes about
-    50 ms.
+    Nothing is copied from a device. The function inspects all objects of the process, which takes
+    about 50 ms.
 
     Example:
         >>> import maxjax

@@ -40,27 +40,27 @@ def from_torch(
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
-    """Puts the weights of a torch module into a maxjax Module, by their names.
+    """Copies the weights of a torch module into a maxjax Module, by name.
 
     Values are copied, in any dtype, also of tensors that are transposed, tied, on a GPU, or that require gradients.
 
     Args:
         source: torch module, or its ``state_dict()``: tensors, or other arrays, by name.
-        model: Module to fill, which is changed and returned. None makes the model of a module of transformers by its
-            config.
+        model: Module to load into, which is changed and returned. None builds the model from the
+            config of a transformers module.
         config: without a model: content of a ``config.json``, if ``source`` has no config.
         dtype: without a model: float dtype of its weights; None keeps each tensor's.
         mesh: without a model: mesh over which its weights are sharded.
-        rename: table of names, where those of the model differ: ``{"fc.*": "layers.*"}``, with layouts where axes lie
-            differently, as of ``maxjax.interop.nnx.load``; or a function of a name. None as a value leaves a
-            tensor out.
+        rename: table of names, if those of the model differ: ``{"fc.*": "layers.*"}``, with layouts
+            if the axis order differs, as for ``maxjax.interop.nnx.load``; or a function of a name.
+            None as a value ignores a tensor.
         cast: whether to convert between float widths; otherwise dtypes must be equal.
-        strict: whether tensors that are missing, or fit no weight, are errors.
+        strict: whether missing tensors, and tensors that match no weight, are errors.
 
     Raises:
         UserInputError: there is neither a model nor a config, or arguments do not go together; a value is not an array.
         UnsupportedModelError: the config names a model that maxjax does not have.
-        ValueError: names, shapes or dtypes do not fit; the message lists all that do not.
+        ValueError: names, shapes or dtypes do not match; the message lists all differences.
 
     Example:
         >>> import numpy as np

@@ -106,8 +106,8 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         UserInputError: the model has LoRA weights already.
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
-        UnsupportedModelError: the adapter is of another method, or of a form of LoRA that is not supported (DoRA,
-            trained biases, whole modules).
+        UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
+            not supported (DoRA, trained biases, complete modules).
         NotImplementedError: it has weights for layers that are not linear.
     """
     directory = Path(path)

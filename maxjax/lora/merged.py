@@ -33,9 +33,9 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
 
     Args:
         model: a loaded model with LoRA weights; it is not changed.
-        keep: whether A and B stay beside the merged weights, unused, for :func:`unmerge`.
-        requantize: whether quantised base weights are dequantised, and quantised again with the update, which
-            rounds them once more; otherwise they are an error.
+        keep: whether to keep A and B, unused, for :func:`unmerge`.
+        requantize: whether to dequantise quantised base weights, and quantise them again with the
+            update, which rounds them once more; otherwise they are an error.
 
     Raises:
         UserInputError: there are no LoRA weights, they are merged already, the model is not loaded, a base weight

@@ -38,21 +38,22 @@ def add(
 ) -> M:
     """Adds LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
 
-    The base weights stay as they are and where they are, quantised ones too: then gradients reach A and B
-    only (QLoRA). In a LayerStack A and B are stacked, on a mesh they are split as the base weight. The new
-    weights are called ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, so that
-    ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
+    The base weights and their sharding do not change. They may be quantised: then gradients flow to
+    A and B only (QLoRA). In a LayerStack A and B are stacked, and on a mesh they are split like the
+    base weight. The new weights are named ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``,
+    so that ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
 
     Args:
         model: any Module; it is not changed, and shares its arrays with the result.
-        patterns: glob patterns (``"layers.*.q_proj"``) or ends (``"q_proj"``) of the names of linear layers;
-            None means all but a language model's head and what belongs to mixtures of experts.
+        patterns: glob patterns (``"layers.*.q_proj"``) or endings (``"q_proj"``) of the names of
+            linear layers; None means all except a language model's head and those in mixtures of
+            experts.
         rank: r, the rank of the updates.
-        alpha: the updates' scale is ``alpha / r``; None means r, that is a scale of 1.
+        alpha: the scale of the updates is ``alpha / r``; None means r, so a scale of 1.
         rslora: whether the scale is ``alpha / √r``.
         dtype: dtype of A and B. Their products are added in the wider of it and the result's.
-        key: random key; A is uniform in ±1/√in, B zero, so that the result computes what the model does. Without
-            it A and B have no values yet, for ``maxjax.init``, a load or a plan.
+        key: random key; A is uniform in ±1/√in, B zero, so that the result computes the same as the
+            model. Without a key, A and B are placeholders, for ``maxjax.init``, a load or a plan.
 
     Raises:
         UserInputError: a pattern names no linear layer, an option cannot be used, the model has LoRA weights
@@ -129,7 +130,7 @@ def _attach(model: Module, target: TargetLayer, adapter: Adapter, dtype: DType) 
 
 
 def remove(model: M) -> M:
-    """Removes the LoRA weights: a new model with the base weights as they are.
+    """Removes the LoRA weights: returns a new model with the unchanged base weights.
 
     Raises:
         UserInputError: the model has no LoRA weights.

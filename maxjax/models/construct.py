@@ -36,14 +36,14 @@ def build(
 ) -> PretrainedModel:
     """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
-    ``model.load_state_dict(weights)`` then fills it. Values are read in one case only: if the
-    configuration ties the head to the embedding table and the file holds both, with the same dtype
-    and shape. Then they are compared, up to the first value that differs.
+    ``model.load_state_dict(weights)`` then loads the values. ``build`` reads values in one case
+    only: if the configuration ties the head to the embedding table and the file holds both, with
+    the same dtype and shape. Then they are compared, up to the first value that differs.
 
     Args:
         weights: checkpoint, of which only headers are read; or arrays by a checkpoint's names, with a ``config``.
-        config: content of ``config.json``, or the path of one; by default the one
-            beside the weights, or the metadata of a GGUF file.
+        config: content of a ``config.json``, or its path; by default the one in the directory of
+            the weights, or the metadata of a GGUF file.
         dtype: dtype of all weights; None keeps each tensor's own from the checkpoint, also
             quantised ones in layers that compute with them. Loading another dtype than the
             file's needs ``load_state_dict(..., cast=True)``.
@@ -56,8 +56,8 @@ def build(
             logged.
 
     Raises:
-        UnsupportedModelError: the configuration names a model that maxjax does not have.
-        CheckpointError: the configuration is missing or broken.
+        UnsupportedModelError: the configuration names an architecture that maxjax does not support.
+        CheckpointError: the configuration is missing or invalid.
     """
     given = not isinstance(weights, Weights)
     if isinstance(weights, GGUFWeights):

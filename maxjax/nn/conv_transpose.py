@@ -25,9 +25,9 @@ class ConvTranspose1d(Module):
         in_channels, out_channels: numbers C and O of channels.
         dtype: dtype of weight and bias.
         stride: distance in the result between neighbouring inputs.
-        padding: number of places cut off before and after the result.
+        padding: number of positions removed before and after the result.
         dilation: distance in the result between neighbouring kernel elements.
-        output_padding: number of places added at the end of the result.
+        output_padding: number of positions added at the end of the result.
         device: device that the weights are declared on.
         has_bias: whether there is a bias.
         permute: whether layouts, the weight's too, are PyTorch's.

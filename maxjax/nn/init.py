@@ -193,7 +193,7 @@ def partition(
 
     Returns:
         Two Modules of the same class, each with None where the other has the value;
-        ``merge`` combines them. Nothing is copied.
+        ``merge`` combines them. No array is copied.
 
     Raises:
         UserInputError: a pattern names no weight, or takes some of the layers of a LayerStack only.
@@ -235,7 +235,7 @@ def _untrained(model: Module) -> set[str]:
 
 
 def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
-    """Makes a function that returns a Module with labels in place of values.
+    """Makes a function that returns a Module with labels instead of values.
 
     ``optax.multi_transform`` takes it as labels, ``optax.masked`` with bools as a mask. They call whatever
     can be called, as a Module can, so that they take the function and not the Module.

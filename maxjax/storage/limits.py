@@ -21,7 +21,7 @@ from ..errors import CheckpointLimitError, UserInputError, closest, integer_text
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on a file; one that exceeds them is refused with CheckpointLimitError.
+    """Limits on what a file may contain; exceeding one raises a CheckpointLimitError.
 
     The error names the field to raise, with ``limits=`` of ``maxjax.load``, ``load_weights`` and
     the other functions that open files, or with ``--limit`` on the command line. All fields are

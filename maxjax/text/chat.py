@@ -38,7 +38,7 @@ def apply_chat_template(
         kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
-        UserInputError: there is no message or no template; or the template refuses the messages,
+        UserInputError: there is no message or no template; or the template rejects the messages,
             fails, or exceeds its time or memory.
         TypeError: a message is not a dict.
 

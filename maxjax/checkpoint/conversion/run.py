@@ -59,18 +59,18 @@ def convert(
         to: format, "safetensors", "gguf" or "orbax"; by default that of the destination's suffix,
             and safetensors for a directory.
         dtype: dtype that float tensors are converted to and quantised tensors dequantised to.
-        quantize: what the large weights of a GGUF file are quantised to: a type, such as "q8_0", "q4_0"
-            or "q4_k", or one of llama.cpp's mixtures, such as "q4_k_m" (``docs/quantization.md``
-            lists them).
-        importance: importance matrix that weighs the errors of quantised weights: path of a GGUF file
+        quantize: type of the linear layers and embedding tables of a GGUF file: one type, such as
+            "q8_0", "q4_0" or "q4_k", or one of llama.cpp's mixtures, such as "q4_k_m"
+            (``docs/quantization.md`` lists them).
+        importance: importance matrix that weights the quantisation errors: path of a GGUF file
             from ``llama-imatrix``, or the result of ``maxjax.calibrate``. Weights that it lacks are
             quantised without.
         max_shard_size: maximum size of each safetensors file of a directory.
         limits: limits of what is read, as in ``maxjax.load``.
         watch: progress callback: it is called with the number of bytes to write, and returns a
             function that is called with the size of each piece when that is written.
-        overwrite: whether to replace a checkpoint at the destination. A step of orbax replaces
-            nothing: it is added to the steps that are there.
+        overwrite: whether to replace a checkpoint at the destination. An orbax step never replaces
+            another: it is added to the existing steps.
 
     Names, shapes and values of the new checkpoint are those of Hugging Face, in a GGUF file those
     of llama.cpp; configuration, tokenizer and similar files are converted too. A checkpoint at the

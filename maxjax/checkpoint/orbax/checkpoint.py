@@ -236,7 +236,7 @@ def _directory(root: str, step: int | None) -> str:
             path=directory,
             expected=str(step),
             found=steps,
-            hint="Name a step that is there.",
+            hint="Pass an existing step.",
         )
     return directory
 

@@ -87,7 +87,7 @@ class NewStep:
             if os.path.lexists(os.path.join(root, str(self.number))):
                 hint = "Save another step, or delete this one first: steps are not overwritten."
                 path = os.path.join(root, str(self.number))
-                raise save_failed("the step is there already", path, errno.EEXIST, hint)
+                raise save_failed("the step exists already", path, errno.EEXIST, hint)
             staging.require_space(self.needed + _EXTRA_BYTES)
         except BaseException:
             staging.close()

@@ -88,15 +88,15 @@ class Conversation(Rendered):
         self._prompt([{"role": "user", "content": "?"}])  # raises now if there is no template
 
     def say(self, text: str) -> Stream:
-        """Sends a message of the user, and streams the answer.
+        """Sends a user message, and streams the answer.
 
         Once the stream ends, is closed or is dropped, the message and the answer are added to
-        :attr:`messages`, unless not one token was generated. The next call of ``say`` ends an
-        answer that is still being streamed.
+        :attr:`messages`, unless no token was generated. The next call of ``say`` ends an answer
+        that is still being streamed.
 
         Raises:
             UserInputError: the chat is longer than the model's context (see :meth:`make_room`), or
-                the template refuses it.
+                the template rejects it.
             TypeError: ``text`` is not a str.
         """
         self._interrupt()
@@ -139,9 +139,9 @@ class Conversation(Rendered):
         return self._request.batch(prompt, key, self._chunk, self._cache_dtype, together)
 
     def make_room(self, text: str, tokens: int | None = None) -> int:
-        """Leaves the oldest turns out of the prompt until ``text`` and an answer to it fit.
+        """Drops the oldest turns from the prompt until ``text`` and an answer to it fit.
 
-        System messages at the beginning stay in the prompt. Messages that are left out stay in
+        System messages at the beginning stay in the prompt. Dropped messages stay in
         :attr:`messages`, but the model does not see them again before :meth:`reset`.
 
         Args:
@@ -150,11 +150,11 @@ class Conversation(Rendered):
                 but at most a quarter of the context, so that the next turns fit as well.
 
         Returns:
-            The number of messages that are newly left out; 0 if all fits, or if ``text`` does not
-            fit even by itself, which :meth:`say` refuses.
+            The number of messages that were dropped by this call; 0 if everything fits, or if
+            ``text`` alone does not fit, for which :meth:`say` raises an error.
 
         Raises:
-            UserInputError: the template refuses the chat.
+            UserInputError: the template rejects the chat.
         """
         longest = self._request.longest
         if tokens is None:

@@ -28,7 +28,7 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
         finite.
 
     Raises:
-        UserInputError: the model refuses the token ids.
+        UserInputError: the token ids are not valid for the model.
         UnsupportedModelError: the weights are sharded over the devices of several processes.
 
     Example:

@@ -51,19 +51,19 @@ def generate(
         tokenizer: the model's tokenizer; with None, prompts are token ids and completions have no
             text.
         prompts: a text or its token ids, or a list of either.
-        max_new_tokens: the largest number of tokens of an answer; by default that of
+        max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
-        stop: a stop string or several; they end an answer and are not part of it.
+        stop: one or more stop strings; they end an answer and are not part of it.
         eos_ids: the token ids that end an answer; by default those of the checkpoint, () for none.
         key: the random key, ``jax.random.key(0)`` by default; greedy sampling uses none. The same
             key gives the same texts, on any mesh and in any batch.
         sampling: how the next token is chosen; by default as in ``generation_config.json``, or
             greedy without that file.
-        batch_size: the largest number of prompts that are generated together.
-        chunk: the largest number of prompt tokens in one prefill; a power of two.
-        cache_dtype: dtype of the KV cache, the model's by default; ``"int8"`` halves a bfloat16
-            cache, and changes results a little.
-        values: single settings of :class:`Sampling` in the place of ``sampling``:
+        batch_size: the maximum number of prompts in one batch.
+        chunk: the maximum number of prompt tokens in one prefill step; a power of two.
+        cache_dtype: dtype of the KV cache, by default the model's; ``"int8"`` halves the size of a
+            bfloat16 cache, and changes results slightly.
+        values: single settings of :class:`Sampling` instead of ``sampling``:
             ``temperature=0.7``, ``top_p=0.9`` …
 
     Returns:
@@ -341,14 +341,15 @@ def stream(
     cache_dtype: Any = None,
     **values: Any,
 ) -> Stream:
-    """Generates text from one prompt, and gives it piece by piece.
+    """Generates text from one prompt, and yields it piece by piece.
 
     The arguments are those of :func:`generate`, and the pieces together are its result. No piece
     ends within a character, and text that may be the beginning of a stop string is held back until
-    that is decided. Of several processes each gets the pieces, at the pace of the slowest.
+    it is certain. If there are several processes, each gets the pieces, at the pace of the slowest.
 
     Returns:
-        An iterator of str; its ``completion`` is the whole answer, with its tokens and finish reason.
+        An iterator of str; its ``completion`` is the complete answer, with tokens and finish
+        reason.
 
     Raises:
         UserInputError, TypeError, FloatingPointError: the same errors as for :func:`generate`.

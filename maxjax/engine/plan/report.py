@@ -276,17 +276,19 @@ def plan(
         mesh: a jax Mesh or AbstractMesh, or the sizes of its axes: ``{"model": 8}`` or
             ``"model=8,data=2"``.
         dtype: dtype in which floats would be stored; None for the present dtypes.
-        batch, length: number of sequences, and of tokens of each, of a KV cache to be counted.
+        batch, length: size of a KV cache to count: the number of sequences, and of tokens in each.
         cache_dtype: dtype of the KV cache; by default that of most weights.
-        rules: sharding rules that precede the model's own, as for ``Module.to``.
+        rules: sharding rules that override the model's own, as for ``Module.to``.
         hbm: memory of a device in bytes, or as ``"80GB"`` or ``"16GiB"``; by default what the
             devices of a real mesh report, or the known memory of their kind.
         limits: the limits of ``maxjax.load``.
-        device: a kind and number of devices, which need not be there: ``"v5e:2x4"``,
-            ``"v5p:2x2x2"``, ``"h200:8"``. Its meshes are compared, and without ``mesh`` the best is
-            planned for; without ``batch`` and ``length``, one sequence of 8,192 tokens.
-        compile: such a topology, for which XLA compiles the programs that ``maxjax.generate`` runs:
-            temporaries are then counted. It needs the compiler and no device.
+        device: a kind and number of devices, which this machine need not have: ``"v5e:2x4"``,
+            ``"v5p:2x2x2"``, ``"h200:8"``. Its meshes are compared; without ``mesh``, the plan is
+            for the best one, and without ``batch`` and ``length``, for one sequence of 8,192
+            tokens.
+        compile: devices in the same notation, for which XLA compiles the programs that
+            ``maxjax.generate`` runs, to count temporary buffers too. It needs the compiler, but no
+            device.
 
     Raises:
         UserInputError: an option is invalid, or the size of the KV cache is not known.

@@ -27,20 +27,21 @@ def calibrate(
 ) -> Importance:
     """Computes a language model's importance matrix: mean squared inputs of its linear layers.
 
-    ``maxjax.quantize(..., importance=...)`` and ``maxjax convert --importance`` weigh the errors of a
-    weight with it, so that what the texts need is more exact. As for ``llama-imatrix``, a few hundred
-    chunks of text like that which the model is to write are enough. Experts have their own: the inputs of the tokens
-    that chose them. The texts are joined and cut into chunks; the rest that fills no chunk is left
-    out, unless there is nothing else.
+    ``maxjax.quantize(..., importance=...)`` and ``maxjax convert --importance`` weight the
+    quantisation errors by it, so that the inputs that occur in the texts are quantised more
+    accurately. As for ``llama-imatrix``, a few hundred chunks of typical text are enough. For an
+    expert, only the tokens routed to it count. The texts are joined and split into chunks; an
+    incomplete last chunk is ignored, unless it is the only one.
 
     Args:
-        model: decoder whose weights are loaded; weights may be sharded, stacked, or quantised.
-        tokenizer: its tokenizer; None if ``texts`` are token ids.
+        model: a decoder whose weights are loaded; weights may be sharded, stacked, or quantised.
+        tokenizer: the model's tokenizer; None if ``texts`` are token ids.
         texts: one or more texts, or lists of token ids.
-        length: number of tokens in a chunk, each of which is run by itself.
+        length: number of tokens in a chunk; chunks are run separately.
 
     Returns:
-        The matrix by the checkpoint's names of the weights; ``save`` writes it as llama.cpp does.
+        The matrix, by the checkpoint's names of the weights; ``save`` writes it in llama.cpp's
+        format.
 
     Raises:
         UserInputError: the model is no decoder or is not loaded, or there is no text.

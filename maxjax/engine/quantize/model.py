@@ -48,22 +48,24 @@ def quantize(
 ) -> Quantized[M]:
     """Quantises the weights of a loaded model, one after the other, on the devices that hold them.
 
-    The result is a new model; the given one is not changed. It is as one that was loaded from a file of
-    these blocks: it generates, is saved, stacked and sharded as before, with the same names. Weights of linear
-    layers, experts and embedding tables are quantised, norms and biases never. A tied head is
-    quantised once, with the table. Each device encodes its own part: shardings stay as they are.
+    The result is a new model, equal to one that was loaded from a file with these blocks: it
+    generates, is saved, stacked and sharded as before, with the same names. The given model is not
+    changed. Weights of linear layers, experts and embedding tables are quantised, norms and biases
+    never. A tied head is quantised once, together with the embedding table. Each device encodes its
+    own shard, so shardings do not change.
 
     Args:
-        model: Module whose weights are loaded, in floats.
-        to: type of the blocks: "q8_0", "q6_k", "q5_k", "q4_k", "q4_0" or "mxfp4"; or one of llama.cpp's
-            mixtures of these, such as "q4_k_m", which need a model with a configuration. A row
-            that is not complete blocks of the type gets Q8_0 if it can, or stays as it is. None
-            quantises what ``patterns`` name.
-        patterns: types, or None for floats, of the weights whose names fit glob patterns, in place of
-            ``to``: a mapping or pairs, of which the first that fits counts. Names are the checkpoint's.
+        model: a Module whose weights are loaded, as floats.
+        to: quantisation type: "q8_0", "q6_k", "q5_k", "q4_k", "q4_0" or "mxfp4"; or one of
+            llama.cpp's mixtures of these, such as "q4_k_m", which need a model with a
+            configuration. Rows that cannot be divided into complete blocks of the type get Q8_0, or
+            stay floats. None quantises only the weights that ``patterns`` name.
+        patterns: types, or None for floats, by glob patterns over the checkpoint's names, which
+            override ``to``: a mapping or pairs; the first pattern that matches is used.
         importance: importance matrix from :func:`maxjax.calibrate` or a file
             (:func:`~maxjax.engine.quantize.importance.load_importance`): for each weight the mean squares
-            of its inputs, ``[in]``, which weigh the errors. Weights that it lacks are quantised without.
+            of its inputs, ``[in]``, which weight the errors. Weights that it lacks are quantised
+            without.
         activations: how kernels for CPUs multiply with quantised weights, as for ``maxjax.load``: None
             is "int8" for a model on CPUs.
 
@@ -71,10 +73,11 @@ def quantize(
         The model and the report, a table of bytes and errors.
 
     Raises:
-        UserInputError: weights are not loaded, or are quantised already; a pattern fits no weight;
-            a device's part of a row is not complete blocks; a value is not finite.
-        NotImplementedError: weights cannot stay quantised in memory as this type, or lie on devices of
-            several processes.
+        UserInputError: weights are not loaded, or are quantised already; a pattern matches no
+            weight; a device's part of a row cannot be divided into complete blocks; a value is not
+            finite.
+        NotImplementedError: weights cannot stay quantised in memory as this type, or are on devices
+            of several processes.
 
     If layers of a stack get different types, as in most mixtures, they are unstacked.
 

@@ -341,7 +341,7 @@ class ShardingStrategy(Rendered):
 
     @classmethod
     def tensor_parallel(cls, num_devices: int) -> ShardingStrategy:
-        """Splits each weight of a whole layer as tensor parallelism requires."""
+        """Splits each weight of a complete layer as tensor parallelism requires."""
         return cls(num_devices, ByModule("tensor_parallel"))
 
     @classmethod

@@ -102,16 +102,16 @@ class CheckpointSource:
 
 
 class Weights(Rendered):
-    """A cursor: a place in the tree of names of a checkpoint.
+    """A cursor: a position in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
-    are the same place; neither fails if there is no tensor, which :meth:`exists` tells. Names
-    that start with an underscore and the names of the methods, ``keys`` and ``items`` among them,
-    are reached by index only: as an attribute the method wins.
+    are the same position. Neither fails if there is no tensor; :meth:`exists` tests that. Use an
+    index for names that start with an underscore or are names of methods, such as ``keys`` and
+    ``items``: as an attribute you get the method.
 
-    As a mapping a place holds the tensors at or below it: ``len``, ``in``, iteration, ``keys()`` and
-    ``items()`` use full names. jnp and NumPy accept the place of a tensor as an array, and then
-    read it.
+    As a mapping, a cursor contains the tensors at or below it: ``len``, ``in``, iteration,
+    ``keys()`` and ``items()`` use full names. jnp and NumPy accept the cursor of a tensor as an
+    array, and then read it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tempfile, os, safetensors.numpy
@@ -171,16 +171,16 @@ class Weights(Rendered):
         return inside and name in self._family.entries
 
     def keys(self) -> list[str]:
-        """Full names of the tensors at or below this place, sorted.
+        """Full names of the tensors at or below this position, sorted.
 
-        These names lead to their tensors from any place; other strings used as an index are relative
-        to the place.
+        These names find their tensors from any position; other strings used as an index are
+        relative to the position.
         """
         return [_FullName(name) for name in self._below()]
 
     @property
     def name(self) -> str:
-        """The full name of this place; "" at the root."""
+        """The full name of this position; "" at the root."""
         return self._prefix
 
     @property
@@ -198,7 +198,7 @@ class Weights(Rendered):
         return self._prefix in self._family.entries
 
     def items(self) -> Iterator[tuple[str, Weights]]:
-        """Full name and place of every tensor at or below this place, in the order of keys()."""
+        """Full name and cursor of each tensor at or below this position, in the order of keys()."""
         for name in map(str, self.keys()):
             yield name, self._at(name)
 

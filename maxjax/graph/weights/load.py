@@ -142,10 +142,10 @@ def load_weights(
         paths: file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
             sharded set with its index, or several files), an index file, or a list of files
             as in MAX: safetensors, or one GGUF file.
-        verify: when to verify checksums: ``"auto"`` when a whole tensor is read at once, which
+        verify: when to verify checksums: ``"auto"`` when a complete tensor is read, which
             costs almost nothing; True always; False never.
-        limits: limits on what files may request of this process, for files that need more than
-            the defaults; they also apply to the configuration that ``build`` reads.
+        limits: limits on the content of files, for files that need more than the defaults; they
+            also apply to the configuration that ``build`` reads.
 
     Raises:
         CheckpointError: the path is missing, unreadable, corrupt or of an unsupported format;

@@ -201,9 +201,9 @@ class Decoder(PretrainedModel):
     def stack_for(self, place: Any = None) -> Decoder:
         """Stacks the layers unless separate ones are the better form for the devices.
 
-        On a GPU, XLA cannot multiply by a slice of a stack where it lies: a loop over stacked
+        On a GPU, XLA cannot multiply by a slice of a stack in place: a loop over stacked
         layers copies every weight out of its stack for every token, which is three times the
-        traffic. Separate weights are read where they lie, in a program that takes a fraction of a
+        traffic. Separate weights are read in place, in a program that takes a fraction of a
         second longer to compile for each layer. On TPUs the slice is a part of the product and on CPUs our
         kernels take the stack, so there the loop is as fast, and compiled once.
 

@@ -301,7 +301,7 @@ class KVCache(Rendered):
         return self.with_states(states, rewound)
 
     def check_room(self, counts: Any) -> None:
-        """Checks that so many more tokens fit, if the numbers are concrete (outside of ``jax.jit``).
+        """Checks that the cache has room for more tokens, if sizes are concrete (outside of a trace).
 
         Args:
             counts: number of new tokens: one number, or integers ``[B]``.

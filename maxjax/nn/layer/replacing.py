@@ -21,7 +21,7 @@ M = TypeVar("M")
 
 
 def replace(model: M, values: Mapping[str, Any]) -> M:
-    """Makes a new model in which some weights have other values; the given one is not changed.
+    """Returns a new model in which some weights have other values; the given one is not changed.
 
     All other arrays are shared between the two. It works under ``jax.jit`` and ``jax.grad`` too, with
     traced values, and the new model has the same treedef.

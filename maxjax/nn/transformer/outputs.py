@@ -21,7 +21,7 @@ class ReturnLogits(enum.StrEnum):
 
 
 class ReturnHiddenStates(enum.StrEnum):
-    """The hidden states that are returned beside the logits.
+    """The hidden states that are returned in addition to the logits.
 
     ``LAST`` is of each sequence's last token, ``LAST_PER_DEVICE`` the same for each device; ``ALL`` of all
     tokens, ``ALL_NORMALIZED`` after the last norm; ``SELECTED_LAYERS`` those that layers captured.

@@ -304,22 +304,23 @@ def load_tokenizer(
 ) -> Tokenizer | None:
     """Loads the tokenizer of a checkpoint directory; None if it has none.
 
-    It is read from ``tokenizer.json``; without that file, from ``vocab.json`` and ``merges.txt``, or
-    from ``vocab.txt``, like the class of transformers that ``tokenizer_config.json`` names. Special
-    tokens, the largest length and added tokens come from ``tokenizer_config.json``,
+    It is read from ``tokenizer.json``. Without that file, it is read from ``vocab.json`` and
+    ``merges.txt``, or from ``vocab.txt``, as the transformers class that ``tokenizer_config.json``
+    names would; from a SentencePiece ``tokenizer.model``; or from ``tekken.json``. Special tokens,
+    the maximum length and added tokens come from ``tokenizer_config.json``,
     ``special_tokens_map.json`` and ``added_tokens.json``, with transformers' precedence.
 
     Args:
         path: the directory, or a file in it.
-        limits: the limits on the files, to raise where an error message says that one is exceeded.
+        limits: the limits on the files; raise one if an error message says that it is exceeded.
 
     Raises:
         CheckpointMissingError: there is no such directory, or one of two needed files is missing.
         CheckpointFormatError: a file is corrupt; the message names it.
         CheckpointLimitError: a file exceeds ``limits``, or needs too much memory or time; the
             message says what.
-        UnsupportedModelError: the tokenizer is of an unsupported kind, such as SentencePiece's
-            ``tokenizer.model`` alone, or of another class; the message names it.
+        UnsupportedModelError: the tokenizer is of an unsupported kind, such as a tiktoken file, or
+            of an unsupported class; the message names it.
     """
     directory = Path(os.fsdecode(path))
     directory = Path(orbax_checkpoint(directory) or directory)

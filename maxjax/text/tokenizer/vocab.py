@@ -179,7 +179,7 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         if (directory / name).is_file():
             raise UnsupportedModelError(
                 f"{directory / name}: the tokenizer is in the format {what}, which maxjax does not"
-                f" support: put the model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
+                f" support: put the model's tokenizer.json into the same directory ({_WRITE}). {_ALONE}"
             )
     return None
 
@@ -226,7 +226,7 @@ def _kind(
         )
         raise UnsupportedModelError(
             f"{directory}: the tokenizer is in {files}, of {what}; maxjax supports such files of"
-            f" {some(known, 12)}. Put the model's tokenizer.json beside them ({_WRITE}). {_ALONE}"
+            f" {some(known, 12)}. Put the model's tokenizer.json into the same directory ({_WRITE}). {_ALONE}"
         )
     return found
 

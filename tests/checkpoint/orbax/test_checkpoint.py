@@ -381,7 +381,7 @@ def test_steps(tmp_path):
         restore(tmp_path / "nothing", model)
     names = [save(tmp_path, model, step=step).name for step in (None, 7, None, 2, None)]
     assert names == ["0", "7", "8", "2", "9"]
-    with pytest.raises(CheckpointSaveError, match="the step is there already") as caught:
+    with pytest.raises(CheckpointSaveError, match="the step exists already") as caught:
         save(tmp_path, model, step=7)
     assert caught.value.errno == errno.EEXIST
     with pytest.raises(

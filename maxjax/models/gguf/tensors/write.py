@@ -115,7 +115,7 @@ def gguf_tensors(
         Traceback (most recent call last):
         ...
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing. Check
-        that the weights and the configuration are of one model.
+        that the weights and the configuration belong to the same model.
     """
     tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)

@@ -243,22 +243,22 @@ class Patching(Observer):
 
 
 def capture(model: Any, *patterns: str) -> Capture:
-    """Captures inner values of a model in a ``with`` block: ``with capture(model, "layers.*") as c:``.
+    """Captures activations of a model in a block: ``with capture(model, "layers.*") as c:``.
 
-    It observes this model object, and no other: calls of it (and of modules in it) in
-    this thread or task, and maxjax's own programs for it that run in the block (``generate``,
-    ``stream``, ``embed``, ``perplexity``). Functions that the caller has jitted run as they were
-    compiled, and are not observed: use :func:`maxjax.captured` inside of ``jax.jit``.
+    It captures calls of this model object (and of modules in it) in this thread or task, and
+    maxjax's own functions that run it in the block (``generate``, ``stream``, ``embed``,
+    ``perplexity``). It does not capture other models, or functions that you have jitted, which run
+    as they were compiled: use :func:`maxjax.captured` inside ``jax.jit``.
 
     Args:
         model: a Module.
-        patterns: places, as for :func:`maxjax.captured`; without any, what the model itself returns.
+        patterns: name patterns, as for :func:`maxjax.captured`; by default the model's own output.
 
     Returns:
         A context manager that gives a :class:`Capture`: ``c["layers.3.mlp"]``, during the block and after.
 
     Raises:
-        UserInputError: a pattern matches no module; or, when a module runs, a site that it lacks.
+        UserInputError: a pattern matches no module, or names a site that the module does not have.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -278,9 +278,9 @@ def capture(model: Any, *patterns: str) -> Capture:
 
 
 def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
-    """Replaces inner values of a model in a ``with`` block: ``with patch(model, {...}):``.
+    """Replaces activations of a model in a block: ``with patch(model, {...}):``.
 
-    It holds for what :func:`capture` observes.
+    It affects the same calls as :func:`capture`.
 
     Args:
         model: a Module.

@@ -305,9 +305,9 @@ def is_wanted(module: Any) -> bool:
 
 
 def tap(name: str, value: Any) -> Any:
-    """Names a value inside of a Module's computation, so that it can be captured and patched.
+    """Names a value inside a Module's computation, so that it can be captured and patched.
 
-    The place is ``"<name of the module>:<name>"``, where the module is the innermost one that runs.
+    Its name is ``"<name of the module>:<name>"``, where the module is the innermost one that runs.
     Call it once for each value, as :func:`jax.ad_checkpoint.checkpoint_name`; outside of
     :func:`maxjax.capture` and its like it returns the value, and nothing of it is in the compiled program.
 
@@ -338,7 +338,7 @@ def tap(name: str, value: Any) -> Any:
 
 
 def is_tapped(name: str) -> bool:
-    """Whether anyone wants the value of that :func:`tap` of the running Module.
+    """Whether the value of that :func:`tap` of the running Module is captured or patched.
 
     For values that are made only then, as the probabilities that a fast attention does not have.
     """

@@ -19,7 +19,7 @@ from .places import Place, check_model, natural, places, unseen
 
 
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
-    """Makes a function that records inner values: ``(model, *args)`` → ``(result, captures)``.
+    """Makes a function that also returns activations: ``(model, *args)`` → ``(result, captures)``.
 
     The result is that of ``function(model, *args, **kwargs)``. The function is pure: jit it,
     differentiate it with ``has_aux=True``, ``vmap`` and ``scan`` it. Nothing is changed in the model,
@@ -27,25 +27,27 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
 
     Args:
         function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
-        patterns: the places to record, by full name below the Module that is passed: ``"layers.3.mlp"``.
-            ``*`` stands for anything in one part of a name, ``**`` for any number of parts, and
-            the beginning of a name may be left out (``"layers.*"`` for ``model.layers.*``). What is
-            recorded is the module's output; after a colon stands another site: ``:input`` (the
-            first argument), ``:inputs`` (all positional ones), or a value that the module names with
-            :func:`maxjax.nn.tap`, as attention does with ``:weights`` (probabilities after softmax,
-            ``[B, H, T, S]``) and ``:heads`` (each head's output before the projection, ``[B, T, H, D]``).
-            Decoder layers give and take hidden states and a cache: there the output and input
-            are the hidden states, so ``"layers.*"`` is the residual stream after each layer.
+        patterns: the values to record, by module names relative to the Module that is passed:
+            ``"layers.3.mlp"``. ``*`` matches anything in one part of a name, ``**`` any number of
+            parts, and the beginning of a name may be omitted (``"layers.*"`` for
+            ``model.layers.*``). A name alone means the module's output; a site after a colon means
+            another value: ``:input`` (the first argument), ``:inputs`` (all positional ones), or a
+            value that the module names with :func:`maxjax.nn.tap`, as attention does with
+            ``:weights`` (probabilities after softmax, ``[B, H, T, S]``) and ``:heads`` (each head's
+            output before the projection, ``[B, T, H, D]``). Decoder layers take and return hidden
+            states and a cache: their input and output here are the hidden states, so ``"layers.*"``
+            is the residual stream after each layer.
 
     Returns:
         The function; its second result is a :class:`Captures`.
 
     Raises:
-        UserInputError: when it is called: a pattern matches no module, or a site that the module
-            does not have; a module did not run, or runs in a transformation inside of ``function``.
+        UserInputError: when it is called: a pattern matches no module, or names a site that the
+            module does not have; a module did not run, or runs in a transformation within
+            ``function``.
 
-    Where attention weights are asked for, attention is computed by its definition and not by the fast
-    kernel: results agree within rounding. In a stack that holds for all layers of the loop.
+    If attention weights are captured, attention is computed from its definition instead of by the
+    fast kernel; results agree within rounding. In a stack, this affects all layers of the loop.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -74,17 +76,17 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
 
 
 def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
-    """Makes a function that replaces inner values of the model: ``(model, *args)`` → result.
+    """Makes a function that replaces activations of the model: ``(model, *args)`` → result.
 
     Args:
         function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
         patches: a value or a function for each pattern, written as for :func:`captured`. A
-            value has the shape and dtype of the one it replaces, or with a first axis a value
-            for each place that the pattern matches; a Python number fills the shape. A function
+            value has the shape and dtype of the one it replaces, or an additional leading axis with
+            one value for each match of the pattern; a Python number fills the shape. A function
             takes the value and returns another; if it has two required parameters, the second is
-            the number of the layer: a traced integer in a stack, None where a name has no
-            number. Where patterns overlap, later ones get what earlier ones gave; captures see
-            the patched value.
+            the number of the layer: a traced integer in a stack, None if the name has no
+            number. If patterns overlap, later ones receive the results of earlier ones; captures
+            see the patched value.
 
     Raises:
         UserInputError: when it is called: a pattern matches nothing; a value, or what a function
