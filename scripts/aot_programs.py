@@ -20,6 +20,9 @@ _LLAMA = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama8": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                         "num_attention_heads": 32},
+    # Heads of 64, which TPUs keep with the slots last.
+    "llama1": _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                        "num_attention_heads": 32, "tie_word_embeddings": True},
     "llama70": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
                          "num_attention_heads": 64},
     "mixtral22": {
@@ -173,6 +176,7 @@ TABLE = (
     Case("prefill", "llama8", 2, {"model": 1}, 1, 8192),
     Case("prefill", "llama8", 2, {"model": 8}, 8, 8192),
     Case("prefill", "llama8", 2, {"model": 8}, 1, 32768),
+    Case("prefill", "llama1", 2, {"data": 2, "model": 4}, 8, 8192),
     Case("prefill", "gemma3", 6, {"model": 4}, 1, 32768),
     Case("prefill", "mixtral22", 2, {"model": 8}, 1, 8192),
     Case("prefill", "gpt2", 4, {"model": 4}, 8, 1024),
