@@ -51,10 +51,8 @@ ADVICE: dict[str, dict[str, str]] = {
         "LatentAttentionWithRopeFp8 TensorParallelLatentAttentionWithRopeFp8 "
         "DataParallelLatentAttentionWithRopeFp8": _LATENT},
     "nn.comm": {"MulticastPool": _MESH},
-    "nn.comm.ep": {"EPBatchManager EPCommInitializer EPConfig EPCommBuffers "
-                   "calculate_ep_max_tokens_per_rank estimate_ep_memory_usage": _EXPERTS},
-    "nn.comm.ep.ep_config": {"EPConfig calculate_ep_max_tokens_per_rank estimate_ep_memory_usage "
-                             "_ep_fused_moe_requested": _EXPERTS},
+    "nn.comm.ep": {"EPBatchManager EPCommInitializer EPCommBuffers": _EXPERTS},
+    "nn.comm.ep.ep_config": {"_ep_fused_moe_requested": _EXPERTS},
     "nn.comm.ep.ep_kernels": {"fused_silu fused_silu_quantized": _EXPERTS},
     "nn.comm.ep.ep_manager": {"EPBatchManager EPCommInitializer _ep_sync_counter_bytes "
                               "_bound_fused_moe_workspace": _EXPERTS},

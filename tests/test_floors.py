@@ -92,7 +92,7 @@ nn/transformer: sequence outputs transformer distributed_transformer __init__
 nn/moe: routing algorithms experts moe sigmoid_router assignments stacked_moe expert_parallel __init__
 nn: grids row_norms kernels
 nn/attention: multihead_attention
-nn/comm/ep: __init__ ep_config ep_kernels ep_manager
+nn/comm/ep: ep_config __init__ ep_kernels ep_manager
 nn/data_parallelism: split_batch __init__
 nn/parallel: __init__
 nn/sampling: __init__ penalties rejection_sampler

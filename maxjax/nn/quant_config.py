@@ -262,6 +262,20 @@ class QuantConfig:
         return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
 
     @property
+    def mx_element_dtype(self) -> DType:
+        """The dtype of an element of an MX format.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if self.is_mxfp6:
+            e3m2 = self._mxfp6_element_format == "e3m2"
+            return DType.float6_e3m2fn if e3m2 else DType.float6_e2m3fn
+        if not self.is_mx:
+            raise ValueError(f"{self.format.value} is not an MX format")
+        return DType.float4_e2m1fn if self.is_mxfp4 else DType.float8_e4m3fn
+
+    @property
     def is_int8_w8a8(self) -> bool:
         return self.format is QuantFormat.INT8_W8A8
 
