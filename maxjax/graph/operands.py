@@ -84,7 +84,10 @@ def dividends(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _is_integer(x: Any) -> bool:
-    return isinstance(x, int) or hasattr(x, "dtype") and x.dtype.kind in "iu"
+    if not hasattr(x, "dtype"):
+        return isinstance(x, int)
+    dtype = x.dtype.np if isinstance(x.dtype, DType) else x.dtype  # a Weight has a DType
+    return dtype.kind in "iu"
 
 
 def number(x: Any, dtype: Any) -> Any:

@@ -183,7 +183,8 @@ def _loop(
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
     observed = LoopFrame.of(stack, static.live, given, layout)
-    carry = varying_with(carry, arrays, xs, dynamic)
+    # What weights vary over is summed within a layer; a cache and other operands are not.
+    carry = varying_with(carry, xs, dynamic)
     run = _runner(static, sliced, dynamic, observed)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
     collected: dict[int, Any] = {}
