@@ -18,6 +18,8 @@ from .errors import closest
 # DType has members and properties called bool, np and dtype, so the signatures inside the
 # class say builtins.bool and NumpyDType.
 NumpyDType = np.dtype[Any]
+# What NumPy and JAX call a type by.
+_NAMES = (type, np.dtype, str)
 
 
 class finfo:
@@ -105,9 +107,9 @@ class DType(Enum):
 
     def __eq__(self, other: object) -> builtins.bool:
         """Equal to what NumPy and JAX call the same type: ``w.dtype == jnp.float32``, as of an array."""
-        if isinstance(other, type | np.dtype | str):
-            return builtins.bool(self.np == other)
-        return self is other
+        if self is other:  # nearly always, in the keys of programs
+            return True
+        return isinstance(other, _NAMES) and builtins.bool(self.np == other)
 
     __hash__ = Enum.__hash__
 

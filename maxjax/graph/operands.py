@@ -86,8 +86,7 @@ def dividends(a: Any, b: Any) -> tuple[Any, Any]:
 def _is_integer(x: Any) -> bool:
     if not hasattr(x, "dtype"):
         return isinstance(x, int)
-    dtype = x.dtype.np if isinstance(x.dtype, DType) else x.dtype  # a Weight has a DType
-    return dtype.kind in "iu"
+    return DType.of(x.dtype).np.kind in "iu"
 
 
 def number(x: Any, dtype: Any) -> Any:

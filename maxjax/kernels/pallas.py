@@ -1,11 +1,15 @@
-"""What kernels in Pallas share, for GPUs and for TPUs: the device of a program, and results."""
+"""What kernels in Pallas share, for GPUs and for TPUs: the device of a program, results, and limits of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_WIDEST_HEADS = 256
 
 
 def program_device() -> Any:
@@ -17,3 +21,26 @@ def result(shape: tuple[int, ...], like: Any, dtype: Any = jnp.float32) -> jax.S
     """A result of a kernel; ``shard_map`` asks for the axes that it varies over."""
     varying = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def attention_lacks(dtype: Any, q: Any, keys: Any, floats: Collection[Any]) -> str:
+    """Why no kernel computes attention of many queries, on whatever device; "" if one may.
+
+    Args:
+        dtype: dtype of scores and sums.
+        q: queries, whose last axis is that of the heads' width.
+        keys: keys, which may be int8 as well.
+        floats: the dtypes that the kernel takes.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float16)
+        >>> attention_lacks(jnp.float32, shape(4, 512), shape(4, 512), [np.dtype("float16")])
+        'heads are 512 wide, at most 256'
+    """
+    if dtype != jnp.float32:
+        return f"scores are in {np.dtype(dtype)}"
+    if q.shape[-1] > _WIDEST_HEADS:
+        return f"heads are {q.shape[-1]} wide, at most {_WIDEST_HEADS}"
+    if q.dtype not in floats or keys.dtype not in (*floats, np.dtype("int8")):
+        return f"queries are {q.dtype} and keys {keys.dtype}"
+    return ""

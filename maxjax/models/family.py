@@ -161,7 +161,7 @@ _WRAPPERS = re.compile(
 )
 
 
-def unwrapped(named: dict[str, T]) -> dict[str, T]:
+def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
     """Tensors by the names that they have without wrappers of PyTorch around the model or its layers.
 
     Where Lightning saved a model as its ``model``, one of the two "model." of each name goes as well.
@@ -178,7 +178,7 @@ def unwrapped(named: dict[str, T]) -> dict[str, T]:
     if all(fronts) and any(name.startswith("model.model.") for name in names):
         names = [name.removeprefix("model.") for name in names]
     found = dict(zip(names, named.values(), strict=True))
-    return found if len(found) == len(named) else named
+    return found if len(found) == len(named) else dict(named)
 
 
 def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:

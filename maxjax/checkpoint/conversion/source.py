@@ -107,7 +107,7 @@ def _with_true_tie(
     family, named = None, found
     with contextlib.suppress(UnsupportedModelError, CheckpointFormatError):
         family = find_family(config)
-        named = family.adapt(unwrapped({**found}))
+        named = family.adapt(unwrapped(found))
     if not says_tied(family, config):
         return config
     tied = is_tied(family or _ANY, named, True, path=path)

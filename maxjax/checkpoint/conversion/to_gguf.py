@@ -193,7 +193,7 @@ def _new_gguf(
         )  # fmt: skip
     config = with_blocks(config, ())  # in a GGUF file a tensor says itself what it is
     model = read_config(config, path=path)
-    tensors = find_family(config, path=path).apart(unwrapped({**found.tensors}))
+    tensors = find_family(config, path=path).apart(unwrapped(found.tensors))
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)
     made = gguf_tensors(config, tensors, path=path)

@@ -60,8 +60,9 @@ def read_defaults(
         (2, 3)
     """
     file = Path(directory) / FILE
-    given = read_object(file) if file.exists() else dict(config or {})
-    if not file.exists() and given.get("max_length") == _UNSET_LENGTH:
+    there = file.exists()
+    given = read_object(file) if there else dict(config or {})
+    if not there and given.get("max_length") == _UNSET_LENGTH:
         del given["max_length"]
     try:
         ends = eos_token_ids(given) or eos_token_ids(config or {})
@@ -71,7 +72,7 @@ def read_defaults(
             ends or eos_ids, _stops(given),
         )  # fmt: skip
     except UserInputError as error:
-        raise CheckpointFormatError(str(error), path=file if file.exists() else None) from None
+        raise CheckpointFormatError(str(error), path=file if there else None) from None
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..key_ranges import NO_KEY, NO_QUERY, key_ranges
-from ..pallas import result
+from ..pallas import attention_lacks, result
 from .triton import FLOATS, dot, power, too_many
 
-WIDEST = 256
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -56,13 +55,7 @@ def lacks(dtype: Any, q: Any, keys: Any) -> str:
         >>> lacks(jnp.float64, shape(1, 1, 2, 4, 64, 128), shape(1, 1, 2, 64, 128))
         'scores are in float64'
     """
-    if dtype != jnp.float32:
-        return f"scores are in {np.dtype(dtype)}"
-    if q.shape[-1] > WIDEST:
-        return f"heads are {q.shape[-1]} wide, at most {WIDEST}"
-    if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, np.dtype("int8")):
-        return f"queries are {q.dtype} and keys {keys.dtype}"
-    return too_many(keys)
+    return attention_lacks(dtype, q, keys, FLOATS) or too_many(keys)
 
 
 def tiles(queries: int, width: int, wide: bool) -> AttentionTiles:

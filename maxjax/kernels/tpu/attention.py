@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..key_ranges import NO_KEY, NO_QUERY, key_ranges
-from ..pallas import result
+from ..pallas import attention_lacks, result
 
-WIDEST = 256
 _FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
 _LOWEST = float(np.finfo(np.float32).min)
 # Numbers in one line of a vector register.
@@ -62,12 +61,8 @@ def lacks(dtype: Any, q: Any, keys: Any) -> str:
         >>> lacks(jnp.float32, shape(1, 1, 2, 4, 64, 128), shape(1, 1, 2, 64, 128))
         'queries are float16 and keys float16'
     """
-    if dtype != jnp.float32:
-        return f"scores are in {np.dtype(dtype)}"
-    if q.shape[-1] > WIDEST:
-        return f"heads are {q.shape[-1]} wide, at most {WIDEST}"
-    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
-        return f"queries are {q.dtype} and keys {keys.dtype}"
+    if why := attention_lacks(dtype, q, keys, _FLOATS):
+        return why
     count, batch, _, group, queries, _ = q.shape
     many = count * batch * -(-queries // tiles(group, queries, *keys.shape[3:]).rows)
     return f"there are {many:,} tiles of queries, at most {_MOST_TILES:,}" * (many > _MOST_TILES)

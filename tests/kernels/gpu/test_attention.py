@@ -21,18 +21,22 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Attention in blocks runs the kernel, whatever the number of scores."""
+def interpret(monkeypatch, kernel):
+    """Attention in blocks runs a kernel, interpreted, whatever the number of scores."""
 
     def run(operands, attending):
         q, keys, values, layer, *positions = operands[:6]
         positions = blocks._with_batch(*positions)
         rest = operands[6:]
-        return gpu.kernel(attending, q, keys, values, layer, *positions, *rest, interpret=True)
+        return kernel(attending, q, keys, values, layer, *positions, *rest, interpret=True)
 
     monkeypatch.setattr(blocks, "_OPERATION", run)
     monkeypatch.setattr(door, "MOST_SCORES", 100)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    interpret(monkeypatch, gpu.kernel)
 
 
 def operands(dtype="float32", width=D, heads=H, seed=0):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from maxjax.kernels import attention as door
-from maxjax.kernels import blocked_attention as blocks
 from maxjax.kernels import explicit
 from maxjax.kernels.attention import causal_attention
 from maxjax.kernels.int8_rows import quantised, restored
@@ -17,6 +16,7 @@ from maxjax.kernels.tpu import attention as tpu
 from maxjax.kernels.tpu.mosaic import unavailable
 from tests.kernels.gpu.test_attention import (  # noqa: F401
     ROUNDING,
+    interpret,
     operands,
     reference,
     seen,
@@ -31,16 +31,7 @@ from tests.kernels.gpu.test_attention import (  # noqa: F401
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Attention in blocks runs the kernel, whatever the number of scores."""
-
-    def run(operands, attending):
-        q, keys, values, layer, *positions = operands[:6]
-        positions = blocks._with_batch(*positions)
-        rest = operands[6:]
-        return tpu.kernel(attending, q, keys, values, layer, *positions, *rest, interpret=True)
-
-    monkeypatch.setattr(blocks, "_OPERATION", run)
-    monkeypatch.setattr(door, "MOST_SCORES", 100)
+    interpret(monkeypatch, tpu.kernel)
 
 
 @pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.slow)])
