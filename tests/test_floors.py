@@ -24,7 +24,7 @@ TABLE = """
 # 0 words: what the rest is written in
 .: errors elsewhere completion reloads lazy max_names absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
-rendering: division row text tree rendered transcript picture attention
+rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back

@@ -18,8 +18,8 @@ from ..kernels import explicit
 from ..kernels.stack_slice import stack_of
 from ..nn.layer import Module
 from ..rendering.division import Division, device_table
+from ..rendering.rendered import boxed, card
 from ..rendering.row import short
-from ..rendering.tree import boxed, card
 
 
 @dataclass(frozen=True)

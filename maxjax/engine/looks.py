@@ -27,8 +27,8 @@ from ..graph.weights import WeightData, Weights
 from ..kernels import QuantArray, StackSlice
 from ..nn.layer import Module
 from ..rendering.picture import bars, histogram, image, number, small_histogram
+from ..rendering.rendered import boxed, card, table
 from ..rendering.row import counted, short
-from ..rendering.tree import boxed, card, table
 from .drawings import ShardingDrawing, draw_sharding
 from .statistics import Statistics, fetched, measured
 

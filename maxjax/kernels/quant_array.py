@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..rendering.rendered import Rendered, guarded
+from ..rendering.rendered import Rendered, card, guarded
 from ..rendering.row import bytes_text, counted
-from ..rendering.tree import card
 from .blocks import decode, decoder_of
 from .packed_product import ACTIVATIONS
 from .stack_slice import StackSlice

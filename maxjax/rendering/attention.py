@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import UserInputError
 from .picture import image, shades
+from .rendered import boxed
 from .row import short
-from .tree import boxed
 
 _MOST_HEADS, _MOST_LABELS, _MOST_ROWS = 32, 64, 24
 # Larger maps are shrunk, and with few labels each token has room for its text.

@@ -1,5 +1,7 @@
 """Rendered: what gives a class ``__repr__``, ``_repr_html_`` and ``__treescope_repr__``, made of its row.
 
+A row as HTML is a tree that folds, without scripts, for light and dark notebooks.
+
 A repr may be asked for at any time: of an object whose ``__init__`` has failed, inside a trace, of arrays
 whose memory is gone. So whatever fails here becomes text, never an exception.
 """
@@ -7,11 +9,11 @@ whose memory is gone. So whatever fails here becomes text, never an exception.
 from __future__ import annotations
 
 import html
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .row import Row, short
-from .text import lines
-from .tree import tree
+from .row import Row, bytes_text, lines, short
 
 
 class Rendered:
@@ -89,3 +91,177 @@ def _one_line(row: Row) -> str:
     what = row.type_text if row.is_array else row.kind_text
     where = [] if row.division is None else [row.division.title]
     return short(f"{row.name}: {', '.join(filter(None, [what, *row.notes, *where]))}", 160)
+
+
+# Only tables need it: notebooks have a style of their own for them.
+_TABLE_STYLE = (
+    ".mxj table{border-collapse:collapse;font:inherit;color:inherit}.mxj tr{background:none!important}"
+    ".mxj td,.mxj th{border:none;padding:0 8px;text-align:right;white-space:nowrap;background:none}"
+    ".mxj .t{text-align:left}"
+)
+_LEFT = ("", "name", "type")
+_BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
+# Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
+_MOST_ROWS = 90
+# Rows that are to be seen at first: levels are opened until there are as many.
+_OPEN_ROWS = 12
+# Colours come from the notebook's own text colour, so that both themes work.
+_STYLE = (
+    ".mxj{font:12px/1.55 ui-monospace,Menlo,Consolas,monospace;overflow-x:auto}"
+    ".mxj details,.mxj .r{margin-left:1.1em;background:none}.mxj>details{margin-left:0}"
+    ".mxj .r{padding-left:1em}.mxj summary{cursor:pointer}"
+    ".mxj i{opacity:.75}.mxj u{text-decoration:none;color:#4c86b8}.mxj s{text-decoration:none;opacity:.6}"
+    ".mxj summary>*,.mxj .r>*{margin-right:.6em}.mxj svg{vertical-align:middle}"
+    ".mxj .l{fill:none;stroke:currentColor;stroke-opacity:.5;stroke-width:.8}"
+    ".mxj .p{fill:#4c86b8}.mxj .w{fill:#f0a24b}"
+)
+
+
+def tree(title: str, row: Row) -> str:
+    """The HTML of a row and all rows below it.
+
+    Args:
+        title: text of the first line.
+        row: row whose children are shown.
+
+    Example:
+        >>> page = tree("Model", Row(kind="Model", children=(Row("<a>", "Linear"),)))
+        >>> "&lt;a&gt;" in page, "<details" in page, "<script" in page
+        (True, True, False)
+    """
+    shown = _nearest(row)
+    return boxed(_node(row, f"<b>{html.escape(title)}</b>", shown, _opened(row)))
+
+
+def card(title: str, facts: Mapping[str, str], drawing: str = "", in_line: bool = False) -> str:
+    """The HTML of a single thing: what is known of it, line by line, and a drawing.
+
+    Args:
+        title: text of the first line.
+        facts: texts by their names.
+        drawing: HTML, which is not escaped.
+        in_line: whether the facts stand beside each other.
+    """
+    found = [
+        f"<s>{_text(name, 40)}</s><span>{_text(text, 300)}</span>" for name, text in facts.items()
+    ]
+    joined = ["".join(found)] if in_line else found
+    lines = "".join(f'<div class="r">{one}</div>' for one in joined)
+    below = f'<div class="r">{drawing}</div>' if drawing else ""
+    return boxed(f"<b>{_text(title, 200)}</b>{lines}{below}")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
+    """A table of texts as HTML; columns of names and types are aligned to the left.
+
+    Args:
+        head: titles of the columns.
+        rows: texts of the cells, which are escaped.
+        pictures: HTML of a last cell for each row, which is not escaped.
+    """
+    left = [' class="t"' if name in _LEFT else "" for name in head]
+    cell = lambda tag, i, text: f"<{tag}{left[i]}>{text}</{tag}>"
+    lines = ["".join(cell("th", i, _text(name, 40)) for i, name in enumerate(head))]
+    for i, row in enumerate(rows):
+        cells = "".join(cell("td", k, _text(text, 60)) for k, text in enumerate(row))
+        lines.append(cells + (cell("td", len(head) - 1, pictures[i]) if pictures else ""))
+    style = f"<style>{_TABLE_STYLE}</style>"
+    return f"{style}<table>{''.join(f'<tr>{one}</tr>' for one in lines)}</table>"
+
+
+def memory_bar(parts: Mapping[str, int], size: int) -> str:
+    """A bar of what takes how much of a memory; red where it is too small.
+
+    Example:
+        >>> "weights: 3 KiB" in memory_bar({"weights": 3072}, 4096)
+        True
+    """
+    total = sum(parts.values())
+    scale = 100 / max(total, size, 1)
+    pieces = "".join(
+        f'<div title="{_text(name, 40)}" style="width:{taken * scale:.2f}%;background:{color}"></div>'
+        for (name, taken), color in zip(parts.items(), _BARS, strict=False)
+        if taken
+    )
+    edge = "#c44" if total > size else "currentColor"
+    names = ", ".join(
+        f"{_text(name, 40)}: {bytes_text(taken)}" for name, taken in parts.items() if taken
+    )
+    return boxed(
+        f'<div style="display:flex;height:12px;max-width:480px;border:1px solid {edge}">{pieces}</div>'
+        f"<s>{names}, of {bytes_text(size)}</s>"
+    )
+
+
+def boxed(content: str) -> str:
+    """HTML content in the font and the colours of renderings."""
+    return f'<div class="mxj"><style>{_STYLE}</style>{content}</div>'
+
+
+def _nearest(row: Row) -> set[int]:
+    """ids of the rows that are nearest to the top, as many as are shown."""
+    queue, found = deque(row.children), set[int]()
+    while queue and len(found) < _MOST_ROWS:
+        one = queue.popleft()
+        found.add(id(one))
+        queue.extend(one.children)
+    return found
+
+
+def _opened(row: Row) -> set[int]:
+    """ids of the rows that are open at first: from the top, while there are few rows to be seen."""
+    found, count, queue = {id(row)}, len(row.children), deque(row.children)
+    while queue:
+        one = queue.popleft()
+        below = one.children
+        # The weights of a layer are left closed beside other layers.
+        is_last = bool(below) and below[0].is_array and len(row.children) > 1
+        if below and not is_last and count + len(below) <= _OPEN_ROWS:
+            found.add(id(one))
+            count += len(below)
+            queue.extend(below)
+    return found
+
+
+def _node(row: Row, line: str, shown: set[int], opened: set[int]) -> str:
+    below = [child for child in row.children if id(child) in shown]
+    if not row.children:
+        return f'<div class="r">{line}</div>'
+    inside = "".join(_node(child, _line(child), shown, opened) for child in below)
+    rest = len(row.children) - len(below)
+    more = f'<div class="r">… and {rest:,} more</div>' if rest else ""
+    mark = " open" if id(row) in opened else ""
+    return f"<details{mark}><summary>{line}</summary>{inside}{more}</details>"
+
+
+def _line(row: Row) -> str:
+    cells = [f"<b>{_text(row.name, 60)}</b>"]
+    if row.kind and not row.is_array:
+        cells.append(f"<i>{_text(row.kind_text, 48)}</i>")
+    # A layer with a single weight shows that on its own line.
+    only = row.children[0] if len(row.children) == 1 and row.children[0].is_array else row
+    if only.type_text and (only.is_array or only.shape is not None):
+        cells.append(f"<u>{_text(only.type_text, 60)}</u>")
+    if row.nbytes:
+        size = bytes_text(row.nbytes)
+        if not row.is_array:
+            size = f"{row.parameters:,} · {size}"
+        cells.append(f"<s>{size}</s>")
+    if only.division is not None:
+        drawing = only.division.small()
+        cells.append(f'<span title="{_text(only.division.title, 100)}">{drawing}</span>')
+    if notes := dict.fromkeys([*row.notes, *only.notes]):
+        cells.append(f"<s>{_text(', '.join(notes), 100)}</s>")
+    if row.settings:
+        settings = " ".join(f"{name}={_value(value)}" for name, value in row.settings.items())
+        cells.append(f"<s>{_text(settings, 100)}</s>")
+    return "".join(cells)
+
+
+def _text(text: object, most: int) -> str:
+    return html.escape(short(text, most))
+
+
+def _value(value: Any) -> str:
+    """A setting; a number of a GGUF file, which is a float32, as it was written: 1e-05."""
+    return f"{value:.7g}" if type(value) is float else short(value, 24)

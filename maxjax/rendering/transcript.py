@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .rendered import boxed
 from .row import short
-from .tree import boxed
 
 _MOST_MESSAGES, _LONGEST = 40, 4000
 _TEXT = (

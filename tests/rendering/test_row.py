@@ -10,10 +10,9 @@ import pytest
 from maxjax.rendering.attention import draw_attention
 from maxjax.rendering.division import Division, numbers
 from maxjax.rendering.picture import bars, png
-from maxjax.rendering.row import Row, braced, bytes_text, flat, fold, short
-from maxjax.rendering.text import lines
+from maxjax.rendering.rendered import table, tree
+from maxjax.rendering.row import Row, braced, bytes_text, flat, fold, lines, short
 from maxjax.rendering.transcript import transcript
-from maxjax.rendering.tree import table, tree
 
 
 def members(name):

@@ -6,9 +6,9 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ...rendering.rendered import boxed
 from ...rendering.row import counted
 from ...rendering.transcript import paragraph
-from ...rendering.tree import boxed
 from ...text.stream import StopStrings, TextStream
 from .programs import DispatchTokens
 

@@ -20,10 +20,9 @@ from ...graph.weights import load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
-from ...rendering.rendered import Rendered, guarded
+from ...rendering.rendered import Rendered, guarded, memory_bar, tree
 from ...rendering.row import Row
 from ...rendering.row import bytes_text as short_bytes
-from ...rendering.tree import memory_bar, tree
 from ...storage.limits import Limits, allowing
 from ..hub import TINY, find_model
 from .capacity import largest

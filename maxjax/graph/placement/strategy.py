@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ...rendering.division import Box, Division
-from ...rendering.rendered import Rendered, guarded
+from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import short
-from ...rendering.tree import card
 from ..shape import Shape, StaticDim
 from ..symbolic import sizes_of, to_dim, to_sizes
 

@@ -15,9 +15,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
 from ...kernels.stack_slice import stack_of
-from ...rendering.rendered import Rendered, guarded
+from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import Row, bytes_text, counted, short
-from ...rendering.tree import card
 from ..placement.division import device_count, division_of, place_text, spec_text
 from ..shape import StaticDim
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from ...driver import Buffer
 from ...dtype import DType
-from ...rendering.rendered import Rendered, guarded
+from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import bytes_text
-from ...rendering.tree import card
 from ...storage.blocks import decode
 from ...storage.boxes import whole
 from ...storage.entry import UnknownType

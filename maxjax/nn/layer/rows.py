@@ -14,8 +14,7 @@ from typing import Any
 from ...graph.placement.division import place_text
 from ...graph.weight.rows import PlacedRow, weight_row
 from ...rendering.rendered import Rendered, guarded
-from ...rendering.row import Row, bytes_text, counted, flat, fold, merged, short
-from ...rendering.text import lines
+from ...rendering.row import Row, bytes_text, counted, flat, fold, lines, merged, short
 
 # Settings of a layer that are shown, and their types.
 _MOST_SETTINGS = 8
