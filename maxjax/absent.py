@@ -2,7 +2,7 @@
 
 A file of MAX's imports many names for the few that run. So a name without a counterpart is a class that can
 stand in annotations, defaults and among bases; to call it, to make an instance of it or of a class derived
-from it, or to iterate over it raises NotImplementedError with the advice of ``maxjax.max_names``.
+from it, or to iterate over it raises NotImplementedError with the advice of ``ADVICE``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
-
-from .max_names import ADVICE
 
 
 class Refused(ABCMeta):
@@ -76,7 +74,7 @@ def absent(module: str, names: Mapping[str, str] | None = None) -> Callable[[str
 
     Args:
         module: name of the module.
-        names: table of names, separated by spaces → advice; that of ``maxjax.max_names`` by default.
+        names: table of names, separated by spaces → advice; that of ``ADVICE`` by default.
 
     Raises:
         AttributeError: by the function: MAX does not have the name either.
@@ -94,3 +92,96 @@ def absent(module: str, names: Mapping[str, str] | None = None) -> Callable[[str
         return made[name]
 
     return __getattr__
+
+
+_MESH = "arrays are sharded over a jax.sharding.Mesh (Module.to), and XLA inserts the communication"
+_EXPERTS = (
+    "nn.MoE runs experts; on a mesh with an expert axis (Module.to), XLA sends tokens to them"
+)
+_KERNEL = "there are no Mojo kernels; write it with jnp, jax.experimental.pallas or jax.ffi"
+_STREAM = "XLA schedules the work itself; call the function directly"
+_CACHE = "use maxjax.nn.KVCache, which is an argument and a result of the model"
+_STATE = "recurrent states are part of maxjax.nn.KVCache; maxjax.nn.ssm has the scans as functions"
+_ATTENTION = "use AttentionWithRope; on a mesh, Module.to shards it"
+_LATENT = "use a DeepSeek decoder of maxjax.models (models/decoder/latent.py)"
+_PACKED = "quantised checkpoints are read by maxjax.load, into the layers of maxjax.nn.quantized"
+_PAGED = (
+    "there are no paged caches; maxjax.kernels.attention runs attention over a maxjax.nn.KVCache"
+)
+_SAMPLING = "maxjax.generate(…, sampling=maxjax.Sampling(…)) chooses tokens"
+
+# Path below ``max`` → {names, separated by spaces: advice}, for the names that MAX's model files import. A name
+# leaves this table when maxjax has it; tests/test_max_names.py compares the two.
+ADVICE: dict[str, dict[str, str]] = {
+    "graph": {"KernelLibrary": _KERNEL},
+    "graph.ops": {
+        "allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 bundled_allreduce "
+        "distributed_ep distributed_scatter shard_and_stack": _MESH,
+        "custom inplace_custom": _KERNEL,
+        "parallel": _STREAM,
+        "constant_external": "a constant with a name is a Weight: maxjax.graph.Weight",
+        "non_maximum_suppression": "the shape of its result depends on values; use NumPy",
+        "roi_align": "it is not implemented",
+    },
+    "graph.ops.random": {
+        "set_seed normal gaussian uniform": "randomness takes a key, as in jax.random.normal(key, shape)"},
+    "nn": {"GPTQLinear": _PACKED},
+    "nn.attention": {
+        "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
+        "DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
+        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
+    },
+    "nn.attention.attention_with_rope": {
+        "DataParallelAttentionWithRope GGUFQAttentionWithRope "
+        "GPTQAttentionWithRope": _ATTENTION},
+    "nn.attention.multi_latent_attention": {
+        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope "
+        "DataParallelLatentAttentionWithRope": _LATENT},
+    "nn.attention.multi_latent_attention_fp8": {
+        "LatentAttentionWithRopeFp8 TensorParallelLatentAttentionWithRopeFp8 "
+        "DataParallelLatentAttentionWithRopeFp8": _LATENT},
+    "nn.comm": {"MulticastPool": _MESH},
+    "nn.comm.ep": {"EPBatchManager EPCommInitializer EPCommBuffers": _EXPERTS},
+    "nn.comm.ep.ep_config": {"_ep_fused_moe_requested": _EXPERTS},
+    "nn.comm.ep.ep_kernels": {"fused_silu fused_silu_quantized": _EXPERTS},
+    "nn.comm.ep.ep_manager": {"EPBatchManager EPCommInitializer _ep_sync_counter_bytes "
+                              "_bound_fused_moe_workspace": _EXPERTS},
+    "nn.kernels": {
+        "store_k_scale_cache_ragged cross_attention_ragged "
+        "latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "
+        "mla_kpool_compress mla_kpool_expand_topk mla_kpool_ring_close mla_kpool_seed_tail": _PAGED,
+        "mla_decode_graph mla_prefill_decode_graph mla_fp8_index_top_k mla_fp8_index_top_k_physical "
+        "mla_fp8_index_top_k_with_physical": _LATENT,
+        "quantize_dynamic_scaled_float8 block_scales_interleave grouped_matmul_block_scaled dynamic_scaled_matmul "
+        "grouped_quantize_nvfp4_row_scaled grouped_quantize_dynamic_block_scaled": _PACKED,
+        "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router": _EXPERTS,
+    },
+    "driver": {"CompletionFlag DeviceEvent DeviceQueue SymmetricPool batch_inplace_copy copy_pinned_to_destinations "
+               "scan_available_devices": "JAX moves arrays and waits for them by itself: jax.device_put"},
+    "engine": {"CompiledModel GPUProfilingMode": "InferenceSession.load gives a Model; jax.profiler takes traces"},
+    "nn.kv_cache": {
+        "BatchCharacteristics KVCacheGroupId KVCacheMemory KVLeafRegion compute_max_seq_len_fitting_in_cache "
+        "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics "
+        "build_max_lengths_tensor": _CACHE,
+    },
+    "nn.kv_cache.cache_params": {
+        "KVCacheAssignments KVCacheBufferInterface KVCacheMemory MLAKVCacheParams": _CACHE,
+    },
+    "nn.kv_cache.data_parallelism_utils": {"split_into_groups split_input_row_offsets": _CACHE},
+    "nn.kv_cache.metrics": {"KVCacheMetrics": _CACHE},
+    "nn.linear": {"GPTQLinear": _PACKED},
+    "nn.moe": {
+        "MoEQuantized NvMxf4f8Strategy": _PACKED,
+    },
+    "nn.quant_ops": {"quantized_matmul quantized_fused_qkv_matmul": _PACKED},
+    "nn.sampling": {"RejectionSampler RejectionSamplerWithResiduals greedy_acceptance_sampler "
+                    "stochastic_acceptance_sampler synthetic_acceptance_sampler "
+                    "compute_synthetic_acceptance_base_rate": _SAMPLING},
+    "nn.sampling.rejection_sampler": {"AcceptanceSampler _draft_step_seed _reshape_target_logits": _SAMPLING},
+    "nn.state_space": {
+        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd "
+        "gated_delta_conv1d_verify_fwd kda_decode short_conv_ring gated_delta_recurrence_fwd "
+        "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
+        "gated_delta_state_fold": _STATE},
+    "nn.state_space.kimi_delta": {"KDA_GATE_LOWER_BOUND KdaGateMode KdaStateLayout": _STATE},
+}  # fmt: skip

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion reloads lazy max_names absent columns
+.: errors elsewhere completion reloads lazy absent columns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind

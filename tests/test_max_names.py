@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from maxjax.absent import absent, is_refused
+from maxjax.absent import ADVICE, absent, is_refused
 from maxjax.graph import ops
-from maxjax.max_names import ADVICE
 from maxjax.nn import Module
 from scripts.max_files import HOW, installation, read, surveyed, table
 

@@ -1,7 +1,7 @@
 """MAX's kernels as functions of JAX arrays: attention, RoPE and experts of ragged batches.
 
 A ragged batch has the tokens of all its sequences one after another, ``[tokens, …]``, and offsets ``[B + 1]`` that say
-where each begins. Those kernels that write to a paged cache are refused (``maxjax.max_names``).
+where each begins. Those kernels that write to a paged cache are refused (``maxjax.absent``).
 """
 
 from __future__ import annotations
