@@ -61,7 +61,7 @@ graph: tensor_type operands rebinding operators value buffer buffer_utils dtype_
 graph/weight: epoch running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load __init__ weights device_reads gathering writing same
 graph: subgraph reroll graph
-graph/ops: lift arithmetic buffers collectives allgather allreduce broadcast reducescatter random control convolution
+graph/ops: lift arithmetic buffers collectives allgather allreduce reducescatter random control convolution
 graph/ops: creation elementwise indexing interpolation resize joining linear
 graph/ops: normalization collective_norms ordering packed pooling reduction shape __init__
 graph: type compile_cache program

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.ops.broadcast import distributed_broadcast
-from ..graph.ops.collectives import all_summed
+from ..graph.ops.collectives import all_summed, distributed_broadcast
 from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import Split, parts

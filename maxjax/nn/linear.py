@@ -13,7 +13,7 @@ from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.operands import common
-from ..graph.ops.allgather import allgather
+from ..graph.ops.collectives import allgather
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import ShardingStrategy

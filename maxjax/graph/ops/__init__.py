@@ -26,13 +26,13 @@ from .arithmetic import not_equal as not_equal
 from .arithmetic import pow as pow
 from .arithmetic import sub as sub
 from .arithmetic import where as where
-from .broadcast import distributed_broadcast as distributed_broadcast
 from .buffers import buffer_create as buffer_create
 from .buffers import buffer_load as buffer_load
 from .buffers import buffer_store as buffer_store
 from .buffers import buffer_store_slice as buffer_store_slice
 from .collective_norms import allgather_rms_norm as allgather_rms_norm
 from .collective_norms import reduce_scatter_rms_norm as reduce_scatter_rms_norm
+from .collectives import distributed_broadcast as distributed_broadcast
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
 from .control import print as print

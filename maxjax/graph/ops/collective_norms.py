@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..value import TensorValue
-from .collectives import gathered, groups_of, inputs_of, scattered_sums
+from .collectives import allgather, groups_of, inputs_of, scattered_sums
 from .normalization import rms_norm
 
 
@@ -37,7 +37,7 @@ def allgather_rms_norm(
         >>> normed[1].to_numpy().tolist(), joined[0].to_numpy().tolist()
         ([[1.0, 1.0], [-1.0, 1.0]], [[3.0, 3.0], [-2.0, 2.0]])
     """
-    joined = gathered(_several("allgather_rms_norm", inputs), signal_buffers, 0, group_size)
+    joined = allgather(_several("allgather_rms_norm", inputs), signal_buffers, 0, group_size)
     return _normalised("allgather_rms_norm", joined, gammas, epsilon, weight_offset), joined
 
 

@@ -119,13 +119,22 @@ def scattered_sums(
     return found
 
 
-def gathered(
+def allgather(
     inputs: Iterable[Any],
     signal_buffers: Iterable[Any] | None = None,
     axis: int = 0,
     group_size: int | None = None,
 ) -> list[TensorValue]:
-    """For each tensor of a group, all of them joined along an axis."""
+    """The tensors of all devices joined along an axis, for each of them.
+
+    Args:
+        inputs: a tensor for each device; they may differ in size along the axis.
+        signal_buffers, group_size: as for ``allreduce.sum``.
+        axis: axis along which they are joined.
+
+    Raises:
+        ValueError: the tensors, their groups or the buffers do not fit each other.
+    """
     values = inputs_of("allgather", inputs, signal_buffers)
     axis = axis_of(axis, values[0].rank, "allgather")
     found: list[TensorValue] = []
@@ -133,3 +142,19 @@ def gathered(
         joined = jnp.concatenate(together(group), axis=axis) if len(group) > 1 else group[0].value
         found += [TensorValue(placed(joined, x.value)) for x in group]
     return found
+
+
+def distributed_broadcast(input: Any, signal_buffers: Iterable[Any]) -> list[TensorValue]:
+    """The tensor on each device.
+
+    Args:
+        input: the tensor.
+        signal_buffers: a buffer on each device.
+
+    Raises:
+        ValueError: there is no signal buffer.
+    """
+    value, buffers = TensorValue(input), list(signal_buffers)
+    if not buffers:
+        raise ValueError("distributed_broadcast needs at least one signal buffer")
+    return [TensorValue(placed(value.value, getattr(one, "value", one))) for one in buffers]
