@@ -63,7 +63,7 @@ graph/weights: weight_data given rows cursor load __init__ weights device_reads 
 graph: subgraph reroll graph
 graph/ops: lift arithmetic buffers collectives allgather allreduce reducescatter random control convolution
 graph/ops: creation elementwise indexing interpolation resize joining linear
-graph/ops: normalization collective_norms ordering packed pooling reduction shape __init__
+graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers

@@ -30,8 +30,6 @@ from .buffers import buffer_create as buffer_create
 from .buffers import buffer_load as buffer_load
 from .buffers import buffer_store as buffer_store
 from .buffers import buffer_store_slice as buffer_store_slice
-from .collective_norms import allgather_rms_norm as allgather_rms_norm
-from .collective_norms import reduce_scatter_rms_norm as reduce_scatter_rms_norm
 from .collectives import distributed_broadcast as distributed_broadcast
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
@@ -103,8 +101,10 @@ from .linear import band_part as band_part
 from .linear import irfft as irfft
 from .linear import matmul as matmul
 from .linear import outer as outer
+from .normalization import allgather_rms_norm as allgather_rms_norm
 from .normalization import group_norm as group_norm
 from .normalization import layer_norm as layer_norm
+from .normalization import reduce_scatter_rms_norm as reduce_scatter_rms_norm
 from .normalization import rms_norm as rms_norm
 from .ordering import argsort as argsort
 from .ordering import bottom_k as bottom_k
