@@ -16,8 +16,8 @@ from ...storage.entry import TensorEntry
 from ...storage.table import TensorTable
 from .cursor import CheckpointSource
 from .given import dtype_of, host_or_jax, shape_of
+from .host_reads import data_rows
 from .weight_data import WeightData
-from .writing import data_rows
 
 
 def same_values(a: WeightData, b: WeightData) -> bool:

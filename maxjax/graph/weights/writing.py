@@ -17,15 +17,16 @@ import numpy as np
 
 from ...dtype import DType
 from ...storage.blocks import layout_of
-from ...storage.boxes import Box, copy_shared, count, extents, overlap, split, whole, within
+from ...storage.boxes import Box, copy_shared, count, extents, overlap, whole, within
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
-from ...storage.save.outgoing import PIECE_BYTES, Outgoing, nibbles, pieces
+from ...storage.save.outgoing import Outgoing, nibbles, pieces
 from ..placement.device_major import DeviceMajor
 from ..weight.stored import FileForm
 from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .gathering import Gathering, can_gather
+from .host_reads import data_rows, row_boxes
 from .weight_data import PartSource, WeightData
 
 # (encoding, float32 rows [..., rows, in], number of the first row in the tensor) → blocks.
@@ -84,45 +85,6 @@ def ahead(values: Iterator[Any]) -> Iterator[Any]:
         while (value := coming.result()) is not end:
             coming = pool.submit(next, values, end)
             yield value
-
-
-def data_rows(data: WeightData) -> Iterator[np.ndarray]:
-    """The values of a tensor with all casts, in order, about 16 MiB of its file at a time.
-
-    Each array has the rank of the tensor and complete last axes. A tensor in memory is one array.
-    """
-    source = data.source
-    if source is None or data.is_loaded:
-        yield np.asarray(data.typed())
-        return
-    dtype, shape = source.stored(data.name)
-    rows = getattr(source, "rows", None)
-    if rows is not None:
-        yield from map(data.cast, rows(data.name))
-        return
-    divisible = getattr(source, "is_divisible", None)
-    if divisible is not None and not divisible(data.name):
-        yield data.cast(source.read(data.name))
-        return
-    for box in row_boxes(shape, dtype.itemsize):
-        memory = aligned_empty(count(box) * dtype.itemsize)
-        source.read_parts([Part(data.name, box, memory)])
-        yield data.cast(memory.view(dtype).reshape(extents(box)))
-
-
-def row_boxes(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Boxes of about 16 MiB with complete last axes, in the order of a tensor's bytes.
-
-    Example:
-        >>> list(row_boxes((2, 3, 1 << 20), 4))
-        [((0, 1), (0, 3), (0, 1048576)), ((1, 2), (0, 3), (0, 1048576))]
-    """
-    if not shape:
-        yield ()
-        return
-    row = max(shape[-1] * itemsize, 1)
-    for box in split(whole(shape[:-1]), max(1, PIECE_BYTES // row)):
-        yield (*box, (0, shape[-1]))
 
 
 def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -> WeightData:

@@ -18,12 +18,11 @@ from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
-from maxjax.graph.weights import writing as module
+from maxjax.graph.weights import host_reads as module
+from maxjax.graph.weights.host_reads import data_rows, row_boxes
 from maxjax.graph.weights.writing import (
     array_rows,
-    data_rows,
     outgoing_data,
-    row_boxes,
     weight_data,
 )
 from maxjax.storage.safetensors.writer import file_pieces

@@ -207,7 +207,8 @@ def test_files_are_read_into_the_arrays(tmp_path, monkeypatch, spread, where, st
 
 
 def written_rows(model):
-    from maxjax.graph.weights.writing import data_rows, weight_data
+    from maxjax.graph.weights.host_reads import data_rows
+    from maxjax.graph.weights.writing import weight_data
 
     return {n: data_rows(weight_data(n, w)) for n, w in model.raw_state_dict().items()}
 
