@@ -133,7 +133,7 @@ text: chat stream
 engine/sampling: settings filters penalties draw
 engine/generate: defaults
 engine: hub load packing embed rerank perplexity session api holders usage release
-engine/plan: topology options footprint meshes capacity
+engine/plan: topology options footprint meshes
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report

@@ -2,6 +2,6 @@
 
 ``footprint`` computes the bytes of weights and KV cache on each device; of a checkpoint only the
 headers are read. ``topology`` names devices that need not be there; ``meshes`` compares their meshes,
-``compiled`` compiles the programs of generation for them, and ``capacity`` finds the largest batch and context.
+and finds the largest batch and context; ``compiled`` compiles the programs of generation for them.
 ``options`` reads the options, and ``report`` has the public function and the table that it prints.
 """

@@ -23,7 +23,7 @@ from ..generate.programs import BatchState, SamplerArgs, decode, prefill
 from ..sampling.draw import Sampled
 from ..sampling.settings import GREEDY, Amounts
 from .footprint import Footprint
-from .meshes import PlanRequest
+from .options import PlanRequest
 from .topology import Topology
 
 CHUNK = 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -19,6 +20,16 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGTP", 1)
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The checked options of ``plan`` that sizes depend on."""
+
+    dtype: DType | None
+    batch: int | None
+    length: int | None
+    cache_dtype: DType | None
 
 
 def read_mesh(mesh: Any, rules: Any = None) -> Any:

@@ -25,22 +25,21 @@ from ...rendering.row import Row
 from ...rendering.row import bytes_text as short_bytes
 from ...storage.limits import Limits, allowing
 from ..hub import TINY, find_model
-from .capacity import largest
 from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
 from .meshes import (
     MeshChoice,
-    PlanRequest,
     Suggestion,
     bytes_text,
     cache_of,
     gib,
+    largest,
     mesh_text,
     problem,
     ranked,
     suggest,
 )
-from .options import parse_bytes, read_dtype, read_mesh
+from .options import PlanRequest, parse_bytes, read_dtype, read_mesh
 from .topology import Topology, memory_of_kind
 
 _LARGEST, _SHOWN_MESHES = 10, 5
