@@ -20,9 +20,8 @@ from ..graph.weight.weight import Weight
 from ..nn.layer import Module
 from .config import setting
 from .decoder.aliases import alias
-from .decoder.block import DecoderLayer
+from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.mlp import PlainMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
 from .gguf.table import GGUFTable

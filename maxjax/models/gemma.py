@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Self
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.block import DecoderLayer
-from .decoder.both_ways import BothWays
+from .decoder.block import BothWays, DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind

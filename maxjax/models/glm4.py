@@ -16,9 +16,8 @@ import jax
 from ..dtype import DType
 from .config import setting
 from .decoder.attention import Cached, Step
-from .decoder.block import DecoderLayer
+from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.mlp import FusedMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
 from .decoder.rope import Rope

@@ -17,11 +17,10 @@ from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
-from .decoder.block import DecoderLayer
+from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
-from .decoder.mlp import FusedMLP
 from .decoder.model import make
 from .granite import Granite
 from .granitemoe import GraniteMoEConfig, GraniteMoEMLP

@@ -18,9 +18,9 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
+from .decoder.block import PlainMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
-from .decoder.mlp import PlainMLP
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
 from .mamba_files import NEMOTRON_H_GGUF

@@ -19,9 +19,8 @@ from ..nn.linear import Linear
 from ..nn.stacked_linear import StackedLinear, apart, stacked_rules
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.block import DecoderLayer
+from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig
-from .decoder.mlp import FusedMLP
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, read_rope
 from .gguf.table import GATE_UP, GGUFTable

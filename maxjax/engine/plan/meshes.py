@@ -7,7 +7,6 @@ other. It is an estimate to rank meshes by, no prediction of speed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -266,7 +265,7 @@ def suggest(source: Footprint, mesh: Any, request: PlanRequest, hbm: int) -> Sug
     """The smallest mesh on which the model fits; the planned dtype is preferred on equal sizes."""
     base = {} if mesh is None else dict(mesh.shape)
     named = {kind: (mesh and axis_of(mesh, kind)) or kind for kind in ("model", "fsdp")}
-    narrow = dataclasses.replace(request, dtype=DType.bfloat16)
+    narrow = replace(request, dtype=DType.bfloat16)
     totals = [
         (choice, sum(len(one.names) * one.nbytes for one in source.tensors_of(None, choice.dtype)))
         for choice in (request, narrow)

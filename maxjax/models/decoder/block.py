@@ -1,6 +1,9 @@
 """One layer of a decoder: attention and MLP, each with a residual connection.
 
-Shapes: B sequences, T tokens, hidden size E.
+The MLPs other than ``nn.MLP`` are here: with other names, with one weight for gate and up, without a gate. So is the
+attention of a decoder that embeds texts: each token sees those before and after it.
+
+Shapes: B sequences, T tokens, hidden size E, inner features F.
 """
 
 from __future__ import annotations
@@ -10,14 +13,50 @@ from typing import Any, ClassVar
 import jax
 
 from ...dtype import DType
+from ...errors import UserInputError
 from ...graph.device import DeviceRef
+from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...nn.activation import activation
+from ...nn.attention.both_ways import both_ways
 from ...nn.layer import Module
-from ...nn.linear import MLP
+from ...nn.linear import MLP, Linear, gated, linear_rules, linears
+from ...nn.stacked_linear import StackedLinear, apart, stacked_rules
 from .attention import Cached, DecoderAttention, Step
-from .both_ways import BothWays
 from .config import DecoderConfig
-from .mlp import GatedMLP, PlainMLP
 from .norm import norm
+
+
+class BothWays(DecoderAttention):
+    """Attention to the tokens before and after each one, for embeddings: there is no cache.
+
+    Args:
+        config, slides, dtype: as for :class:`DecoderAttention`.
+        reach: how far a token sees in a sliding layer; by default as far as the window is long.
+    """
+
+    def __init__(self, config: DecoderConfig, slides: bool, dtype: DType, reach: int | None = None):
+        super().__init__(config, slides, dtype)
+        window = self.sliding_window
+        self.reach = None if window is None else window if reach is None else reach
+
+    def __call__(self, x: Any, step: Step, cached: Cached, layer: Any) -> tuple[Any, Cached]:
+        """:meth:`DecoderAttention.__call__` without a cache.
+
+        Raises:
+            UserInputError: there is a cache.
+        """
+        if cached:
+            raise UserInputError(
+                "a model whose attention sees both ways ('is_causal' is false, or "
+                "'use_bidirectional_attention') embeds texts (maxjax.embed): it writes none"
+            )
+        q, k, v = self.project(x)
+        q, k = self._rotated(step, q, k)
+        y = both_ways(
+            q, k, v, step.real(x.shape[1]), self.reach,
+            scale=self.scale, soft_cap=self.soft_cap, softmax_dtype=self.softmax_dtype,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*x.shape[:-1], -1)).astype(x.dtype), cached
 
 
 class DecoderLayer(Module):
@@ -147,3 +186,124 @@ class ParallelLayer(DecoderLayer):
         y, cached = self.self_attn(h, step, cached, layer)
         h = self.post_attention_layernorm(x) if self.norms == 2 else h
         return self.added(self.added(x, y), self.mlp(h)), cached
+
+
+class FusedMLP(Module):
+    """``down_proj(activation(gate) · up)``, where ``gate_up_proj`` computes gate and up (Phi-3, GLM-4).
+
+    Args:
+        hidden_dim, feed_forward_length: E and F.
+        dtype: dtype of the weights.
+        activation_function: name of the activation function.
+        has_bias: whether both linear layers have a bias.
+
+    Example:
+        >>> [(name, *map(int, w.shape)) for name, w in FusedMLP(4, 6).raw_state_dict().items()]
+        [('gate_up_proj.weight', 12, 4), ('down_proj.weight', 4, 6)]
+    """
+
+    def __init__(
+        self, hidden_dim: int, feed_forward_length: int, dtype: Any = DType.float32,
+        activation_function: str = "silu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.activation_function, self.sizes = activation_function, (feed_forward_length,) * 2
+        self.gate_up_proj: Any = StackedLinear(
+            hidden_dim, self.sizes, ["gate", "up"], dtype, stacked=True, has_bias=has_bias
+        )
+        self.down_proj = Linear(feed_forward_length, hidden_dim, dtype, has_bias=has_bias)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features of gate, up and down."""
+        segments = [Segment.even(size) for size in self.sizes]
+        return stacked_rules("gate_up_proj", self.gate_up_proj, segments) | linear_rules(
+            "down_proj", ShardingStrategy.columnwise(1)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        gate, up = apart(self.gate_up_proj, x, self.sizes)  # [..., F]
+        return self.down_proj(gated(gate, up, self.activation_function, 0.0))
+
+
+class GatedMLP(Module):
+    """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` by other names.
+
+    Args:
+        names: attribute names of gate, up and down, as in the checkpoint.
+        hidden_dim, feed_forward_length: E and F.
+        dtype: dtype of the weights.
+        activation_function: name of the activation function.
+        has_bias: whether the linear layers have a bias.
+
+    Example:
+        >>> list(GatedMLP(("w1", "w3", "w2"), 4, 6).raw_state_dict())
+        ['w1.weight', 'w3.weight', 'w2.weight']
+    """
+
+    def __init__(
+        self, names: tuple[str, str, str], hidden_dim: int, feed_forward_length: int,
+        dtype: Any = DType.float32, activation_function: str = "silu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.names, self.activation_function = tuple(names), activation_function
+        for name in names[:2]:
+            layer = Linear(hidden_dim, feed_forward_length, dtype, DeviceRef.CPU(), has_bias)
+            setattr(self, name, layer)
+        down = Linear(feed_forward_length, hidden_dim, dtype, DeviceRef.CPU(), has_bias)
+        setattr(self, names[2], down)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        gate, up, down = self.names
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return linear_rules(gate, rows) | linear_rules(up, rows) | linear_rules(down, columns)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        first, second, down = (getattr(self, name) for name in self.names)
+        gate, up = linears([first, second], x)  # [..., F]
+        return down(gated(gate, up, self.activation_function, 0.0))
+
+
+class PlainMLP(Module):
+    """``down(activation(up(x)))``: an MLP without a gate.
+
+    Args:
+        names: attribute names of the two linear layers, as in the checkpoint.
+        hidden_dim, feed_forward_length: E and F.
+        dtype: dtype of the weights.
+        activation_function: name of the activation function.
+        has_bias: whether both linear layers have a bias.
+
+    Example:
+        >>> list(PlainMLP(("fc1", "fc2"), 4, 6, has_bias=True).raw_state_dict())
+        ['fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias']
+    """
+
+    def __init__(
+        self, names: tuple[str, str], hidden_dim: int, feed_forward_length: int,
+        dtype: Any = DType.float32, activation_function: str = "gelu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.names, self.activation_function = tuple(names), activation_function
+        up, down = names
+        setattr(self, up, Linear(hidden_dim, feed_forward_length, dtype, DeviceRef.CPU(), has_bias))
+        setattr(
+            self, down, Linear(feed_forward_length, hidden_dim, dtype, DeviceRef.CPU(), has_bias)
+        )
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        up, down = self.names
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return linear_rules(up, rows) | linear_rules(down, columns)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        up, down = (getattr(self, name) for name in self.names)
+        return down(self.activated(up(x)))
+
+    def activated(self, x: jax.Array) -> jax.Array:
+        """What comes between the two linear layers, ``[..., F]`` → the same shape."""
+        return activation(self.activation_function)(x)

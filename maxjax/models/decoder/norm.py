@@ -6,7 +6,7 @@ Shapes: heads of width D.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...nn.norm import LayerNorm, RMSNorm
-from .config import DecoderConfig
+
+if TYPE_CHECKING:
+    from .config import DecoderConfig
 
 
 def _rms(config: DecoderConfig, dtype: DType, width: int) -> RMSNorm:
@@ -63,6 +65,7 @@ def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:
         width: length of the axis that is normalised; ``config.hidden_size`` by default.
 
     Example:
+        >>> from maxjax.models import DecoderConfig
         >>> config = DecoderConfig(100, 8, 16, num_layers=2, num_heads=2, norm="layer")
         >>> list(norm(config, DType.float32).raw_state_dict())
         ['weight', 'bias']
