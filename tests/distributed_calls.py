@@ -233,7 +233,7 @@ def die_saving(tell: Tell) -> None:
 
 def die_in_a_step(tell: Tell) -> None:
     """It dies while all write a step of orbax."""
-    from maxjax.checkpoint.orbax.sums import ArraySums
+    from maxjax.checkpoint.orbax.save import ArraySums
 
     model, _ = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: checkpoint.save(Path(sys.argv[-1], "steps"), model)

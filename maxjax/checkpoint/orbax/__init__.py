@@ -1,9 +1,8 @@
 """Saving and restoring with orbax: ``maxjax.checkpoint.save``, ``restore``, ``CheckpointManager``.
 
 ``api`` is the only file that imports orbax. ``tree`` turns a model or a pytree into orbax items,
-``save`` writes a step and its checksums (``sums``), ``steps`` numbers the steps of a
-directory. To restore, ``open`` opens what was saved, ``leaves`` describes the sharding of each
-value, and ``restore`` compares with the example, reads, and fills it. ``streaming`` writes
+``save`` writes a step and its checksums, ``steps`` numbers the steps of a directory. To restore,
+``open`` opens what was saved, and ``restore`` compares with the example, reads, and fills it. ``streaming`` writes
 converted values without a model. ``checkpoint`` and ``manager`` are the public functions and
 class. Files are read by ``maxjax.storage.orbax``, which needs no orbax.
 """
