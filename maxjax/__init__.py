@@ -38,14 +38,14 @@ if _TYPE_CHECKING:
     from .engine.generate.texts import stream as stream
     from .engine.load import load as load
     from .engine.looks import look as look
+    from .engine.memory import free as free
+    from .engine.memory import memory as memory
     from .engine.perplexity import perplexity as perplexity
     from .engine.plan.report import plan as plan
     from .engine.quantize.calibration import calibrate as calibrate
     from .engine.quantize.model import quantize as quantize
-    from .engine.release import free as free
     from .engine.rerank import rerank as rerank
     from .engine.sampling.settings import Sampling as Sampling
-    from .engine.usage import memory as memory
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
@@ -106,8 +106,8 @@ _HOMES: dict[str, str | None] = {
     "plan": "engine.plan.report",
     "calibrate": "engine.quantize.calibration",
     "quantize": "engine.quantize.model",
-    "free": "engine.release",
-    "memory": "engine.usage",
+    "free": "engine.memory",
+    "memory": "engine.memory",
     "Sampling": "engine.sampling.settings",
     "load_tokenizer": "text.tokenizer.tokenizer",
     "CheckpointError": "errors",

@@ -130,9 +130,9 @@ text/template: thread budget caps sandbox files render
 text: stream_decoders
 text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
-engine/sampling: settings filters penalties draw
+engine/sampling: settings penalties draw
 engine/generate: defaults
-engine: hub load packing embed rerank perplexity session api holders usage release
+engine: hub load packing embed rerank perplexity session api holders memory
 engine/plan: topology options footprint meshes
 engine/quantize: importance report choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

@@ -12,8 +12,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxjax.engine.sampling.draw import Sampled, check_logits, process_logits, sample
-from maxjax.engine.sampling.filters import candidate_count, largest, threshold_among, threshold_of
+from maxjax.engine.sampling.draw import (
+    Sampled,
+    candidate_count,
+    check_logits,
+    largest,
+    process_logits,
+    sample,
+    threshold_among,
+    threshold_of,
+)
 from maxjax.engine.sampling.penalties import History
 from maxjax.engine.sampling.settings import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
