@@ -39,7 +39,7 @@ storage/zip: deflate directory archive
 storage/numpy: npy npz
 storage/pytorch: pickle_machine pickles names tensors tree legacy reader
 storage/safetensors: reader
-storage/orbax: metadata paths maxjax_metadata zarr store chunks reader
+storage/orbax: metadata paths maxjax_metadata zarr store reader
 storage: index_file open verify
 storage/safetensors: writer
 
@@ -77,7 +77,7 @@ nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
 nn: identity dropout low_rank product linear stacked_linear transposed_linear embedding
-nn/quantized: formats forms layout linear __init__
+nn/quantized: forms formats linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
 nn: rope_scaling rotary_embedding
 nn/kv_cache: layout slots recurrent kinds cache server_settings paged recurrent_params cache_params __init__
@@ -90,7 +90,7 @@ nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
 nn/moe: routing algorithms experts moe sigmoid_router assignments stacked_moe expert_parallel __init__
-nn: grids row_norms kernels
+nn: grids kernels
 nn/attention: multihead_attention
 nn/comm/ep: ep_config __init__ ep_kernels ep_manager
 nn/data_parallelism: split_batch __init__
@@ -134,7 +134,7 @@ engine/sampling: settings penalties draw
 engine/generate: defaults
 engine: hub load packing embed rerank perplexity session api holders memory
 engine/plan: topology options footprint meshes
-engine/quantize: importance report choice shards model calibration
+engine/quantize: importance choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
 engine: statistics drawings looks

@@ -2,12 +2,12 @@
 
 A format stores a weight ``[out, in]`` as several tensors: numbers of few bits, scales, zero points.
 They stay as they are in the file, each a Weight under the file's name (``QuantizedLinear``); a
-:class:`Layout` says which tensors they are (``layout.py``), and ``formats.py`` computes the weight from
-them. ``models/quantized.py`` reads which format a checkpoint has.
+:class:`QuantLayout` says which tensors they are, and a format computes the weight from them
+(``formats.py``). ``models/quantized.py`` reads which format a checkpoint has.
 """
 
+from .formats import QuantLayout as QuantLayout
+from .formats import QuantTensor as QuantTensor
 from .forms import Exactly as Exactly
 from .forms import QuantState as QuantState
-from .layout import QuantLayout as QuantLayout
-from .layout import QuantTensor as QuantTensor
 from .linear import QuantizedLinear as QuantizedLinear

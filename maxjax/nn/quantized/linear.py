@@ -17,8 +17,8 @@ from ...graph.weight.weight import Weight
 from ...kernels import explicit, matmul
 from ..linear import add_bias
 from ..low_rank import LowRank
+from .formats import QuantLayout
 from .forms import Bits
-from .layout import QuantLayout
 
 
 class QuantizedLinear(LowRank):

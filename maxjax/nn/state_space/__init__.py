@@ -1,6 +1,6 @@
 """MAX's path of state space layers."""
 
 from ...absent import absent as _absent
-from ..row_norms import gated_group_rmsnorm as gated_group_rmsnorm
+from ..kernels import gated_group_rmsnorm as gated_group_rmsnorm
 
 __getattr__ = _absent(__name__)

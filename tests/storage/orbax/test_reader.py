@@ -23,7 +23,7 @@ from maxjax.storage.boxes import whole
 from maxjax.storage.crc32 import crc32
 from maxjax.storage.digests import DIRECTORY, NAME, Record, to_bytes
 from maxjax.storage.files import aligned_empty
-from maxjax.storage.orbax import chunks as orbax_chunks
+from maxjax.storage.orbax import reader as orbax_reader
 from maxjax.storage.orbax.reader import is_orbax, open_orbax, orbax_items, orbax_tree, steps
 from maxjax.storage.parts import Part, read_parts
 from tests.storage.orbax import corpus as orbax_corpus
@@ -213,7 +213,7 @@ def read(table, name: str, boxes: list) -> list[np.ndarray]:
 @pytest.mark.parametrize("block", [1, 200, 1 << 20])
 @pytest.mark.parametrize("kind", ["zarr3", "files", "plain"])
 def test_any_parts(kind, block, made, monkeypatch):
-    monkeypatch.setattr(orbax_chunks, "BLOCK_BYTES", block)
+    monkeypatch.setattr(orbax_reader, "BLOCK_BYTES", block)
     rng, array = np.random.default_rng(1), sharded()
     with open_orbax(made(kind)) as table:
         assert table.entries["sh"].coding.chunk == (8, 12)
@@ -228,13 +228,13 @@ def test_any_parts(kind, block, made, monkeypatch):
 
 def test_a_chunk_that_several_parts_need_is_read_once(made, monkeypatch):
     asked = []
-    start = orbax_chunks.Store.start
+    start = orbax_reader.Store.start
     monkeypatch.setattr(
-        orbax_chunks.Store,
+        orbax_reader.Store,
         "start",
         lambda self, array, box, *more: asked.append(box) or start(self, array, box, *more),
     )
-    monkeypatch.setattr(orbax_chunks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(orbax_reader, "BLOCK_BYTES", 1)
     with open_orbax(made("zarr3")) as table:
         rows = [((i, i + 1), (0, 24)) for i in range(4)]
         found = read(table, "sh", [*rows, rows[0]])
@@ -247,7 +247,7 @@ def test_little_is_under_way_at_a_time(tmp_path, monkeypatch):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     orbax_corpus.save(tmp_path / "c", {f"w{i}": jax.device_put(array, spread) for i in range(4)})
-    flight = orbax_chunks._Flight(80_000, 2)
+    flight = orbax_reader._Flight(80_000, 2)
     most, take = [], flight.try_take
 
     def watching(nbytes, *, wait):
@@ -256,8 +256,8 @@ def test_little_is_under_way_at_a_time(tmp_path, monkeypatch):
         return taken
 
     flight.try_take = watching
-    monkeypatch.setattr(orbax_chunks, "_FLIGHT", flight)
-    monkeypatch.setattr(orbax_chunks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(orbax_reader, "_FLIGHT", flight)
+    monkeypatch.setattr(orbax_reader, "BLOCK_BYTES", 1)
     with open_orbax(tmp_path / "c") as table:
         for name in table.entries:
             assert np.array_equal(table.read(name), array)
