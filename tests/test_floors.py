@@ -132,7 +132,7 @@ text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults
-engine: hub load packing embed rerank perplexity session api holders memory
+engine: hub load packing embed rerank perplexity session api memory
 engine/plan: topology options footprint meshes
 engine/quantize: importance choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
