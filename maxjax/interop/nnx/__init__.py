@@ -11,11 +11,11 @@ Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
 
 from .interchange import AS_IS as AS_IS
 from .interchange import OIHW_TO_HWIO as OIHW_TO_HWIO
-from .interchange import Packed as Packed
 from .interchange import T as T
-from .interchange import as_nnx as as_nnx
-from .interchange import from_state as from_state
 from .interchange import load as load
 from .interchange import tensors as tensors
-from .interchange import to_state as to_state
-from .interchange import torch_rules as torch_rules
+from .state import Packed as Packed
+from .state import as_nnx as as_nnx
+from .state import from_state as from_state
+from .state import to_state as to_state
+from .torch_layers import torch_rules as torch_rules

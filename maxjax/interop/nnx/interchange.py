@@ -22,11 +22,6 @@ from ..layouts import AxisLayout
 from ..renaming import Function, Origin, Renaming
 from .filling import arrays
 from .matching import Matching
-from .state import Packed as Packed
-from .state import as_nnx as as_nnx
-from .state import from_state as from_state
-from .state import to_state as to_state
-from .torch_layers import torch_rules as torch_rules
 from .variables import TargetVariable, targets
 
 # Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
@@ -38,10 +33,7 @@ AS_IS = "i o -> i o"
 OIHW_TO_HWIO = "o i h w -> h w i o"
 """The pattern of a convolution: torch's order of axes to that of flax."""
 
-__all__ = [
-    "AS_IS", "OIHW_TO_HWIO", "T", "Packed", "as_nnx", "from_state", "load", "tensors", "to_state",
-    "torch_rules",
-]  # fmt: skip
+__all__ = ["AS_IS", "OIHW_TO_HWIO", "T", "load", "tensors"]
 
 
 def load(
@@ -69,7 +61,7 @@ def load(
             tensor out. ``*`` matches a part of a name between dots, ``**`` any text; the stars of
             the name are replaced with the matches in order, and the first pattern that matches
             counts. Names that match no pattern stay as they are. Instead of a table it may be a
-            function of the name. :func:`torch_rules` makes such a table.
+            function of the name. ``torch_rules`` makes such a table.
         transform: table of pattern of the module's names → layout, for arrays to which ``rename``
             gives none.
         cast: whether to convert between float widths, and between integers that fit, and to
@@ -161,6 +153,7 @@ def tensors(
 
     Example:
         >>> from flax import nnx
+        >>> from maxjax.interop.nnx import torch_rules
         >>> model = nnx.Embed(5, 3, rngs=nnx.Rngs(0))
         >>> {name: a.shape for name, a in tensors(model, rename=torch_rules(model)).items()}
         {'weight': (5, 3)}

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from maxjax.errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.graph.weights.cursor import CheckpointSource
-from maxjax.interop.nnx.interchange import AS_IS, OIHW_TO_HWIO, T, load, tensors, torch_rules
+from maxjax.interop.nnx.interchange import AS_IS, OIHW_TO_HWIO, T, load, tensors
+from maxjax.interop.nnx.torch_layers import torch_rules
 from tests.oracles.models import OracleModel
 from tests.oracles.recorded import recorded, torch
 

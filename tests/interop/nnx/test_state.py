@@ -11,7 +11,8 @@ from maxjax import nn
 from maxjax.errors import CheckpointMismatchError, UserInputError
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
-from maxjax.interop.nnx.interchange import Packed, as_nnx, from_state, load, tensors, to_state
+from maxjax.interop.nnx.interchange import load, tensors
+from maxjax.interop.nnx.state import Packed, as_nnx, from_state, to_state
 
 nnx = pytest.importorskip("flax.nnx")
 CPU = DeviceRef.CPU()
