@@ -68,11 +68,11 @@ graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
 nn/layer/observe: frames loops
-nn/layer: rows hooks edited assigned_list static walk definition call_stack calls place sharded replacing
+nn/layer: rows hooks assigned_list static walk definition call_stack calls place sharded replacing
 nn/layer/observe: places captures functions recording contexts programs
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list
-nn/layer/stack: per_layer equal_layers scanning layer_stack expert_stack rearranged
+nn/layer/stack: per_layer scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
 nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection

@@ -12,7 +12,7 @@ import pytest
 import maxjax
 from maxjax import reloads
 from maxjax.graph.weight.epoch import structure_changed
-from maxjax.nn.layer.edited import wrap_edited
+from maxjax.nn.layer.hooks import wrap_edited
 
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
 

@@ -22,8 +22,7 @@ from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
 from .assigned_list import AssignedList
-from .edited import wrap_edited
-from .hooks import token
+from .hooks import token, wrap_edited
 from .walk import Walk, host_of, source_of
 
 

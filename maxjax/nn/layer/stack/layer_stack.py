@@ -23,8 +23,7 @@ from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..observe.frames import marks_of
 from ..walk import Walk, source_of
-from .equal_layers import definition_of, pattern_of
-from .per_layer import PerLayer, StackPattern
+from .per_layer import PerLayer, StackPattern, definition_of, pattern_of
 from .scanning import ScanOptions, loop, policy, scan
 
 
