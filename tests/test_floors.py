@@ -140,7 +140,7 @@ engine/plan: compiled report
 engine: statistics drawings looks
 engine/export: signature file write program
 checkpoint: file_set pretrained
-checkpoint/orbax: api arrays steps tree save open restore streaming checkpoint manager
+checkpoint/orbax: api arrays steps tree save open restore streaming checkpoint
 checkpoint/conversion: written source to_gguf run
 lora: targets model merged peft files
 interop: layouts renaming torch_modules trees

@@ -12,10 +12,10 @@ from ..lazy import attributes as _attributes
 if _TYPE_CHECKING:
     from .conversion.run import Converted as Converted
     from .conversion.run import convert as convert
+    from .orbax.checkpoint import CheckpointManager as CheckpointManager
     from .orbax.checkpoint import restore as restore
     from .orbax.checkpoint import save as save
     from .orbax.checkpoint import save_async as save_async
-    from .orbax.manager import CheckpointManager as CheckpointManager
     from .orbax.save import Response as Response
     from .pretrained import save_pretrained as save_pretrained
 
@@ -23,8 +23,7 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "conversion.run": "Converted convert",
-        "orbax.checkpoint": "restore save save_async",
-        "orbax.manager": "CheckpointManager",
+        "orbax.checkpoint": "CheckpointManager restore save save_async",
         "orbax.save": "Response",
         "pretrained": "save_pretrained",
     },

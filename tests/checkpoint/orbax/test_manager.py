@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxjax.checkpoint.orbax import save as saving
-from maxjax.checkpoint.orbax.manager import CheckpointManager
+from maxjax.checkpoint.orbax.checkpoint import CheckpointManager
 from maxjax.errors import CheckpointSaveError, UserInputError
 
 from .worker import Net, filled, values
