@@ -2,7 +2,8 @@
 
 The longest chain of imports, files that only a sibling imports, names of classes that stand twice,
 private members of Weight that others use, attributes assigned from a higher floor, and lines of code.
-Facades (an `__init__` and what it passes on) and `TYPE_CHECKING` do not count.
+Facades (an `__init__` and what it passes on) and `TYPE_CHECKING` do not count. Who imports a name through a
+facade is an importer of the file that defines it.
 """
 
 from __future__ import annotations
