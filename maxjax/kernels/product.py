@@ -104,7 +104,7 @@ def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     found = []
     for dtype, w, layer in zip(dtypes, weights, layers, strict=True):
         own = x
-        if len(weights) > 1 and w.shape[-2] % (_TILE * devices):
+        if w.shape[-2] % (_TILE * devices):
             own, w = jax.lax.optimization_barrier((x, w))
         found += run([dtype], own, w, layer)
     return found
