@@ -171,6 +171,8 @@ TABLE = (
     Case("decode", "mixtral22", 2, {"model": 8}, 1, 8192),
     Case("decode", "mixtral22", 2, {"model": 8}, 8, 8192),
     Case("decode", "gpt2", 4, {"model": 4}, 8, 1024),
+    Case("decode", "deepseek2", 2, {"model": 8}, 8, 8192),
+    Case("decode", "qwen3next", 4, {"model": 8}, 8, 8192),
     Case("decode", "llama70", 2, {"model": 64}, 8, 8192),
     Case("decode", "qwen235", 2, {"expert": 8, "model": 8}, 64, 8192),
     Case("prefill", "llama8", 2, {"model": 1}, 1, 8192),

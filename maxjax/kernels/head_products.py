@@ -92,6 +92,18 @@ def definition(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array)
     return [jnp.einsum(equation, x, used)]
 
 
+def _on_gpu(part: HeadPart, _: int, x: Any, stack: Any, layer: Any) -> list[jax.Array]:
+    # Of the whole matrices: XLA for GPUs copies a part of them before it multiplies, which takes longer
+    # than to read the other rows too.
+    height = stack.shape[-2]
+    whole = part._replace(first=0, rows=height)
+    if part.transposed:
+        x = jnp.pad(x, ((0, 0), (0, 0), (part.first, height - part.first - part.rows)))
+        return definition(whole, x, stack, layer)
+    (y,) = definition(whole, x, stack, layer)
+    return [y[..., part.first : part.first + part.rows]]
+
+
 def _types(part: HeadPart, x: Any, stack: Any, _: Any) -> list[Any]:
     width = stack.shape[-1] if part.transposed else part.rows
     return [x.update(shape=(*x.shape[:-1], width), weak_type=False)]
@@ -120,5 +132,6 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_heads", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
-)
+    "maxjax_heads", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None,
+    forms={"cuda": _on_gpu, "rocm": _on_gpu},
+)  # fmt: skip

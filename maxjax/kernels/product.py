@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # From so many rows on, and for weights of at most so many values, XLA's matmul is faster than ours:
 # by 1.0 to 1.4 times on a Zen 4, at each of these levels for these types (docs/kernels.md).
 _MANY_ROWS, _SMALL_WEIGHT = 256, 1 << 22
+# Rows of weights that XLA's matmuls for GPUs compute at a time, at least.
+_TILE = 64
 _FASTER_IN_XLA = {"avx512bf16": ("float32", "bfloat16"), "avx512": ("float32",)}
 
 
@@ -94,7 +97,17 @@ def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
     # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
     # does so in any case.
-    return _in_jnp(dtypes, *operands, narrow_sums=devices > 1)
+    run = functools.partial(_in_jnp, narrow_sums=devices > 1)
+    x, weights, layers = split(operands)
+    # XLA merges the matmuls of one operand. It writes their weights to memory for that, one after the other,
+    # unless each device has whole tiles of each. Behind a barrier the activations are another operand.
+    found = []
+    for dtype, w, layer in zip(dtypes, weights, layers, strict=True):
+        own = x
+        if w.shape[-2] % (_TILE * devices):
+            own, w = jax.lax.optimization_barrier((x, w))
+        found += run([dtype], own, w, layer)
+    return found
 
 
 def types(dtypes: Any, *avals: Any) -> list[Any]:

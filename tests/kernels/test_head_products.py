@@ -1,5 +1,7 @@
 """Products of each head with a part of its own matrix, against NumPy in float64."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,6 +14,7 @@ from maxjax.kernels import StackSlice, native
 from maxjax.kernels.head_products import head_products
 from scripts.sharding_product import collectives, mesh_of
 
+head_products_module = sys.modules["maxjax.kernels.head_products"]
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -102,3 +105,16 @@ def test_derivatives():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     batch = jax.vmap(run, (0, None))(jnp.stack([x, 2 * x]), w)
     np.testing.assert_allclose(batch, [run(x, w), run(2 * x, w)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_the_form_of_gpus_reads_whole_matrices(transposed):
+    heads, height, depth, first, rows = SIZES["its values"]
+    x, w = operands(heads, height, depth, rows if transposed else depth, 2, layers=2)
+    part = head_products_module.HeadPart(first, rows, transposed)
+    stack = w.reshape(2, heads, height, depth)
+    (got,) = head_products_module._on_gpu(part, 1, x, stack, jnp.int32(1))
+    check(got, x, w[1], heads, first, rows, transposed)
+    run = lambda x, w: head_products(x, w, heads, first, rows, transposed)
+    text = jax.jit(run).trace(x, w[1]).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<{heads}x{rows}x{depth}xf32>" not in text

@@ -65,14 +65,25 @@ def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None
             found[place], wrong, norm = _encode_part(shard.data, kind, weights)
             errors[shard.index[:-1]] += wrong
             squares[shard.index[:-1]] += norm
-        parts.append(jax.device_put(found[place], shard.data.sharding))
+        parts.append(found[place])
     if not np.isfinite(errors).all():
         raise UserInputError(
             f"weight '{name}' has values that are not finite, or too large for {kind}: "
             f"in row {list(map(int, np.argwhere(~np.isfinite(errors))[0]))}"
         )
-    blocks = jax.make_array_from_single_device_arrays(shape, array.sharding, parts)
-    return Encoded(blocks, errors, squares)
+    return Encoded(_placed_like(array, shape, parts), errors, squares)
+
+
+def _placed_like(array: jax.Array, shape: tuple[int, ...], parts: list[Any]) -> jax.Array:
+    """The parts as an array with the sharding of `array`, and committed to it only if that is."""
+    if not array.committed:
+        with jax.default_device(next(iter(array.devices()))):
+            return jax.device_put(parts[0])
+    placed = [
+        jax.device_put(part, shard.data.sharding)
+        for part, shard in zip(parts, array.addressable_shards, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(shape, array.sharding, placed)
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:

@@ -24,7 +24,11 @@ from .step import Options, mean, written
 # As many programs fill a GPU: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
 # The widest head, and the most numbers of queries and their sums that a program keeps in registers.
-WIDEST, MOST_NUMBERS = 256, 1 << 14
+WIDEST, MOST_NUMBERS = 640, 1 << 14
+# Up to this width a head is read as one array, and padded to a power of two; wider ones in two parts.
+_WHOLE = 256
+# Bytes of the keys that a program reads at a time, at most: a GPU's shared memory holds several such blocks.
+_BLOCK_BYTES = 40 << 10
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -32,15 +36,26 @@ class DecodeTiles(NamedTuple):
     """Sizes that the kernel is compiled for.
 
     Attributes:
-        rows, width: G and D, rounded up to powers of two.
+        rows: number of query heads of a program, a power of two.
+        parts: number of programs between which the G query heads are divided.
+        widths: D in one or two powers of two.
         block: number of slots that a program reads at a time.
-        splits: number of programs for one KV head of one sequence.
+        splits: number of programs between which the slots of one KV head of one sequence are divided.
     """
 
     rows: int
-    width: int
+    parts: int
+    widths: tuple[int, ...]
     block: int
     splits: int
+
+    def columns(self, width: int) -> list[tuple[int, int, bool]]:
+        """Of each part of a head: its first number, how many, and whether some are past the end of the head."""
+        found, start = [], 0
+        for size in self.widths:
+            found.append((start, size, start + size > width))
+            start += size
+        return found
 
 
 def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str:
@@ -49,16 +64,13 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
     Example:
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
         >>> options = Options(1.0, 0, 0.0, False, False)
-        >>> one = shape(1, 2, 512)
-        >>> lacks(options, shape(1, 2, 4, 512), one, one, shape(1, 2, 64, 512))
-        'heads are 512 wide, at most 256'
+        >>> one = shape(1, 2, 768)
+        >>> lacks(options, shape(1, 2, 4, 768), one, one, shape(1, 2, 64, 768))
+        'heads are 768 wide, at most 640'
     """
-    group, width = q.shape[2:]
+    width = q.shape[3]
     if width > WIDEST:
         return f"heads are {width} wide, at most {WIDEST}"
-    rows, columns = power(group), power(width)
-    if rows * columns > MOST_NUMBERS:
-        return f"{group} query heads of width {width} share a KV head"
     if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, np.dtype("int8")):
         return f"queries are {q.dtype} and the cache is {keys.dtype}"
     return too_many(keys)
@@ -72,17 +84,20 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
         operands: as those of ``decode_attention.definition``.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
-    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
+    q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
     caches = step.layers()
+    is_shared = not values.ndim
+    if is_shared:  # once, keys and their scales
+        caches = caches[::2]
     batch, kv_heads, group, width = q.shape
     slots = keys.shape[-2]
-    size = tiles(batch * kv_heads, group, width, slots)
+    size = tiles(batch * kv_heads, group, width, slots, keys.dtype.itemsize)
     # Queries of 16 bits are rounded, as they are everywhere else on a GPU; the scale is a factor of the scores.
     queries = step.q.astype(q.dtype)
-    pads = ((0, 0), (0, 0), (0, size.rows - group), (0, size.width - width))
+    pads = ((0, 0), (0, 0), (0, size.parts * size.rows - group), (0, sum(size.widths) - width))
     queries = jnp.pad(queries, pads)
-    mixed, largest, total = _call(static, size, group, interpret)(
+    mixed, largest, total = _call(static, size, group, is_shared, interpret)(
         layer.reshape(1), lengths, queries, *caches
     )
     # Each program's sum is relative to its own largest score.
@@ -92,23 +107,36 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
     return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
 
 
-def tiles(programs: int, group: int, width: int, slots: int) -> DecodeTiles:
-    """The sizes for so many KV heads of sequences.
+def tiles(programs: int, group: int, width: int, slots: int, itemsize: int = 2) -> DecodeTiles:
+    """The sizes for so many KV heads of sequences, in a cache of so many bytes for a number.
 
     Example:
         >>> tiles(8, 4, 128, 8192)
-        DecodeTiles(rows=16, width=128, block=64, splits=33)
+        DecodeTiles(rows=16, parts=1, widths=(128,), block=64, splits=33)
         >>> tiles(512, 5, 80, 100)
-        DecodeTiles(rows=16, width=128, block=64, splits=1)
+        DecodeTiles(rows=16, parts=1, widths=(128,), block=64, splits=1)
+        >>> tiles(1, 128, 576, 4096)
+        DecodeTiles(rows=16, parts=8, widths=(512, 64), block=32, splits=33)
     """
-    rows, columns = power(group), power(width)
+    widths: tuple[int, ...] = (power(width),)
+    if width > _WHOLE and widths[0] != width:
+        first = widths[0] // 2
+        widths = (first, power(width - first))
+    columns = sum(widths)
+    rows = power(group)
+    while rows * columns > MOST_NUMBERS and rows > power(1):
+        rows //= 2
+    parts = -(-group // rows)
     block = min(128, max(32, 8192 // columns))
+    if block * columns * itemsize > _BLOCK_BYTES:
+        block = power(1)
     most = -(-slots // block)
-    return DecodeTiles(rows, columns, block, max(1, min(most, -(-PROGRAMS // max(programs, 1)))))
+    splits = max(1, min(most, -(-PROGRAMS // max(programs * parts, 1))))
+    return DecodeTiles(rows, parts, widths, block, splits)
 
 
 @functools.lru_cache(maxsize=256)
-def _call(static: Options, size: DecodeTiles, group: int, interpret: bool) -> Any:
+def _call(static: Options, size: DecodeTiles, group: int, is_shared: bool, interpret: bool) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
@@ -118,8 +146,8 @@ def _call(static: Options, size: DecodeTiles, group: int, interpret: bool) -> An
         shape = (batch, kv_heads, size.splits, group)
         sums, mixed = result(shape, q), result((*shape, width), q)
         return pl.pallas_call(
-            functools.partial(_program, static, size, slots, width, group),
-            grid=(batch, kv_heads, size.splits),
+            functools.partial(_program, static, size, slots, width, group, is_shared),
+            grid=(batch, kv_heads * size.parts, size.splits),
             out_shape=(mixed, sums, sums),
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=interpret,
@@ -130,15 +158,19 @@ def _call(static: Options, size: DecodeTiles, group: int, interpret: bool) -> An
 
 
 def _program(
-    static: Options, size: DecodeTiles, slots: int, width: int, group: int, layer: Any, lengths: Any,
-    q: Any, keys: Any, values: Any, *refs: Any,
+    static: Options, size: DecodeTiles, slots: int, width: int, group: int, is_shared: bool, layer: Any,
+    lengths: Any, q: Any, keys: Any, *refs: Any,
 ) -> None:  # fmt: skip
-    """One program: a part of the slots of one KV head of one sequence."""
+    """One program: a part of the slots of one KV head of one sequence, for some of its query heads."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    *scales, out, largest_out, total_out = refs
+    *arrays, out, largest_out, total_out = refs
+    values, scales = (keys, arrays * 2) if is_shared else (arrays[0], arrays[1:])
     row, head, split = (pl.program_id(axis) for axis in range(3))
+    part = 0
+    if size.parts > 1:
+        head, part = jax.lax.div(head, size.parts), jax.lax.rem(head, size.parts)
     number, length = layer[0], lengths[row]
     # The tokens that are seen: how many, and the slot of the first one.
     most = min(slots, static.window or slots)
@@ -150,14 +182,18 @@ def _program(
     each = (count + size.splits * size.block - 1) // (size.splits * size.block) * size.block
     start = split * each
     end = jnp.minimum(start + each, count)
-    columns = jnp.arange(size.width, dtype=jnp.int32)
-    queries = q[row, head]  # [rows, width]
+    columns = size.columns(width)
     # A float32 query keeps its digits; int8 numbers are exact in any type.
     score_type = keys.dtype if keys.dtype == q.dtype else q.dtype if scales else jnp.float32
     weight_type = score_type
     if scales and q.dtype != jnp.float32:
         weight_type = jnp.bfloat16  # weights times scales leave the range of float16
-    queries = queries.astype(score_type)
+    rows = part * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
+    places = [begin + jnp.arange(count, dtype=jnp.int32) for begin, count, _ in columns]
+    queries = [
+        triton.load(q.at[row, head, rows[:, None], place[None, :]]).astype(score_type)
+        for place in places
+    ]  # [rows, a part of D] each
 
     def block(i: Any, state: Any) -> Any:
         largest, total, mixed = state
@@ -167,14 +203,21 @@ def _program(
         if static.rotating:
             slot = jnp.where(slot < slots, slot, slot - slots)
 
-        def read(array: Any, dtype: Any) -> Any:
-            mask = there[:, None]
-            if size.width != width:
-                mask = mask & (columns < width)[None, :]
-            place = array.at[number, row, head, slot[:, None], columns[None, :]]
-            return triton.load(place, mask=mask, other=0).astype(dtype)  # [block, width]
+        def read(array: Any) -> list[Any]:
+            found = []
+            for place, (_, _, is_past) in zip(places, columns, strict=True):
+                mask = there[:, None]
+                if is_past:
+                    mask = mask & (place < width)[None, :]
+                at = array.at[number, row, head, slot[:, None], place[None, :]]
+                found.append(triton.load(at, mask=mask, other=0))  # [block, a part of D]
+            return found
 
-        scores = dot(queries, read(keys, score_type).T) * jnp.float32(static.scale)
+        found = read(keys)
+        scores: Any = sum(
+            dot(one, part.astype(score_type).T) for one, part in zip(queries, found, strict=True)
+        )
+        scores = scores * jnp.float32(static.scale)
         if scales:
             scores = scores * _scales(scales[0], number, row, head, slot, there)[None, :]
         if static.cap:
@@ -186,22 +229,27 @@ def _program(
         total = total * kept + jnp.sum(weights, axis=1)
         if scales:
             weights = weights * _scales(scales[1], number, row, head, slot, there)[None, :]
-        more = dot(weights.astype(weight_type), read(values, weight_type))
-        return new, total, mixed * kept[:, None] + more
+        weights = weights.astype(weight_type)
+        found = found if is_shared else read(values)
+        mixed = tuple(
+            before * kept[:, None] + dot(weights, part.astype(weight_type))
+            for before, part in zip(mixed, found, strict=True)
+        )
+        return new, total, mixed
 
     state = (
         jnp.full((size.rows,), _LOWEST, jnp.float32),
         jnp.zeros((size.rows,), jnp.float32),
-        jnp.zeros((size.rows, size.width), jnp.float32),
+        tuple(jnp.zeros((size.rows, count), jnp.float32) for _, count, _ in columns),
     )
     turns = (jnp.maximum(end - start, 0) + size.block - 1) // size.block
     largest, total, mixed = jax.lax.fori_loop(0, turns, block, state)
-    rows = jnp.arange(size.rows, dtype=jnp.int32)
     inside = rows < group
     triton.store(largest_out.at[row, head, split, rows], largest, mask=inside)
     triton.store(total_out.at[row, head, split, rows], total, mask=inside)
-    place = out.at[row, head, split, rows[:, None], columns[None, :]]
-    triton.store(place, mixed, mask=inside[:, None] & (columns < width)[None, :])
+    for place, one in zip(places, mixed, strict=True):
+        at = out.at[row, head, split, rows[:, None], place[None, :]]
+        triton.store(at, one, mask=inside[:, None] & (place < width)[None, :])
 
 
 def _scales(array: Any, number: Any, row: Any, head: Any, slot: Any, there: Any) -> Any:

@@ -119,6 +119,16 @@ def test_shards_stay_where_they_are(axes):
         assert one.worst_rows[0][0] == other.worst_rows[0][0]
 
 
+@pytest.mark.parametrize("place", [None, 1])
+def test_blocks_are_committed_to_a_device_only_if_the_weight_was(place):
+    model = maxjax.init(nn.Linear(64, 2, maxjax.DType.float32), jax.random.key(0))
+    if place is not None:
+        model = model.to(jax.devices()[place])
+    quantised, _ = maxjax.quantize(model, "q8_0")
+    (blocks,) = jax.tree.leaves(quantised)
+    assert (blocks.committed, blocks.devices()) == (place is not None, {jax.devices()[place or 0]})
+
+
 def test_a_part_of_a_row_that_is_no_whole_blocks():
     model = random_model()
     model.to(maxjax.make_mesh(model=4))
