@@ -3,8 +3,8 @@
 from ...absent import absent as _absent
 from ..activation import GatedActivation as GatedActivation
 from .expert_parallel import forward_moe_sharded_layers as forward_moe_sharded_layers
+from .gate import MoEGate as MoEGate
 from .moe import MoE as MoE
-from .moe import MoEGate as MoEGate
 from .routing import SHARES as SHARES
 from .routing import Routing as Routing
 from .sigmoid_router import SigmoidTopKRouter as SigmoidTopKRouter
