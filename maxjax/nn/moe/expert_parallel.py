@@ -29,7 +29,7 @@ def forward_moe_sharded_layers(
         shards: layers, one for each device.
         xs: a tensor ``[N, E]`` for each; the numbers N may differ, and be 0.
         eplb_counter_buffers: a BufferValue ``[X]`` for each, to which the numbers of choices of each expert are
-            added.
+            added, if the layers exchange tokens.
         layer_idx_per_device: of MAX's balancing of experts, which a manager refuses; ignored.
 
     Raises:

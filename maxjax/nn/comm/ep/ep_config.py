@@ -211,6 +211,25 @@ def calculate_ep_max_tokens_per_rank(
     return -(-max_batch_input_tokens // (ep_size // data_parallel_degree))
 
 
+def _ep_sync_counter_bytes(
+    n_experts: int, n_gpus_per_node: int, use_allreduce: bool, moe_dim: int
+) -> int:
+    """Bytes of the counters that MAX's kernels synchronise a device with, in its two groups.
+
+    Example:
+        >>> _ep_sync_counter_bytes(64, 8, False, 0), _ep_sync_counter_bytes(64, 8, True, 2048)
+        (7680, 2100352)
+    """
+    experts = n_experts // n_gpus_per_node if use_allreduce else n_experts
+    words = 10 * experts + 320 + (262_144 if moe_dim > 0 else 0)  # of four bytes
+    return 2 * 4 * words
+
+
+def _bound_fused_moe_workspace(config: EPConfig, dispatch_dtype: DType) -> tuple[int, str]:
+    """Bytes of the fused kernel's workspace, and why there is none."""
+    return 0, "there is no fused kernel: XLA compiles the dispatch, the experts and the combine"
+
+
 def _ep_fused_moe_requested() -> bool:
     """Whether MAX is asked for its fused kernel (``MODULAR_EP_FUSED_MOE=1``), which is not here."""
     return os.environ.get("MODULAR_EP_FUSED_MOE", "0") == "1"

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....absent import absent as _absent
 from ....graph.tensor_type import BufferType, TensorType
 from ....graph.value import TensorValue, unwrap, wraps
 from .ep_buffers import EPCommBuffers, check_supported
 from .ep_buffers import EPCommInitializer as EPCommInitializer
 from .ep_config import EPConfig
+from .ep_config import _bound_fused_moe_workspace as _bound_fused_moe_workspace
+from .ep_config import _ep_sync_counter_bytes as _ep_sync_counter_bytes
 from .exchange import Plan, plan_of, received, weighed
 
 
@@ -340,6 +341,3 @@ def _like(given: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     if wraps(given):
         return tuple(map(TensorValue, values))
     return tuple(unwrap(one) for one in values)
-
-
-__getattr__ = _absent(__name__)
