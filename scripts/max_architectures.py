@@ -51,11 +51,13 @@ class Architecture(NamedTuple):
         settings: settings of its configuration beside SMALL.
         narrow: ends of names of weights that MAX's files declare in bfloat16, whatever the model's dtype is;
             their values are rounded to it on both sides.
+        folder: name of the folder of MAX's files, if it is not that of the architecture.
     """
 
     kind: str
     settings: dict[str, Any] = {}
     narrow: tuple[str, ...] = ()
+    folder: str = ""
 
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -65,6 +67,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 
 ARCHITECTURES = {
     "llama3": Architecture("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": Architecture("Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "norm_topk_prob": True},
+        folder="qwen3",
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
@@ -85,6 +93,13 @@ ARCHITECTURES = {
          "logits_scaling": 2.0},
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
+    # On several devices its experts are dealt to them (nn.comm.ep).
+    "hy_v3": Architecture(
+        "HYV3ForCausalLM",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "route_norm": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
 }  # fmt: skip
 
 
@@ -150,29 +165,31 @@ def settings_of(config: Any, file: Path, devices: int) -> SimpleNamespace:
         model_path=str(file.parent), max_length=SMALL["max_position_embeddings"],
     )  # fmt: skip
     return SimpleNamespace(
-        model=model, speculative=None, runtime=SimpleNamespace(ep_size=1), lora=None
-    )
+        model=model, speculative=None, lora=None,
+        runtime=SimpleNamespace(ep_size=1, max_batch_input_tokens=sum(LENGTHS)),
+    )  # fmt: skip
 
 
 class Ours:
     """An architecture of MAX's files, built, loaded and compiled.
 
     Args:
-        name: name of its folder.
+        one: what the run needs to know of it.
+        folder: name of its folder.
         config: transformers' settings.
         file: the checkpoint.
         devices: the number of devices.
     """
 
-    def __init__(self, name: str, config: Any, file: Path, devices: int):
+    def __init__(self, one: Architecture, folder: str, config: Any, file: Path, devices: int):
         from maxjax.driver import CPU
         from maxjax.engine import InferenceSession
         from maxjax.graph.weights import load_weights
         from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
 
-        folder = importlib.import_module(f"maxjax.pipelines.architectures.{name}.arch")
-        found = vars(folder).values()
-        arch = next(one for one in found if type(one).__name__ == "SupportedArchitecture")
+        file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
+        found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
+        arch = next(a for a in found if a.name == one.kind)
         settings = settings_of(config, file, devices)
         # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
         pipeline = object.__new__(arch.pipeline_model)
@@ -185,12 +202,19 @@ class Ours:
         )  # fmt: skip
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
+        # Subgraphs take no pages; their layers are traced one by one.
+        model_config.use_subgraphs = False
+        session = InferenceSession()
+        if (experts := getattr(model_config, "ep_config", None)) is not None:
+            experts.combine_dtype = experts.dispatch_dtype  # MAX's files have bfloat16
+        if hasattr(pipeline, "_init_distributed_runtime"):
+            pipeline._init_distributed_runtime(session, model_config)
         self.kv_params = model_config.kv_params
         pipeline.kv_params = self.kv_params
         (spec,) = pipeline.graph_specs(model_config).values()
         graph = spec.trace()
         self.types = list(spec.input_types)
-        self.model = InferenceSession().load(graph, weights_registry=spec.weights_registry())
+        self.model = session.load(graph, weights_registry=spec.weights_registry())
         on = {kind.device.id for kind in self.cache_types()}
         if on != set(range(devices)):
             raise ValueError(f"the caches are on devices {sorted(on)} of {devices}")
@@ -214,7 +238,7 @@ class Ours:
         return -(-(max(LENGTHS) + STEPS) // PAGE)
 
     def step(self, tokens: list[np.ndarray], cached: list[int]) -> list[np.ndarray]:
-        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``."""
+        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``; some models give those of the last."""
         from maxjax.graph import BufferType
 
         lengths = [len(one) for one in tokens]
@@ -243,8 +267,10 @@ class Ours:
             tensors += 1
         found = self.model.execute(*inputs)
         self.caches = found[-len(self.caches) :]
-        logits = np.asarray(found[1].to_numpy())
-        return np.split(logits, np.cumsum(lengths)[:-1])
+        outputs = found[: -sum(isinstance(kind, BufferType) for kind in self.types)]
+        logits = np.asarray(outputs[min(1, len(outputs) - 1)].to_numpy())
+        sizes = lengths if len(logits) == sum(lengths) else [1] * len(lengths)
+        return np.split(logits, np.cumsum(sizes)[:-1])
 
 
 # --- the comparison ----------------------------------------------------------------------------
@@ -258,7 +284,7 @@ def compare(name: str, devices: int = 1) -> dict[str, Any]:
     theirs = theirs_of(one)
     with tempfile.TemporaryDirectory() as directory:
         file = checkpoint_of(theirs, one, Path(directory))
-        ours = Ours(name, theirs.config, file, devices)
+        ours = Ours(one, one.folder or name, theirs.config, file, devices)
         rng = np.random.default_rng(2)
         sequences = [rng.integers(1, VOCAB, length + STEPS) for length in LENGTHS]
         with torch.no_grad():
@@ -267,7 +293,7 @@ def compare(name: str, devices: int = 1) -> dict[str, Any]:
             [s[:n] for s, n in zip(sequences, LENGTHS, strict=True)], [0] * len(LENGTHS)
         )
         prefill = [
-            np.abs(got - want[:n]).max()
+            np.abs(got - want[n - len(got) : n]).max()
             for got, want, n in zip(found, wanted, LENGTHS, strict=True)
         ]
         decode = []

@@ -20,16 +20,17 @@ def forward_moe_sharded_layers(
 ) -> list[Any]:
     """Each layer's result for the tensor of its device.
 
-    Parts of a MoE with an ``ep_batch_manager`` exchange tokens: each chooses experts for its own, the manager
-    sends them to the devices of these experts, which compute their results, and sends those back. With
-    ``use_allreduce``, every device has the same tokens, and the caller sums the results over devices. Any layers
-    will do that have the attributes of such parts. Other layers are called (:func:`forward_sharded_layers`).
+    Parts of a MoE with an ``ep_batch_manager`` exchange tokens: each chooses experts for its own,
+    the manager sends them to the devices of these experts, which compute their results, and sends
+    those back. With ``use_allreduce``, every device has the same tokens, and the caller sums the
+    results over devices. Any layers will do that have the attributes of such parts. Other layers
+    are called (:func:`forward_sharded_layers`).
 
     Args:
         shards: layers, one for each device.
         xs: a tensor ``[N, E]`` for each; the numbers N may differ, and be 0.
-        eplb_counter_buffers: a BufferValue ``[X]`` for each, to which the numbers of choices of each expert are
-            added, if the layers exchange tokens.
+        eplb_counter_buffers: a BufferValue ``[X]`` for each, to which the numbers of choices of
+            each expert are added, if the layers exchange tokens.
         layer_idx_per_device: of MAX's balancing of experts, which a manager refuses; ignored.
 
     Raises:

@@ -54,8 +54,8 @@ class MoE(Module):
         interleaved_gate_up: whether a derived class's ``gate_up_proj`` has gates and up
             projections in turn, and not one after the other.
         pre_expert_norm_cls: constructor of a norm of what the experts get, and not the gate.
-        ep_batch_manager: an ``nn.comm.ep.EPBatchManager``, for ``expert_parallel``: the layer is then
-            called by its parts, through ``forward_moe_sharded_layers``.
+        ep_batch_manager: an ``nn.comm.ep.EPBatchManager``, for ``expert_parallel``: then
+            ``forward_moe_sharded_layers`` calls the layer's parts.
         quant_config, shared_experts_quant_config: not supported; must be None.
         shared_experts_dtype: dtype of the shared expert's weights, ``dtype`` by default.
         is_sharding: whether to create no experts; whoever shards this layer assigns them.
@@ -71,9 +71,9 @@ class MoE(Module):
         ValueError: ``ep_size`` does not fit the manager and the number of experts.
 
     Experts that are plain MLPs run together (``experts.mixture``); others run one after the other
-    over all tokens, with the same results. No token is dropped, however many choose the same expert.
-    With an ``activation``, or in a class that derives ``gate_up_proj`` or ``down_proj``, experts are
-    these two weights and the activation, as in MAX.
+    over all tokens, with the same results. No token is dropped, however many choose the same
+    expert. With a GatedActivation, or in a class that derives ``gate_up_proj`` or ``down_proj``,
+    experts are these two weights and the activation, as in MAX.
     """
 
     _ep_batch_manager: Any = None
@@ -110,8 +110,8 @@ class MoE(Module):
         super().__init__()
         if num_logical_experts not in (None, num_experts):
             raise NotImplementedError(
-                f"MoE with {num_experts} experts that are copies of {num_logical_experts}: on a mesh "
-                "with an expert axis (Module.to) each device has its part of every expert instead"
+                f"MoE with {num_experts} experts that are copies of {num_logical_experts}: on a "
+                "mesh with an expert axis (Module.to) each device has its part of every expert instead"
             )
         if quant_config is not None or shared_experts_quant_config is not None:
             raise NotImplementedError(
@@ -204,28 +204,33 @@ class MoE(Module):
         if self._ep_batch_manager is not None:
             raise ValueError(
                 f"{type(self).__name__} has an ep_batch_manager: shard it with "
-                "ShardingStrategy.expert_parallel, and call forward_moe_sharded_layers with its parts"
+                "ShardingStrategy.expert_parallel, and pass its parts to forward_moe_sharded_layers"
             )
         array = unwrap(x)
         mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
         if mesh is None:
-            y = self._mixed(array)
+            y = self._mixed(array, wraps(x))
         else:
             place = explicit.entries(array)
-            y = explicit.automatic(lambda m, a: m._mixed(a), mesh, place)(self, array)
+            y = explicit.automatic(lambda m, a: m._mixed(a, wraps(x)), mesh, place)(self, array)
         return TensorValue(y) if wraps(x) else y
 
-    def _mixed(self, array: jax.Array) -> jax.Array:
+    def _mixed(self, array: jax.Array, wrapped: bool) -> jax.Array:
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
+
+        def given(array: jax.Array) -> Any:
+            """What layers in this one are given: gates of MAX's files need a TensorValue."""
+            return TensorValue(array) if wrapped else array
+
         plain = not self._is_derived() and _are_plain(self.experts)
         mesh, axes = self._split() if plain and self.pre_expert_norm is None else (None, ())
         if mesh is not None:
             y = self._on_mesh(tokens, mesh, axes)
         else:
-            chosen, shares = map(unwrap, self.gate(tokens))
+            chosen, shares = map(unwrap, self.gate(given(tokens)))
             shares = shares.astype(jnp.float32)
             if self.pre_expert_norm is not None:
-                tokens = unwrap(self.pre_expert_norm(tokens))
+                tokens = unwrap(self.pre_expert_norm(given(tokens)))
             if plain:
                 expert_weights = [
                     ExpertWeights(*(w.stored.operand() for w in _weights(e))) for e in self.experts
@@ -235,10 +240,10 @@ class MoE(Module):
                 down, places = map(unwrap, self._expert_matmuls(tokens, chosen.reshape(-1)))
                 y = moe_finalize(down, places, shares, DType.float32)
             else:
-                each = [lambda x, e=e: unwrap(e(x)) for e in self.experts]
+                each = [lambda x, e=e: unwrap(e(given(x))) for e in self.experts]
                 y = one_by_one(tokens, chosen, shares, each)
             if self.has_shared_experts:
-                y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
+                y = y + unwrap(self.shared_experts(given(tokens))).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
 
     # --- experts as two stacked weights and an activation
@@ -403,7 +408,7 @@ class MoE(Module):
 
         Example:
             >>> from maxjax.nn.comm.ep import EPBatchManager, EPConfig
-            >>> config = EPConfig(DType.float32, DType.float32, 6, 1, 4, 8, n_gpus_per_node=2, n_nodes=1)
+            >>> config = EPConfig(DType.float32, DType.float32, 6, 1, 4, 8, 2, 1)
             >>> both = [DeviceRef.GPU(0), DeviceRef.GPU(1)]
             >>> layer = MoE(both, 6, 4, 1, 8, dtype="float32", ep_size=2,
             ...             ep_batch_manager=EPBatchManager(config))

@@ -171,9 +171,9 @@ def test_objects_with_the_attributes_of_a_part_and_counts_of_choices():
 
     def part(i):
         return SimpleNamespace(
-            _ep_batch_manager=manager, ep_batch_manager=manager, devices=[DeviceRef.GPU(i)], num_experts=X,
-            gate=lambda x: (jnp.array([[i, 7]] * len(x)), jnp.ones((len(x), K))), has_shared_experts=False,
-            num_experts_per_token=K, _ep_dispatch_input_scales=lambda: None,
+            _ep_batch_manager=manager, ep_batch_manager=manager, devices=[DeviceRef.GPU(i)],
+            gate=lambda x: (jnp.array([[i, 7]] * len(x)), jnp.ones((len(x), K))),
+            num_experts=X, has_shared_experts=False, num_experts_per_token=K, _ep_dispatch_input_scales=lambda: None,
             _local_ep_compute=lambda rows, x, total: rows[0] * (i + 1),
         )  # fmt: skip
 

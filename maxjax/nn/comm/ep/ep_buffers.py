@@ -1,4 +1,4 @@
-"""EPCommBuffers and EPCommInitializer: MAX's buffers of expert parallelism, of which there are none."""
+"""EPCommBuffers and EPCommInitializer: MAX's communication buffers, of which there are none."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ def check_supported(config: EPConfig) -> None:
     """Checks that a configuration asks for nothing that only MAX's kernels do.
 
     Raises:
-        NotImplementedError: it has several nodes, quantised tokens, balanced experts, or a fused shared expert
-            with ``use_allreduce``.
+        NotImplementedError: it has several nodes, quantised tokens, balanced experts, or a fused
+            shared expert with ``use_allreduce``.
         ValueError: the experts do not divide over the devices.
     """
     if config.n_nodes > 1:
         raise NotImplementedError(
-            f"expert parallelism over {config.n_nodes} nodes: an EPBatchManager has the devices of one process; "
+            f"expert parallelism over {config.n_nodes} nodes: an EPBatchManager has the devices of one "
+            "process; "
             f"over several, call jax.distributed.initialize and {_ON_A_MESH}"
         )
     if config.dispatch_dtype.is_float8() or config.dispatch_quant_config is not None:
         raise NotImplementedError(
-            "tokens are not quantised when they are sent to experts (dispatch_quant_config): send bfloat16, "
-            "float16 or float32; maxjax.load reads quantised experts"
+            "tokens are not quantised when they are sent to experts (dispatch_quant_config): send "
+            "bfloat16, float16 or float32; maxjax.load reads quantised experts"
         )
     if config.eplb_enabled:
         raise NotImplementedError(
-            "experts are not copied to balance them over devices (eplb_enabled): nn.MoE on a mesh with an expert "
-            "axis (Module.to) gives each device its part of every expert"
+            "experts are not copied to balance them over devices (eplb_enabled): nn.MoE on a mesh with "
+            "an expert axis (Module.to) gives each device its part of every expert"
         )
     if config.fused_shared_expert and config.use_allreduce:
         raise NotImplementedError(
@@ -75,8 +76,9 @@ class EPCommBuffers:
 class EPCommInitializer:
     """Prepares MAX's communication. Here nothing is prepared: XLA allocates what it sends.
 
-    It is there so that MAX's order of calls works: ``EPCommInitializer(config)``, ``ep_init(session)``, and
-    ``model_inputs()`` behind the other inputs of a program, of which it has none.
+    It is there so that MAX's order of calls works: ``EPCommInitializer(config)``,
+    ``ep_init(session)``, and ``model_inputs()`` behind the other inputs of a program, of which it
+    has none.
 
     Args:
         config: the settings.
@@ -91,7 +93,7 @@ class EPCommInitializer:
 
     Example:
         >>> from maxjax.dtype import DType
-        >>> config = EPConfig(DType.bfloat16, DType.bfloat16, 4096, 8, 128, 256, n_gpus_per_node=4, n_nodes=1)
+        >>> config = EPConfig(DType.bfloat16, DType.bfloat16, 4096, 8, 128, 256, 4, 1)
         >>> start = EPCommInitializer(config)
         >>> start.ep_init(None)
         >>> config.node_id, start.model_inputs()
@@ -121,5 +123,5 @@ class EPCommInitializer:
         raise ValueError("an EPLB placement needs eplb_enabled, which maxjax does not support")
 
     def model_inputs(self) -> list[Buffer]:
-        """The inputs of a program behind its others, in the order of ``EPBatchManager.input_types``: none."""
+        """The inputs of a program behind its others (``EPBatchManager.input_types``): none."""
         return []

@@ -1,4 +1,4 @@
-"""EPBatchManager: sends tokens to the devices of their experts and results back, as MAX's files write it."""
+"""EPBatchManager: sends tokens to the devices of their experts, and results back."""
 
 from __future__ import annotations
 
@@ -32,31 +32,34 @@ class _Round:
 
 
 class EPBatchManager:
-    """Exchanges tokens and results between the experts of several devices, each of which has some of them.
+    """Exchanges tokens and results between devices, each of which has some of the experts.
 
-    For each device: :meth:`ep_dispatch_async` sends its tokens; when all have sent, :meth:`ep_dispatch_wait` gives
-    what its experts get; :meth:`ep_combine_async` sends their results; when all have, :meth:`ep_combine_wait` gives
-    the sums for its tokens. :meth:`ep_dispatch_all` and :meth:`ep_combine_all` do it for all devices at once.
-    ``nn.moe.forward_moe_sharded_layers`` calls them for layers.
+    For each device: :meth:`ep_dispatch_async` sends its tokens; when all have sent,
+    :meth:`ep_dispatch_wait` gives what its experts get; :meth:`ep_combine_async` sends their results; when all have,
+    :meth:`ep_combine_wait` gives the sums for its tokens. :meth:`ep_dispatch_all` and
+    :meth:`ep_combine_all` do it for all devices at once. ``nn.moe.forward_moe_sharded_layers``
+    calls them for layers.
 
-    A manager holds values from a dispatch until the last combine, and nothing after it, so that one serves all
-    layers, one after the other, and under ``jax.jit``. There are no buffers: it takes no inputs of a Graph. Eagerly,
-    each value is on the device of what is passed for that device. In a program a list is as many copies on one
-    device: for a program that is spread over devices, give a model to a mesh with an expert axis (``Module.to``).
+    A manager holds values from a dispatch until the last combine, and nothing after it, so that one
+    serves all layers, one after the other, and under ``jax.jit``. There are no buffers: it takes no
+    inputs of a Graph. Eagerly, each value is on the device of what is passed for that device. In a
+    program a list is as many copies on one device: for a program that is spread over devices, give
+    a model to a mesh with an expert axis (``Module.to``).
 
     Args:
-        config: the settings. Tokens are cast to ``dispatch_dtype``, results to ``combine_dtype``. A device is a rank:
-            number i has the i-th part of the experts. With ``use_allreduce`` every device has all tokens, gets its
-            experts' rows of them, and sums of its experts alone, which the caller sums over devices.
+        config: the settings. Tokens are cast to ``dispatch_dtype``, results to ``combine_dtype``. A
+            device is a rank: number i has the i-th part of the experts. With ``use_allreduce``
+            every device has all tokens, gets its experts' rows of them, and sums of its experts
+            alone, which the caller sums over devices.
 
     Raises:
-        NotImplementedError: there are several nodes, tokens are quantised, experts are balanced, or a fused shared
-            expert is used with ``use_allreduce``.
+        NotImplementedError: there are several nodes, tokens are quantised, experts are balanced, or
+            a fused shared expert is used with ``use_allreduce``.
         ValueError: the experts do not divide over the devices.
 
     Example:
         >>> from maxjax.dtype import DType
-        >>> config = EPConfig(DType.float32, DType.float32, 1, 1, 4, 8, n_gpus_per_node=2, n_nodes=1)
+        >>> config = EPConfig(DType.float32, DType.float32, 1, 1, 4, 8, 2, 1)
         >>> manager, tokens = EPBatchManager(config), [jnp.ones((1, 1)), jnp.full((2, 1), 5.0)]
         >>> ids = [jnp.array([[3]]), jnp.array([[0], [2]])]
         >>> found = manager.ep_dispatch_all(tokens, ids, [0, 1])
@@ -84,7 +87,7 @@ class EPBatchManager:
         return []
 
     def fetch_buffers(self, _input_vals: Iterable[Any]) -> None:
-        """Takes the inputs of a Graph, of which there are none, and forgets what was sent and did not come back.
+        """Takes the inputs of a Graph, which are none, and forgets what did not come back.
 
         Raises:
             ValueError: there are inputs.
@@ -121,12 +124,12 @@ class EPBatchManager:
 
         Raises:
             NotImplementedError: there are scales.
-            ValueError: there is no such device, sizes are not those of the configuration, or there are more than
-                ``max_tokens_per_rank`` tokens.
+            ValueError: there is no such device, or sizes are not those of the configuration.
         """
         if input_scales is not None:
             raise NotImplementedError(
-                "input_scales are for quantised tokens, which are not sent: send bfloat16, float16 or float32"
+                "input_scales are for quantised tokens, which are not sent: send bfloat16, float16 or "
+                "float32"
             )
         tokens, ids = jnp.asarray(unwrap(input_tokens)), jnp.asarray(unwrap(topk_ids))
         self._check(tokens, ids, device_id)
@@ -141,9 +144,11 @@ class EPBatchManager:
         """What the experts of a device get, of the tokens of all devices.
 
         Returns:
-            The rows ``[M, E]``, sorted by expert; where each expert's begin, uint32 ``[L + 1]``; the experts' places
-            among the device's, int32 ``[L]``; and the most rows of an expert and the number of experts, uint32
-            ``[2]``. With ``fused_shared_expert`` the device's own tokens come first, for one expert more.
+            The rows ``[M, E]``, sorted by expert; where each expert's begin, uint32 ``[L + 1]``;
+            the experts' places among the device's, int32 ``[L]``; and the most rows of an expert by
+            the settings (``max_tokens_per_rank``, which limits nothing else) and the number of
+            experts, uint32 ``[2]``. With ``fused_shared_expert`` the device's own tokens come
+            first, for one expert more.
 
         Raises:
             RuntimeError: a device has not sent its tokens.
@@ -151,8 +156,8 @@ class EPBatchManager:
         found, senders = self._round(device_id), self._senders(device_id)
         if missing := [one for one in senders if one not in found.tokens]:
             raise RuntimeError(
-                f"ep_dispatch_wait({device_id}) needs the tokens of all devices first, and {missing} did not send "
-                "any: call ep_dispatch_async for each, or ep_dispatch_all"
+                f"ep_dispatch_wait({device_id}) needs the tokens of all devices first, and {missing} "
+                "did not send any: call ep_dispatch_async for each, or ep_dispatch_all"
             )
         if found.plan is None:
             found.plan = plan_of([found.ids[one] for one in senders], self.config.n_experts)
@@ -175,7 +180,7 @@ class EPBatchManager:
         )
 
     def ep_combine_async(self, input_tokens: Any, device_id: int) -> None:
-        """Sends the results of a device's experts, in the order of the rows of :meth:`ep_dispatch_wait`.
+        """Sends the results of a device's experts, for each row of :meth:`ep_dispatch_wait`.
 
         Raises:
             RuntimeError: the device's experts have no rows that they did not send back.
@@ -187,10 +192,9 @@ class EPBatchManager:
                 f"the experts of device {device_id} have no rows: call ep_dispatch_wait first"
             )
         shared = found.tokens[device_id].shape[0] if self.config.fused_shared_expert else 0
-        if results.shape[0] != found.plan.ids.shape[0] + shared:
+        if results.shape[0] != (rows := found.plan.ids.shape[0] + shared):
             raise ValueError(
-                f"results are one for each row of ep_dispatch_wait, {found.plan.ids.shape[0] + shared}, not "
-                f"{results.shape[0]}"
+                f"results are one for each row of ep_dispatch_wait, {rows}, not {results.shape[0]}"
             )
         found.running.remove(device_id)
         found.results[device_id] = results.astype(self.config.combine_dtype.np)
@@ -212,8 +216,8 @@ class EPBatchManager:
         found, senders = self._round(device_id), self._senders(device_id)
         if missing := [one for one in senders if one not in found.results]:
             raise RuntimeError(
-                f"ep_combine_wait({device_id}) needs the results of all devices first, and {missing} did not send "
-                "any: call ep_combine_async for each, or ep_combine_all"
+                f"ep_combine_wait({device_id}) needs the results of all devices first, and {missing} "
+                "did not send any: call ep_combine_async for each, or ep_combine_all"
             )
         shares, ids = jnp.asarray(unwrap(router_weight)), found.ids[device_id]
         if shares.shape != ids.shape:
@@ -244,10 +248,11 @@ class EPBatchManager:
     def ep_dispatch(
         self, input_tokens: Any, topk_ids: Any, device_id: int, input_scales: Any = None
     ) -> tuple[Any, ...]:
-        """:meth:`ep_dispatch_async` and :meth:`ep_dispatch_wait`, where a device needs no tokens of others.
+        """:meth:`ep_dispatch_async` and :meth:`ep_dispatch_wait` of a device that needs no other.
 
         Raises:
-            NotImplementedError: it needs them: there are several devices, without ``use_allreduce``.
+            NotImplementedError: it needs them: there are several devices, without
+                ``use_allreduce``.
         """
         self._alone("ep_dispatch", "ep_dispatch_async for each device, then ep_dispatch_wait")
         self.ep_dispatch_async(input_tokens, topk_ids, device_id, input_scales)
@@ -256,13 +261,14 @@ class EPBatchManager:
     def ep_combine(
         self, input_tokens: Any, router_weight: Any, device_id: int, topk_ids: Any = None
     ) -> Any:
-        """:meth:`ep_combine_async` and :meth:`ep_combine_wait`, where a device needs no results of others.
+        """:meth:`ep_combine_async` and :meth:`ep_combine_wait` of a device that needs no other.
 
         Args:
             topk_ids: of ``use_allreduce`` in MAX; here those of the dispatch are used.
 
         Raises:
-            NotImplementedError: it needs them: there are several devices, without ``use_allreduce``.
+            NotImplementedError: it needs them: there are several devices, without
+                ``use_allreduce``.
         """
         self._alone("ep_combine", "ep_combine_async for each device, then ep_combine_wait")
         self.ep_combine_async(input_tokens, device_id)
@@ -275,7 +281,7 @@ class EPBatchManager:
         device_ids: Sequence[int],
         input_scales: Sequence[Any] | None = None,
     ) -> list[tuple[Any, ...]]:
-        """:meth:`ep_dispatch_async` for all devices, then :meth:`ep_dispatch_wait`, whose results it lists."""
+        """:meth:`ep_dispatch_async` for all devices, then the results of :meth:`ep_dispatch_wait`."""
         for device in device_ids:
             self._rounds.pop(self._key(device), None)
         scales = [None] * len(device_ids) if input_scales is None else input_scales
@@ -287,7 +293,7 @@ class EPBatchManager:
     def ep_combine_all(
         self, input_tokens: Sequence[Any], router_weights: Sequence[Any], device_ids: Sequence[int]
     ) -> list[Any]:
-        """:meth:`ep_combine_async` for all devices, then :meth:`ep_combine_wait`, whose results it lists."""
+        """:meth:`ep_combine_async` for all devices, then the results of :meth:`ep_combine_wait`."""
         for results, device in zip(input_tokens, device_ids, strict=True):
             self.ep_combine_async(results, device)
         found = [self.ep_combine_wait(*one) for one in zip(router_weights, device_ids, strict=True)]
@@ -313,8 +319,8 @@ class EPBatchManager:
     def _alone(self, name: str, instead: str) -> None:
         if self.config.n_gpus_per_node > 1 and not self.config.use_allreduce:
             raise NotImplementedError(
-                f"{name} for one of {self.config.n_gpus_per_node} devices cannot know what the others send in the "
-                f"same program: call {instead}; or {name}_all; or nn.moe.forward_moe_sharded_layers"
+                f"{name} for one of {self.config.n_gpus_per_node} devices cannot know what the others "
+                f"send in the same program: call {instead}; or {name}_all; or nn.moe.forward_moe_sharded_layers"
             )
 
     def _check(self, tokens: jax.Array, ids: jax.Array, device_id: int) -> None:
@@ -326,13 +332,8 @@ class EPBatchManager:
         wanted = (tokens.shape[:1], (config.hidden_size,), (*tokens.shape[:1], config.top_k))
         if tokens.ndim != 2 or (tokens.shape[:1], tokens.shape[1:], ids.shape) != wanted:
             raise ValueError(
-                f"tokens are [N, {config.hidden_size}] and topk_ids [N, {config.top_k}], not {list(tokens.shape)} "
-                f"and {list(ids.shape)}"
-            )
-        if isinstance(tokens.shape[0], int) and tokens.shape[0] > config.max_tokens_per_rank:
-            raise ValueError(
-                f"device {device_id} sends {tokens.shape[0]} tokens, more than max_tokens_per_rank, "
-                f"{config.max_tokens_per_rank}"
+                f"tokens are [N, {config.hidden_size}] and topk_ids [N, {config.top_k}], not "
+                f"{list(tokens.shape)} and {list(ids.shape)}"
             )
 
 

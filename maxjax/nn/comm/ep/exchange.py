@@ -1,10 +1,11 @@
-"""What expert parallelism sends: to each device the rows of its experts, and back the sums of their results.
+"""What expert parallelism sends: to each device its experts' rows, and back the sums of results.
 
-Arrays of several devices are lists in order of the devices; each result is on the device that it is for. Sizes are
-those of the worst case, in which one device gets everything, because a program cannot have sizes that depend on values.
+Arrays of several devices are lists in order of the devices; each result is on the device that it is
+for. Sizes are those of the worst case, in which one device gets everything, because a program
+cannot have sizes that depend on values.
 
-Shapes: N tokens of a device, E features, k experts for each token, X experts, L of them on each device; M is the sum
-of N · k over all devices.
+Shapes: N tokens of a device, E features, k experts for each token, X experts, L of them on each
+device; M is the sum of N · k over all devices.
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ def plan_of(ids: Sequence[jax.Array], experts: int) -> Plan:
         >>> plan.order.tolist(), plan.starts.tolist(), plan.places.tolist()
         ([1, 3, 0, 2], [0, 1, 2, 4], [2, 0, 3, 1])
     """
-    return Plan(*_sorted(experts, [placed(one, ids[0]) for one in ids]), int(ids[0].shape[1]))
+    flat, order, starts, places = _sorted(experts, [placed(one, ids[0]) for one in ids])
+    return Plan(flat, order, starts, places, int(ids[0].shape[1]))
 
 
 @partial(jax.jit, static_argnums=0)
-def _sorted(experts: int, ids: list[jax.Array]) -> tuple[jax.Array, ...]:
+def _sorted(
+    experts: int, ids: list[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     flat = jnp.concatenate([one.reshape(-1).astype(jnp.int32) for one in ids])
     flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order, starts, places, *_ = moe_create_indices(flat, experts)
-    return flat, *(one.astype(jnp.int32) for one in (order, starts, places))
+    order, starts, places = (one.astype(jnp.int32) for one in (order, starts, places))
+    return flat, order, starts, places
 
 
 def received(
