@@ -45,6 +45,15 @@ def test_in_the_order_of_the_phases():
     assert not one._rounds
 
 
+def test_results_of_no_rows_may_be_no_numbers():
+    one = manager()
+    found = one.ep_dispatch_all(TOKENS, [jnp.array([[0, 1], [1, 0]]), IDS[1]], [0, 1])
+    assert found[1][1].tolist() == [0, 0, 0]
+    results = [found[0][0], jnp.full_like(found[1][0], jnp.nan)]
+    y, _ = one.ep_combine_all(results, [jnp.ones((2, 2)), jnp.ones((0, 2))], [0, 1])
+    assert y.tolist() == [[2.0], [4.0]]
+
+
 def test_tokens_and_results_have_the_dtypes_of_the_settings():
     one = manager(1, DType.bfloat16)
     rows, *_ = one.ep_dispatch(jnp.full((1, 1), 1.001), jnp.array([[0, 1]]), 0)
