@@ -13,6 +13,9 @@ from .stacked_moe import StackedMoE as StackedMoE
 from .stacked_moe import (
     make_concatenated_gated_activation_fn as make_concatenated_gated_activation_fn,
 )
+from .stacked_moe import (
+    make_interleaved_gated_activation_fn as make_interleaved_gated_activation_fn,
+)
 from .stacked_moe import make_stacked_gated_activation_fn as make_stacked_gated_activation_fn
 
 __getattr__ = _absent(__name__)

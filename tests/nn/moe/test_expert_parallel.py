@@ -161,7 +161,8 @@ def test_parts_of_every_expert_are_summed():
     )
     one.sharding_strategy = ShardingStrategy.tensor_parallel(2)
     parts = one.shard([DeviceRef.CPU(0), DeviceRef.CPU(1)])
-    assert [part.moe_dim for part in parts] == [2, 2] and parts[1].devices == [DeviceRef.CPU(1)]
+    assert [part.moe_dim for part in parts] == [2, 2]
+    assert parts[1].devices == parts[1].gate.devices == [DeviceRef.CPU(1)]
     x = random(3, E)
     found = jax.jit(forward_moe_sharded_layers)(parts, [x, x])
     np.testing.assert_allclose(sum(found), call(one, x), rtol=1e-5, atol=1e-5)
