@@ -16,7 +16,7 @@ from .ep_buffers import EPCommInitializer as EPCommInitializer
 from .ep_config import EPConfig
 from .ep_config import _bound_fused_moe_workspace as _bound_fused_moe_workspace
 from .ep_config import _ep_sync_counter_bytes as _ep_sync_counter_bytes
-from .exchange import Plan, plan_of, received, weighed
+from .exchange import Sorting, plan_of, received, weighed
 
 
 class _Round:
@@ -25,7 +25,7 @@ class _Round:
     def __init__(self) -> None:
         self.tokens: dict[int, jax.Array] = {}
         self.ids: dict[int, jax.Array] = {}
-        self.plan: Plan | None = None
+        self.plan: Sorting | None = None
         self.running: set[int] = set()  # devices whose experts have their rows
         self.results: dict[int, jax.Array] = {}
         self.back: set[int] = set()

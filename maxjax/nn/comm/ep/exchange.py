@@ -21,7 +21,7 @@ from ....graph.ops.collectives import placed
 from ...moe.assignments import moe_create_indices
 
 
-class Plan(NamedTuple):
+class Sorting(NamedTuple):
     """Where everything goes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     count: int
 
 
-def plan_of(ids: Sequence[jax.Array], experts: int) -> Plan:
+def plan_of(ids: Sequence[jax.Array], experts: int) -> Sorting:
     """The plan for the choices of all devices, ``[N, k]`` each.
 
     Example:
@@ -48,7 +48,7 @@ def plan_of(ids: Sequence[jax.Array], experts: int) -> Plan:
         ([1, 3, 0, 2], [0, 1, 2, 4], [2, 0, 3, 1])
     """
     flat, order, starts, places = _sorted(experts, [placed(one, ids[0]) for one in ids])
-    return Plan(flat, order, starts, places, int(ids[0].shape[1]))
+    return Sorting(flat, order, starts, places, int(ids[0].shape[1]))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -63,7 +63,7 @@ def _sorted(
 
 
 def received(
-    plan: Plan, tokens: Sequence[jax.Array], device: int, experts: range
+    plan: Sorting, tokens: Sequence[jax.Array], device: int, experts: range
 ) -> tuple[jax.Array, jax.Array]:
     """The rows that the experts of one device get, and where each expert begins among them.
 
@@ -92,7 +92,7 @@ def _rows(
 
 
 def weighed(
-    plan: Plan,
+    plan: Sorting,
     results: Sequence[jax.Array],
     experts: Sequence[range],
     shares: jax.Array,
