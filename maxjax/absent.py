@@ -141,11 +141,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "LatentAttentionWithRopeFp8 TensorParallelLatentAttentionWithRopeFp8 "
         "DataParallelLatentAttentionWithRopeFp8": _LATENT},
     "nn.comm": {"MulticastPool": _MESH},
-    "nn.comm.ep": {"EPBatchManager EPCommInitializer EPCommBuffers": _EXPERTS},
-    "nn.comm.ep.ep_config": {"_ep_fused_moe_requested": _EXPERTS},
-    "nn.comm.ep.ep_kernels": {"fused_silu fused_silu_quantized": _EXPERTS},
-    "nn.comm.ep.ep_manager": {"EPBatchManager EPCommInitializer _ep_sync_counter_bytes "
-                              "_bound_fused_moe_workspace": _EXPERTS},
+    "nn.comm.ep.ep_kernels": {"fused_silu_quantized": _PACKED},
     "nn.kernels": {
         "store_k_scale_cache_ragged cross_attention_ragged "
         "latent_sparse_attention_ragged compress_windows_ragged indexer_score_ragged "

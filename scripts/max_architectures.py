@@ -5,6 +5,7 @@
     python scripts/max_architectures.py --max … --table      # as the table of docs/coming-from-max.md
     python scripts/max_architectures.py --max … llama3 phi3  # only these
     python scripts/max_architectures.py --max … --devices 2 llama3  # over two devices, which a CPU pretends to be
+    python scripts/max_architectures.py --max … --devices 2 --apart qwen3_moe  # a sequence on each device
 
 Of each architecture the files below ``max/pipelines/architectures`` are imported with ``max`` changed to
 ``maxjax`` (``max_import``; none of their lines is kept). transformers makes a small model with random weights
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -51,11 +53,13 @@ class Architecture(NamedTuple):
         settings: settings of its configuration beside SMALL.
         narrow: ends of names of weights that MAX's files declare in bfloat16, whatever the model's dtype is;
             their values are rounded to it on both sides.
+        folder: name of the folder of MAX's files, if it is not that of the architecture.
     """
 
     kind: str
     settings: dict[str, Any] = {}
     narrow: tuple[str, ...] = ()
+    folder: str = ""
 
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -65,6 +69,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 
 ARCHITECTURES = {
     "llama3": Architecture("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": Architecture("Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "norm_topk_prob": True},
+        folder="qwen3",
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
@@ -85,6 +95,13 @@ ARCHITECTURES = {
          "logits_scaling": 2.0},
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
+    # On several devices its experts are dealt to them (nn.comm.ep).
+    "hy_v3": Architecture(
+        "HYV3ForCausalLM",
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "route_norm": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
 }  # fmt: skip
 
 
@@ -136,7 +153,7 @@ def max_name(path: str) -> Any:
     return getattr(importlib.import_module(f"maxjax.{module}"), name)
 
 
-def settings_of(config: Any, file: Path, devices: int) -> SimpleNamespace:
+def settings_of(config: Any, file: Path, devices: int, apart: bool) -> SimpleNamespace:
     """What MAX's files read of the settings of its server."""
     from maxjax.driver import DeviceSpec
 
@@ -146,34 +163,41 @@ def settings_of(config: Any, file: Path, devices: int) -> SimpleNamespace:
     model = SimpleNamespace(
         huggingface_config=config, quantization_encoding="float32", _resolved_dtype_cast=(None, None),
         kv_cache=cache, device_specs=[DeviceSpec.cpu(i) for i in range(devices)], default_device_spec=DeviceSpec.cpu(),
-        data_parallel_degree=1, use_subgraphs=False, weight_path=[file], rope_type=None, enable_echo=False,
+        data_parallel_degree=devices if apart else 1, use_subgraphs=False, weight_path=[file], rope_type=None,
+        enable_echo=False,
         model_path=str(file.parent), max_length=SMALL["max_position_embeddings"],
     )  # fmt: skip
     return SimpleNamespace(
-        model=model, speculative=None, runtime=SimpleNamespace(ep_size=1), lora=None
-    )
+        model=model, speculative=None, lora=None,
+        runtime=SimpleNamespace(ep_size=devices if apart else 1, max_batch_input_tokens=sum(LENGTHS)),
+    )  # fmt: skip
 
 
 class Ours:
     """An architecture of MAX's files, built, loaded and compiled.
 
     Args:
-        name: name of its folder.
+        one: what the run needs to know of it.
+        folder: name of its folder.
         config: transformers' settings.
         file: the checkpoint.
         devices: the number of devices.
+        apart: whether each device has a sequence by itself and some of the experts. MAX's files then
+            split the batch at places that only values tell, which a program cannot: it runs eagerly.
     """
 
-    def __init__(self, name: str, config: Any, file: Path, devices: int):
+    def __init__(
+        self, one: Architecture, folder: str, config: Any, file: Path, devices: int, apart: bool
+    ):
         from maxjax.driver import CPU
         from maxjax.engine import InferenceSession
         from maxjax.graph.weights import load_weights
         from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
 
-        folder = importlib.import_module(f"maxjax.pipelines.architectures.{name}.arch")
-        found = vars(folder).values()
-        arch = next(one for one in found if type(one).__name__ == "SupportedArchitecture")
-        settings = settings_of(config, file, devices)
+        file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
+        found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
+        arch = next(a for a in found if a.name == one.kind)
+        settings = settings_of(config, file, devices, apart)
         # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
         pipeline = object.__new__(arch.pipeline_model)
         vars(pipeline).update(
@@ -185,12 +209,22 @@ class Ours:
         )  # fmt: skip
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
+        # Subgraphs take no pages; their layers are traced one by one.
+        model_config.use_subgraphs = False
+        session = InferenceSession()
+        if (experts := getattr(model_config, "ep_config", None)) is not None:
+            experts.combine_dtype = experts.dispatch_dtype  # MAX's files have bfloat16
+        if hasattr(pipeline, "_init_distributed_runtime"):
+            pipeline._init_distributed_runtime(session, model_config)
         self.kv_params = model_config.kv_params
         pipeline.kv_params = self.kv_params
         (spec,) = pipeline.graph_specs(model_config).values()
-        graph = spec.trace()
-        self.types = list(spec.input_types)
-        self.model = InferenceSession().load(graph, weights_registry=spec.weights_registry())
+        self.types, self.apart = list(spec.input_types), apart
+        if apart:
+            self.run = eagerly(spec)
+        else:
+            graph = spec.trace()
+            self.run = session.load(graph, weights_registry=spec.weights_registry()).execute
         on = {kind.device.id for kind in self.cache_types()}
         if on != set(range(devices)):
             raise ValueError(f"the caches are on devices {sorted(on)} of {devices}")
@@ -214,43 +248,75 @@ class Ours:
         return -(-(max(LENGTHS) + STEPS) // PAGE)
 
     def step(self, tokens: list[np.ndarray], cached: list[int]) -> list[np.ndarray]:
-        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``."""
+        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``; some models give those of the last."""
         from maxjax.graph import BufferType
 
         lengths = [len(one) for one in tokens]
         table = np.random.default_rng(1).permutation(len(tokens) * self.pages)
+        splits = np.arange(len(tokens) + 1)  # where the batch is split between devices
         values = {
             "total_seq_len": np.concatenate(tokens),
             "input_row_offsets_len": np.cumsum([0, *lengths]),
             "return_n_logits": np.ones(1),
+            "data_parallel_splits_len": splits,
+            str(len(splits)): splits,
         }
         count = len(self.kv_params.flattened_kv_inputs())
         inputs: list[Any] = []
         for kind in self.types[:-count]:
             name = str(kind.shape[0])
             inputs.append(np.asarray(values.get(name, np.zeros(0)), kind.dtype.np))
-        caches, tensors = iter(self.caches), 0
+        tables = table.reshape(len(tokens), -1)
+        device, tensors = -1, 0
         for kind in self.types[-count:]:
             if isinstance(kind, BufferType):
-                inputs.append(next(caches))
-                tensors = 0
+                device, tensors = device + 1, 0
+                inputs.append(self.caches[device])
                 continue
+            mine = slice(device, device + 1) if self.apart else slice(None)
+            before, new = cached[mine], max(lengths[mine])
             # In MAX's order: lengths of the caches, tables, the longest prompt, the longest cache.
-            value = [
-                cached, table.reshape(len(tokens), -1), [max(lengths)], [max(cached) + max(lengths)],
-            ][tensors]  # fmt: skip
+            value = [before, tables[mine], [new], [max(before) + new]][tensors]
             inputs.append(np.asarray(value, kind.dtype.np))
             tensors += 1
-        found = self.model.execute(*inputs)
+        found = self.run(*inputs)
         self.caches = found[-len(self.caches) :]
-        logits = np.asarray(found[1].to_numpy())
-        return np.split(logits, np.cumsum(lengths)[:-1])
+        outputs = found[: -sum(isinstance(kind, BufferType) for kind in self.types)]
+        logits = np.asarray(outputs[min(1, len(outputs) - 1)].to_numpy())
+        sizes = lengths if len(logits) == sum(lengths) else [1] * len(lengths)
+        return np.split(logits, np.cumsum(sizes)[:-1])
+
+
+def eagerly(spec: Any) -> Any:
+    """The function that a GraphSpec traces, called with arrays on their devices instead.
+
+    As a program does, it gives the results and then the content of the buffers.
+    """
+    import jax
+
+    from maxjax.graph import BufferType, BufferValue, TensorValue, ops
+
+    kept: list[Any] = []
+    home = sys.modules[type(spec.module).__module__]
+    with mock.patch.object(home, "Graph", lambda name, forward, **_: kept.append(forward)):
+        spec.trace()
+    (forward,) = kept
+
+    def run(*inputs: Any) -> list[Any]:
+        values = []
+        for kind, value in zip(spec.input_types, inputs, strict=True):
+            array = jax.device_put(np.asarray(value), kind.device.to_jax())
+            values.append((BufferValue if isinstance(kind, BufferType) else TensorValue)(array))
+        found = list(forward(*values))
+        return found + [ops.buffer_load(one) for one in values if isinstance(one, BufferValue)]
+
+    return run
 
 
 # --- the comparison ----------------------------------------------------------------------------
 
 
-def compare(name: str, devices: int = 1) -> dict[str, Any]:
+def compare(name: str, devices: int = 1, apart: bool = False) -> dict[str, Any]:
     """Runs one architecture: the largest differences of the prompts and of the tokens after them."""
     import torch
 
@@ -258,7 +324,7 @@ def compare(name: str, devices: int = 1) -> dict[str, Any]:
     theirs = theirs_of(one)
     with tempfile.TemporaryDirectory() as directory:
         file = checkpoint_of(theirs, one, Path(directory))
-        ours = Ours(name, theirs.config, file, devices)
+        ours = Ours(one, one.folder or name, theirs.config, file, devices, apart)
         rng = np.random.default_rng(2)
         sequences = [rng.integers(1, VOCAB, length + STEPS) for length in LENGTHS]
         with torch.no_grad():
@@ -267,7 +333,7 @@ def compare(name: str, devices: int = 1) -> dict[str, Any]:
             [s[:n] for s, n in zip(sequences, LENGTHS, strict=True)], [0] * len(LENGTHS)
         )
         prefill = [
-            np.abs(got - want[:n]).max()
+            np.abs(got - want[n - len(got) : n]).max()
             for got, want, n in zip(found, wanted, LENGTHS, strict=True)
         ]
         decode = []
@@ -299,7 +365,12 @@ def main() -> int:
     )
     parser.add_argument("--table", action="store_true", help="print the table of the docs")
     parser.add_argument("--devices", type=int, default=1, help="number of devices")
+    parser.add_argument(
+        "--apart", action="store_true", help="a sequence and some of the experts on each device"
+    )
     options = parser.parse_args()
+    if options.apart and options.devices != len(LENGTHS):
+        parser.error(f"--apart needs --devices {len(LENGTHS)}, one for each sequence")
     flag = f"--xla_force_host_platform_device_count={options.devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     names = options.names or list(ARCHITECTURES)
@@ -318,7 +389,7 @@ def main() -> int:
     failed = False
     for name in names:
         try:
-            one = compare(name, options.devices)
+            one = compare(name, options.devices, options.apart)
         except Exception as error:  # the others run all the same
             if options.trace:
                 raise

@@ -33,7 +33,7 @@ def test_what_there_is_of_the_surveyed_names():
     for one in found:
         uses[one["status"]] += one["uses"]
     # A name that is given up is seen here; raise the numbers when there are more.
-    assert names["there"] >= 410 and uses["there"] / uses.total() >= 0.990
+    assert names["there"] >= 418 and uses["there"] / uses.total() >= 0.994
     assert (ROOT / "docs" / "coming-from-max.md").read_text().count(table(found)) == 1, (
         "run `python scripts/max_files.py --table` for the page's table"
     )
@@ -50,7 +50,8 @@ def test_every_refused_name_is_refused_and_has_advice():
 @pytest.mark.parametrize(
     ("path", "name", "says"),
     [
-        ("nn.kv_cache", "MLAKVCacheParams", "maxjax.nn.KVCache"), ("nn.comm.ep", "EPBatchManager", "expert axis"),
+        ("nn.kv_cache", "MLAKVCacheParams", "maxjax.nn.KVCache"),
+        ("nn.comm.ep.ep_kernels", "fused_silu_quantized", "maxjax.load"),
         ("nn.attention", "LatentAttentionWithRope", "DeepSeek"), ("graph.ops", "custom", "jax.ffi"),
         ("graph.ops", "parallel", "XLA schedules"), ("graph.ops.random", "normal", "jax.random.normal"),
     ],

@@ -226,8 +226,20 @@ class GatedActivation:
 
         return lift(self._computed)(gate_up, moe_dim)
 
+    def of_pair(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The same for arrays of gates and up projections that are apart."""
+        if self.gated_activation_fn is not None:
+            from ..graph.value import TensorValue, unwrap
+
+            both = TensorValue(jnp.concatenate([gate, up], axis=-1))
+            return unwrap(self.gated_activation_fn(both, gate.shape[-1]))
+        return self._of_pair(gate, up)
+
     def _computed(self, gate_up: Any, moe_dim: int) -> Any:
-        gate, up = clipped(gate_up[..., :moe_dim], gate_up[..., moe_dim:], self.limit)
+        return self._of_pair(gate_up[..., :moe_dim], gate_up[..., moe_dim:])
+
+    def _of_pair(self, gate: Any, up: Any) -> Any:
+        gate, up = clipped(gate, up, self.limit)
         if self.fused_activation == "swigluoai":
             return gate * sigmoid(self.alpha * gate) * (up + 1)
         return activation(self.fused_activation)(gate) * up

@@ -6,28 +6,41 @@ caller combines the results. On a mesh ``Module.to`` does it without such parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
 
 
-def sharded(module: Any, devices: Iterable[DeviceRef]) -> list[Any]:
+def sharded(module: Any, devices: Iterable[DeviceRef], without: Container[str] = ()) -> list[Any]:
     """One copy of the layer for each device, whose weights are the shards of the layer's weights.
+
+    Args:
+        without: names of layers in it that the caller assigns.
 
     Raises:
         ValueError: a weight has no strategy, or is itself a shard.
     """
     devices = list(devices)
-    modules = [layer for _, layer in module.named_modules()]
-    shards = {id(weight): weight.shard(devices) for weight in _weights(module)}
+    left = {
+        id(layer)
+        for name, child in module._mx_children.items()
+        if name in without
+        for layer in _layers(child)
+    }
+    modules = [layer for layer in _layers(module) if id(layer) not in left]
+    shards = {id(weight): weight.shard(devices) for weight in _weights(modules)}
     return [_copy(modules, shards, i) for i in range(len(devices))]
 
 
-def _weights(module: Any) -> list[Any]:
-    """The distinct weights of a layer."""
-    found = (one for _, layer in module.named_modules() for one in layer._mx_weights.values())
+def _layers(module: Any) -> list[Any]:
+    return [layer for _, layer in module.named_modules()]
+
+
+def _weights(modules: Iterable[Any]) -> list[Any]:
+    """The distinct weights of layers."""
+    found = (one for layer in modules for one in layer._mx_weights.values())
     return list({id(weight): weight for weight in found}.values())
 
 
@@ -41,7 +54,7 @@ class Replicated:
         Raises:
             ValueError: a strategy other than ``replicate`` is assigned.
         """
-        return next((weight.sharding_strategy for weight in _weights(self)), None)
+        return next((weight.sharding_strategy for weight in _weights(_layers(self))), None)
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
@@ -52,7 +65,7 @@ class Replicated:
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
         # A method of its own, because classes derived from MAX's gates extend it.
-        for weight in _weights(self):
+        for weight in _weights(_layers(self)):
             weight.sharding_strategy = strategy
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:

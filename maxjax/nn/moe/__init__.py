@@ -3,8 +3,8 @@
 from ...absent import absent as _absent
 from ..activation import GatedActivation as GatedActivation
 from .expert_parallel import forward_moe_sharded_layers as forward_moe_sharded_layers
+from .gate import MoEGate as MoEGate
 from .moe import MoE as MoE
-from .moe import MoEGate as MoEGate
 from .routing import SHARES as SHARES
 from .routing import Routing as Routing
 from .sigmoid_router import SigmoidTopKRouter as SigmoidTopKRouter
@@ -12,6 +12,9 @@ from .stacked_moe import GateUpFormat as GateUpFormat
 from .stacked_moe import StackedMoE as StackedMoE
 from .stacked_moe import (
     make_concatenated_gated_activation_fn as make_concatenated_gated_activation_fn,
+)
+from .stacked_moe import (
+    make_interleaved_gated_activation_fn as make_interleaved_gated_activation_fn,
 )
 from .stacked_moe import make_stacked_gated_activation_fn as make_stacked_gated_activation_fn
 

@@ -5,27 +5,95 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from ...graph import ops
+from ...graph.value import TensorValue, unwrap, wraps
 from ..transformer.sequence import forward_sharded_layers
 
 
 def forward_moe_sharded_layers(
     shards: Sequence[Callable[[Any], Any]],
     xs: Sequence[Any],
-    eplb_counter_buffers: Any = None,
-    layer_idx_per_device: Any = None,
+    eplb_counter_buffers: Sequence[Any] | None = None,
+    layer_idx_per_device: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Each layer's result for the tensor of its device: :func:`forward_sharded_layers`.
+    """Each layer's result for the tensor of its device.
+
+    Parts of a MoE with an ``ep_batch_manager`` exchange tokens: each chooses experts for its own,
+    the manager sends them to the devices of these experts, which compute their results, and sends
+    those back. With ``use_allreduce``, every device has the same tokens, and the caller sums the
+    results over devices. Any layers will do that have the attributes of such parts. Other layers
+    are called (:func:`forward_sharded_layers`).
 
     Args:
-        shards: layers.
-        xs: a tensor for each.
-        eplb_counter_buffers, layer_idx_per_device: of MAX's balancing of experts; must be None.
+        shards: layers, one for each device.
+        xs: a tensor ``[N, E]`` for each; the numbers N may differ, and be 0.
+        eplb_counter_buffers: a BufferValue ``[X]`` for each, to which the numbers of choices of
+            each expert are added, if the layers exchange tokens.
+        layer_idx_per_device: of MAX's balancing of experts, which a manager refuses; ignored.
 
     Raises:
         ValueError: there are not as many tensors as layers.
-        NotImplementedError: experts are to be balanced.
+
+    Example:
+        >>> forward_moe_sharded_layers([lambda x: x + 1, lambda x: x * 2], [1, 5])
+        [2, 10]
     """
-    if eplb_counter_buffers is not None or layer_idx_per_device is not None:
-        raise NotImplementedError("experts are not balanced over devices: nn.MoE on a mesh with an expert axis "
-                                  "(Module.to) gives each device its part of every batch")  # fmt: skip
-    return forward_sharded_layers(shards, xs)
+    if getattr(shards[0], "_ep_batch_manager", None) is None:
+        return forward_sharded_layers(shards, xs)
+    if len(shards) != len(xs):
+        raise ValueError(f"there are {len(shards)} layers and {len(xs)} tensors: one needs one")
+    return _exchanged(shards, xs, eplb_counter_buffers)
+
+
+def _exchanged(
+    shards: Sequence[Any], xs: Sequence[Any], counters: Sequence[Any] | None
+) -> list[Any]:
+    manager = shards[0].ep_batch_manager
+    config, devices = manager.config, [shard.devices[0].id for shard in shards]
+    routed = [shard.gate(x) for shard, x in zip(shards, xs, strict=True)]
+    ids, shares = map(list, zip(*routed, strict=True))
+    for buffer, shard, chosen in zip(counters or (), shards, ids, strict=bool(counters)):
+        _count(buffer, chosen, shard.num_experts)
+    norms = [getattr(shard, "pre_expert_norm", None) for shard in shards]
+    xs_in = [x if norm is None else norm(x) for norm, x in zip(norms, xs, strict=True)]
+    scales = [shard._ep_dispatch_input_scales() for shard in shards]
+    if config.use_allreduce:
+        found = [manager.ep_dispatch(*one) for one in zip(xs_in, ids, devices, scales, strict=True)]
+    else:
+        given = None if scales[0] is None else scales
+        found = manager.ep_dispatch_all(xs_in, ids, devices, given)
+    results = [
+        shard._local_ep_compute(rows, x, _estimated(shard, xs, config))
+        for shard, rows, x in zip(shards, found, xs_in, strict=True)
+    ]
+    if config.use_allreduce:
+        ys = [manager.ep_combine(*one) for one in zip(results, shares, devices, ids, strict=True)]
+    else:
+        ys = manager.ep_combine_all(results, shares, devices)
+    if shards[0].has_shared_experts and not config.fused_shared_expert:
+        # The sum over devices must have the shared expert of replicated tokens once.
+        last = 1 if config.use_allreduce else len(shards)
+        for i in range(last):
+            ys[i] = ys[i] + shards[i].shared_experts(xs_in[i])
+    return [_cast(y, x) for y, x in zip(ys, xs, strict=True)]
+
+
+def _estimated(shard: Any, xs: Sequence[Any], config: Any) -> TensorValue:
+    """The mean number of rows of a device, which MAX's kernels take."""
+    total = sum(jnp.asarray(unwrap(x)).shape[0] for x in xs)
+    mean = total * shard.num_experts_per_token // config.n_gpus_per_node
+    return TensorValue(jnp.asarray(mean, jnp.uint32))
+
+
+def _count(buffer: Any, ids: Any, experts: int) -> None:
+    numbers = jnp.asarray(unwrap(ids)).astype(jnp.int32).reshape(-1)
+    found = jnp.zeros(experts, jnp.int32).at[numbers].add(1)
+    before = ops.buffer_load(buffer)
+    ops.buffer_store(buffer, before + TensorValue(found).cast(before.dtype))
+
+
+def _cast(y: Any, x: Any) -> Any:
+    array = jnp.asarray(unwrap(y)).astype(jnp.asarray(unwrap(x)).dtype)
+    return TensorValue(array) if wraps(x) else array

@@ -7,7 +7,8 @@ Shapes: N tokens, E features, X experts with F inner features, k experts for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,88 +19,18 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import EXPERTS, batch_axes, mesh_of
-from ...graph.placement.strategy import ShardingStrategy
+from ...graph.placement.strategy import ShardingStrategy, even_range
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
+from ..activation import GatedActivation
 from ..layer import LayerList, Module
 from ..layer.definition import rebuild
-from ..layer.sharded import Replicated
+from ..layer.sharded import sharded
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
-from .algorithms import ExpertWeights, one_by_one
+from .algorithms import ExpertWeights, Kind, between, one_by_one
+from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from .experts import ExpertSplit, mixture, split_of
-from .routing import Routing
-
-
-class MoEGate(Replicated, Module):
-    """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
-
-    Args:
-        devices: devices; the weights are declared on the first.
-        hidden_dim: length of the last axis.
-        num_experts, num_experts_per_token: numbers X and k.
-        dtype: dtype of the weight.
-        is_sharding: whether to create no weights; whoever shards this layer assigns them.
-        linear_cls: constructor of the linear layer that computes the scores.
-        shares: factors of the experts' results: the "scores" themselves (MAX),
-            their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen" (Mixtral), or
-            their "sigmoid" (Llama 4); computed in float32.
-
-    Attributes:
-        gate_score: Linear with weight ``[X, hidden_dim]``.
-
-    Example:
-        >>> gate = MoEGate([DeviceRef.CPU()], 2, 3, 2, "float32")
-        >>> _ = gate.load_state_dict({"gate_score.weight": jnp.array([[1.0, 0], [0, 1], [1, 1]])})
-        >>> [print(a) for a in gate(jnp.array([[1.0, 2.0]]))]
-        [[2 1]]
-        [[3. 2.]]
-        [None, None]
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[DeviceRef],
-        hidden_dim: int,
-        num_experts: int,
-        num_experts_per_token: int,
-        dtype: Any,
-        is_sharding: bool = False,
-        linear_cls: Callable[..., Any] = Linear,
-        *,
-        shares: str = "scores",
-    ):
-        super().__init__()
-        self.shares = shares
-        Routing(num_experts_per_token, shares)  # refuses other shares
-        if not 0 < num_experts_per_token <= num_experts:
-            raise ValueError(
-                f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
-                f"num_experts, which is {num_experts}"
-            )
-        self.devices, self.hidden_dim, self.dtype = list(devices), hidden_dim, DType.of(dtype)
-        self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
-        self._sharding_strategy: ShardingStrategy | None = None
-        if not is_sharding:
-            self.gate_score = linear_cls(
-                in_dim=hidden_dim, out_dim=num_experts, dtype=dtype,
-                device=self.devices[0] if self.devices else DeviceRef.CPU(),
-            )  # fmt: skip
-
-    def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
-        """``[..., hidden_dim]`` → indices of experts and their shares, ``[..., k]`` each.
-
-        The highest score comes first; of equal scores, the lower index.
-        """
-        scores = unwrap(self.gate_score(hidden_state))
-        chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
-        shares = shares.astype(scores.dtype)
-        if wraps(hidden_state):
-            return TensorValue(chosen), TensorValue(shares)
-        return chosen, shares
-
-    def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        self._sharding_strategy = strategy  # which the shard methods of derived classes read
-        super()._set_sharding_strategy(strategy)
+from .gate import MoEGate
 
 
 class MoE(Module):
@@ -116,18 +47,41 @@ class MoE(Module):
             keyword arguments.
         has_shared_experts, shared_experts_dim: whether there is a shared expert, an MLP that
             every token goes through, and its number of inner features.
-        ep_size: must be 1.
+        ep_size: number of devices of ``ep_batch_manager``; it divides X.
         dtype: dtype of the weights.
-        activation: name of the experts' activation function; "silu" by default.
+        activation: a GatedActivation, or the name of the experts' activation function; "silu" by
+            default.
+        interleaved_gate_up: whether a derived class's ``gate_up_proj`` has gates and up
+            projections in turn, and not one after the other.
+        pre_expert_norm_cls: constructor of a norm of what the experts get, and not the gate.
+        ep_batch_manager: an ``nn.comm.ep.EPBatchManager``, for ``expert_parallel``: then
+            ``forward_moe_sharded_layers`` calls the layer's parts.
+        quant_config, shared_experts_quant_config: not supported; must be None.
+        shared_experts_dtype: dtype of the shared expert's weights, ``dtype`` by default.
+        is_sharding: whether to create no experts; whoever shards this layer assigns them.
 
     Attributes:
         gate: layer that chooses experts; its weight has ``dtype``, or bfloat16 if ``dtype`` is narrower.
-        experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on.
+        experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on; of a part of
+            ``expert_parallel``, those of its device.
         shared_experts: MLP, if ``has_shared_experts``.
 
+    Raises:
+        NotImplementedError: experts are quantised, or there are copies of them.
+        ValueError: ``ep_size`` does not fit the manager and the number of experts.
+
     Experts that are plain MLPs run together (``experts.mixture``); others run one after the other
-    over all tokens, with the same results. No token is dropped, however many choose the same expert.
+    over all tokens, with the same results. No token is dropped, however many choose the same
+    expert. With a GatedActivation, or in a class that derives ``gate_up_proj`` or ``down_proj``,
+    experts are these two weights and the activation, as in MAX.
     """
+
+    _ep_batch_manager: Any = None
+    _sharding_strategy: ShardingStrategy | None = None
+    layer_idx: int | None = None
+    # Of tensor_parallel in MAX, whose parts hold whole experts: here they hold their shards.
+    shard_devices: Sequence[DeviceRef] = ()
+    shard_index: int = 0
 
     def __init__(
         self,
@@ -144,81 +98,218 @@ class MoE(Module):
         shared_experts_dim: int = 0,
         ep_size: int = 1,
         dtype: Any = DType.bfloat16,
-        activation: str | None = None,
+        activation: GatedActivation | str | None = None,
+        interleaved_gate_up: bool = False,
+        pre_expert_norm_cls: Callable[[], Any] | None = None,
+        ep_batch_manager: Any = None,
+        quant_config: Any = None,
+        shared_experts_dtype: Any = None,
+        shared_experts_quant_config: Any = None,
+        is_sharding: bool = False,
     ):
         super().__init__()
-        if ep_size != 1 or num_logical_experts not in (None, num_experts):
-            raise NotImplementedError("MoE with ep_size or copies of experts is not supported")
+        if num_logical_experts not in (None, num_experts):
+            raise NotImplementedError(
+                f"MoE with {num_experts} experts that are copies of {num_logical_experts}: on a "
+                "mesh with an expert axis (Module.to) each device has its part of every expert instead"
+            )
+        if quant_config is not None or shared_experts_quant_config is not None:
+            raise NotImplementedError(
+                "MoE with a quant_config is not supported; maxjax.load reads quantised experts"
+            )
+        ranks = 1 if ep_batch_manager is None else ep_batch_manager.config.n_gpus_per_node
+        if ep_size != ranks or num_experts % ep_size:
+            raise ValueError(
+                f"MoE of {num_experts} experts with ep_size {ep_size}, where ep_batch_manager has "
+                f"{ranks} devices: these are equal and divide the experts, and without a manager 1"
+            )
         self.devices, self.hidden_dim, self.moe_dim = list(devices), hidden_dim, moe_dim
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
-        self.has_shared_experts, self.dtype = has_shared_experts, DType.of(dtype)
+        self.num_logical_experts, self.num_local_experts = num_experts, num_experts // ep_size
+        self.gate_cls, self.mlp_cls, self.shared_mlp_cls = gate_cls, mlp_cls, shared_mlp_cls
+        self.has_shared_experts, self.shared_experts_dim = has_shared_experts, shared_experts_dim
+        self.ep_size, self.dtype, self.quant_config = ep_size, DType.of(dtype), None
+        self.shared_experts_dtype = DType.of(shared_experts_dtype or dtype)
+        self.shared_experts_quant_config = None
+        self.activation = GatedActivation() if activation is None else activation
+        self.interleaved_gate_up, self.pre_expert_norm_cls = (
+            interleaved_gate_up,
+            pre_expert_norm_cls,
+        )
+        self.pre_expert_norm = pre_expert_norm_cls() if pre_expert_norm_cls is not None else None
         wide = self.dtype.is_float() and self.dtype.np.itemsize >= 2
         self.gate = gate_cls(
             devices=self.devices, hidden_dim=hidden_dim, num_experts=num_experts,
             num_experts_per_token=num_experts_per_token, dtype=dtype if wide else DType.bfloat16,
         )  # fmt: skip
-        named = {} if activation is None else {"activation_function": activation}
-
-        def mlp(cls: Callable[..., Any], length: int) -> Any:
-            return cls(dtype=dtype, quantization_encoding=None, hidden_dim=hidden_dim,
-                       feed_forward_length=length, devices=self.devices, **named)  # fmt: skip
-
         if has_shared_experts:
-            self.shared_experts = mlp(shared_mlp_cls or mlp_cls, shared_experts_dim)
-        self._strategy: ShardingStrategy | None = None
-        self.experts = LayerList([mlp(mlp_cls, moe_dim) for _ in range(num_experts)])
+            self.shared_experts = self._mlp(
+                shared_mlp_cls or mlp_cls, self.shared_experts_dtype, shared_experts_dim
+            )
+        if ep_batch_manager is not None:
+            self._ep_batch_manager = ep_batch_manager
+        if not is_sharding:
+            self._init_experts()
+
+    def _mlp(self, cls: Callable[..., Any], dtype: Any, length: int) -> Any:
+        named = {"activation_function": self.activation} if isinstance(self.activation, str) else {}
+        return cls(
+            dtype=dtype, quantization_encoding=None, hidden_dim=self.hidden_dim,
+            feed_forward_length=length, devices=self.devices, **named,
+        )  # fmt: skip
+
+    def _init_experts(self) -> None:
+        # A method of its own, because classes derived from MAX's replace it.
+        self.experts = LayerList(
+            [self._mlp(self.mlp_cls, self.dtype, self.moe_dim) for _ in range(self.num_experts)]
+        )
+
+    @property
+    def ep_batch_manager(self) -> Any:
+        """The EPBatchManager.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._ep_batch_manager is None:
+            raise ValueError(
+                f"{type(self).__name__} has no ep_batch_manager; expert_parallel needs one"
+            )
+        return self._ep_batch_manager
+
+    @property
+    def _held(self) -> list[Any]:
+        """The experts whose weights are multiplied together: the fused shared one first."""
+        manager = self._ep_batch_manager
+        fused = manager is not None and manager.config.fused_shared_expert
+        return [*([self.shared_experts] if fused else []), *self.experts]
 
     @property
     def gate_up_proj(self) -> TensorValue:
         """The gate and up weights of all experts, ``[X, 2 F, E]``."""
-        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self.experts]
+        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self._held]
         return TensorValue(jnp.stack([jnp.concatenate(pair) for pair in pairs]))
 
     @property
     def down_proj(self) -> TensorValue:
         """The down weights of all experts, ``[X, E, F]``."""
-        return TensorValue(jnp.stack([unwrap(e.down_proj.weight) for e in self.experts]))
+        return TensorValue(jnp.stack([unwrap(e.down_proj.weight) for e in self._held]))
 
     def __call__(self, x: Any) -> Any:
-        """``[..., E]`` → the same shape and dtype; a TensorValue for a TensorValue."""
+        """``[..., E]`` → the same shape and dtype; a TensorValue for a TensorValue.
+
+        Raises:
+            ValueError: the layer has an ``ep_batch_manager``.
+        """
+        if self._ep_batch_manager is not None:
+            raise ValueError(
+                f"{type(self).__name__} has an ep_batch_manager: shard it with "
+                "ShardingStrategy.expert_parallel, and pass its parts to forward_moe_sharded_layers"
+            )
         array = unwrap(x)
         mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
         if mesh is None:
-            y = self._mixed(array)
+            y = self._mixed(array, wraps(x))
         else:
             place = explicit.entries(array)
-            y = explicit.automatic(lambda m, a: m._mixed(a), mesh, place)(self, array)
+            y = explicit.automatic(lambda m, a: m._mixed(a, wraps(x)), mesh, place)(self, array)
         return TensorValue(y) if wraps(x) else y
 
-    def _mixed(self, array: jax.Array) -> jax.Array:
+    def _mixed(self, array: jax.Array, wrapped: bool) -> jax.Array:
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
-        mesh, axes = self._split() if _are_plain(self.experts) else (None, ())
+
+        def given(array: jax.Array) -> Any:
+            """What layers in this one are given: gates of MAX's files need a TensorValue."""
+            return TensorValue(array) if wrapped else array
+
+        plain = not self._is_derived() and _are_plain(self.experts)
+        mesh, axes = self._split() if plain and self.pre_expert_norm is None else (None, ())
         if mesh is not None:
             y = self._on_mesh(tokens, mesh, axes)
         else:
-            chosen, shares = map(unwrap, self.gate(tokens))
+            chosen, shares = map(unwrap, self.gate(given(tokens)))
             shares = shares.astype(jnp.float32)
-            if _are_plain(self.experts):
+            if self.pre_expert_norm is not None:
+                tokens = unwrap(self.pre_expert_norm(given(tokens)))
+            if plain:
                 expert_weights = [
                     ExpertWeights(*(w.stored.operand() for w in _weights(e))) for e in self.experts
                 ]
-                y = mixture(tokens, chosen, shares, expert_weights, self._activation)
+                y = mixture(tokens, chosen, shares, expert_weights, self._kind)
+            elif self._is_derived() or not self._is_default():
+                down, places = map(unwrap, self._expert_matmuls(tokens, chosen.reshape(-1)))
+                y = moe_finalize(down, places, shares, DType.float32)
             else:
-                each = [lambda x, e=e: unwrap(e(x)) for e in self.experts]
+                each = [lambda x, e=e: unwrap(e(given(x))) for e in self.experts]
                 y = one_by_one(tokens, chosen, shares, each)
             if self.has_shared_experts:
-                y = y + unwrap(self.shared_experts(tokens)).astype(jnp.float32)
+                y = y + unwrap(self.shared_experts(given(tokens))).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
+
+    # --- experts as two stacked weights and an activation
+
+    def _is_derived(self) -> bool:
+        """Whether a class derived from this one says what the weights are."""
+        names = ("gate_up_proj", "down_proj")
+        changed = any(getattr(type(self), name) is not getattr(MoE, name) for name in names)
+        return changed or self.interleaved_gate_up
+
+    def _is_default(self) -> bool:
+        return isinstance(self.activation, str) or self.activation == GatedActivation()
+
+    @property
+    def _kind(self) -> Kind:
+        if self._is_default():
+            return getattr(self.experts[0], "activation_function", "silu")
+        return self.activation.of_pair  # type: ignore[union-attr]
+
+    def _expert_matmuls(self, x: Any, router_idx: Any) -> tuple[Any, Any]:
+        """The experts' results, sorted by expert, and the place of each choice among them.
+
+        Args:
+            x: ``[N, E]``.
+            router_idx: ``[N k]``, the experts of the tokens.
+
+        Returns:
+            ``[N k, E]`` and ``[N k]``.
+        """
+        ids = jnp.asarray(unwrap(router_idx)).astype(jnp.int32)
+        order, starts, places, experts, stats = moe_create_indices(ids, self.num_experts)
+        rows = unwrap(x)[order.astype(jnp.int32) // self.num_experts_per_token]
+        y = self._of_rows(rows, starts, experts, stats)
+        return (TensorValue(y), TensorValue(places)) if wraps(x) else (y, places)
+
+    def _of_rows(self, rows: Any, starts: Any, experts: Any, stats: Any) -> jax.Array:
+        given = [
+            unwrap(one) for one in (rows, starts, experts, stats, self.gate_up_proj, self.down_proj)
+        ]
+        function = getattr(self.activation, "gated_activation_fn", None)
+        how = (self.moe_dim, function is not None, self.interleaved_gate_up)
+        return _by_weights(function or self._kind, *how, *map(jnp.asarray, given))
+
+    # --- what forward_moe_sharded_layers calls
+
+    def _ep_dispatch_input_scales(self) -> None:
+        """None: scales of quantised tokens, which are not sent."""
+
+    def _local_ep_compute(
+        self, expert_inputs: Sequence[Any], x: Any, estimated_total_m: Any
+    ) -> Any:
+        """The results of this device's experts for the rows that it got.
+
+        Args:
+            expert_inputs: results of ``EPBatchManager.ep_dispatch_wait``.
+            x: the device's own tokens; ignored.
+            estimated_total_m: ignored.
+        """
+        y = self._of_rows(*expert_inputs)
+        return TensorValue(y) if wraps(expert_inputs[0]) else y
 
     def _stacked(self) -> ExpertWeights:
         """The weights of all experts, stacked."""
         each = zip(*map(_weights, self.experts), strict=True)
         gate, up, down = (jnp.stack([unwrap(w) for w in weights]) for weights in each)
         return ExpertWeights(gate, up, down)
-
-    @property
-    def _activation(self) -> str:
-        return self.experts[0].activation_function
 
     def _on_mesh(self, tokens: jax.Array, mesh: Any, axes: tuple[str, ...]) -> jax.Array:
         """Each device runs the gate for its tokens, and its part of every expert.
@@ -237,7 +328,7 @@ class MoE(Module):
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
             chosen, shares = map(unwrap, rebuild(definition, gate)(x))
-            y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._activation)
+            y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._kind)
             if fused:
                 kind = shared[0].activation_function
                 h = gated(matmul(x, weights[0]), matmul(x, weights[1]), kind, 0.0)
@@ -276,19 +367,112 @@ class MoE(Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """The strategy that was set: expert_parallel, tensor_parallel or replicate."""
-        return self._strategy
+        """The strategy that was set: expert_parallel, tensor_parallel or replicate.
+
+        With an ``ep_batch_manager``, expert_parallel gives each device whole experts, and all else
+        to every device; without one, it is for a mesh, which splits every expert.
+        """
+        return self._sharding_strategy
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        self._set_sharding_strategy(strategy)
+
+    def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        # A method of its own, because classes derived from MAX's extend it.
         n = strategy.num_devices
-        inner = ShardingStrategy.tensor_parallel(n) if strategy.is_expert_parallel else strategy
+        whole = ShardingStrategy.replicate(n)
+        of_experts = of_shared = strategy
+        if strategy.is_expert_parallel:
+            of_experts = of_shared = ShardingStrategy.tensor_parallel(n)
+            if self._ep_batch_manager is not None:
+                of_experts, of_shared = ShardingStrategy.replicate(1), whole
         for expert in self.experts:
-            expert.sharding_strategy = inner
+            expert.sharding_strategy = of_experts
         if self.has_shared_experts:
-            self.shared_experts.sharding_strategy = inner
-        self.gate.sharding_strategy = ShardingStrategy.replicate(n)
-        self._strategy = strategy
+            self.shared_experts.sharding_strategy = of_shared
+        if self.pre_expert_norm is not None:
+            self.pre_expert_norm.sharding_strategy = whole
+        self.gate.sharding_strategy = whole
+        self._sharding_strategy = strategy
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one MoE for each device.
+
+        With tensor_parallel each has a part of every expert, and the results are summed. With
+        expert_parallel each has some of the experts, and ``forward_moe_sharded_layers`` calls them.
+
+        Raises:
+            ValueError: ``sharding_strategy`` is not set, or it is expert_parallel without an
+                ``ep_batch_manager`` or for another number of devices than it has.
+
+        Example:
+            >>> from maxjax.nn.comm.ep import EPBatchManager, EPConfig
+            >>> config = EPConfig(DType.float32, DType.float32, 6, 1, 4, 8, 2, 1)
+            >>> both = [DeviceRef.GPU(0), DeviceRef.GPU(1)]
+            >>> layer = MoE(both, 6, 4, 1, 8, dtype="float32", ep_size=2,
+            ...             ep_batch_manager=EPBatchManager(config))
+            >>> layer.sharding_strategy = ShardingStrategy.expert_parallel(2)
+            >>> [len(part.experts) for part in layer.shard(both)]
+            [2, 2]
+        """
+        devices, strategy = list(devices), self._sharding_strategy
+        if strategy is None:
+            raise ValueError(f"{type(self).__name__} cannot be sharded without a sharding_strategy")
+        count = len(devices)
+        if strategy.is_expert_parallel:
+            self.ep_batch_manager  # noqa: B018  # refuses a layer without one
+            if count != self.ep_size:
+                raise ValueError(
+                    f"the experts are dealt to {self.ep_size} devices (ep_size), not to {count}"
+                )
+            n = self.num_local_experts
+            own = [
+                [self.experts[n * i + j].shard([device])[0] for j in range(n)]
+                for i, device in enumerate(devices)
+            ]
+        else:
+            split = [expert.shard(devices) for expert in self.experts]
+            own = [[parts[i] for parts in split] for i in range(count)]
+        children: dict[str, Any] = self._mx_children
+        others = {
+            name: child.shard(devices) for name, child in children.items() if name != "experts"
+        }
+        found = sharded(self, devices, without=self._mx_children)
+        for i, (part, device) in enumerate(zip(found, devices, strict=True)):
+            part.devices = [device]
+            part.experts = LayerList(own[i])
+            for name, parts in others.items():
+                setattr(part, name, parts[i])
+            if strategy.is_tensor_parallel:
+                start, stop = even_range(self.moe_dim, i, strategy.num_devices)
+                part.moe_dim = stop - start
+        return found
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _by_weights(
+    kind: Any, moe_dim: int, is_whole: bool, interleaved: bool,
+    rows: jax.Array, starts: jax.Array, experts: jax.Array, stats: jax.Array, gate_up: jax.Array,
+    down: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Rows sorted by expert through stacked weights.
+
+    Args:
+        kind: a Kind; if ``is_whole``, a function of gates and up projections in one tensor, and
+            their number.
+    """
+    y = grouped_matmul_ragged(rows, gate_up, starts, experts, stats)
+    # What a grouped product gives behind the last group is not defined.
+    inside = jnp.arange(y.shape[0]) < starts[-1].astype(jnp.int32)
+    y = jnp.where(inside[:, None], y, 0)
+    if is_whole:
+        h = unwrap(kind(TensorValue(y), moe_dim))
+    elif interleaved:
+        h = between(kind, y[:, 0::2], y[:, 1::2])
+    else:
+        h = between(kind, y[:, :moe_dim], y[:, moe_dim:])
+    return grouped_matmul_ragged(h, down, starts, experts, stats)
 
 
 def _weights(mlp: Any) -> tuple[Any, Any, Any]:

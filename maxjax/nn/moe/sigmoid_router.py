@@ -14,7 +14,7 @@ from ...graph.ops.lift import lift
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ..linear import Linear
-from .moe import MoEGate
+from .gate import MoEGate
 from .routing import Routing
 
 

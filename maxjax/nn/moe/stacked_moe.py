@@ -61,6 +61,19 @@ def make_concatenated_gated_activation_fn(
     return function
 
 
+def make_interleaved_gated_activation_fn(
+    activation_fn: Callable[[Any], Any],
+) -> Callable[[Any, int], Any]:
+    """``(gate_up, n) -> activation_fn(gate_up[:, 0::2]) * gate_up[:, 1::2]``.
+
+    Example:
+        >>> gated = make_interleaved_gated_activation_fn(jax.nn.relu)
+        >>> gated(jnp.array([[3.0, -1.0, -5.0, 4.0]]), 2).tolist()
+        [[-3.0, 0.0]]
+    """
+    return lambda gate_up, moe_dim: activation_fn(gate_up[:, 0::2]) * gate_up[:, 1::2]
+
+
 def make_stacked_gated_activation_fn(
     activation_fn: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Any]:

@@ -1,7 +1,17 @@
-"""Settings of expert parallelism, at the paths of ``max.nn.comm.ep``; the rest is refused."""
+"""Expert parallelism, at the paths of ``max.nn.comm.ep``: its settings, and what exchanges tokens.
+
+==================  ===================================================================
+EPConfig            the settings
+EPBatchManager      sends tokens to the devices of their experts, and results back
+EPCommInitializer   prepares MAX's buffers; here it has nothing to prepare
+==================  ===================================================================
+"""
 
 from ....absent import absent as _absent
+from .ep_buffers import EPCommBuffers as EPCommBuffers
+from .ep_buffers import EPCommInitializer as EPCommInitializer
 from .ep_config import EPConfig as EPConfig
 from .ep_config import calculate_ep_max_tokens_per_rank as calculate_ep_max_tokens_per_rank
+from .ep_manager import EPBatchManager as EPBatchManager
 
 __getattr__ = _absent(__name__)

@@ -1,7 +1,6 @@
-"""Settings of MAX's expert parallelism as data, and the sizes of MAX's buffers that follow.
+"""Settings of expert parallelism, and the sizes of MAX's communication buffers that follow.
 
-What they count are the communication buffers of MAX. XLA allocates what it sends by itself: maxjax
-has none of them.
+maxjax has none of these buffers: XLA allocates what it sends by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from ....absent import absent as _absent
 from ....dtype import DType
 from ...quant_config import QuantConfig
 
+# What tokens may have without quantisation; MAX's kernels have bfloat16 alone.
+_PLAIN = (DType.bfloat16, DType.float16, DType.float32)
 # Of packed bytes of six bits: 32 elements take 24 bytes, and one for their scale.
 _SIX_BITS = (DType.float6_e2m3fn, DType.float6_e3m2fn)
 _PACKED = (DType.uint8, DType.float4_e2m1fn)
@@ -33,7 +34,7 @@ class EPConfig:
         n_gpus_per_node, n_nodes: numbers of devices of a node, and of nodes; a device is a rank.
         node_id: number of this node; -1 before it is known.
         dispatch_quant_config: how tokens are quantised when they are sent; needed unless they are
-            bfloat16.
+            bfloat16, or, here, float16 or float32.
         nvfp4_dyn_global_scales: whether each token has an NVFP4 scale of its own.
         use_allreduce: whether every device has all tokens, and results are summed over the devices.
         num_logical_experts: number of experts without their copies; ``n_experts`` by default.
@@ -80,7 +81,7 @@ class EPConfig:
     def __post_init__(self) -> None:
         self.num_logical_experts = self.num_logical_experts or self.n_experts
         quant = self.dispatch_quant_config
-        if self.dispatch_dtype != DType.bfloat16:
+        if self.dispatch_dtype not in _PLAIN:
             _check_quantised(self.dispatch_dtype, quant)
         if self.nvfp4_dyn_global_scales and not (quant is not None and quant.is_nvfp4):
             raise ValueError("nvfp4_dyn_global_scales needs a dispatch_quant_config of NVFP4")
@@ -122,10 +123,11 @@ class EPConfig:
 
 
 def _check_quantised(dtype: DType, quant: QuantConfig | None) -> None:
-    """Checks that tokens of a dtype other than bfloat16 have a fitting quantisation."""
+    """Checks that tokens of a dtype that is not plain have a fitting quantisation."""
     if quant is None:
         raise ValueError(
-            f"a dispatch_dtype other than bfloat16, {dtype}, needs a dispatch_quant_config"
+            f"a dispatch_dtype other than bfloat16, float16 and float32, {dtype}, needs a "
+            "dispatch_quant_config"
         )
     if dtype.is_float8():
         if not quant.input_scale.is_block:
@@ -133,7 +135,7 @@ def _check_quantised(dtype: DType, quant: QuantConfig | None) -> None:
                                       f"{quant.input_scale.granularity}")  # fmt: skip
     elif dtype not in _PACKED:
         raise ValueError(
-            f"dispatch_dtype is bfloat16, a float8, uint8 or float4_e2m1fn, not {dtype}"
+            f"dispatch_dtype is a float, a float8, uint8 or float4_e2m1fn, not {dtype}"
         )
     elif not (quant.is_fp4 or quant.is_mxfp6):
         raise ValueError(f"tokens of {dtype} need a dispatch_quant_config of FP4 or MXFP6")
@@ -207,6 +209,30 @@ def calculate_ep_max_tokens_per_rank(
     if use_allreduce:
         return max_batch_input_tokens
     return -(-max_batch_input_tokens // (ep_size // data_parallel_degree))
+
+
+def _ep_sync_counter_bytes(
+    n_experts: int, n_gpus_per_node: int, use_allreduce: bool, moe_dim: int
+) -> int:
+    """Bytes of the counters that MAX's kernels synchronise a device with, in its two groups.
+
+    Example:
+        >>> _ep_sync_counter_bytes(64, 8, False, 0), _ep_sync_counter_bytes(64, 8, True, 2048)
+        (7680, 2100352)
+    """
+    experts = n_experts // n_gpus_per_node if use_allreduce else n_experts
+    words = 10 * experts + 320 + (262_144 if moe_dim > 0 else 0)  # of four bytes
+    return 2 * 4 * words
+
+
+def _bound_fused_moe_workspace(config: EPConfig, dispatch_dtype: DType) -> tuple[int, str]:
+    """Bytes of the fused kernel's workspace, and why there is none."""
+    return 0, "there is no fused kernel: XLA compiles the dispatch, the experts and the combine"
+
+
+def _ep_fused_moe_requested() -> bool:
+    """Whether MAX is asked for its fused kernel (``MODULAR_EP_FUSED_MOE=1``), which is not here."""
+    return os.environ.get("MODULAR_EP_FUSED_MOE", "0") == "1"
 
 
 __getattr__ = _absent(__name__)

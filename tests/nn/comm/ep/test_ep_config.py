@@ -44,8 +44,8 @@ def test_sizes_are_those_of_max(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dtype": "float32"}, "needs a dispatch_quant_config"),
-        ({"dtype": "int32", "quant": FP8}, "dispatch_dtype is bfloat16, a float8"),
+        ({"dtype": "uint8"}, "needs a dispatch_quant_config"),
+        ({"dtype": "int32", "quant": FP8}, "dispatch_dtype is a float, a float8"),
         ({"dtype": "uint8", "quant": FP8}, "FP4 or MXFP6"),
         ({"nvfp4_dyn_global_scales": True}, "needs a dispatch_quant_config of NVFP4"),
         ({"nodes": 2, "use_allreduce": True}, "one node"),

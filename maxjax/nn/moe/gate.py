@@ -1,0 +1,96 @@
+"""MoEGate: the layer that chooses the experts of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ...dtype import DType
+from ...graph.device import DeviceRef
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.value import TensorValue, unwrap, wraps
+from ..layer import Module
+from ..layer.sharded import Replicated
+from ..linear import Linear
+from .routing import Routing
+
+
+class MoEGate(Replicated, Module):
+    """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
+
+    Args:
+        devices: devices; the weights are declared on the first.
+        hidden_dim: length of the last axis.
+        num_experts, num_experts_per_token: numbers X and k.
+        dtype: dtype of the weight.
+        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        linear_cls: constructor of the linear layer that computes the scores.
+        shares: factors of the experts' results: the "scores" themselves (MAX),
+            their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen" (Mixtral), or
+            their "sigmoid" (Llama 4); computed in float32.
+
+    Attributes:
+        gate_score: Linear with weight ``[X, hidden_dim]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> gate = MoEGate([DeviceRef.CPU()], 2, 3, 2, "float32")
+        >>> _ = gate.load_state_dict({"gate_score.weight": jnp.array([[1.0, 0], [0, 1], [1, 1]])})
+        >>> [print(a) for a in gate(jnp.array([[1.0, 2.0]]))]
+        [[2 1]]
+        [[3. 2.]]
+        [None, None]
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceRef],
+        hidden_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        dtype: Any,
+        is_sharding: bool = False,
+        linear_cls: Callable[..., Any] = Linear,
+        *,
+        shares: str = "scores",
+    ):
+        super().__init__()
+        self.shares = shares
+        Routing(num_experts_per_token, shares)  # refuses other shares
+        if not 0 < num_experts_per_token <= num_experts:
+            raise ValueError(
+                f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
+                f"num_experts, which is {num_experts}"
+            )
+        self.devices, self.hidden_dim, self.dtype = list(devices), hidden_dim, DType.of(dtype)
+        self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
+        self._sharding_strategy: ShardingStrategy | None = None
+        if not is_sharding:
+            self.gate_score = linear_cls(
+                in_dim=hidden_dim, out_dim=num_experts, dtype=dtype,
+                device=self.devices[0] if self.devices else DeviceRef.CPU(),
+            )  # fmt: skip
+
+    def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
+        """``[..., hidden_dim]`` → indices of experts and their shares, ``[..., k]`` each.
+
+        The highest score comes first; of equal scores, the lower index.
+        """
+        scores = unwrap(self.gate_score(hidden_state))
+        chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
+        shares = shares.astype(scores.dtype)
+        if wraps(hidden_state):
+            return TensorValue(chosen), TensorValue(shares)
+        return chosen, shares
+
+    def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
+        self._sharding_strategy = strategy  # which the shard methods of derived classes read
+        super()._set_sharding_strategy(strategy)
+
+    def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
+        """Returns one gate for each device, with that device in ``devices``."""
+        devices = list(devices)
+        found = super().shard(devices)
+        for part, device in zip(found, devices, strict=True):
+            part.devices = [device]
+        return found
