@@ -117,14 +117,20 @@ def to_dim(size: Any) -> Dim:
     """A size of an array as a Dim.
 
     Raises:
-        NotImplementedError: a Dim cannot express the size.
+        NotImplementedError: a Dim cannot express the size, and no name is defined as it.
     """
     if isinstance(size, (int, Dim)):
         return Dim(size)
     try:
         return Dim(evaluate(str(size), Dim))
     except TypeError:  # min(a, 2): Dims have no order
-        raise NotImplementedError(f"the symbolic size {size} is not supported") from None
+        names = {} if _STATE.scope is None else _STATE.scope.names
+        for name, one in names.items():
+            if one == size:
+                return Dim(name)
+        raise NotImplementedError(
+            f"the symbolic size {size} is not supported without a name: rebind the tensor to a new one"
+        ) from None
 
 
 def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:

@@ -21,16 +21,19 @@ from jax.core import Tracer
 from ..dtype import DType
 from .device import DeviceRef
 from .operands import (
+    alike,
     check_indices,
     check_product,
     dividends,
     from_numpy,
     promoted,
+    reshaped,
     same_dtype,
     same_rank,
+    wraps,
 )
 from .operators import Operators
-from .rebinding import has_traced_bounds, rebound, sliced, sliced_sizes
+from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -46,11 +49,6 @@ def unwrap(x: Any) -> Any:
         size = to_size(x)
         return size if isinstance(size, int) else jnp.asarray(size)
     return from_numpy(x) if isinstance(x, np.ndarray) else x
-
-
-def wraps(*operands: Any) -> bool:
-    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
-    return any(getattr(x, "_wraps", False) for x in operands)
 
 
 def unify(a: Any, b: Any) -> tuple[Any, Any]:
@@ -209,10 +207,7 @@ class TensorValue(Operators):
         sizes = (
             shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
         )
-        try:
-            return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
-        except (TypeError, ZeroDivisionError) as error:
-            raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
+        return self._result(reshaped(array, sizes, **options))
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
         """The tensor with its axes in another order.
@@ -222,9 +217,9 @@ class TensorValue(Operators):
             ValueError: an axis is missing or occurs twice.
         """
         rank = self.rank
-        if any(not -rank <= axis < rank for axis in dims):
+        if len(dims) == rank and any(not -rank <= axis < rank for axis in dims):
             raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
-        if sorted(axis % rank for axis in dims) != list(range(rank)):
+        if len(dims) != rank or sorted(axis % rank for axis in dims) != list(range(rank)):
             raise ValueError(f"permute({list(dims)}) must contain each of the {rank} axes once")
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
@@ -357,8 +352,8 @@ class TensorValue(Operators):
         if any(map(has_traced_bounds, key)):
             array, key = sliced(array, parts, key)
         found = array[tuple(map(unwrap, key))]
-        if any(type(part) is tuple for part in parts):
-            found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
+        if has_declared_sizes(parts, array.shape):
+            found = rebound(found, sliced_sizes(parts, key, array.shape, found.shape), "a slice")
         return self._result(found)
 
     def __bool__(self) -> bool:
@@ -391,6 +386,13 @@ class TensorValue(Operators):
     def _matmul(a: Any, b: Any) -> Any:
         return _matmul(a, b)
 
+    def _unary(self, function: Callable[[Any], Any]) -> Any:
+        array = self._as_array()
+        try:
+            return self._result(function(array))
+        except TypeError as error:
+            raise ValueError(f"{function.__name__} of {_shown(array)}: {error}") from error
+
 
 def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
@@ -401,8 +403,9 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         if not (_is_operand(a) and _is_operand(b)):
             return NotImplemented
         if wraps(a, b):
+            x, y = alike(a, b)
             if function is operator.truediv:
-                x, y = dividends(x, y)
+                x, y = dividends(unwrap(x), unwrap(y))
             return TensorValue(function(*unify(x, y)))
     except TypeError as error:
         raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
@@ -435,7 +438,7 @@ def _matmul(a: Any, b: Any) -> Any:
     product = getattr(b, "_product", None)
     if product is not None:  # x @ w.T
         return product(a)
-    a, b = unwrap(a), unwrap(b)
+    a, b = map(unwrap, alike(a, b))
     if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
         raise ValueError(f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number")
     check_product(a.shape, b.shape)
@@ -454,7 +457,8 @@ def _index(part: Any) -> Any:
     if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], slice):
         part = part[0]
     if isinstance(part, slice):
-        return slice(*(unwrap(v) for v in (part.start, part.stop, part.step)))
+        bounds = (part.start, part.stop, part.step)
+        return slice(*(to_size(v) if isinstance(v, Dim) else unwrap(v) for v in bounds))
     return part.item() if isinstance(part, np.integer) else unwrap(part)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, axis_of, binary_operands, floating, lift, rounded, wide
+from .lift import array, axis_of, binary_operands, floating, lift, pairwise, rounded, wide
 
 
 @lift
@@ -48,7 +48,7 @@ def prod(x: Any, axis: int = -1) -> Any:
     return jnp.prod(x, axis, keepdims=True, dtype=x.dtype)
 
 
-@lift
+@pairwise
 def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """The elementwise maximum of two tensors, or the maximum of one along an axis.
 
@@ -65,7 +65,7 @@ def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     return _extreme(jnp.maximum, jnp.max, "max", x, y, axis)
 
 
-@lift
+@pairwise
 def min(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """The elementwise minimum of two tensors, or the minimum of one along an axis.
 
