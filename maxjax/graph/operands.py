@@ -70,6 +70,16 @@ def common(a: Any, b: Any) -> DType:
     return promote(a, b)
 
 
+def refuse_integers(x: Any, weight: Any) -> None:
+    """Refuses a TensorValue of integers as the operand of a weight of floats: JAX promotes it, and MAX does not.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if wraps(x) and not x.dtype.is_float():
+        common(x.dtype, weight.dtype)
+
+
 def dividends(a: Any, b: Any) -> tuple[Any, Any]:
     """The operands of a true division: two integers of any width become float64, as in MAX.
 
