@@ -171,6 +171,14 @@ def alike(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
+def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
+    """The mean along an axis; of integers it is rounded toward zero, as in MAX."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.mean(x, axis, keepdims=keepdims)
+    total = jnp.sum(x, axis, keepdims=keepdims, dtype=x.dtype)
+    return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
+
+
 def bounds(dtype: Any) -> tuple[int, int]:
     """The least and the greatest number of an integer dtype."""
     info = jnp.iinfo(dtype)

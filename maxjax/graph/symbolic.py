@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,7 +98,9 @@ def is_known(name: str) -> bool:
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+    ast.Mod: operator.mod, ast.USub: operator.neg,
+    # Dims have only products.
+    ast.Pow: lambda base, exponent: math.prod([base] * exponent),
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floordiv": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
@@ -191,4 +194,4 @@ def evaluate(text: str, name: Callable[[str], Any]) -> Any:
                 return _FUNCTIONS[function](*map(visit, node.args))
         raise NotImplementedError(f"the symbolic size {text} is not supported")
 
-    return visit(ast.parse(text, mode="eval"))
+    return visit(ast.parse(text.replace("^", "**"), mode="eval"))  # a power as jax.export writes it

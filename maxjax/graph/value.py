@@ -26,6 +26,7 @@ from .operands import (
     check_product,
     dividends,
     from_numpy,
+    mean,
     promoted,
     reshaped,
     same_dtype,
@@ -203,11 +204,9 @@ class TensorValue(Operators):
         Raises:
             ValueError: the number of elements differs.
         """
-        array = self._as_array()
-        sizes = (
-            shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
-        )
-        return self._result(reshaped(array, sizes, **options))
+        given = isinstance(shape, Iterable) and not isinstance(shape, str)
+        sizes = shape if given else (shape, *more)
+        return self._result(reshaped(self._as_array(), sizes, **options))
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
         """The tensor with its axes in another order.
@@ -285,19 +284,14 @@ class TensorValue(Operators):
         array = self._as_array()
         if isinstance(array, Tracer):
             return TensorValue(array)
-        target = (
-            device.to_jax()
-            if isinstance(device, DeviceRef)
-            else DeviceRef.from_device(device).to_jax()
-        )
+        target = DeviceRef.from_device(device).to_jax()  # a DeviceRef stays as it is
         return TensorValue(array if array.devices() == {target} else jax.device_put(array, target))
 
     def print(self, label: str = "debug_tensor") -> None:
         """Prints the value, under ``jax.jit`` each time the program runs."""
         array = self._as_array()
-        text = (
-            f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={list(map(str, self.shape))})"
-        )
+        shape = list(map(str, self.shape))
+        text = f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={shape})"
         if isinstance(array, Tracer):
             jax.debug.print(text, x=array)
         else:
@@ -313,27 +307,33 @@ class TensorValue(Operators):
 
     def max(self, axis: int = -1) -> TensorValue:
         """The largest along an axis, which is kept with length 1."""
-        return TensorValue(jnp.max(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.max, axis)
 
     def min(self, axis: int = -1) -> TensorValue:
         """The smallest along an axis, which is kept with length 1."""
-        return TensorValue(jnp.min(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.min, axis)
 
     def mean(self, axis: int = -1) -> TensorValue:
-        """The mean along an axis, which is kept with length 1."""
-        return TensorValue(jnp.mean(self._as_array(), axis, keepdims=True))
+        """The mean along an axis, which is kept with length 1; see ``ops.mean``."""
+        return self._reduced(mean, axis)
 
     def var(self, axis: int = -1) -> TensorValue:
         """The population variance along an axis, which is kept with length 1."""
-        return TensorValue(jnp.var(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.var, axis)
 
     def stdev(self, axis: int = -1) -> TensorValue:
         """The standard deviation along an axis, which is kept with length 1."""
-        return TensorValue(jnp.std(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.std, axis)
 
     def argmax(self, axis: int = -1) -> TensorValue:
         """The index of the largest element along an axis, which is kept with length 1."""
-        return TensorValue(jnp.argmax(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.argmax, axis)
+
+    def _reduced(self, function: Callable[..., Any], axis: int) -> TensorValue:
+        array = self._as_array()
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(f"axis {axis} is out of range for a tensor with {array.ndim} axes")
+        return TensorValue(function(array, axis, keepdims=True))
 
     # -- jax.Array's
 

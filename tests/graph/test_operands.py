@@ -187,6 +187,9 @@ def test_operators_that_a_dtype_lacks():
         ~x
     with pytest.raises(ValueError, match="neg"):
         -(x > 0)
+    with pytest.raises(ValueError, match="axis 1 is out of range"):
+        x.mean(1)
+    assert TensorValue(jnp.array([-7, 2])).mean().item() == -2
     quotient, rest = divmod(x * 7, 2)
     assert (quotient == 3).value.all() and (rest == 1).value.all()
     with pytest.raises(ValueError, match="each of the 1 axes"):

@@ -152,6 +152,7 @@ def test_slices_whose_bounds_only_a_program_knows(take):
         lambda x: x[2:].rebind(["two"]),
         lambda x: ops.top_k(x, 2)[0],
         lambda x: ops.bottom_k(x, 2)[1],
+        lambda x: ops.concat([ops.outer(x, x).reshape((-1,))] * 2 + [x]),
     ],
 )
 def test_slices_of_a_named_axis_have_sizes(take):

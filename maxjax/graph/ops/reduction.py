@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import operands
 from .lift import array, axis_of, binary_operands, floating, lift, pairwise, rounded, wide
 
 
@@ -34,11 +35,7 @@ def sum(x: Any, axis: int = -1) -> Any:
 @lift
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean along an axis, which is kept with length 1; of integers it is rounded toward zero, as in MAX."""
-    x, axis = _numbers(x, axis, "mean")
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        total = jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
-        return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
-    return jnp.mean(x, axis, keepdims=True)
+    return operands.mean(*_numbers(x, axis, "mean"))
 
 
 @lift
