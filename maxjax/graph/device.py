@@ -91,7 +91,9 @@ class DeviceRef:
         if isinstance(device, DeviceRef):
             return device
         if not isinstance(device, Device):
-            raise TypeError(f"expected a maxjax.driver.Device, got {type(device).__name__}")
+            raise TypeError(
+                f"expected a DeviceRef or a maxjax.driver.Device, got {type(device).__name__}"
+            )
         return DeviceRef(device.label, device.id)
 
     def to_jax(self) -> JaxDevice:

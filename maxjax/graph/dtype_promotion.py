@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .operands import is_float, number
+from .operands import like, number
 from .shape import StaticDim
 from .value import TensorValue
 
@@ -44,10 +44,4 @@ def _promoted(x: Any, dtype: Any) -> Any:
         return jnp.asarray(number(x, dtype), dtype)
     if not hasattr(x, "__array__") and not hasattr(x, "__dlpack__"):
         raise TypeError(f"a {type(x).__name__} is no tensor, number or array")
-    array = np.asarray(x)
-    new = array.astype(dtype)
-    if is_float(array.dtype) and not is_float(dtype):
-        raise ValueError(f"unsafe cast: an array of {array.dtype} with a tensor of {dtype}")
-    if not is_float(array.dtype) and not np.array_equal(new.astype(array.dtype), array):
-        raise ValueError(f"unsafe cast: the array has numbers that {dtype} does not hold")
-    return jnp.asarray(new)
+    return like(np.asarray(x), dtype)

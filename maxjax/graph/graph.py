@@ -260,6 +260,11 @@ class Graph(Rendered, metaclass=_Meta):
                 writer.throw()  # a GreenletExit
             RUNNING.graphs.remove(self)
             self._entered.close()
+        if isinstance(error, jax.errors.InconclusiveDimensionOperation):
+            raise ValueError(
+                f"Graph '{self.name}': {str(error).splitlines()[0]} It depends on sizes that are known only when the "
+                "program runs: rebind the tensor to the size that it has, or declare the input with numbers"
+            ) from error
 
     def output(self, *values: Any) -> None:
         """Sets the outputs of the graph. Call it once, at the end of the block.

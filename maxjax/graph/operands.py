@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,9 +18,12 @@ import numpy as np
 
 from ..dtype import DType, promote
 from .shape import StaticDim
+from .symbolic import to_sizes
 
 # Integers up to this one are exact in every float of 16 bits or more.
 _EXACT = 256
+# JAX refuses larger Python integers, also next to floats, unless jax_enable_x64 is set.
+_INT32 = 2**31 - 1
 _HALVES = {DType.float16, DType.bfloat16}
 
 
@@ -66,6 +70,16 @@ def common(a: Any, b: Any) -> DType:
     return promote(a, b)
 
 
+def refuse_integers(x: Any, weight: Any) -> None:
+    """Refuses a TensorValue of integers as the operand of a weight of floats: JAX promotes it, and MAX does not.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if wraps(x) and not x.dtype.is_float():
+        common(x.dtype, weight.dtype)
+
+
 def dividends(a: Any, b: Any) -> tuple[Any, Any]:
     """The operands of a true division: two integers of any width become float64, as in MAX.
 
@@ -104,7 +118,7 @@ def number(x: Any, dtype: Any) -> Any:
     if is_float(dtype):
         small = dtype.itemsize > 1 and -_EXACT <= x <= _EXACT if isinstance(x, int) else True
         if small or dtype.kind == "c" or _holds(dtype, x):
-            return x
+            return float(x) if isinstance(x, int) and abs(x) > _INT32 else x
         raise ValueError(
             f"unsafe cast: {x} would be rounded in {dtype}; write {x}.0 to allow that, or cast the tensor "
             "first"
@@ -119,6 +133,50 @@ def number(x: Any, dtype: Any) -> Any:
             f"unsafe cast: {x!r} does not fit in {dtype}, which holds {low} to {high}; cast the tensor first"
         )
     return jnp.asarray(bool(x)) if boolean else x
+
+
+def like(x: np.ndarray, dtype: Any) -> jax.Array:
+    """A NumPy array as the operand of a tensor, whose dtype it takes, as a number does.
+
+    Raises:
+        ValueError: the array holds floats and the tensor integers, or the dtype does not hold its integers.
+    """
+    if is_float(x.dtype) and not is_float(dtype):
+        raise ValueError(
+            f"unsafe cast: an array of {x.dtype} with a tensor of {dtype}; cast one of them first"
+        )
+    new = x.astype(dtype)
+    if not is_float(x.dtype) and not np.array_equal(new.astype(x.dtype), x):
+        raise ValueError(
+            f"unsafe cast: the array has numbers that {dtype} does not hold; cast the tensor first"
+        )
+    return jnp.asarray(new)
+
+
+def wraps(*operands: Any) -> bool:
+    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
+    return any(getattr(x, "_wraps", False) for x in operands)
+
+
+def alike(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two operands, of which a NumPy array beside a TensorValue has taken its dtype, as in MAX.
+
+    Raises:
+        ValueError: the dtype does not hold the array's numbers.
+    """
+    if isinstance(a, np.ndarray) and wraps(b):
+        a = like(a, DType.of(b.dtype).np)
+    elif isinstance(b, np.ndarray) and wraps(a):
+        b = like(b, DType.of(a.dtype).np)
+    return a, b
+
+
+def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
+    """The mean along an axis; of integers it is rounded toward zero, as in MAX."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.mean(x, axis, keepdims=keepdims)
+    total = jnp.sum(x, axis, keepdims=keepdims, dtype=x.dtype)
+    return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
 
 
 def bounds(dtype: Any) -> tuple[int, int]:
@@ -157,6 +215,39 @@ def _holds(dtype: Any, x: int) -> bool:
             return int(np.asarray(x, object).astype(np.float64).astype(dtype)) == x
     except (OverflowError, ValueError):
         return False
+
+
+def reshaped(array: jax.Array, shape: Iterable[Any], **options: Any) -> jax.Array:
+    """The array in another shape, of which one size may be -1.
+
+    Raises:
+        ValueError: two sizes are -1, the numbers of elements differ, or whether they do depends on the values of
+            symbolic sizes.
+    """
+    sizes = list(to_sizes(shape, array.shape))
+    try:
+        _fill(sizes, array.shape)
+        return array.reshape(tuple(sizes), **options)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"reshape: a tensor of shape {tuple(array.shape)} cannot be reshaped to {tuple(sizes)}: {error}"
+        ) from error
+
+
+def _fill(sizes: list[Any], shape: Sequence[Any]) -> None:
+    """Where a size is symbolic, replaces a -1 and checks that the number of elements is equal; JAX compares numbers."""
+    free = [axis for axis, size in enumerate(sizes) if same(size, -1)]
+    if len(free) > 1:
+        raise ValueError(f"at most one size may be -1, not {len(free)}")
+    if all(isinstance(size, int) for size in (*shape, *sizes)):
+        return
+    total = math.prod(shape)
+    if len(free) == 1:
+        sizes[free[0]] = total // math.prod(size for size in sizes if not same(size, -1))
+    if not same(math.prod(sizes), total):
+        raise ValueError(
+            f"{math.prod(sizes)} elements are not always {total}; rebind the tensor first if they are"
+        )
 
 
 def same_rank(*arrays: Any) -> tuple[Any, ...]:

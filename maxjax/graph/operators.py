@@ -28,6 +28,9 @@ class Operators:
     def _matmul(a: Any, b: Any) -> Any:
         raise NotImplementedError
 
+    def _unary(self, function: Callable[[Any], Any]) -> Any:
+        raise NotImplementedError
+
     def __add__(self, other: Any) -> Any:
         return self._binary(operator.add, self, other)
 
@@ -63,6 +66,12 @@ class Operators:
 
     def __rmod__(self, other: Any) -> Any:
         return self._binary(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __pow__(self, other: Any) -> Any:
         return self._binary(operator.pow, self, other)
@@ -125,13 +134,13 @@ class Operators:
         return self._matmul(other, self)
 
     def __neg__(self) -> Any:
-        return self._result(-self._as_array())
+        return self._unary(operator.neg)
 
     def __pos__(self) -> Any:
         return self._result(+self._as_array())
 
     def __invert__(self) -> Any:
-        return self._result(~self._as_array())
+        return self._unary(operator.invert)
 
     def __abs__(self) -> Any:
         return self._result(abs(self._as_array()))

@@ -72,6 +72,11 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
     return size
 
 
+def has_declared_sizes(parts: Sequence[Any], source: Sequence[Any]) -> bool:
+    """Whether an index may declare sizes of its result: one is given, or an axis has a symbolic size."""
+    return any(type(part) is tuple for part in parts) or not all(type(n) is int for n in source)
+
+
 def has_traced_bounds(part: Any) -> bool:
     """Whether a part of an index is a slice with a bound that only a program knows."""
     return isinstance(part, slice) and any(
@@ -112,26 +117,61 @@ def sliced(array: jax.Array, parts: Sequence[Any], key: Sequence[Any]) -> tuple[
     return array, left
 
 
-def sliced_sizes(parts: Sequence[Any], key: Sequence[Any], shape: Sequence[Any]) -> list[Any]:
-    """The sizes of a result whose index gives sizes together with slices; None for the others.
+def sliced_sizes(
+    parts: Sequence[Any], key: Sequence[Any], source: Sequence[Any], shape: Sequence[Any]
+) -> list[Any]:
+    """The sizes that an index declares for its result; None for the others.
+
+    They are those given together with slices, and in a Graph, as in MAX, those of ``x[:2]`` and ``x[-2:]`` of a
+    named axis, which may be shorter.
+
+    Args:
+        parts: an index.
+        key: the same without the given sizes.
+        source: the shape of the tensor.
+        shape: the shape of the result.
 
     Raises:
-        ValueError: the index also contains a tensor, which moves axes.
+        ValueError: the index gives sizes and also contains a tensor, which moves axes.
     """
-    if any(getattr(part, "ndim", 0) for part in key):
-        raise ValueError("an index with (slice, size) can contain only numbers and slices besides")
     sizes: list[Any] = [None] * len(shape)
-    front = back = 0
+    if any(getattr(part, "ndim", 0) for part in key):
+        if any(type(part) is tuple for part in parts):
+            raise ValueError(
+                "an index with (slice, size) can contain only numbers and slices besides"
+            )
+        return sizes
     gap = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
+    front = axis = 0
     for part, made in zip(parts[:gap], key[:gap], strict=True):
         if made is None or isinstance(made, slice):
-            sizes[front] = part[1] if isinstance(part, tuple) else sizes[front]
+            sizes[front] = _declared(part, made, source[axis] if made else None)
             front += 1
+        axis += made is not None
+    back = axis = 0
     for part, made in zip(parts[:gap:-1], key[:gap:-1], strict=True):
+        axis -= made is not None
         if made is None or isinstance(made, slice):
-            back += 1
-            sizes[-back] = part[1] if isinstance(part, tuple) else sizes[-back]
+            back -= 1
+            sizes[back] = _declared(part, made, source[axis] if made else None)
     return sizes
+
+
+def _declared(part: Any, made: slice | None, length: Any) -> Any:
+    """The size that a part of an index declares for an axis of this length; None if it does not."""
+    if isinstance(part, tuple):
+        return part[1]
+    if made is None or isinstance(length, int) or checks() is None:
+        return None
+    start, stop, step = made.start or 0, made.stop, made.step or 1
+    stop = length if stop is None else stop
+    if not all(isinstance(n, int) or n is length for n in (start, stop, step)) or step < 0:
+        return None
+    start, stop = (length + n if isinstance(n, int) and n < 0 else n for n in (start, stop))
+    size = (stop - start + step - 1) // step
+    return (
+        size if isinstance(size, int) else None
+    )  # of `batch - 2`, JAX wants to know that it is not negative
 
 
 def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str, int]) -> None:

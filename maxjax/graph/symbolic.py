@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,7 +98,9 @@ def is_known(name: str) -> bool:
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+    ast.Mod: operator.mod, ast.USub: operator.neg,
+    # Dims have only products.
+    ast.Pow: lambda base, exponent: math.prod([base] * exponent),
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floordiv": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
@@ -117,14 +120,20 @@ def to_dim(size: Any) -> Dim:
     """A size of an array as a Dim.
 
     Raises:
-        NotImplementedError: a Dim cannot express the size.
+        NotImplementedError: a Dim cannot express the size, and no name is defined as it.
     """
     if isinstance(size, (int, Dim)):
         return Dim(size)
     try:
         return Dim(evaluate(str(size), Dim))
     except TypeError:  # min(a, 2): Dims have no order
-        raise NotImplementedError(f"the symbolic size {size} is not supported") from None
+        names = {} if _STATE.scope is None else _STATE.scope.names
+        for name, one in names.items():
+            if one == size:
+                return Dim(name)
+        raise NotImplementedError(
+            f"the symbolic size {size} is not supported without a name: rebind the tensor to a new one"
+        ) from None
 
 
 def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
@@ -185,4 +194,4 @@ def evaluate(text: str, name: Callable[[str], Any]) -> Any:
                 return _FUNCTIONS[function](*map(visit, node.args))
         raise NotImplementedError(f"the symbolic size {text} is not supported")
 
-    return visit(ast.parse(text, mode="eval"))
+    return visit(ast.parse(text.replace("^", "**"), mode="eval"))  # a power as jax.export writes it

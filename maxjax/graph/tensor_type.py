@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import jax
 
+from ..driver import Device
 from ..dtype import DType
 from .device import DeviceRef
 from .shape import Dim, Shape, StaticDim, SymbolicDim
@@ -19,20 +20,20 @@ class Type:
     Args:
         dtype: a DType, or anything that converts to one.
         shape: sizes; a string is a symbolic dimension.
-        device: device of the tensor.
+        device: device of the tensor, a DeviceRef or a Device of ``maxjax.driver``.
 
     Raises:
-        TypeError: a size is negative.
+        TypeError: a size is negative, or the device is of another type.
     """
 
     __slots__ = ("_dims", "device", "dtype")
 
-    def __init__(self, dtype: Any, shape: Iterable[Any], device: DeviceRef):
+    def __init__(self, dtype: Any, shape: Iterable[Any], device: DeviceRef | Device):
         self.dtype = DType.of(dtype)
         self._dims: tuple[Dim, ...] = tuple(Shape(shape))
         if any(isinstance(dim, StaticDim) and int(dim) < 0 for dim in self._dims):
             raise TypeError(f"sizes must not be negative, but the shape is {list(self._dims)}")
-        self.device = device
+        self.device = DeviceRef.from_device(device)
 
     @property
     def shape(self) -> Shape:

@@ -21,16 +21,20 @@ from jax.core import Tracer
 from ..dtype import DType
 from .device import DeviceRef
 from .operands import (
+    alike,
     check_indices,
     check_product,
     dividends,
     from_numpy,
+    mean,
     promoted,
+    reshaped,
     same_dtype,
     same_rank,
+    wraps,
 )
 from .operators import Operators
-from .rebinding import has_traced_bounds, rebound, sliced, sliced_sizes
+from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
 from .tensor_type import TensorType
@@ -46,11 +50,6 @@ def unwrap(x: Any) -> Any:
         size = to_size(x)
         return size if isinstance(size, int) else jnp.asarray(size)
     return from_numpy(x) if isinstance(x, np.ndarray) else x
-
-
-def wraps(*operands: Any) -> bool:
-    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
-    return any(getattr(x, "_wraps", False) for x in operands)
 
 
 def unify(a: Any, b: Any) -> tuple[Any, Any]:
@@ -205,14 +204,9 @@ class TensorValue(Operators):
         Raises:
             ValueError: the number of elements differs.
         """
-        array = self._as_array()
-        sizes = (
-            shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape, *more)
-        )
-        try:
-            return self._result(array.reshape(to_sizes(sizes, array.shape), **options))
-        except (TypeError, ZeroDivisionError) as error:
-            raise ValueError(f"reshape of {_shown(array)} to {tuple(sizes)}: {error}") from error
+        given = isinstance(shape, Iterable) and not isinstance(shape, str)
+        sizes = shape if given else (shape, *more)
+        return self._result(reshaped(self._as_array(), sizes, **options))
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
         """The tensor with its axes in another order.
@@ -222,9 +216,9 @@ class TensorValue(Operators):
             ValueError: an axis is missing or occurs twice.
         """
         rank = self.rank
-        if any(not -rank <= axis < rank for axis in dims):
+        if len(dims) == rank and any(not -rank <= axis < rank for axis in dims):
             raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
-        if sorted(axis % rank for axis in dims) != list(range(rank)):
+        if len(dims) != rank or sorted(axis % rank for axis in dims) != list(range(rank)):
             raise ValueError(f"permute({list(dims)}) must contain each of the {rank} axes once")
         return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
 
@@ -290,19 +284,14 @@ class TensorValue(Operators):
         array = self._as_array()
         if isinstance(array, Tracer):
             return TensorValue(array)
-        target = (
-            device.to_jax()
-            if isinstance(device, DeviceRef)
-            else DeviceRef.from_device(device).to_jax()
-        )
+        target = DeviceRef.from_device(device).to_jax()  # a DeviceRef stays as it is
         return TensorValue(array if array.devices() == {target} else jax.device_put(array, target))
 
     def print(self, label: str = "debug_tensor") -> None:
         """Prints the value, under ``jax.jit`` each time the program runs."""
         array = self._as_array()
-        text = (
-            f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={list(map(str, self.shape))})"
-        )
+        shape = list(map(str, self.shape))
+        text = f"{label} = tensor({{x}}, dtype={self.dtype.name}, shape={shape})"
         if isinstance(array, Tracer):
             jax.debug.print(text, x=array)
         else:
@@ -318,27 +307,33 @@ class TensorValue(Operators):
 
     def max(self, axis: int = -1) -> TensorValue:
         """The largest along an axis, which is kept with length 1."""
-        return TensorValue(jnp.max(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.max, axis)
 
     def min(self, axis: int = -1) -> TensorValue:
         """The smallest along an axis, which is kept with length 1."""
-        return TensorValue(jnp.min(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.min, axis)
 
     def mean(self, axis: int = -1) -> TensorValue:
-        """The mean along an axis, which is kept with length 1."""
-        return TensorValue(jnp.mean(self._as_array(), axis, keepdims=True))
+        """The mean along an axis, which is kept with length 1; see ``ops.mean``."""
+        return self._reduced(mean, axis)
 
     def var(self, axis: int = -1) -> TensorValue:
         """The population variance along an axis, which is kept with length 1."""
-        return TensorValue(jnp.var(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.var, axis)
 
     def stdev(self, axis: int = -1) -> TensorValue:
         """The standard deviation along an axis, which is kept with length 1."""
-        return TensorValue(jnp.std(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.std, axis)
 
     def argmax(self, axis: int = -1) -> TensorValue:
         """The index of the largest element along an axis, which is kept with length 1."""
-        return TensorValue(jnp.argmax(self._as_array(), axis, keepdims=True))
+        return self._reduced(jnp.argmax, axis)
+
+    def _reduced(self, function: Callable[..., Any], axis: int) -> TensorValue:
+        array = self._as_array()
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(f"axis {axis} is out of range for a tensor with {array.ndim} axes")
+        return TensorValue(function(array, axis, keepdims=True))
 
     # -- jax.Array's
 
@@ -357,8 +352,8 @@ class TensorValue(Operators):
         if any(map(has_traced_bounds, key)):
             array, key = sliced(array, parts, key)
         found = array[tuple(map(unwrap, key))]
-        if any(type(part) is tuple for part in parts):
-            found = rebound(found, sliced_sizes(parts, key, found.shape), "x[(slice, size)]")
+        if has_declared_sizes(parts, array.shape):
+            found = rebound(found, sliced_sizes(parts, key, array.shape, found.shape), "a slice")
         return self._result(found)
 
     def __bool__(self) -> bool:
@@ -391,6 +386,13 @@ class TensorValue(Operators):
     def _matmul(a: Any, b: Any) -> Any:
         return _matmul(a, b)
 
+    def _unary(self, function: Callable[[Any], Any]) -> Any:
+        array = self._as_array()
+        try:
+            return self._result(function(array))
+        except TypeError as error:
+            raise ValueError(f"{function.__name__} of {_shown(array)}: {error}") from error
+
 
 def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
@@ -401,8 +403,9 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         if not (_is_operand(a) and _is_operand(b)):
             return NotImplemented
         if wraps(a, b):
+            x, y = alike(a, b)
             if function is operator.truediv:
-                x, y = dividends(x, y)
+                x, y = dividends(unwrap(x), unwrap(y))
             return TensorValue(function(*unify(x, y)))
     except TypeError as error:
         raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
@@ -435,7 +438,7 @@ def _matmul(a: Any, b: Any) -> Any:
     product = getattr(b, "_product", None)
     if product is not None:  # x @ w.T
         return product(a)
-    a, b = unwrap(a), unwrap(b)
+    a, b = map(unwrap, alike(a, b))
     if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
         raise ValueError(f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number")
     check_product(a.shape, b.shape)
@@ -454,7 +457,8 @@ def _index(part: Any) -> Any:
     if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], slice):
         part = part[0]
     if isinstance(part, slice):
-        return slice(*(unwrap(v) for v in (part.start, part.stop, part.step)))
+        bounds = (part.start, part.stop, part.step)
+        return slice(*(to_size(v) if isinstance(v, Dim) else unwrap(v) for v in bounds))
     return part.item() if isinstance(part, np.integer) else unwrap(part)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..absent import absent as _absent
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
-from ..graph.operands import common
+from ..graph.operands import refuse_integers
 from ..graph.ops.collectives import allgather
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
@@ -103,8 +103,7 @@ class Linear(LowRank):
 
     def _result(self, x: Any) -> Any:
         weight: Any = self.weight
-        if wraps(x) and not x.dtype.is_float():
-            common(x.dtype, weight.dtype)  # JAX promotes integers, and MAX does not
+        refuse_integers(x, weight)
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
@@ -169,11 +168,16 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
 
     Returns:
         One array ``[..., out_dim]`` for each layer.
+
+    Raises:
+        ValueError: ``x`` is a TensorValue of integers.
     """
     # A hook must see every call, and whoever observes a layer that layer's.
     watched = hooks.token() or any(isinstance(a, Linear) and is_wanted(a) for a in layers)
     if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [unwrap(layer(x)) for layer in layers]
+    for layer in layers:
+        refuse_integers(x, layer.weight)
     results = matmul(unwrap(x), [layer.weight for layer in layers])
     results = [
         y if layer.bias is None else add_bias(y, layer.bias)
@@ -437,6 +441,7 @@ class FusedMLP(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
+        refuse_integers(x, self.gate_up_proj_fused)
         gate_up = matmul(jnp.asarray(unwrap(x)), self.gate_up_proj_fused)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         y = gated(gate, up, self.activation_function, self.swiglu_limit)

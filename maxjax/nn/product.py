@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..graph.operands import refuse_integers
 from ..graph.ops.packed import qmatmul
 from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, unwrap, wraps
@@ -33,6 +34,7 @@ def linear(
 
     Raises:
         NotImplementedError: there is a ``quant_config``.
+        ValueError: ``x`` is a TensorValue of integers.
 
     Example:
         >>> linear(jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 1.0], [0.0, 3.0]])).tolist()
@@ -44,5 +46,6 @@ def linear(
         raise NotImplementedError(
             "linear(quant_config=...) is not supported; maxjax.load makes layers of quantised weights"
         )
+    refuse_integers(x, weight)
     y = matmul(jnp.asarray(unwrap(x)), weight)
     return TensorValue(y) if wraps(x) or wraps(weight) else y

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
+from ..graph.operands import refuse_integers
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.specs import Split
 from ..graph.placement.strategy import Segment, ShardingStrategy, even_range
@@ -177,6 +178,7 @@ class StackedLinear(LowRank):
         return self.split(self.updated(explicit.concatenate(parts, -1), x))
 
     def _matmul(self, x: Any) -> jax.Array:
+        refuse_integers(x, self.weight)
         weight = self.weight if self.clip_weight is None else self.stacked_weight
         y = matmul(x, weight)
         return self.updated(y if self.bias is None else add_bias(y, self.bias), x)

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from maxjax.driver import CPU
+from maxjax.graph import TensorType
 from maxjax.graph.device import DeviceKind, DeviceRef
 
 
@@ -70,6 +71,14 @@ def test_driver_devices():
     assert DeviceRef.from_device(DeviceRef.GPU(1)) == DeviceRef.GPU(1)
     with pytest.raises(TypeError, match="str"):
         DeviceRef.from_device("cpu")
+
+
+def test_a_type_has_a_reference_to_its_device():
+    kind = TensorType("float32", (2,), CPU())
+    assert kind == TensorType("float32", (2,), DeviceRef.CPU())
+    assert str(kind.device) == "cpu:0"
+    with pytest.raises(TypeError, match="DeviceRef"):
+        TensorType("float32", (2,), "cpu")
 
 
 def test_every_cpu_to_jax_and_back():

@@ -151,3 +151,46 @@ def test_what_fits_stays_allowed():
     assert ops.constant([True, False], "bool", CPU).to_numpy().tolist() == [True, False]
     assert ops.constant(np.array([2**31 - 1])).dtype.name == "int32"
     assert ops.pow(i, 3).dtype.name == "int32" and (2**i).to_numpy().tolist() == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x + n,
+        lambda x, n: n * x,
+        lambda x, n: ops.sub(n, x),
+        lambda x, n: ops.where(x > 0, x, n),
+        lambda x, n: ops.max(x, n),
+        lambda x, n: x @ n,
+        lambda x, n: ops.matmul(n, x),
+    ],
+)
+def test_a_numpy_array_takes_the_dtype_of_a_tensor(function):
+    half = TensorValue(jnp.ones(3, jnp.bfloat16))
+    for n in (np.array([0.5, 1.0, 2.0]), np.array([1, 2, 3])):
+        assert function(half, n).dtype == "bfloat16"
+    with pytest.raises(ValueError, match="does not hold"):
+        function(half, np.array([1, 2, 257]))
+    with pytest.raises(ValueError, match="unsafe cast: an array of float64"):
+        function(half.cast("int32"), np.array([0.5, 1.0, 2.0]))
+
+
+def test_a_large_number_that_a_float_holds():
+    assert float(TensorValue(jnp.ones(())) + 2**40) == 2**40
+    with pytest.raises(ValueError, match="would be rounded"):
+        TensorValue(jnp.ones(())) + (2**40 + 1)
+
+
+def test_operators_that_a_dtype_lacks():
+    x = TensorValue(jnp.ones(2))
+    with pytest.raises(ValueError, match="invert"):
+        ~x
+    with pytest.raises(ValueError, match="neg"):
+        -(x > 0)
+    with pytest.raises(ValueError, match="axis 1 is out of range"):
+        x.mean(1)
+    assert TensorValue(jnp.array([-7, 2])).mean().item() == -2
+    quotient, rest = divmod(x * 7, 2)
+    assert (quotient == 3).value.all() and (rest == 1).value.all()
+    with pytest.raises(ValueError, match="each of the 1 axes"):
+        x.permute([0, 1])

@@ -138,3 +138,37 @@ def test_slices_whose_bounds_only_a_program_knows(take):
     first, second = InferenceSession().load(g).execute(x, np.zeros(2, np.float32), np.int32(1))
     np.testing.assert_array_equal(first.to_numpy(), x[:, 1:3])
     np.testing.assert_array_equal(second.to_numpy(), x[1:, 1:3])
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: x[:2],
+        lambda x: x[1:3],
+        lambda x: x[-2:],
+        lambda x: x[-3:-1][None, ...][0],
+        lambda x: x[..., None][:2][..., 0],
+        lambda x: x[: x.shape[0] // 3],
+        lambda x: x[2:].rebind(["two"]),
+        lambda x: ops.top_k(x, 2)[0],
+        lambda x: ops.bottom_k(x, 2)[1],
+        lambda x: ops.concat([ops.outer(x, x).reshape((-1,))] * 2 + [x]),
+    ],
+)
+def test_slices_of_a_named_axis_have_sizes(take):
+    model = compiled(take, kind("a"))
+    x = np.float32([3, 1, 2, 5, 4, 0])
+    (result,) = model.execute(x)
+    np.testing.assert_array_equal(result.to_numpy(), np.asarray(take(TensorValue(x))))
+
+
+def test_what_a_named_axis_may_not_hold():
+    with pytest.raises(ValueError, match="axis 0 was rebound to 2, and is"):
+        compiled(lambda x: x[:2], kind("a")).execute(one(1))
+    with pytest.raises(NotImplementedError, match="rebind the tensor to a new one"):
+        compiled(lambda x: x[2:], kind("a"))
+    for function in (lambda x: x.reshape(["a", 2]), lambda x: ops.reshape(x, [2, -1])):
+        with pytest.raises(ValueError, match=r"are not always 3\*a; rebind"):
+            compiled(function, kind("a", 3))
+    with pytest.raises(ValueError, match="known only when the program runs"):
+        compiled(lambda x: x[x.shape[0] - 2 :], kind("a"))

@@ -7,7 +7,9 @@ import pytest
 
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, TensorValue
-from maxjax.nn.linear import ColumnParallelLinear, Linear, add_bias
+from maxjax.nn.linear import MLP, ColumnParallelLinear, FusedMLP, Linear, add_bias
+from maxjax.nn.product import linear
+from maxjax.nn.stacked_linear import StackedLinear
 from tests.nn.layers import call
 from tests.oracles.recorded import recorded, torch
 
@@ -106,8 +108,16 @@ def test_the_wider_float_wins(weight, x, result):
 
 def test_a_tensor_value_of_integers_meets_no_float():
     layer, _ = loaded()
-    with pytest.raises(ValueError, match="unsafe cast: int32 and float32"):
-        layer(TensorValue(jnp.ones((2, 6), jnp.int32)))
+    for one in (
+        layer,
+        MLP("float32", None, 6, 4, [CPU]),
+        FusedMLP("float32", 6, 4, [CPU]),
+        StackedLinear(6, [2, 1], ["a", "b"], "float32", CPU),
+        StackedLinear(6, [2, 1], ["a", "b"], "float32", CPU, stacked=True),
+        lambda x: linear(x, layer.weight),
+    ):
+        with pytest.raises(ValueError, match="unsafe cast: int32 and float32"):
+            one(TensorValue(jnp.ones((2, 6), jnp.int32)))
 
 
 def test_a_wider_bias_is_rounded_once_and_at_the_end():

@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..operands import check_broadcast, dividends, number, same_rank
-from .lift import array, binary_operands, boolean, lift
+from .lift import array, binary_operands, boolean, pairwise
 
 
-@lift
+@pairwise
 def add(lhs: Any, rhs: Any) -> Any:
     """``lhs + rhs``.
 
@@ -34,37 +34,37 @@ def add(lhs: Any, rhs: Any) -> Any:
     return jnp.add(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def sub(lhs: Any, rhs: Any) -> Any:
     """``lhs - rhs``."""
     return jnp.subtract(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def mul(lhs: Any, rhs: Any) -> Any:
     """``lhs · rhs``."""
     return jnp.multiply(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def div(lhs: Any, rhs: Any) -> Any:
     """``lhs / rhs``; for integers, of any two widths, it is float32, or float64 with ``jax_enable_x64``."""
     return jnp.true_divide(*binary_operands(*dividends(lhs, rhs)))
 
 
-@lift
+@pairwise
 def floor_div(lhs: Any, rhs: Any) -> Any:
     """``⌊lhs / rhs⌋`` in the dtype of the operands."""
     return jnp.floor_divide(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def mod(lhs: Any, rhs: Any) -> Any:
     """``lhs - rhs · ⌊lhs / rhs⌋``, which has the sign of ``rhs``, as in Python."""
     return jnp.mod(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def pow(lhs: Any, rhs: Any) -> Any:
     """``lhs`` to the power ``rhs``."""
     if isinstance(rhs, int) and getattr(lhs, "dtype", jnp.bool_) != jnp.bool_:
@@ -73,31 +73,31 @@ def pow(lhs: Any, rhs: Any) -> Any:
     return jnp.power(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def equal(lhs: Any, rhs: Any) -> Any:
     """``lhs = rhs``, as booleans."""
     return jnp.equal(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def not_equal(lhs: Any, rhs: Any) -> Any:
     """``lhs ≠ rhs``, as booleans."""
     return jnp.not_equal(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def greater(lhs: Any, rhs: Any) -> Any:
     """``lhs > rhs``, as booleans."""
     return jnp.greater(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def greater_equal(lhs: Any, rhs: Any) -> Any:
     """``lhs ≥ rhs``, as booleans."""
     return jnp.greater_equal(*binary_operands(lhs, rhs))
 
 
-@lift
+@pairwise
 def logical_and(lhs: Any, rhs: Any) -> Any:
     """Logical and of boolean tensors.
 
@@ -107,13 +107,13 @@ def logical_and(lhs: Any, rhs: Any) -> Any:
     return jnp.logical_and(*_booleans(lhs, rhs, "logical_and"))
 
 
-@lift
+@pairwise
 def logical_or(lhs: Any, rhs: Any) -> Any:
     """Logical or of boolean tensors."""
     return jnp.logical_or(*_booleans(lhs, rhs, "logical_or"))
 
 
-@lift
+@pairwise
 def logical_xor(lhs: Any, rhs: Any) -> Any:
     """Logical exclusive or of boolean tensors."""
     return jnp.logical_xor(*_booleans(lhs, rhs, "logical_xor"))
@@ -123,7 +123,7 @@ def _booleans(lhs: Any, rhs: Any, op: str) -> tuple[Any, Any]:
     return binary_operands(boolean(lhs, op), boolean(rhs, op))
 
 
-@lift
+@pairwise
 def where(condition: Any, x: Any, y: Any) -> Any:
     """``x`` where the condition holds and ``y`` elsewhere; the three broadcast.
 

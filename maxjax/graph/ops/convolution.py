@@ -115,12 +115,18 @@ def _convolve(
         )
     y = jax.lax.conv_general_dilated(
         x, w,
-        window_strides=pair(stride, axes, "stride"),
+        window_strides=pair(stride, axes, "stride", positive=True),
         padding=_pairs(padding, axes),
-        rhs_dilation=pair(dilation, axes, "dilation"),
+        rhs_dilation=pair(dilation, axes, "dilation", positive=True),
         dimension_numbers=(image, kernel, image),
         feature_group_count=groups,
     )  # fmt: skip
+    if any(
+        same(y.shape[i], 0) and not same(x.shape[i], 0) for i in map(image.index, "DHW"[-axes:])
+    ):
+        raise ValueError(
+            f"convolution: the filters {w.shape} are larger than the input {x.shape} with its padding"
+        )
     return _add_bias(y, bias, image)
 
 
@@ -162,7 +168,10 @@ def conv2d_transpose(
         raise ValueError(
             f"conv2d_transpose: the channels of input {x.shape} and filter {w.shape} differ"
         )
-    dilation, extra = pair(dilation, 2, "dilation"), pair(output_paddings, 2, "output_paddings")
+    dilation, extra = (
+        pair(dilation, 2, "dilation", positive=True),
+        pair(output_paddings, 2, "output_paddings"),
+    )
     spatial = [kernel.index(letter) for letter in "HW"]
     extents = [d * (w.shape[axis] - 1) for d, axis in zip(dilation, spatial, strict=True)]
     y = jax.lax.conv_general_dilated(
@@ -172,7 +181,7 @@ def conv2d_transpose(
             (r - before, r - after + more)
             for r, (before, after), more in zip(extents, _pairs(padding, 2), extra, strict=True)
         ],
-        lhs_dilation=pair(stride, 2, "stride"),
+        lhs_dilation=pair(stride, 2, "stride", positive=True),
         rhs_dilation=dilation,
         dimension_numbers=(image, kernel, image),
     )  # fmt: skip

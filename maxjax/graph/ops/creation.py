@@ -6,6 +6,7 @@ so it can be used with tensors on any device.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import operator
@@ -18,7 +19,7 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ..operands import bounds, from_numpy, is_float, number
-from ..shape import Dim
+from ..shape import Dim, StaticDim
 from ..symbolic import to_size
 from ..value import TensorValue
 from .lift import canonical, creator
@@ -28,11 +29,11 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
     """A tensor with the given elements.
 
     Args:
-        value: number or nested lists of numbers, with ``dtype`` and ``device``; or an array, which is
+        value: number, static Dim or nested lists of numbers, with ``dtype`` and ``device``; or an array, which is
             copied.
 
     Raises:
-        TypeError: a number or list is given without dtype or device.
+        TypeError: a number or list is given without dtype or device, or something else is given.
         ValueError: lists have different lengths, the dtype cannot hold a number, or an array has
             another dtype.
 
@@ -43,11 +44,17 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
         >>> x.dtype, x.shape
         (float32, [Dim(2), Dim(2)])
     """
-    if isinstance(value, (int, float, list, tuple, np.generic)):
+    if isinstance(value, StaticDim):
+        value = int(value)
+    if isinstance(value, (int, float, list, tuple, builtins.range, np.generic)):
         if dtype is None or device is None:
             raise TypeError("ops.constant of a number or list needs its dtype and device: "
                             "ops.constant(1.0, DType.float32, DeviceRef.CPU())")  # fmt: skip
         return TensorValue(_made(_literal(value, DType.of(dtype))))
+    if not hasattr(value, "dtype") and not hasattr(value, "__dlpack__"):
+        raise TypeError(
+            f"ops.constant takes a number, lists of numbers or an array, not {type(value).__name__}"
+        )
     found = jnp.from_dlpack(value) if not hasattr(value, "dtype") else value
     kind = DType.of(found.dtype)
     if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
@@ -105,7 +112,7 @@ def range(
         out_dim: number of elements; required if an argument is a tensor.
 
     Raises:
-        ValueError: the step is 0, ``out_dim`` is missing, or a number does not fit in the dtype.
+        ValueError: the step is 0, ``out_dim`` is missing or wrong, or a number does not fit in the dtype.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -120,7 +127,12 @@ def range(
     known = not any(isinstance(x, Tracer) for x in ends)
     length = _length(*ends) if known else None
     if out_dim is not None and (length is None or not isinstance(out_dim, str)):
-        length = to_size(out_dim)
+        size = to_size(out_dim)
+        if isinstance(size, int) and all(isinstance(x, int) for x in ends) and size != length:
+            raise ValueError(
+                f"ops.range from {start} to {stop} has {length} numbers, not out_dim={out_dim}"
+            )
+        length = size
     kind = canonical(dtype)
     if isinstance(length, int) and all(isinstance(x, (int, float)) for x in ends):
         # In NumPy with full precision, rounded once.

@@ -105,6 +105,8 @@ def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
             integers.
     """
     x, positions = array(input), integers(indices, "gather_nd")
+    if batch_dims < 0:
+        raise ValueError(f"gather_nd: batch_dims must not be negative, got {batch_dims}")
     if positions.ndim <= batch_dims or batch_dims + positions.shape[-1] > x.ndim:
         raise ValueError(f"gather_nd: indices of shape {positions.shape} do not fit a tensor of shape {x.shape} "
                          f"with batch_dims={batch_dims}")  # fmt: skip

@@ -6,7 +6,7 @@ A lifted op accepts TensorValues, Weights and arrays, and returns the kind of va
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, ValuesView
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from ...dtype import DType
 from ..operands import check_broadcast, from_numpy, is_float
 from ..operands import same as same
 from ..shape import Dim
-from ..value import TensorValue, unify, unwrap, wraps
+from ..value import TensorValue, alike, unify, unwrap, wraps
 from ..weight.transpose import WeightTranspose
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -44,6 +44,19 @@ def lift(function: _F) -> _F:
         return result
 
     return op  # type: ignore[return-value]
+
+
+def pairwise(function: _F) -> _F:
+    """:func:`lift` for an op whose last two operands meet: a NumPy array beside a TensorValue takes its dtype."""
+    op = lift(function)
+
+    @functools.wraps(function)
+    def paired(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or kwargs:
+            return op(*args, **kwargs)
+        return op(*args[:-2], *alike(*args[-2:]))
+
+    return paired  # type: ignore[return-value]
 
 
 def creator(function: _F) -> _F:
@@ -73,6 +86,8 @@ def _lower(x: Any, kinds: set[str]) -> Any:
         return unwrap(x)
     if type(x) in (list, tuple):
         return type(x)([_lower(v, kinds) for v in x])
+    if isinstance(x, (Iterator, ValuesView)):  # of tensors, for concat and stack
+        return [_lower(v, kinds) for v in x]
     if isinstance(x, (jax.Array, np.ndarray)):
         kinds.add(PLAIN)
         return x if isinstance(x, jax.Array) else from_numpy(x)
@@ -176,9 +191,14 @@ def canonical(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
 
 
-def pair(value: Any, length: int, name: str) -> tuple[Any, ...]:
-    """One number for each of ``length`` axes, given as one for all or one for each."""
+def pair(value: Any, length: int, name: str, positive: bool = False) -> tuple[Any, ...]:
+    """One number for each of ``length`` axes, given as one for all or one for each.
+
+    Raises:
+        ValueError: their number is another, or one that must be positive is not.
+    """
     values = (value,) * length if isinstance(value, (int, Dim)) else tuple(value)
-    if len(values) != length:
-        raise ValueError(f"{name} takes {length} numbers, not {values}")
+    if len(values) != length or (positive and any(isinstance(n, int) and n < 1 for n in values)):
+        kind = "positive numbers" if positive else "numbers"
+        raise ValueError(f"{name} takes {length} {kind}, not {values}")
     return values

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..operands import check_product, common, same_dtype, same_rank
 from ..weight.transpose import TransposedValue, WeightTranspose
-from .lift import array, axis_of, binary_operands, floating, lift, narrow, same
+from .lift import array, axis_of, binary_operands, floating, lift, narrow, pairwise, same
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
@@ -45,7 +45,7 @@ def _apply(x: Any, function: Callable[[jax.Array], Any]) -> Any:
     return function(array(x))
 
 
-@lift
+@pairwise
 def _matmul(lhs: Any, rhs: Any) -> Any:
     a, b = array(lhs), array(rhs)
     check_product(a.shape, b.shape)
@@ -57,7 +57,7 @@ def _matmul(lhs: Any, rhs: Any) -> Any:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
-@lift
+@pairwise
 def outer(lhs: Any, rhs: Any) -> Any:
     """``out[i, j] = lhs[i] · rhs[j]`` for 1-D tensors.
 

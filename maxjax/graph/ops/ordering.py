@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..rebinding import rebound
 from .lift import array, axis_of, canonical, lift
 
 
@@ -26,6 +27,11 @@ def top_k(input: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
     """
     x = array(input)
     axis = _check(x, k, axis, "top_k")
+    if not isinstance(
+        x.shape[axis], int
+    ):  # jax.lax.top_k wants to know that the axis is long enough
+        indices = _first(jnp.argsort(x, axis, descending=True), k, axis, "top_k")
+        return jnp.take_along_axis(x, indices, axis), indices.astype(canonical("int64"))
     values, indices = jax.lax.top_k(jnp.moveaxis(x, axis, -1), k)
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis).astype(
         canonical("int64")
@@ -41,13 +47,21 @@ def bottom_k(input: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
     """
     x = array(input)
     axis = _check(x, k, axis, "bottom_k")
-    indices = jax.lax.slice_in_dim(jnp.argsort(x, axis), 0, k, axis=axis)
+    indices = _first(jnp.argsort(x, axis), k, axis, "bottom_k")
     return jnp.take_along_axis(x, indices, axis), indices.astype(canonical("int64"))
+
+
+def _first(order: jax.Array, k: int, axis: int, op: str) -> jax.Array:
+    """The first ``k`` along an axis. If it has a symbolic size, the Model checks that there are as many."""
+    found = order[(slice(None),) * axis + (slice(k),)]
+    return rebound(found, [k if i == axis else None for i in range(order.ndim)], op)
 
 
 def _check(x: jax.Array, k: int, axis: int, op: str) -> int:
     axis = axis_of(axis, x.ndim, op)
     size = x.shape[axis]
+    if isinstance(k, jax.Array):
+        raise ValueError(f"{op}: the number of elements is a size of the result, not a tensor")
     if k < 0 or (isinstance(size, int) and k > size):
         raise ValueError(f"{op}: {k} elements of axis {axis}, which is {size} long")
     return axis

@@ -52,7 +52,10 @@ def _windows(
     if x.ndim != 4:
         raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
     kernel = tuple(int(k) for k in pair(kernel_size, 2, "kernel_size"))
-    strides, dilations = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    strides, dilations = (
+        pair(stride, 2, "stride", positive=True),
+        pair(dilation, 2, "dilation", positive=True),
+    )
     paddings = pair(padding, 2, "padding")
     counts, ends = [], []
     for size, k, s, d, p in zip(x.shape[1:3], kernel, strides, dilations, paddings, strict=True):
@@ -160,7 +163,10 @@ def fold(
     x = array(input)
     kernel = to_sizes(pair(kernel_size, 2, "kernel_size"))
     size = to_sizes(pair(output_size, 2, "output_size"), x.shape)
-    strides, dilations = pair(stride, 2, "stride"), pair(dilation, 2, "dilation")
+    strides, dilations = (
+        pair(stride, 2, "stride", positive=True),
+        pair(dilation, 2, "dilation", positive=True),
+    )
     paddings = pair(padding, 2, "padding")
     counts = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1

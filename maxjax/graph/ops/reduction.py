@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, axis_of, binary_operands, floating, lift, rounded, wide
+from .. import operands
+from .lift import array, axis_of, binary_operands, floating, lift, pairwise, rounded, wide
 
 
 @lift
@@ -34,11 +35,7 @@ def sum(x: Any, axis: int = -1) -> Any:
 @lift
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean along an axis, which is kept with length 1; of integers it is rounded toward zero, as in MAX."""
-    x, axis = _numbers(x, axis, "mean")
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        total = jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
-        return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
-    return jnp.mean(x, axis, keepdims=True)
+    return operands.mean(*_numbers(x, axis, "mean"))
 
 
 @lift
@@ -48,7 +45,7 @@ def prod(x: Any, axis: int = -1) -> Any:
     return jnp.prod(x, axis, keepdims=True, dtype=x.dtype)
 
 
-@lift
+@pairwise
 def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """The elementwise maximum of two tensors, or the maximum of one along an axis.
 
@@ -65,7 +62,7 @@ def max(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     return _extreme(jnp.maximum, jnp.max, "max", x, y, axis)
 
 
-@lift
+@pairwise
 def min(x: Any, y: Any = None, /, axis: int | None = None) -> Any:
     """The elementwise minimum of two tensors, or the minimum of one along an axis.
 

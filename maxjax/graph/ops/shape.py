@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..operands import reshaped
 from ..rebinding import rebound
 from ..symbolic import to_sizes
 from .lift import array, axis_of, canonical, creator, lift, same
@@ -29,17 +30,7 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
         >>> ops.reshape(jnp.arange(6), (3, -1)).shape
         (3, 2)
     """
-    x = array(x)
-    sizes = to_sizes(shape, x.shape)
-    unknown = [size for size in sizes if isinstance(size, int) and size == -1]
-    if len(unknown) > 1:
-        raise ValueError(f"reshape: at most one size may be -1, not {len(unknown)} of {sizes}")
-    try:
-        return x.reshape(sizes)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"reshape: a tensor of shape {x.shape} cannot be reshaped to {sizes}"
-        ) from error
+    return reshaped(array(x), shape)
 
 
 @lift

@@ -205,7 +205,7 @@ class Layer:
     @classmethod
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if _PREHOOKS:
                 args, kwargs = prepared(self, call, args, kwargs)
             outputs = call(self, *args, **kwargs)

@@ -130,7 +130,7 @@ class Module(OfModule, Layer, StateDict, ABC):
     @classmethod
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def wrapped(self: Module, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(self: Module, /, *args: Any, **kwargs: Any) -> Any:
             if hooks.is_plain():
                 return call_stack.run(self, call, args, kwargs)
             return calls.run(self, call, args, kwargs)

@@ -145,6 +145,8 @@ def test_torch_filters_of_the_transposed():
             "QRSCF",
         ),
         (lambda: ops.conv2d_transpose(normal(1, 4, 4, 2), normal(2, 2, 2, 1)), "channels of input"),
+        (lambda: ops.conv2d(normal(1, 4, 4, 2), normal(5, 2, 2, 1)), "larger than the input"),
+        (lambda: ops.conv2d(normal(1, 4, 4, 2), normal(2, 2, 2, 1), (0, 1)), "2 positive numbers"),
     ],
 )
 def test_what_does_not_go(op, says):

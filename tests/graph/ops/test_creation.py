@@ -25,6 +25,8 @@ CPU = DeviceRef.CPU()
         ((np.int8([1, 2]),), np.int8([1, 2])),
         ((np.int8([1, 2]), DType.int8), np.int8([1, 2])),
         ((np.float32(7), DType.int32, CPU), None),
+        ((range(3), DType.int32, CPU), np.int32([0, 1, 2])),
+        ((Dim(3), DType.int32, CPU), np.int32(3)),
         ((np.float64(7), "float32", CPU), np.float32(7)),
     ],
 )
@@ -62,6 +64,7 @@ def test_a_constant_is_a_copy():
         (([[1, 2], [3]], DType.float32, CPU), ValueError, "different lengths"),
         ((300, DType.uint8, CPU), ValueError, "300 does not fit in uint8"),
         ((1.5, DType.int32, CPU), ValueError, "unsafe cast"),
+        (("x", DType.int32, CPU), TypeError, "not str"),
         ((np.ones(2, np.float32), DType.int32, CPU), ValueError, "is float32, not int32"),
     ],
 )
@@ -107,6 +110,8 @@ def test_ranges_there_are_not():
         ops.range(0, 5, 1)
     with pytest.raises(ValueError, match="needs out_dim"):
         ops.range(0, jnp.array(4), dtype="int32", device=CPU)
+    with pytest.raises(ValueError, match="has 3 numbers, not out_dim=2"):
+        ops.range(0, 5, 2, 2, dtype="int32", device=CPU)
     with pytest.raises(ValueError, match="must not be 0"):
         ops.range(0, 5, 0, dtype="int32", device=CPU)
 

@@ -204,6 +204,7 @@ ONE = np.array([[0, 1]])
         (lambda: ops.gather_nd(X, np.array([[1, 1, 1]])), ValueError, r"\(1, 3\)"),
         (lambda: ops.gather_nd(X, np.zeros((2, 1), int), 1), ValueError, "must be equal"),
         (lambda: ops.gather_nd(X, np.array(1)), ValueError, r"\(\)"),
+        (lambda: ops.gather_nd(X, np.zeros((2, 1), int), -1), ValueError, "must not be negative"),
         (lambda: ops.scatter(X, U.astype(np.float16), ONE), ValueError, "float16.*float32"),
         (lambda: ops.scatter(X, U, U), ValueError, "integer dtype"),
         (lambda: ops.scatter(X, U, ONE[:, :1]), ValueError, r"\(1, 2\) and indices \(1, 1\)"),

@@ -146,3 +146,5 @@ def test_what_does_not_go(op, error, says):
 def test_a_value_in_a_list_is_enough():
     assert isinstance(ops.concat([X, TensorValue(jnp.asarray(Y))]), TensorValue)
     assert not isinstance(ops.concat([X, Y]), TensorValue)
+    for many in (iter([TensorValue(jnp.asarray(X))]), {0: TensorValue(jnp.asarray(X))}.values()):
+        assert isinstance(ops.concat(many), TensorValue)

@@ -39,6 +39,8 @@ def test_arguments_are_bound_by_the_signature():
     assert seen == [((1.0,), {}), ((1.0, 5), {}), ((1.0, 5), {"z": 4}), ((1.0, 2, 7), {"q": 8})]
     with pytest.raises(TypeError):
         m()
+    named = type("Named", (Module,), {"__call__": lambda this, self: self})()
+    assert named(self=3) == 3 and seen[-1] == ((3,), {})
 
 
 @pytest.mark.parametrize("value", [0, False, "", ()])
