@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,17 +96,19 @@ def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
     # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
     # does so in any case.
-    run = functools.partial(_in_jnp, narrow_sums=devices > 1)
     x, weights, layers = split(operands)
-    # XLA merges the matmuls of one operand. It writes their weights to memory for that, one after the other,
-    # unless each device has whole tiles of each. Behind a barrier the activations are another operand.
-    found = []
-    for dtype, w, layer in zip(dtypes, weights, layers, strict=True):
-        own = x
-        if w.shape[-2] % (_TILE * devices):
-            own, w = jax.lax.optimization_barrier((x, w))
-        found += run([dtype], own, w, layer)
-    return found
+    # XLA merges the matmuls of one operand. Unless each device has whole tiles of each weight, and in all not
+    # too many, it writes the weights to memory for that, one after the other. Behind a barrier of their own the
+    # activations are another operand: so what is merged are at most the weights of one call.
+    odd = [i for i, w in enumerate(weights) if w.shape[-2] % (_TILE * devices)]
+    whole = [i for i in range(len(weights)) if i not in odd]
+    found: dict[int, jax.Array] = {}
+    for group in ([whole] if whole else []) + [[i] for i in odd]:
+        own, *used = jax.lax.optimization_barrier((x, *(weights[i] for i in group)))
+        numbers, results = (layers[i] for i in group), [dtypes[i] for i in group]
+        ys = _in_jnp(results, own, *used, *numbers, narrow_sums=devices > 1)
+        found |= zip(group, ys, strict=True)
+    return [found[i] for i in range(len(weights))]
 
 
 def types(dtypes: Any, *avals: Any) -> list[Any]:

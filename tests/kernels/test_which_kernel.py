@@ -15,16 +15,19 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "accelerators.md"
 
 
 def of_a_token(
-    heads=8, kv_heads=2, width=64, cache="bfloat16", q="bfloat16", slots=512, layers=2, **options
-):
+    heads=8, kv_heads=2, width=64, cache="bfloat16", q="bfloat16", slots=512, layers=2, shared=False,
+    **options,
+):  # fmt: skip
     """A decode step over a cache of layers, and its operands."""
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     keys = of(cache, layers, 1, kv_heads, slots, width)
     new = of(q, 1, kv_heads, width)
     given = [of(q, 1, heads, width), new, new, keys, keys, of("int32", 1)]
-    scales = (of("float32", *keys.shape[:-1]),) * 2 if cache == "int8" else None
+    scales = (of("float32", *keys.shape[:-1]),) * (1 if shared else 2) if cache == "int8" else None
 
     def run(*arrays, scales):
+        if shared:
+            arrays = (*arrays[:2], None, arrays[3], None, arrays[5])
         return decode_attention(*arrays, layer=1, scales=scales, **options)
 
     return run, given, scales
@@ -48,14 +51,15 @@ CASES = {
         functools.partial(of_a_token, sliding_window=100, rotating=True),
         functools.partial(of_a_token, soft_cap=30.0),
     ],
-    "heads 64 to 256 wide": [
-        functools.partial(of_a_token, width=width) for width in (64, 80, 96, 128, 192, 256)
-    ],
-    "heads wider than 256": [functools.partial(of_a_token, width=320)],
-    "one KV head for more than 64 heads 256 wide, or 256 heads 64 wide": [
-        functools.partial(of_a_token, heads=72, kv_heads=1, width=256),
+    "heads 64 to 640 wide, any number of query heads for a KV head": [
+        *(functools.partial(of_a_token, width=width) for width in (64, 80, 256, 320, 576)),
         functools.partial(of_a_token, heads=264, kv_heads=1, width=64),
     ],
+    "keys that are the values too (latent attention)": [
+        functools.partial(of_a_token, heads=128, kv_heads=1, width=576, shared=True),
+        functools.partial(of_a_token, cache="int8", kv_heads=1, width=288, shared=True),
+    ],
+    "heads wider than 640": [functools.partial(of_a_token, width=656)],
     "int8, keys of all layers 2 to 4 GiB on one device": [
         functools.partial(of_a_token, cache="int8", kv_heads=8, width=128, slots=1 << 16, layers=33)
     ],
@@ -150,7 +154,8 @@ def test_every_row_has_a_case():
 @pytest.mark.default(
     "float32, float16, bfloat16",
     "window, rotating cache, soft cap, sinks",
-    "heads wider than 256",
+    "keys that are the values too (latent attention)",
+    "heads wider than 640",
     "int8, keys of all layers 2 to 4 GiB on one device",
     "`vmap`",
     "float32, float16, bfloat16; an int8 cache",
