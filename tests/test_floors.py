@@ -89,10 +89,10 @@ nn/attention: tapped_attention both_ways attention_with_rope multi_head_attentio
 nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
-nn/moe: routing gate algorithms experts assignments moe sigmoid_router stacked_moe expert_parallel __init__
+nn/moe: routing gate algorithms experts assignments exchange moe sigmoid_router stacked_moe expert_parallel __init__
 nn: grids kernels
 nn/attention: multihead_attention
-nn/comm/ep: ep_config ep_buffers exchange ep_kernels ep_manager __init__
+nn/comm/ep: ep_config ep_kernels ep_manager __init__
 nn/data_parallelism: split_batch __init__
 nn/parallel: __init__
 nn/sampling: __init__ penalties rejection_sampler

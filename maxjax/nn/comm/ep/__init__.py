@@ -8,10 +8,10 @@ EPCommInitializer   prepares MAX's buffers; here it has nothing to prepare
 """
 
 from ....absent import absent as _absent
-from .ep_buffers import EPCommBuffers as EPCommBuffers
-from .ep_buffers import EPCommInitializer as EPCommInitializer
 from .ep_config import EPConfig as EPConfig
 from .ep_config import calculate_ep_max_tokens_per_rank as calculate_ep_max_tokens_per_rank
 from .ep_manager import EPBatchManager as EPBatchManager
+from .ep_manager import EPCommBuffers as EPCommBuffers
+from .ep_manager import EPCommInitializer as EPCommInitializer
 
 __getattr__ = _absent(__name__)
