@@ -112,6 +112,7 @@ def test_what_is_no_blocks():
         QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
 
 
+@pytest.mark.default("Q4_0", "Q5_K", "MXFP4", "IQ4_XS", "Q8_0")
 @pytest.mark.slow
 @every
 def test_ops(name):
