@@ -153,6 +153,7 @@ class FusedDecoder(Decoder):
         return self.lm_head(x) * 0.5
 
 
+@pytest.mark.default("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
