@@ -11,6 +11,7 @@ from maxjax import nn
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, Weight
 from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
+from maxjax.nn.layer.observe.places import match
 from tests.models import decoders
 from tests.oracles.recorded import recorded, torch
 
@@ -436,6 +437,14 @@ def test_transformations_inside_of_the_function_say_what_to_do(model):
         maxjax.captured(lambda m, ids: m.states(ids), "lm_head")(model, IDS)
     with pytest.raises(UserInputError, match="takes a maxjax Module"):
         maxjax.captured(CALL, "layers.1")(jnp.ones, IDS)
+
+
+def test_names_with_stars():
+    """One star is a part of a name, two are parts of any number, or of one and more at the end."""
+    names = ["layers.1", "layers.1.mlp", "layers.1.mlp.up_proj", "layers.2.mlp"]
+    assert match("layers.1.**", names) == names[1:3]
+    assert match("**.mlp", names) == [names[1], names[3]]
+    assert match("layers.*", names) == names[:1]
 
 
 def test_looking_up(model):
