@@ -143,9 +143,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     ``@pytest.mark.fast("a-1", "b-2")`` names cases by what stands in brackets behind the test's
     name; its others are slow. ``@pytest.mark.default("a-1", "c-1")`` names those of the default set,
-    which has the fast ones as well; its others are a campaign. Together the named ones have each
-    value of the test's axes. Where none of them exists, because they are those of another machine,
-    the mark says nothing.
+    which has the fast ones as well; its others are a campaign. Together the named ones reach each
+    line that the others do, and have each value of an axis that changes what is computed. Where
+    none of them exists, because they are those of another machine, the mark says nothing.
     """
     for mark, others in (("fast", pytest.mark.slow), ("default", pytest.mark.campaign)):
         tests: dict[str, list[tuple[pytest.Item, bool]]] = {}
