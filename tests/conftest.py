@@ -103,6 +103,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Else each process compiles the package and the tests anew. They stay out of the source tree.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        kept = str(ROOT / ".compile-cache" / "bytecode")
+        sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", kept)
+        sys.dont_write_bytecode = False
     # The user's cache is not the tests' to fill: they have one of their own, child processes as well.
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache" / _kernels()))
     # Programs of several devices are found again: without this the key contains the address of the
