@@ -224,10 +224,16 @@ def load(tell: Tell) -> None:
     tell(zeros=float(np.asarray(total(model).addressable_data(0))))
 
 
+def multiply_and_load(tell: Tell) -> None:
+    """Both, in processes that are started once."""
+    matmul(tell)
+    load(tell)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        matmul, load, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
+        multiply_and_load, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
         *calls.SCENARIOS,
     )
 }  # fmt: skip

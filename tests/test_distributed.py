@@ -289,8 +289,15 @@ def test_other_errors_pass(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_multiply(tmp_path):
-    with workers("matmul", tmp_path) as both:
+def test_two_processes_multiply_and_load_a_model(tmp_path):
+    model = maxjax.init(Network(), jax.random.key(0))
+    values = {name: np.asarray(array) for name, array in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    nbytes = sum(array.nbytes for array in values.values())
+    total = sum(float(array.sum(dtype=np.float64)) for array in values.values())
+    with workers("multiply_and_load", tmp_path) as both:
         for number, worker in enumerate(both):
             assert worker.process.wait(START_SECONDS) == 0, worker.log()
             told = worker.told()
@@ -299,21 +306,6 @@ def test_two_processes_multiply(tmp_path):
             assert told["asked"] == [[axis, *rows] for axis in (0, 1) for rows in own]
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
             assert "initialize was called before" in told["again"]
-
-
-@pytest.mark.slow
-def test_two_processes_load_a_model(tmp_path):
-    model = maxjax.init(Network(), jax.random.key(0))
-    values = {name: np.asarray(array) for name, array in model.state_dict().items()}
-    save_file(values, tmp_path / "model.safetensors")
-    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
-    nbytes = sum(array.nbytes for array in values.values())
-    total = sum(float(array.sum(dtype=np.float64)) for array in values.values())
-    with workers("load", tmp_path) as both:
-        for number, worker in enumerate(both):
-            assert worker.process.wait(START_SECONDS) == 0, worker.log()
-            told = worker.told()
             for name in ("list", "stack"):
                 assert nbytes / 2 <= told[name] <= 0.51 * nbytes
                 assert told[f"{name} equal"] == [True, True]
@@ -475,10 +467,17 @@ def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
             assert f"process {processes - 1} " in told["lost"] or "another process" in told["lost"]
 
 
+def test_the_comparison_of_the_page_runs_alone():
+    *_, same = blocks(ROOT / "docs" / "distributed.md")
+    names = {"jax": jax, "distributed": distributed, "step": lambda a, b: a + b, "state": 1.0}
+    exec(same.code, names | {"batch": 2.0, "options": SimpleNamespace(size=3)})
+
+
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_the_page_runs(tmp_path):
     """The scripts of docs/distributed.md, in both processes as the page starts them."""
-    two, commands_of_two, ask, commands, same = blocks(ROOT / "docs" / "distributed.md")
+    two, commands_of_two, ask, commands, _ = blocks(ROOT / "docs" / "distributed.md")
     for name, script in (("two.py", two), ("ask.py", ask)):
         code = script.code.replace("127.0.0.1:1234", f"127.0.0.1:{free_port()}")
         (tmp_path / name).write_text(code)
@@ -501,8 +500,6 @@ def test_the_page_runs(tmp_path):
         maxjax.generate(model, tokenizer, "What is 5 + 6?", max_new_tokens=20).strip()
         == "5 + 6 = 11"
     )
-    names = {"jax": jax, "distributed": distributed, "step": lambda a, b: a + b, "state": 1.0}
-    exec(same.code, names | {"batch": 2.0, "options": SimpleNamespace(size=3)})  # alone it is equal
 
 
 # --- the end of a peer --------------------------------------------------------------------

@@ -22,6 +22,10 @@ def test_they_are_listed_and_short():
         assert len(file.read_text().splitlines()) <= 40, file.name
 
 
+# Of the others, the tests of what they show run the same.
+@pytest.mark.default(
+    "02_embed", "03_mesh", "04_gguf", "07_train", "09_orbax", "10_export", "11_equinox"
+)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

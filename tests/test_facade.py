@@ -97,6 +97,7 @@ def test_importing_it_imports_neither_jax_nor_anything_heavy():
         assert f"'{heavy}'" not in done.stdout
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_names_stay_what_they_are_in_whatever_order_files_are_imported(reverse):

@@ -66,7 +66,7 @@ def test_every_length_as_torch_has_it(minilm, loaded):
 def test_the_recorded_texts(loaded, golden):
     texts, tokens, expected = golden
     assert [len(row.ids) for row in loaded[1].tokens(texts)] == list(tokens)
-    assert np.abs(embed(*loaded, texts) - expected).max() <= 1e-5
+    assert np.abs(embed(*loaded, texts[::3]) - expected[::3]).max() <= 1e-5
 
 
 @pytest.mark.default("float32-0.9999")
@@ -94,11 +94,11 @@ def test_truncation_as_torch_has_it(minilm, loaded):
 
 @pytest.mark.slow
 def test_neither_batches_nor_neighbours_matter(loaded):
-    texts = sentences(20, longest=30)
+    texts = sentences(14, longest=30)
     together = embed(*loaded, texts)
-    for size in (1, 7):
+    for size in (1, 5):
         np.testing.assert_allclose(embed(*loaded, texts, batch_size=size), together, atol=2e-6)
-    backwards = embed(*loaded, texts[::-1], batch_size=7)[::-1]
+    backwards = embed(*loaded, texts[::-1], batch_size=5)[::-1]
     np.testing.assert_allclose(backwards, together, atol=2e-6)
     np.testing.assert_allclose(embed(*loaded, [texts[10]])[0], together[10], atol=2e-6)
 
@@ -145,7 +145,7 @@ def test_the_pooling_of_the_model_is_used(minilm):
     model.pooling = Pooling(("cls", "max"), lower_case=True)
     found = embed(model, tokenizer, FEW)
     batch = tokenizer.batch(FEW)
-    states = np.asarray(model(*batch).last_hidden_state)
+    states = np.asarray(jax.jit(lambda m, *rows: m(*rows).last_hidden_state)(model, *batch))
     np.testing.assert_allclose(found[:, :384], states[:, 0], atol=1e-5)
     for i, n in enumerate(batch.attention_mask.sum(1)):
         np.testing.assert_allclose(found[i, 384:], states[i, :n].max(0), atol=1e-5)
@@ -157,25 +157,26 @@ def test_the_pooling_of_the_model_is_used(minilm):
 def test_packed_texts_are_pooled_as_alone(minilm, mode):
     model, tokenizer = load(minilm)
     model.pooling = Pooling((mode,), prompts=(("query", "time year people: "),))
-    texts = [*FEW, *sentences(24, longest=90)[16:]]
-    for options in ({}, {"prompt_name": "query"}):
-        for include_prompt in (True, False):
-            model.pooling = replace(model.pooling, include_prompt=include_prompt)
-            found = embed(model, tokenizer, texts, **options)
-            alone = [embed(model, tokenizer, [text], **options)[0] for text in texts]
-            np.testing.assert_allclose(found, alone, atol=1e-5)
-            # Unpacked, as the states and the mask of a text say.
-            rows = tokenizer.batch([("time year people: " if options else "") + t for t in texts])
-            mask = rows.attention_mask
-            if options and not include_prompt:
-                mask = np.where(np.arange(mask.shape[1]) >= 5, mask, 0)
-            states = model(*rows).last_hidden_state
-            np.testing.assert_allclose(found, pool(states, mask, (mode,)), atol=1e-5)
+    texts = [*FEW, *sentences(20, longest=90)[16:]]
+    run = jax.jit(lambda model, *rows: model(*rows).last_hidden_state)
+    query = {"prompt_name": "query"}
+    for options, include_prompt in (({}, True), (query, True), (query, False)):
+        model.pooling = replace(model.pooling, include_prompt=include_prompt)
+        found = embed(model, tokenizer, texts, **options)
+        alone = [embed(model, tokenizer, [text], **options)[0] for text in texts[::3]]
+        np.testing.assert_allclose(found[::3], alone, atol=1e-5)
+        # Unpacked, as the states and the mask of a text say.
+        rows = tokenizer.batch([("time year people: " if options else "") + t for t in texts])
+        mask = rows.attention_mask
+        if options and not include_prompt:
+            mask = np.where(np.arange(mask.shape[1]) >= 5, mask, 0)
+        states = run(model, *rows)
+        np.testing.assert_allclose(found, pool(states, mask, (mode,)), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_packed_texts_on_a_mesh(minilm, loaded):
-    texts = sentences(60, longest=40)[16:]
+    texts = sentences(40, longest=40)[16:]
     model, tokenizer = load(minilm, mesh=maxjax.make_mesh(data=2, model=2))
     np.testing.assert_allclose(embed(model, tokenizer, texts), embed(*loaded, texts), atol=2e-6)
 

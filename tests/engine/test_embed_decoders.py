@@ -13,7 +13,7 @@ from maxjax.engine.embed import embed
 from maxjax.errors import CheckpointFormatError, UserInputError
 from maxjax.models.pooling import Pooling
 from maxjax.models.sentence_files import pooling_files, read_pooling
-from tests.models.decoders import drawn, ids_of, one_character_each, oracle
+from tests.models.decoders import call, drawn, ids_of, one_character_each, oracle
 from tests.oracles.models import OracleModel, ask_of, opened
 from tests.oracles.recorded import torch
 from tests.products import campaign_but
@@ -184,7 +184,7 @@ def test_files_of_the_model_below_its_head(tmp_path, tied):
     np.testing.assert_allclose(found, expected, atol=2e-4)
     ids = ids_of(1, 4)
     if tied:
-        assert np.isfinite(np.asarray(model(ids))).all()
+        assert np.isfinite(np.asarray(call(model, ids))).all()
     else:
         with pytest.raises(UserInputError, match="without its head"):
             model(ids)

@@ -1,5 +1,7 @@
 """maxjax.look against NumPy, on one device, meshes, stacks and quantised weights; and drawings of shardings."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,14 +145,15 @@ def test_everything_that_has_values_is_looked_at(tmp_path):
 @pytest.mark.slow
 def test_trees_of_other_shapes_and_types_are_looked_at_as_they_are(tiny):
     model = tiny
-    wide = maxjax.look(jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), model))
+    each = lambda f: jax.jit(functools.partial(jax.tree.map, f))(model)
+    wide = maxjax.look(each(lambda a: jnp.stack([a, 2 * a, 3 * a])))
     name = "model.layers.*.input_layernorm.weight"
     whole = next(leaf for n, leaf in _leaves(model) if n == name)
     assert wide[name].layers == () and wide[name].type == "float32[3, 2, 256]"
     agrees(wide[name].statistics, jnp.stack([whole, 2 * whole, 3 * whole]), 1e-4)
-    sums = maxjax.look(jax.tree.map(jnp.sum, model))[name]
+    sums = maxjax.look(each(jnp.sum))[name]
     assert sums.type == "float32[]" and sums.statistics.mean == pytest.approx(float(jnp.sum(whole)))
-    other = maxjax.look(jax.tree.map(lambda a: a.astype(jnp.bfloat16), model))
+    other = maxjax.look(each(lambda a: a.astype(jnp.bfloat16)))
     assert {one.type.split("[")[0] for one in other.values()} == {"bfloat16"}
     mixed = maxjax.look({"key": jax.random.key(0), "w": jnp.ones(2)})
     assert mixed["key"].note.endswith("no statistics") and mixed["w"].statistics.mean == 1

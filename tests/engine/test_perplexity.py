@@ -184,7 +184,7 @@ def test_one_program_for_all_windows(small):
     assert program._cache_size() == before + 1
 
 
-@pytest.mark.default("axes0-AxisType.Auto", "axes1-AxisType.Auto")
+@pytest.mark.default("axes0-AxisType.Auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "axis_types"),

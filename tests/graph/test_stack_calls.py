@@ -53,7 +53,7 @@ def nets(n, **options):
     return plain, stacked
 
 
-@pytest.mark.default("options2", "options3")
+@pytest.mark.default("options3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"order": [2, 3, 0, 1]}, {"order": [1, 1, 1]}, {"between": True}]
@@ -72,6 +72,7 @@ def test_stacked_and_not_are_the_same(options):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default("True-1")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked, loops", [(True, 1), (False, 0)])
 def test_one_loop_in_a_graph(stacked, loops):

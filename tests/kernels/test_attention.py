@@ -87,7 +87,7 @@ def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
     np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
 
 
-@pytest.mark.default("1-1", "17-33")
+@pytest.mark.default("17-33")
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 40), (16, 16), (17, 33)])
 def test_sizes_that_blocks_do_not_divide(small, queries, keys):
     q, cache, at, key_positions = operands(queries=queries, keys=keys)
@@ -124,7 +124,7 @@ def test_gradients_of_sinks(request):
     q, cache, at, keys = operands()
     sinks, weights = np.array([1, -1, 0.5, 2], np.float32), normal(*q.shape)
     loss = lambda sinks, q: jnp.sum(causal_attention(q, cache, 0, at, keys, sinks=sinks) * weights)
-    want = jax.grad(loss, (0, 1))(sinks, q)
+    want = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(sinks, q)
     request.getfixturevalue("small")
     found = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(sinks, q)
     for a, b in zip(found, want, strict=True):
@@ -158,14 +158,17 @@ def test_keys_in_any_order_empty_ones_and_repeated_heads(small):
     order = RNG.permutation(S)
     shuffled = [a[:, :, :, order] for a in cache]
     positions = np.where(keys % 5 == 1, NO_KEY, keys).astype(np.int32)
-    want = causal_attention(q, cache, 0, at, positions)
-    found = causal_attention(q, shuffled, 0, at, positions[:, order])
+    run = jax.jit(lambda cache, keys: causal_attention(q, cache, 0, at, keys))
+    want = run(cache, positions)
+    found = run(shuffled, positions[:, order])
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-6)
-    repeated = causal_attention(q, cache, 0, at, positions, repeats=H // K)
+    again = jax.jit(lambda cache: causal_attention(q, cache, 0, at, positions, repeats=H // K))
+    repeated = again(cache)
     np.testing.assert_allclose(repeated, want, rtol=0, atol=2e-6)
-    grad = lambda repeats: jax.grad(
+    squares = lambda repeats: (
         lambda cache: jnp.sum(causal_attention(q, cache, 0, at, keys, repeats=repeats) ** 2)
-    )(cache)
+    )
+    grad = lambda repeats: jax.jit(jax.grad(squares(repeats)))(cache)
     for a, b in zip(grad(1), grad(H // K), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
@@ -198,6 +201,7 @@ def test_int8(small):
         jax.grad(lambda q: causal_attention(q, [k8, v8, ks, vs], 0, at, keys).sum())(q)
 
 
+@pytest.mark.default("bfloat16-0.03")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, atol", [("bfloat16", 3e-2), ("float16", 4e-3)])
 def test_sixteen_bits(small, dtype, atol):
@@ -209,6 +213,7 @@ def test_sixteen_bits(small, dtype, atol):
     np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=0, atol=atol)
 
 
+@pytest.mark.default("keys")
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, "keys"])
 def test_without_an_order_and_with_a_mask_of_keys(small, monkeypatch, mask):
@@ -227,12 +232,14 @@ def test_without_an_order_and_with_a_mask_of_keys(small, monkeypatch, mask):
 def test_vmap_export_and_remat(small):
     q, cache, at, keys = operands()
     run = lambda q: causal_attention(q, cache, 0, at, keys)
-    both = jax.vmap(run)(jnp.stack([q, 2 * q]))
-    np.testing.assert_allclose(both[1], run(2 * q), rtol=0, atol=2e-6)
-    exported = export.export(jax.jit(run))(jax.ShapeDtypeStruct(q.shape, q.dtype))
-    np.testing.assert_allclose(exported.call(q), run(q), rtol=0, atol=2e-6)
+    once = jax.jit(run)
+    both = jax.jit(jax.vmap(run))(jnp.stack([q, 2 * q]))
+    np.testing.assert_allclose(both[1], once(2 * q), rtol=0, atol=2e-6)
+    exported = export.export(once)(jax.ShapeDtypeStruct(q.shape, q.dtype))
+    np.testing.assert_allclose(exported.call(q), once(q), rtol=0, atol=2e-6)
     loss = lambda q: jnp.sum(run(q) ** 2)
-    np.testing.assert_allclose(jax.grad(jax.checkpoint(loss))(q), jax.grad(loss)(q), atol=2e-6)
+    want, found = (jax.jit(jax.grad(one))(q) for one in (loss, jax.checkpoint(loss)))
+    np.testing.assert_allclose(found, want, atol=2e-6)
 
 
 def test_inside_of_shard_map(small):
@@ -269,8 +276,8 @@ MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"se
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_decoder_on_a_mesh(request, kind, axes):
     """With four devices for two KV heads these are repeated."""
-    config = DecoderConfig(50, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, sliding_window=9,
-                           slides=(False, True, False))  # fmt: skip
+    config = DecoderConfig(50, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, sliding_window=9,
+                           slides=(False, True))  # fmt: skip
     model = maxjax.init(Decoder(config), jax.random.key(0))
     ids = jnp.asarray(RNG.integers(0, 50, (2, 40)), jnp.int32)
     lengths = jnp.array([40, 33])

@@ -93,7 +93,7 @@ def test_types_and_sizes(width, group, cache):
     all_right(given, jnp_too=cache == "bfloat16" and group % 2 == 0)
 
 
-@pytest.mark.default("float16-float16", "bfloat16-bfloat16")
+@pytest.mark.default("bfloat16-bfloat16")
 @pytest.mark.fast("float32-float32", "float16-bfloat16")
 @slow
 @pytest.mark.parametrize("cache", TYPES)
@@ -527,7 +527,7 @@ def in_float64(given, floats, options):
 
 
 @pytest.mark.slow
-@pytest.mark.default("jit-cap and window", "jit-plain", "jit-interleaved", "eager-plain")
+@pytest.mark.default("jit-cap and window", "jit-plain", "jit-interleaved")
 @pytest.mark.parametrize(
     ("pairs", "options"),
     [

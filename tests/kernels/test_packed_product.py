@@ -20,6 +20,7 @@ from maxjax.kernels.blocks import DECODERS
 from maxjax.kernels.packed_product import ACTIVATIONS, FORMATS
 from scripts.sharding_product import collectives, mesh_of
 from tests.kernels.test_packed import blocks, reference
+from tests.products import ALL
 
 LEVELS = native.levels()
 UNITS = {"float32": 2.0**-21, "bfloat16": 2.0**-8, "float16": 2.0**-10}
@@ -64,15 +65,7 @@ def sizes(name):
 
 
 @pytest.mark.default(
-    "int8-Q4_0",
-    "int8-Q6_K",
-    "int8-MXFP4",
-    "int8-IQ4_NL",
-    "int8-IQ4_XS",
-    "float-Q5_K",
-    "float-Q4_1",
-    "float-Q5_0",
-    "float-Q5_1",
+    "int8-Q4_0", "int8-Q4_K", "int8-MXFP4", "int8-IQ4_XS", "float-Q5_K", "float-Q5_0"
 )
 @pytest.mark.fast("float-Q4_K", "int8-Q4_K", "int8-Q8_0")
 @every
@@ -87,6 +80,19 @@ def test_every_format_on_every_level(name, activations):
             check(got, x, raw, name, activations)
 
 
+@pytest.mark.default(
+    "bfloat16-Q4_0",
+    "bfloat16-Q8_0",
+    "bfloat16-Q5_K",
+    "bfloat16-MXFP4",
+    "bfloat16-Q5_1",
+    "bfloat16-IQ4_XS",
+    "float16-Q4_K",
+    "float16-Q6_K",
+    "float16-Q4_1",
+    "float16-Q5_0",
+    "float16-IQ4_NL",
+)
 @pytest.mark.slow
 @every
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -98,13 +104,13 @@ def test_narrow_types(name, dtype):
         check(got, x, raw, name, activations, dtype)
 
 
-@pytest.mark.default("Q4_0", "Q4_K", "Q6_K", "Q4_1", "Q5_1")
+@pytest.mark.default("Q4_0", "Q6_K", "Q5_1")
 @pytest.mark.slow
 @every
 def test_random_sizes(name):
     rng = np.random.default_rng(5)
     step = DECODERS[name].elements
-    for _ in range(12):
+    for _ in range(12 if ALL else 5):
         rows, tokens = rng.integers(1, 150), rng.integers(1, 150)
         depth = int(rng.integers(1, 1500 // step + 1)) * step
         raw, x = blocks(name, int(rows), depth), normal((int(tokens), depth), seed=int(rows))
@@ -255,7 +261,8 @@ def test_the_same_kernel(how):
 
 @pytest.mark.parametrize("how", FLOAT)
 def test_the_float_form(how):
-    check(FLOAT[how](jnp.asarray(X), jnp.asarray(RAW)), X, RAW, "Q4_K", "float")
+    run = FLOAT[how] if how == "exported" else jax.jit(FLOAT[how])
+    check(run(jnp.asarray(X), jnp.asarray(RAW)), X, RAW, "Q4_K", "float")
 
 
 def test_derivatives():

@@ -224,6 +224,7 @@ def test_jit_vmap_and_eval_shape(tmp_path):
     assert jax.tree.structure(lazy) == jax.tree.structure(model)
 
 
+@pytest.mark.default("float16-0.99999-float32")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "least", "reduce_dtype"),

@@ -50,6 +50,7 @@ FEW = [
 EVERY = [(kind, *case) for kind in ("Gemma2", "Gemma3") for case in SAMPLE]
 
 
+@pytest.mark.default("Gemma2-gqa-True-True-4", "Gemma3-mqa-False-True-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "tied", "stacked", "devices"),
@@ -148,7 +149,7 @@ def test_the_scale_of_embeddings_is_rounded_to_their_type(tmp_path):
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.default("Gemma2-1-5", "Gemma3-3-5", "Gemma2-3-None")
+@pytest.mark.default("Gemma2-1-5", "Gemma3-3-5")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, rows, chunk", [
     ("Gemma2", 3, None), ("Gemma2", 1, 5), ("Gemma3", 1, None), ("Gemma3", 3, 5)
@@ -229,6 +230,7 @@ def test_ropes_are_read_as_transformers_reads_them(settings):
 # --- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.default("Gemma3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param("Gemma", marks=pytest.mark.slow), "Gemma2", "Gemma3"]

@@ -14,6 +14,9 @@ def kept():
         return dict(file)
 
 
+@pytest.mark.default(
+    "llama", "llama3", "llama-yarn", "mistral", "qwen3", "gemma2", "gpt2", "qwen3-moe"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_logits(name, kept, tmp_path):

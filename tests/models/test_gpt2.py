@@ -95,6 +95,7 @@ def test_settings(tmp_path, settings):
     np.testing.assert_array_equal(greedy(mine, prompts, 4), decoders.generated(model, prompts, 4))
 
 
+@pytest.mark.campaign
 @pytest.mark.default("chunked")
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_64_tokens_of_one_text(tmp_path):
     model = oracle(tmp_path, seed=1)

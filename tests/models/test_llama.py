@@ -25,7 +25,7 @@ AXES = HEADS, (False, True), (False, True), (1, 2, 4, 8)
 FEW = [("gqa", True, True, 4), ("mqa", False, False, 2), ("mha", False, True, 8)]
 
 
-@pytest.mark.default("gqa-True-True-4", "mqa-False-False-2")
+@pytest.mark.default("gqa-True-True-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "tied", "stacked", "devices"),
@@ -90,7 +90,7 @@ ROPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.default("linear", "longrope", "dynamic", "llama3")
+@pytest.mark.default("longrope", "llama3", "dynamic")
 @pytest.mark.parametrize("kind", ROPES)
 def test_stretched_ropes(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
@@ -145,6 +145,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
+@pytest.mark.default("5")
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [5, pytest.param(None, marks=pytest.mark.slow)])
 def test_mistral(tmp_path, window):

@@ -62,9 +62,7 @@ def short(values):
 
 
 @pytest.mark.slow
-@pytest.mark.default(
-    "Mixtral-gqa-False-True-1", "Mixtral-mqa-False-False-4", "Qwen3Moe-mha-True-False-1"
-)
+@pytest.mark.default("Mixtral-mqa-False-False-4", "Qwen3Moe-mha-True-False-1")
 @pytest.mark.parametrize("case", SAMPLE, ids=short)
 def test_logits(tmp_path, case):
     kind, heads, tied, stacked, devices = case
@@ -92,9 +90,7 @@ LAYERS = {
 FEW = ("every second", "shares as they are", "inner features do not divide")
 
 
-@pytest.mark.default(
-    "every second", "shares as they are", "one of each", "inner features do not divide"
-)
+@pytest.mark.default("every second", "inner features do not divide")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYERS]
@@ -109,11 +105,13 @@ def test_settings_of_qwen(tmp_path, name):
     assert list(mine.config.sparse) == sparse
 
 
+@pytest.mark.campaign
 def test_window_of_mixtral(tmp_path):
     model, ids = oracle("Mixtral", tmp_path, sliding_window=5), ids_of(2, LENGTH)
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
+@pytest.mark.campaign
 @pytest.mark.default("Mixtral-1-None")
 @pytest.mark.parametrize(
     "kind, rows, chunk",
@@ -237,6 +235,7 @@ def in_memory(model):
     return found
 
 
+@pytest.mark.default("Mixtral")
 @pytest.mark.slow
 @KINDS
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
@@ -254,6 +253,7 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     assert all(np.array_equal(found, apart[n]) for n, found in mine.state_dict().items())
 
 
+@pytest.mark.default("2", "8")
 @pytest.mark.parametrize("inner", [2, 4, 6, 8])  # of one size for both orders of a tensor, too
 def test_published_files_of_qwen3_vl_have_experts_in_the_other_order(inner):
     config = Qwen3MoEConfig(
@@ -314,6 +314,7 @@ def test_another_number_of_experts_than_the_configuration_says(tmp_path):
         ours(tmp_path)
 
 
+@pytest.mark.default("Qwen3Moe")
 @pytest.mark.slow
 @ONE
 def test_gguf_of_the_same_weights(tmp_path, kind):
@@ -327,6 +328,7 @@ def test_gguf_of_the_same_weights(tmp_path, kind):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.default("mixtral-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("case, fused", [("mixtral", False), ("qwen3moe", True)])
 def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):

@@ -29,6 +29,7 @@ def both(directory, quantize, tmp_path, devices=1):
     return packed, decoded
 
 
+@pytest.mark.default("q8_0-1", "q6_k-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "devices"),

@@ -66,6 +66,7 @@ def test_windows_of_some_layers(tmp_path, kind, windows):
         np.testing.assert_array_equal(found, decoders.generated(model, prompts, 16))
 
 
+@pytest.mark.campaign
 @pytest.mark.default("Qwen3")
 @pytest.mark.slow
 @ONE

@@ -86,6 +86,14 @@ def said(caplog):
     return caplog
 
 
+@pytest.mark.default(
+    "Qwen3-bin-False",
+    "GPT2-bin-True",
+    "Mistral-bin-False",
+    "Mixtral-safetensors-False",
+    "Gemma2-bin-False",
+    "Qwen3-safetensors-True",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form", "equal"), ALL)
 def test_logits_are_those_of_transformers(tmp_path, said, kind, form, equal):
@@ -109,6 +117,7 @@ def test_the_head_alone_is_the_table(tmp_path):
     near(call(ours(tmp_path / "x.gguf"), ids), expected_of(theirs, tmp_path, ids))
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("equal", [True, False])
 def test_on_a_mesh_and_in_a_plan(tmp_path, said, equal):

@@ -231,11 +231,12 @@ def test_positions_and_a_table_in_the_place_of_the_rope():
     layer, w = layer_of()
     x, positions = random(6, 16), np.array([3, 3, 4, 9, 0, 1])
     expected = oracle(x, w, causal(6), positions=positions)
+    run = jax.jit(lambda layer, x, **options: layer(x, **options))
     for options in ({}, {"freqs_cis": layer.rope.freqs_cis}):
-        found = layer(jnp.asarray(x), positions=jnp.asarray(positions), **options)
+        found = run(layer, jnp.asarray(x), positions=jnp.asarray(positions), **options)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     still = jnp.tile(jnp.array([1.0, 0.0]), (6, 2))
-    found = layer(jnp.asarray(x), freqs_cis=still)
+    found = run(layer, jnp.asarray(x), freqs_cis=still)
     expected = oracle(x, w, causal(6), positions=np.zeros(6))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

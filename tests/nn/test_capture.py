@@ -11,6 +11,7 @@ from maxjax import nn
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, Weight
 from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
+from maxjax.nn.layer.observe.places import match
 from tests.models import decoders
 from tests.oracles.recorded import recorded, torch
 
@@ -164,18 +165,18 @@ def test_projections_that_run_as_one_operation(model):
 
 def test_grad_vmap_and_scan(model):
     run = maxjax.captured(CALL, "layers.*", "layers.1.mlp")
-    _, found = run(model, IDS)
+    _, found = jax.jit(run)(model, IDS)
 
     def loss(model):
         logits, found = run(model, IDS)
         return jnp.mean(logits**2), found
 
-    grads, inside = jax.grad(loss, has_aux=True)(model)
-    plain = jax.grad(lambda m: jnp.mean(m(IDS) ** 2))(model)
+    grads, inside = jax.jit(jax.grad(loss, has_aux=True))(model)
+    plain = jax.jit(jax.grad(lambda m: jnp.mean(m(IDS) ** 2)))(model)
     assert jax.tree.structure(grads) == jax.tree.structure(model)
     close(grads, plain)
     close(inside["layers.2"], found["layers.2"])
-    _, mapped = jax.vmap(run, in_axes=(None, 0))(model, IDS[:, None])
+    _, mapped = jax.jit(jax.vmap(run, in_axes=(None, 0)))(model, IDS[:, None])
     scan = lambda m, xs: jax.lax.scan(lambda c, ids: (c, run(m, ids)[1]), 0, xs)[1]
     scanned = jax.jit(scan)(model, IDS[:, None])
     for each in (mapped, scanned):
@@ -187,13 +188,14 @@ def test_grad_vmap_and_scan(model):
 def test_gradients_reach_and_leave_the_captured_values(model):
     """The derivative with respect to a patch is that with respect to the value in its place."""
     run = maxjax.captured(CALL, "layers.1")
-    value = run(model, IDS)[1]["layers.1"]
-    by_patch = jax.grad(lambda v: jnp.mean(maxjax.patched(CALL, {"layers.1": v})(model, IDS) ** 2))(
-        value
-    )
-    by_function = jax.grad(
-        lambda d: jnp.mean(maxjax.patched(CALL, {"layers.1": lambda y: y + d})(model, IDS) ** 2)
-    )(jnp.zeros_like(value))
+    value = jax.jit(run)(model, IDS)[1]["layers.1"]
+
+    def slope(patch, at):
+        loss = lambda v: jnp.mean(maxjax.patched(CALL, {"layers.1": patch(v)})(model, IDS) ** 2)
+        return jax.jit(jax.grad(loss))(at)
+
+    by_patch = slope(lambda v: v, value)
+    by_function = slope(lambda d: lambda y: y + d, jnp.zeros_like(value))
     close(by_patch, by_function, 1e-6)
     assert float(jnp.abs(by_patch).max()) > 1e-3
 
@@ -317,7 +319,7 @@ def test_on_a_mesh(model, axis_types):
     mesh = maxjax.make_mesh(data=2, model=4, axis_types=kind)
     there = jax.tree.map(lambda a: a, model).to(mesh)
     names = ("layers.*", "layers.1.self_attn:weights", "layers.2.self_attn:heads", "layers.1.mlp")
-    _, expected = maxjax.captured(CALL, *names)(model, IDS)
+    _, expected = jax.jit(maxjax.captured(CALL, *names))(model, IDS)
     ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
     with jax.set_mesh(mesh):
         y, found = jax.jit(maxjax.captured(CALL, *names))(there, ids)
@@ -328,7 +330,8 @@ def test_on_a_mesh(model, axis_types):
     new = {"layers.1.mlp": 0.0, "layers.2": lambda x: 2 * x, "layers.0.mlp": jnp.ones((2, 5, 16))}
     patched = maxjax.patched(CALL, new)
     with jax.set_mesh(mesh):
-        close(np.asarray(jax.jit(patched)(there, IDS)), np.asarray(patched(model, IDS)), 1e-4)
+        found = np.asarray(jax.jit(patched)(there, IDS))
+    close(found, np.asarray(jax.jit(patched)(model, IDS)), 1e-4)
 
 
 # --- nothing is left -----------------------------------------------------------------------------
@@ -434,6 +437,14 @@ def test_transformations_inside_of_the_function_say_what_to_do(model):
         maxjax.captured(lambda m, ids: m.states(ids), "lm_head")(model, IDS)
     with pytest.raises(UserInputError, match="takes a maxjax Module"):
         maxjax.captured(CALL, "layers.1")(jnp.ones, IDS)
+
+
+def test_names_with_stars():
+    """One star is a part of a name, two are parts of any number, or of one and more at the end."""
+    names = ["layers.1", "layers.1.mlp", "layers.1.mlp.up_proj", "layers.2.mlp"]
+    assert match("layers.1.**", names) == names[1:3]
+    assert match("**.mlp", names) == [names[1], names[3]]
+    assert match("layers.*", names) == names[:1]
 
 
 def test_looking_up(model):

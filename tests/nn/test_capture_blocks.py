@@ -196,7 +196,7 @@ def test_generate(model, family):
         texts = maxjax.generate(model, None, PROMPTS, max_new_tokens=6, batch_size=2)
     assert [text.tokens for text in texts] == [text.tokens for text in plain]
     assert len(c.runs) == 1 and c.runs[0].lengths.tolist() == [8, 10, 6]
-    whole = maxjax.captured(CALL, *NAMES)
+    whole = jax.jit(maxjax.captured(CALL, *NAMES))
     for i, text in enumerate(texts):
         ids = jnp.asarray([[*text.prompt_tokens, *text.tokens[:-1]]], jnp.int32)
         n, (_, expected) = ids.shape[1], whole(model, ids)
@@ -222,7 +222,7 @@ def test_patched_generation_and_streams(model):
     with maxjax.patch(model, new), maxjax.capture(model, "layers.1") as c:
         text = maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6)
     ids = jnp.asarray([[*PROMPTS[0], *text.tokens[:-1]]], jnp.int32)
-    logits = maxjax.patched(CALL, new)(model, ids)
+    logits = jax.jit(maxjax.patched(CALL, new))(model, ids)
     assert jnp.argmax(logits[0, 2:], -1).tolist() == list(text.tokens)
     assert text.tokens != maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6).tokens
     assert c["layers.1"].shape == (1, 8, 16)

@@ -201,6 +201,7 @@ def test_gradients():
         np.testing.assert_allclose(qkv(got).value, qkv(want).value, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiled_before_it_is_loaded(stacked):
@@ -222,6 +223,7 @@ def test_in_a_graph():
     np.testing.assert_allclose(got, VALUES[QKV] @ X[0, 0], atol=1e-5)
 
 
+@pytest.mark.default("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_in_shard_map(stacked):

@@ -20,6 +20,7 @@ def mlp(x, w, act=silu):
     return (act(gate) * up) @ w["down_proj.weight"].T + w.get("down_proj.bias", 0)
 
 
+@pytest.mark.default("shape0-True", "shape2-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])

@@ -70,6 +70,7 @@ def test_the_libraries_of_the_formats_dequantise_alike(name):
         assert np.asarray(array).astype(tensors[key].dtype).tobytes() == tensors[key].tobytes()
 
 
+@pytest.mark.default("fp8 blocks", "gptq 4 order")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "awq", "bitsandbytes nf4"])
 def test_the_layer_is_linear(name):
@@ -97,6 +98,7 @@ def near(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.default("pack-quantized 4 order", "bitsandbytes nf4")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 blocks", "pack-quantized 4 order", "bitsandbytes nf4"])
 def test_equal_layers_are_stacked(name):

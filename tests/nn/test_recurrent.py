@@ -88,5 +88,5 @@ def test_a_sequence_is_its_steps_and_can_be_cut():
         np.testing.assert_allclose(state[0], y[:, t], atol=1e-6)
     bound = H**-0.5
     assert all(float(jnp.abs(w.value).max()) <= bound for w in lstm.raw_state_dict().values())
-    grads = jax.grad(lambda m: (m(x)[0] ** 2).sum())(lstm)
+    grads = jax.jit(jax.grad(lambda m: (m(x)[0] ** 2).sum()))(lstm)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))

@@ -187,6 +187,7 @@ def test_bytes_without_an_encoding_are_refused_for_a_quantised_weight(tmp_path):
         restore(tmp_path, Typed())
 
 
+@pytest.mark.default("stack")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
 def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):

@@ -12,6 +12,7 @@ import pytest
 
 import maxjax
 from maxjax.engine.generate import batch as decoding
+from maxjax.engine.generate.defaults import GenerationDefaults, chosen_sampling
 from maxjax.errors import UserInputError
 from tests.cli.models import write_model
 
@@ -23,6 +24,14 @@ def loaded(tmp_path_factory):
 
 def generate(loaded, prompts, **options):
     return maxjax.generate(*loaded, prompts, **{"max_new_tokens": 4, **options})
+
+
+def test_a_sampling_is_taken_as_it_is():
+    given = maxjax.Sampling(top_k=3)
+    assert chosen_sampling(GenerationDefaults(), given, {}) is given
+    assert chosen_sampling(GenerationDefaults(given), None, {}) == given
+    with pytest.raises(UserInputError, match="is a maxjax.Sampling, not int"):
+        chosen_sampling(GenerationDefaults(), 3, {})
 
 
 # --- prompts ---------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def loaded():
     return maxjax.init(llama(max_position_embeddings=256), jax.random.key(0))
 
 
-@pytest.mark.default("None-{'model': 2}", "int8-{'data': 2, 'model': 4}")
+@pytest.mark.default("int8-{'data': 2, 'model': 4}")
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 4}], ids=str)
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])

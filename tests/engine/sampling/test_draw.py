@@ -364,7 +364,6 @@ FAST = [("filters", SPECS[0], kind) for kind in TYPES]
 
 @pytest.mark.slow
 @pytest.mark.default(
-    "filters-P('data', 'model')-AxisType.Auto",
     "filters-P('data', 'model')-AxisType.Explicit",
     "temperature-P(None, ('data', 'model'))-AxisType.Explicit",
 )

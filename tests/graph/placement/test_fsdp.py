@@ -64,11 +64,8 @@ def elements(model, ids):
 
 @pytest.mark.default(
     "(1,)-untied-data-fsdp-model-auto",
-    "(1,)-untied-data-fsdp-model-explicit",
-    "(1,)-tied-fsdp-auto",
-    "(8,)-untied-fsdp-explicit",
     "(8, 2)-tied-fsdp-model-explicit",
-    "(3,)-tied-fsdp-model-auto",
+    "(8,)-untied-fsdp-explicit",
 )
 @pytest.mark.slow
 @KINDS
@@ -130,9 +127,7 @@ def test_tables_are_split_by_columns():
     assert tuple(head.weight.sharding.spec) == ("fsdp", None)
 
 
-@pytest.mark.default(
-    "indices0-64-explicit", "indices1-66-auto", "indices2-66-explicit", "indices3-66-auto"
-)
+@pytest.mark.default("indices0-64-explicit", "indices3-66-auto")
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("rows", [64, 66])

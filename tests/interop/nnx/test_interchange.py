@@ -810,12 +810,7 @@ def check_sharded(model, values, mesh, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.default(
-    "float32-full-explicit",
-    "float16-abstract-auto",
-    "float16-abstract-explicit",
-    "float16-full-auto",
-)
+@pytest.mark.default("float32-full-explicit", "float16-abstract-auto")
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("is_abstract", [True, False], ids=["abstract", "full"])
 @pytest.mark.parametrize("stored", [np.float32, np.float16])

@@ -43,6 +43,14 @@ def right(given, **options):
     check(given, result(given, **options), rounding=rounding, **options)
 
 
+@pytest.mark.default(
+    "window longer than the cache-bfloat16",
+    "rotating window-float32",
+    "cap-float16",
+    "negative scale-bfloat16",
+    "rope of a part-float16",
+    "interleaved-float32",
+)
 @pytest.mark.parametrize(
     ("which", "q"),
     fast_and_slow((("all", "float32"), ("window", "bfloat16")), each_value(OPTIONS, TYPES)),
@@ -61,13 +69,10 @@ def test_sinks():
 
 
 @pytest.mark.default(
-    "bfloat16 bfloat16-64-1",
-    "bfloat16 bfloat16-64-8",
     "bfloat16 bfloat16-80-5",
-    "bfloat16 bfloat16-96-3",
-    "bfloat16 bfloat16-256-16",
     "float32 bfloat16-128-4",
     "float16 float32-192-2",
+    "bfloat16 bfloat16-256-16",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_keys_that_are_the_values(cache):
         check(given, program(static_of(576, {}), 576, shared)(given), rounding=ROUNDING[q])
 
 
-@pytest.mark.default("None-False", "1-True", "255-True", "300-False")
+@pytest.mark.default("None-False", "255-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 255, 300])
@@ -137,6 +142,7 @@ def test_what_no_token_sees_is_not_read():
     right(given, sliding_window=3)
 
 
+@pytest.mark.default("odd", "window")
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["plain", "odd", "window"])
 def test_int8(which):
@@ -152,6 +158,7 @@ def test_int8(which):
     check_int8(given, floats, result(given, **options), **options)
 
 
+@pytest.mark.default("float16")
 @pytest.mark.slow
 @pytest.mark.parametrize("q", ["float16", "bfloat16"])
 def test_int8_with_queries_of_16_bits(q):

@@ -92,7 +92,7 @@ def test_causal(which, dtype, interpreted):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= 4 * ROUNDING[dtype] * size).all()
 
 
-@pytest.mark.default("64-2", "128-4")
+@pytest.mark.default("64-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "heads"), [(64, 2), (80, 16), (128, 4), (192, 2), (256, 4)])
 def test_sizes(width, heads, interpreted):
@@ -138,7 +138,7 @@ def test_an_encoder(interpreted):
     q, cache, *_ = operands()
     keys, values = (a[0].swapaxes(1, 2) for a in cache)
     mask = np.arange(S)[None] < np.array([[S], [77]])
-    got = attention(q, keys, values, mask, scale=0.3)
+    got = jax.jit(lambda *arrays: attention(*arrays, scale=0.3))(q, keys, values, mask)
     sees = np.broadcast_to(mask[:, None], (B, T, S))
     exact, size = reference(q, *(a[0] for a in cache), sees, 0.3)
     assert (np.abs(np.asarray(got) - exact) <= 4 * ROUNDING["float32"] * size).all()
@@ -152,11 +152,12 @@ def test_the_derivative_uses_its_sums(interpreted):
         y = causal_attention(q, cache, 1, positions, key_positions, scale=0.3, soft_cap=5.0)
         return jnp.sum(jnp.sin(y))
 
-    got = jax.grad(loss, (0, 1))(q, cache)
+    slope = lambda: jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(q, cache)
+    got = slope()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(door, "MOST_SCORES", 1 << 30)
         patch.setattr(door, "FEW_KEYS", 1 << 30)
-        wanted = jax.grad(loss, (0, 1))(q, cache)
+        wanted = slope()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 

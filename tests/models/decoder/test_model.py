@@ -57,6 +57,7 @@ def close(found, expected, atol=2e-5):
 # --- calls ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_pieces_of_a_text_are_the_text():
     model, ids = made(), ids_of(2, 12)
@@ -70,6 +71,7 @@ def test_pieces_of_a_text_are_the_text():
         np.testing.assert_array_equal(cache.lengths, [start, start])
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_rows_of_their_own_length():
     model = made()

@@ -20,11 +20,18 @@ CASES = every()
 EACH = pytest.mark.parametrize("case", default_and_campaign(CASES))
 ALL = pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES])
 PROMPTS = (21, 3, 9)  # tokens of each row
+WRITTEN = 12  # tokens behind each
 # One family of each kind of layers, among them all with a recurrence, whose long texts go another way.
 KINDS = {
     "llama", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "lfm2", "mamba2",
     "falcon_h1", "nemotron_h", "granitemoehybrid",
 }  # fmt: skip
+# Of each kind of layers, of windows, caps, sinks and biases of positions: steps of the default set.
+STEPS = (
+    "deepseek_v3-yarn", "gemma4_text-shared", "gpt_oss-1", "llama-1", "qwen3_next-long", "lfm2-adjusted",
+    "mamba2-codestral", "falcon_h1-factors", "nemotron_h-nano", "granitemoehybrid-tiny", "gemma2-caps",
+    "gemma3n_text-sparse", "llama4_text-1", "falcon-40b", "phi3-mini", "opt-350m", "qwen2-windows",
+)  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +59,9 @@ def piece(model, ids, cache, lengths):
     return model(ids, cache, lengths=lengths)
 
 
-def in_pieces(model, ids, lengths, width):
+def in_pieces(model, ids, lengths, width, capacity=None):
     """Logits ``[B, T, V]`` of rows of their own lengths, so many tokens at a time; padding has zeros."""
-    cache = model.cache(*ids.shape)
+    cache = model.cache(len(ids), capacity or ids.shape[1])
     found = np.zeros((*ids.shape, model.config.vocab_size), np.float32)
     for start in range(0, ids.shape[1], width):
         part = ids[:, start : start + width]
@@ -67,36 +74,47 @@ def in_pieces(model, ids, lengths, width):
 
 
 @EACH
-def test_pieces_on_a_mesh_and_steps(case, tmp_path):
-    """Two programs of each family: pieces of 7 tokens on two devices, and single tokens on one."""
+def test_pieces_on_a_mesh(case, tmp_path):
+    """Pieces of 7 tokens on two devices, in a cache that they fill."""
     theirs = case.model(tmp_path)
     ids = ids_of(2, case.length)
     expected = logits_of(theirs, ids)
     placed, _ = maxjax.load(tmp_path, mesh=maxjax.make_mesh(model=2))
     short = case.length - 9 if case.by_prefix else case.length
-    widths = (7, 1) if case.by_prefix else (case.length, case.length)
-    found = decoders.like(in_pieces(placed, ids, (case.length, short), widths[0]), expected)
+    width = 7 if case.by_prefix else case.length
+    found = decoders.like(in_pieces(placed, ids, (case.length, short), width), expected)
     same(found[0], expected[0])
     same(found[1, :short], expected[1, :short])
+    is_in_the_table(case, placed, np.abs(found[0] - expected[0]).max())
 
+
+@pytest.mark.default(*STEPS)
+@EACH
+def test_steps(case, tmp_path):
+    """Single tokens on one device: one program, as the texts have a cache of the same size."""
+    theirs = case.model(tmp_path)
+    ids = ids_of(2, case.length)
+    expected = logits_of(theirs, ids)
     mine = ours(tmp_path)
     prompts = prompts_of(mine)
     third = np.pad(prompts[0], (0, case.length))[None, : case.length]
     rows = np.concatenate([ids, third])
+    width = 1 if case.by_prefix else case.length
+    capacity = max(case.length, max(PROMPTS) + WRITTEN)
     found = decoders.like(
-        in_pieces(mine, rows, (case.length, case.length, 0), widths[1])[:2], expected
+        in_pieces(mine, rows, (case.length, case.length, 0), width, capacity)[:2], expected
     )
     same(found, expected)
     is_in_the_table(case, mine, np.abs(found - expected).max())
     if case.exact:
-        texts = decoders.generated(theirs, prompts, 12)
-        np.testing.assert_array_equal(texts_of(mine, prompts, 12), texts)
+        texts = decoders.generated(theirs, prompts, WRITTEN)
+        np.testing.assert_array_equal(texts_of(mine, prompts, WRITTEN, capacity), texts)
 
 
-def texts_of(model, prompts, new):
+def texts_of(model, prompts, new, capacity):
     """What is written after prompts, of which every token is a step, as those behind them are."""
     rows, lengths = decoders.padded(prompts)
-    cache = model.cache(len(prompts), rows.shape[1] + new)
+    cache = model.cache(len(prompts), capacity)
     end = np.zeros((len(prompts), model.config.vocab_size), np.float32)
     for start in range(rows.shape[1]):
         counts = (lengths > start).astype(np.int32)

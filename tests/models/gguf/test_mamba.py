@@ -211,9 +211,7 @@ def test_a_granite_4_without_mamba_is_a_granite_3(tmp_path):
 
 
 @pytest.mark.default(
-    "settings0-without Mamba 2 and with experts",
-    "settings2-48 features of Mamba 2",
-    "settings4-time steps of 0.1",
+    "settings0-without Mamba 2 and with experts", "settings2-48 features of Mamba 2"
 )
 @pytest.mark.parametrize(
     ("settings", "text"),

@@ -53,9 +53,7 @@ CACHES = np.zeros((3, 2, 4), np.float32)
 SPECS = (SPEC, jax.ShapeDtypeStruct((3, 2, 4), jnp.float32))
 
 
-@pytest.mark.default(
-    "numpy-False", "uncommitted-True", "committed-True", "elsewhere-False", "TensorValue-True"
-)
+@pytest.mark.default("numpy-False", "uncommitted-True", "elsewhere-False", "TensorValue-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "uncommitted", "committed", "elsewhere", "TensorValue"])
@@ -95,6 +93,7 @@ def test_without_values():
         program(X, CACHES)
 
 
+@pytest.mark.default("True")
 @pytest.mark.parametrize("stacked", [False, True])
 def test_placed_elsewhere_afterwards(stacked):
     model = Net(stacked)
@@ -107,7 +106,7 @@ def test_placed_elsewhere_afterwards(stacked):
         program(X, CACHES)
 
 
-@pytest.mark.default("compile-True", "load-False")
+@pytest.mark.default("load-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("first", ["compile", "load"])

@@ -274,6 +274,7 @@ class OneByOne(Module):
         return jnp.concatenate([self.one(x), self.two(x)], -1)
 
 
+@pytest.mark.default("Alone-keys1", "ByHandAlone-keys2", "WeightParts-keys4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make, keys",

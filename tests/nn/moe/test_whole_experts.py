@@ -67,7 +67,8 @@ def short(sizes):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_logits_of_a_prompt_and_of_tokens(explicit, batch, sizes):
     model, ids = made(), IDS[:batch]
-    expected, steps = call(model, ids), generated(model, ids)
+    expected = call(model, ids)
+    steps = jnp.moveaxis(expected[:, 4:7], 1, 0)
     model.to(mesh_of(explicit, **sizes))
     np.testing.assert_allclose(call(model, ids), expected, rtol=0, atol=2e-5)
     np.testing.assert_allclose(generated(model, ids), steps, rtol=0, atol=2e-5)
@@ -149,7 +150,7 @@ def tokens_of(n, count, k, e=32, seed=1):
     )
 
 
-@pytest.mark.default("3-False", "16-True")
+@pytest.mark.default("3-False")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("n", [3, 16])
 def test_packed_experts_and_numbers_that_do_not_divide(n, packed):

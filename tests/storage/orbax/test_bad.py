@@ -64,6 +64,7 @@ def attempt(path: Path, **options) -> CheckpointError | None:
     return None
 
 
+@pytest.mark.default("zarr3-50", "files-50", "v1_save-50")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", DAMAGED)

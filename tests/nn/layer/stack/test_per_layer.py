@@ -66,7 +66,7 @@ def test_every_layer_has_one_place(layout):
 
 
 @pytest.mark.slow
-@settings(max_examples=20)  # each compiles programs, in a campaign as well
+@settings(max_examples=10)  # each compiles programs, in a campaign as well
 @given(layouts(), st.booleans())
 def test_of_gives_back_each_tree(layout, alike):
     values = trees(layout, alike=alike)
@@ -81,7 +81,7 @@ def test_of_gives_back_each_tree(layout, alike):
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(layouts())
 def test_split_and_merged_are_inverse(layout):
     values = trees(layout)
