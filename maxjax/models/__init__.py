@@ -15,6 +15,8 @@ if _TYPE_CHECKING:
     from .bert import BertForSequenceClassification as BertForSequenceClassification
     from .bert import BertModel as BertModel
     from .bert import BertOutput as BertOutput
+    from .codegen import CodeGen as CodeGen
+    from .codegen import CodeGenConfig as CodeGenConfig
     from .cohere import Cohere as Cohere
     from .cohere import Cohere2 as Cohere2
     from .cohere import Cohere2Config as Cohere2Config
@@ -67,12 +69,20 @@ if _TYPE_CHECKING:
     from .glm4 import GLMConfig as GLMConfig
     from .glm4_moe import GLM4MoE as GLM4MoE
     from .glm4_moe import GLM4MoEConfig as GLM4MoEConfig
+    from .glm4_moe_lite import GLM4MoELite as GLM4MoELite
+    from .glm4_moe_lite import GLM4MoELiteConfig as GLM4MoELiteConfig
     from .gpt2 import GPT2 as GPT2
     from .gpt2 import GPT2Config as GPT2Config
+    from .gpt_bigcode import GPTBigCode as GPTBigCode
+    from .gpt_bigcode import GPTBigCodeConfig as GPTBigCodeConfig
+    from .gpt_neo import GPTNeo as GPTNeo
+    from .gpt_neo import GPTNeoConfig as GPTNeoConfig
     from .gpt_neox import GPTNeoX as GPTNeoX
     from .gpt_neox import GPTNeoXConfig as GPTNeoXConfig
     from .gpt_oss import GptOss as GptOss
     from .gpt_oss import GptOssConfig as GptOssConfig
+    from .gptj import GPTJ as GPTJ
+    from .gptj import GPTJConfig as GPTJConfig
     from .granite import Granite as Granite
     from .granite import GraniteConfig as GraniteConfig
     from .granitemoe import GraniteMoE as GraniteMoE
@@ -89,6 +99,8 @@ if _TYPE_CHECKING:
     from .jina import JinaV3Model as JinaV3Model
     from .lfm2 import LFM2 as LFM2
     from .lfm2 import LFM2Config as LFM2Config
+    from .lfm2_moe import LFM2MoE as LFM2MoE
+    from .lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
@@ -107,10 +119,16 @@ if _TYPE_CHECKING:
     from .modernbert import ModernBertModel as ModernBertModel
     from .mpnet import MPNetConfig as MPNetConfig
     from .mpnet import MPNetModel as MPNetModel
+    from .nemotron import Arcee as Arcee
+    from .nemotron import ArceeConfig as ArceeConfig
+    from .nemotron import Nemotron as Nemotron
+    from .nemotron import NemotronConfig as NemotronConfig
     from .nemotron_h import NemotronH as NemotronH
     from .nemotron_h import NemotronHConfig as NemotronHConfig
     from .nomic import NomicBertConfig as NomicBertConfig
     from .nomic import NomicBertModel as NomicBertModel
+    from .olmo import Olmo as Olmo
+    from .olmo import OlmoConfig as OlmoConfig
     from .olmo2 import Olmo2 as Olmo2
     from .olmo2 import Olmo2Config as Olmo2Config
     from .olmo2 import Olmo3 as Olmo3
@@ -205,6 +223,14 @@ __getattr__, __dir__, __all__ = _attributes(
         "modernbert": "ModernBertConfig ModernBertModel",
         "mpnet": "MPNetConfig MPNetModel",
         "nomic": "NomicBertConfig NomicBertModel",
+        "gpt_neo": "GPTNeo GPTNeoConfig",
+        "codegen": "CodeGen CodeGenConfig",
+        "gptj": "GPTJ GPTJConfig",
+        "gpt_bigcode": "GPTBigCode GPTBigCodeConfig",
+        "olmo": "Olmo OlmoConfig",
+        "nemotron": "Arcee ArceeConfig Nemotron NemotronConfig",
+        "glm4_moe_lite": "GLM4MoELite GLM4MoELiteConfig",
+        "lfm2_moe": "LFM2MoE LFM2MoEConfig",
         "olmo2": "Olmo2 Olmo2Config Olmo3 Olmo3Config",
         "olmoe": "OLMoE OLMoEConfig",
         "opt": "OPT OPTConfig",

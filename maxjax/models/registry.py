@@ -34,7 +34,9 @@ _NAMES = (
     "roberta.XLM_ROBERTA_HEAD", "jina.JINA_V3", "jina.JINA_V3_HEAD", "nomic.NOMIC_BERT",
     "nomic.NOMIC_BERT_HEAD", "gte.GTE", "gte.GTE_HEAD", "lfm2.LFM2_FAMILY",
     "granitemoehybrid.GRANITE_HYBRID", "mamba2.MAMBA2", "falcon_h1.FALCON_H1",
-    "nemotron_h.NEMOTRON_H", "modernbert.MODERNBERT", "modernbert.MODERNBERT_HEAD",
+    "nemotron_h.NEMOTRON_H", "gpt_neo.GPT_NEO", "gptj.GPTJ_FAMILY", "codegen.CODEGEN",
+    "gpt_bigcode.GPT_BIGCODE", "olmo.OLMO", "nemotron.NEMOTRON", "nemotron.ARCEE",
+    "glm4_moe_lite.GLM4_MOE_LITE", "lfm2_moe.LFM2_MOE", "modernbert.MODERNBERT", "modernbert.MODERNBERT_HEAD",
 )
 # fmt: on
 

@@ -35,6 +35,7 @@ class Routing:
             "softmax of chosen", their "sigmoid", or the "scores" themselves.
         normalised: whether the shares of a token are divided by their sum.
         least: the least number that they are divided by.
+        more: number added to that sum.
         factor: what shares are multiplied by at last.
         groups, chosen_groups: numbers of equal groups of experts, in order, and of those that a token
             chooses its experts from: the groups whose ``best_of_group`` highest scores have the
@@ -56,6 +57,7 @@ class Routing:
     shares: str = "softmax"
     normalised: bool = False
     least: float = 1e-20
+    more: float = 0.0
     factor: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
@@ -113,6 +115,7 @@ class Routing:
             shares = jnp.take_along_axis(every, chosen, axis=-1)
         if self.normalised:
             total = jnp.sum(shares, axis=-1, keepdims=True)
+            total = total + self.more if self.more else total
             shares = shares / jnp.maximum(total, self.least)
         return chosen, shares if self.factor == 1.0 else shares * self.factor
 
