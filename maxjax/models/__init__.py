@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ..lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
+    from .albert import AlbertConfig as AlbertConfig
+    from .albert import AlbertModel as AlbertModel
     from .apertus import Apertus as Apertus
     from .apertus import ApertusConfig as ApertusConfig
     from .bert import BertConfig as BertConfig
     from .bert import BertForSequenceClassification as BertForSequenceClassification
     from .bert import BertModel as BertModel
     from .bert import BertOutput as BertOutput
+    from .camembert import CamembertConfig as CamembertConfig
+    from .camembert import CamembertModel as CamembertModel
     from .codegen import CodeGen as CodeGen
     from .codegen import CodeGenConfig as CodeGenConfig
     from .cohere import Cohere as Cohere
@@ -25,6 +29,8 @@ if _TYPE_CHECKING:
     from .config import read_object as read_object
     from .construct import build as build
     from .construct import config_beside as config_beside
+    from .deberta_v2 import DebertaV2Config as DebertaV2Config
+    from .deberta_v2 import DebertaV2Model as DebertaV2Model
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
     from .decoder.model import DecoderFamily as DecoderFamily
@@ -34,6 +40,8 @@ if _TYPE_CHECKING:
     from .deepseek import DeepseekV3Config as DeepseekV3Config
     from .distilbert import DistilBertConfig as DistilBertConfig
     from .distilbert import DistilBertModel as DistilBertModel
+    from .electra import ElectraConfig as ElectraConfig
+    from .electra import ElectraModel as ElectraModel
     from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
@@ -178,6 +186,10 @@ if _TYPE_CHECKING:
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
+        "albert": "AlbertConfig AlbertModel",
+        "camembert": "CamembertConfig CamembertModel",
+        "deberta_v2": "DebertaV2Config DebertaV2Model",
+        "electra": "ElectraConfig ElectraModel",
         "apertus": "Apertus ApertusConfig",
         "bert": "BertConfig BertForSequenceClassification BertModel BertOutput",
         "cohere": "Cohere Cohere2 Cohere2Config CohereConfig",

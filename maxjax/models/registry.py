@@ -37,6 +37,8 @@ _NAMES = (
     "nemotron_h.NEMOTRON_H", "gpt_neo.GPT_NEO", "gptj.GPTJ_FAMILY", "codegen.CODEGEN",
     "gpt_bigcode.GPT_BIGCODE", "olmo.OLMO", "nemotron.NEMOTRON", "nemotron.ARCEE",
     "glm4_moe_lite.GLM4_MOE_LITE", "lfm2_moe.LFM2_MOE", "modernbert.MODERNBERT", "modernbert.MODERNBERT_HEAD",
+    "camembert.CAMEMBERT", "camembert.CAMEMBERT_HEAD", "electra.ELECTRA", "electra.ELECTRA_HEAD",
+    "albert.ALBERT", "albert.ALBERT_HEAD", "deberta_v2.DEBERTA_V2", "deberta_v2.DEBERTA_V2_HEAD",
 )
 # fmt: on
 
