@@ -118,8 +118,8 @@ models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma
 models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h gptj gpt_neo codegen gpt_bigcode olmo nemotron glm4_moe_lite
-models: lfm2_moe
-models: bert roberta distilbert mpnet nomic gte jina modernbert camembert electra albert deberta_v2
+models: lfm2_moe helium
+models: bert roberta distilbert mpnet nomic gte jina modernbert camembert electra albert deberta_v2 phimoe
 models: registry find construct
 models/gguf/config: families
 models/gguf/tensors: write

@@ -99,6 +99,8 @@ if _TYPE_CHECKING:
     from .granitemoehybrid import GraniteHybridConfig as GraniteHybridConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .helium import Helium as Helium
+    from .helium import HeliumConfig as HeliumConfig
     from .hunyuan import Hunyuan as Hunyuan
     from .hunyuan import HunyuanConfig as HunyuanConfig
     from .hunyuan_moe import HunyuanMoE as HunyuanMoE
@@ -149,6 +151,8 @@ if _TYPE_CHECKING:
     from .phi import PhiConfig as PhiConfig
     from .phi3 import Phi3 as Phi3
     from .phi3 import Phi3Config as Phi3Config
+    from .phimoe import PhiMoE as PhiMoE
+    from .phimoe import PhiMoEConfig as PhiMoEConfig
     from .qwen import Qwen2 as Qwen2
     from .qwen import Qwen2Config as Qwen2Config
     from .qwen import Qwen3 as Qwen3
@@ -248,6 +252,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "opt": "OPT OPTConfig",
         "phi": "Phi PhiConfig",
         "phi3": "Phi3 Phi3Config",
+        "phimoe": "PhiMoE PhiMoEConfig",
+        "helium": "Helium HeliumConfig",
         "qwen": "Qwen2 Qwen2Config Qwen3 Qwen3Config",
         "qwen2_moe": "Qwen2MoE Qwen2MoEConfig",
         "qwen3_5": "Qwen35 Qwen35Config Qwen35MoE Qwen35MoEConfig",

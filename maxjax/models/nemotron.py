@@ -96,6 +96,7 @@ NEMOTRON = Nemotron.family = DecoderFamily(
         epsilon=("attention.layer_norm_epsilon", "norm_eps"),
         is_partial=True,
         has_head=True,
+        is_square=True,
     ),
 )
 ARCEE = Arcee.family = DecoderFamily(

@@ -62,6 +62,7 @@ OLMO = Olmo.family = DecoderFamily(
         keys={"attention.clamp_kqv": "clip_qkv"},
         fixed={"hidden_act": "silu"},
         biases=(),
+        is_square=True,
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
     ),
 )

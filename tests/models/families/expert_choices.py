@@ -117,6 +117,11 @@ def of_lfm2_moe(pick: Pick, found: Settings) -> Settings:
             "use_expert_bias": pick.maybe()}  # fmt: skip
 
 
+def of_phimoe(pick: Pick, found: Settings) -> Settings:
+    return {**no_rope(), **rope(pick, found, ("default",)), "num_experts_per_tok": 2,
+            "sliding_window": pick(None, 3, 9), "router_jitter_noise": 0.01}  # fmt: skip
+
+
 EXPERTS: dict[str, Callable[[Pick, Settings], Settings]] = {
     "mixtral": of_mixtral,
     "qwen2_moe": of_qwen_moe,
@@ -131,4 +136,5 @@ EXPERTS: dict[str, Callable[[Pick, Settings], Settings]] = {
     "ernie4_5_moe": of_ernie_moe,
     "glm4_moe_lite": of_glm4_moe_lite,
     "lfm2_moe": of_lfm2_moe,
+    "phimoe": of_phimoe,
 }

@@ -355,6 +355,11 @@ def of_arcee(pick: Pick, found: Settings) -> Settings:
     return {"hidden_act": pick("relu2", "relu2", "gelu")}
 
 
+def of_helium(pick: Pick, found: Settings) -> Settings:
+    # transformers' output projection is as wide as the hidden states.
+    return {"hidden_size": found["num_attention_heads"] * found["head_dim"]}
+
+
 OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     **EXPERTS,
     "llama": of_llama,
@@ -406,4 +411,5 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "olmo": of_olmo,
     "nemotron": of_nemotron,
     "arcee": of_arcee,
+    "helium": of_helium,
 }

@@ -20,9 +20,9 @@ def arcee(name, gguf=True, **settings):
 
 
 CASES = [
-    nemotron("minitron", head_dim=16, num_key_value_heads=1, norm_eps=1e-3),
-    nemotron("biases", attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25, head_dim=16),
-    nemotron("tied", False, tie_word_embeddings=True, hidden_act="gelu", rope_theta=1e6),
+    nemotron("minitron", num_key_value_heads=1, norm_eps=1e-3),
+    nemotron("biases", attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25),
+    nemotron("tied", False, tie_word_embeddings=True, hidden_act="gelu", rope_theta=1e6, head_dim=16),
     arcee("yarn", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 20.0,
           "original_max_position_embeddings": 16, "mscale": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}),
     arcee("biases", False, mlp_bias=True, attention_bias=True, num_key_value_heads=4),
