@@ -64,7 +64,7 @@ CASES = [
     ("electra", "ElectraModel", "ElectraConfig", {"embedding_size": 32, "hidden_act": "relu"}),
     ("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 40, "layer_norm_eps": 1e-5}),
     ("albert", "AlbertForSequenceClassification", "AlbertConfig",
-     {"embedding_size": 12, "num_hidden_layers": 5, "num_hidden_groups": 2, "inner_group_num": 2}),
+     {"embedding_size": 12, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2}),
     ("albert", "AlbertModel", "AlbertConfig", {"embedding_size": 32, "num_hidden_layers": 3}),
     ("albert", "AlbertForMaskedLM", "AlbertConfig", {"embedding_size": 40, "hidden_act": "gelu"}),
     ("deberta", "DebertaV2ForSequenceClassification", "DebertaV2Config",
@@ -129,7 +129,9 @@ def answer_of(ids, mask):
     return answer
 
 
-@pytest.mark.default("roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12")
+@pytest.mark.default(
+    "roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12", "albert-31", "deberta-34"
+)  # fmt: skip
 @pytest.mark.slow
 @each()
 def test_states_scores_and_files(tmp_path, kind, config, settings):
