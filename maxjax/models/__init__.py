@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ..lazy import attributes as _attributes
 
 if _TYPE_CHECKING:
+    from .albert import AlbertConfig as AlbertConfig
+    from .albert import AlbertModel as AlbertModel
     from .apertus import Apertus as Apertus
     from .apertus import ApertusConfig as ApertusConfig
     from .bert import BertConfig as BertConfig
     from .bert import BertForSequenceClassification as BertForSequenceClassification
     from .bert import BertModel as BertModel
     from .bert import BertOutput as BertOutput
+    from .camembert import CamembertConfig as CamembertConfig
+    from .camembert import CamembertModel as CamembertModel
+    from .codegen import CodeGen as CodeGen
+    from .codegen import CodeGenConfig as CodeGenConfig
     from .cohere import Cohere as Cohere
     from .cohere import Cohere2 as Cohere2
     from .cohere import Cohere2Config as Cohere2Config
@@ -23,6 +29,8 @@ if _TYPE_CHECKING:
     from .config import read_object as read_object
     from .construct import build as build
     from .construct import config_beside as config_beside
+    from .deberta_v2 import DebertaV2Config as DebertaV2Config
+    from .deberta_v2 import DebertaV2Model as DebertaV2Model
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
     from .decoder.model import DecoderFamily as DecoderFamily
@@ -32,6 +40,8 @@ if _TYPE_CHECKING:
     from .deepseek import DeepseekV3Config as DeepseekV3Config
     from .distilbert import DistilBertConfig as DistilBertConfig
     from .distilbert import DistilBertModel as DistilBertModel
+    from .electra import ElectraConfig as ElectraConfig
+    from .electra import ElectraModel as ElectraModel
     from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
@@ -67,12 +77,20 @@ if _TYPE_CHECKING:
     from .glm4 import GLMConfig as GLMConfig
     from .glm4_moe import GLM4MoE as GLM4MoE
     from .glm4_moe import GLM4MoEConfig as GLM4MoEConfig
+    from .glm4_moe_lite import GLM4MoELite as GLM4MoELite
+    from .glm4_moe_lite import GLM4MoELiteConfig as GLM4MoELiteConfig
     from .gpt2 import GPT2 as GPT2
     from .gpt2 import GPT2Config as GPT2Config
+    from .gpt_bigcode import GPTBigCode as GPTBigCode
+    from .gpt_bigcode import GPTBigCodeConfig as GPTBigCodeConfig
+    from .gpt_neo import GPTNeo as GPTNeo
+    from .gpt_neo import GPTNeoConfig as GPTNeoConfig
     from .gpt_neox import GPTNeoX as GPTNeoX
     from .gpt_neox import GPTNeoXConfig as GPTNeoXConfig
     from .gpt_oss import GptOss as GptOss
     from .gpt_oss import GptOssConfig as GptOssConfig
+    from .gptj import GPTJ as GPTJ
+    from .gptj import GPTJConfig as GPTJConfig
     from .granite import Granite as Granite
     from .granite import GraniteConfig as GraniteConfig
     from .granitemoe import GraniteMoE as GraniteMoE
@@ -81,6 +99,8 @@ if _TYPE_CHECKING:
     from .granitemoehybrid import GraniteHybridConfig as GraniteHybridConfig
     from .gte import GteConfig as GteConfig
     from .gte import GteModel as GteModel
+    from .helium import Helium as Helium
+    from .helium import HeliumConfig as HeliumConfig
     from .hunyuan import Hunyuan as Hunyuan
     from .hunyuan import HunyuanConfig as HunyuanConfig
     from .hunyuan_moe import HunyuanMoE as HunyuanMoE
@@ -89,6 +109,8 @@ if _TYPE_CHECKING:
     from .jina import JinaV3Model as JinaV3Model
     from .lfm2 import LFM2 as LFM2
     from .lfm2 import LFM2Config as LFM2Config
+    from .lfm2_moe import LFM2MoE as LFM2MoE
+    from .lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4 as Llama4
@@ -107,10 +129,16 @@ if _TYPE_CHECKING:
     from .modernbert import ModernBertModel as ModernBertModel
     from .mpnet import MPNetConfig as MPNetConfig
     from .mpnet import MPNetModel as MPNetModel
+    from .nemotron import Arcee as Arcee
+    from .nemotron import ArceeConfig as ArceeConfig
+    from .nemotron import Nemotron as Nemotron
+    from .nemotron import NemotronConfig as NemotronConfig
     from .nemotron_h import NemotronH as NemotronH
     from .nemotron_h import NemotronHConfig as NemotronHConfig
     from .nomic import NomicBertConfig as NomicBertConfig
     from .nomic import NomicBertModel as NomicBertModel
+    from .olmo import Olmo as Olmo
+    from .olmo import OlmoConfig as OlmoConfig
     from .olmo2 import Olmo2 as Olmo2
     from .olmo2 import Olmo2Config as Olmo2Config
     from .olmo2 import Olmo3 as Olmo3
@@ -123,6 +151,8 @@ if _TYPE_CHECKING:
     from .phi import PhiConfig as PhiConfig
     from .phi3 import Phi3 as Phi3
     from .phi3 import Phi3Config as Phi3Config
+    from .phimoe import PhiMoE as PhiMoE
+    from .phimoe import PhiMoEConfig as PhiMoEConfig
     from .qwen import Qwen2 as Qwen2
     from .qwen import Qwen2Config as Qwen2Config
     from .qwen import Qwen3 as Qwen3
@@ -160,6 +190,10 @@ if _TYPE_CHECKING:
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
+        "albert": "AlbertConfig AlbertModel",
+        "camembert": "CamembertConfig CamembertModel",
+        "deberta_v2": "DebertaV2Config DebertaV2Model",
+        "electra": "ElectraConfig ElectraModel",
         "apertus": "Apertus ApertusConfig",
         "bert": "BertConfig BertForSequenceClassification BertModel BertOutput",
         "cohere": "Cohere Cohere2 Cohere2Config CohereConfig",
@@ -205,11 +239,21 @@ __getattr__, __dir__, __all__ = _attributes(
         "modernbert": "ModernBertConfig ModernBertModel",
         "mpnet": "MPNetConfig MPNetModel",
         "nomic": "NomicBertConfig NomicBertModel",
+        "gpt_neo": "GPTNeo GPTNeoConfig",
+        "codegen": "CodeGen CodeGenConfig",
+        "gptj": "GPTJ GPTJConfig",
+        "gpt_bigcode": "GPTBigCode GPTBigCodeConfig",
+        "olmo": "Olmo OlmoConfig",
+        "nemotron": "Arcee ArceeConfig Nemotron NemotronConfig",
+        "glm4_moe_lite": "GLM4MoELite GLM4MoELiteConfig",
+        "lfm2_moe": "LFM2MoE LFM2MoEConfig",
         "olmo2": "Olmo2 Olmo2Config Olmo3 Olmo3Config",
         "olmoe": "OLMoE OLMoEConfig",
         "opt": "OPT OPTConfig",
         "phi": "Phi PhiConfig",
         "phi3": "Phi3 Phi3Config",
+        "phimoe": "PhiMoE PhiMoEConfig",
+        "helium": "Helium HeliumConfig",
         "qwen": "Qwen2 Qwen2Config Qwen3 Qwen3Config",
         "qwen2_moe": "Qwen2MoE Qwen2MoEConfig",
         "qwen3_5": "Qwen35 Qwen35Config Qwen35MoE Qwen35MoEConfig",

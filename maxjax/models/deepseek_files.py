@@ -140,6 +140,8 @@ def _to_gguf(config: Any) -> dict[str, Any]:
             )
     size, rotated = config.kv_lora_rank, config.qk_rope_head_dim
     dense = config.sparse.index(True) if any(config.sparse) else config.num_layers
+    if not all(config.sparse[dense:]):
+        raise unsupported("layers without experts after one with experts in a GGUF file", None)
     return {
         "attention.head_count_kv": 1,
         "attention.key_length": size + rotated,
@@ -182,5 +184,5 @@ GGUF = GGUFTable(
     log_multiplier=0.1,
     join=_join,
     split=_split,
-    model_types=("deepseek_v2", "kimi_k2"),
+    model_types=("deepseek_v2", "kimi_k2", "glm4_moe_lite"),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
 from .decoder.rope import Rope
 from .gguf.table import GATE_UP, GGUFTable
+from .multimodal import SIGHT
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ GLM4_FAMILY = GLM4.family = DecoderFamily(
     architectures=("Glm4ForCausalLM", "Glm4Model"),
     config=GLM4Config,
     make=make(GLM4),
+    sight=SIGHT,
     gguf=GGUFTable(
         "glm4",
         {

@@ -19,6 +19,7 @@ from .decoder.model import Decoder, make
 from .decoder.rope import Rope
 from .gguf.names import NEXT, ROUTED_KEYS, Rule, expert_names
 from .gguf.table import GGUFTable
+from .multimodal import SIGHT
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ GLM4_MOE = GLM4MoE.family = PredictingFamily(
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     config=GLM4MoEConfig,
     make=make(GLM4MoE),
+    sight=SIGHT,
     gguf=GGUFTable(
         "glm4moe",
         {

@@ -33,7 +33,7 @@ from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedMo
 from .family import Family
 
 # Beginnings of tensor names in files of the model without its head, which omit "transformer.".
-_PARTS = ("wte.", "wpe.", "h.", "ln_f.")
+PARTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,6 @@ GPT2_FAMILY = GPT2.family = Family(
     make=make(GPT2),
     # Attention masks that old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", _PARTS),
+    bare=("transformer.", PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),
 )

@@ -81,7 +81,7 @@ class GptOssMLP(SparseMLP):
     """The experts of a gpt-oss."""
 
     router_name: ClassVar[str] = "router"
-    expert_bias: ClassVar[bool] = True
+    experts_have_biases: ClassVar[bool] = True
 
     def routes(self, config: Any) -> Routing:
         """The softmax of the chosen scores."""

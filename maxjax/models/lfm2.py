@@ -211,12 +211,28 @@ def _read(given: Settings, tensors: Any, config: Config) -> Config:
     }
 
 
-def _write(config: LFM2Config) -> dict[str, Any]:
+def kv_counts(config: Any) -> dict[str, Any]:
     """The number of KV heads of each layer, which is 0 where there is a convolution."""
     counts = [0 if one else config.kv_heads for one in config.convolves]
     return {"attention.head_count_kv": counts}
 
 
+GGUF = GGUFTable(
+    "lfm2",
+    {
+        "output_norm": None, "token_embd_norm": "model.embedding_norm",
+        ".attn_norm": "operator_norm", ".ffn_norm": "ffn_norm",
+        ".attn_output": "self_attn.out_proj",
+        ".attn_q_norm": "self_attn.q_layernorm", ".attn_k_norm": "self_attn.k_layernorm",
+        ".ffn_gate": "feed_forward.w1", ".ffn_up": "feed_forward.w3",
+        ".ffn_down": "feed_forward.w2", ".shortconv.conv": Rule("conv.conv", Taps()),
+        ".shortconv.in_proj": "conv.in_proj", ".shortconv.out_proj": "conv.out_proj",
+    },
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    fixed={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
+    read=_read, write=kv_counts, biases=(), computed=("intermediate_size", "block_auto_adjust_ff_dim"),
+    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+)  # fmt: skip
 LFM2_FAMILY = LFM2.family = DecoderFamily(
     model_type=LFM2Config.model_type,
     architectures=("Lfm2ForCausalLM", "Lfm2Model"),
@@ -224,20 +240,5 @@ LFM2_FAMILY = LFM2.family = DecoderFamily(
     make=make(LFM2),
     bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
     sight=SIGHT,
-    gguf=GGUFTable(
-        "lfm2",
-        {
-            "output_norm": None, "token_embd_norm": "model.embedding_norm",
-            ".attn_norm": "operator_norm", ".ffn_norm": "ffn_norm",
-            ".attn_output": "self_attn.out_proj",
-            ".attn_q_norm": "self_attn.q_layernorm", ".attn_k_norm": "self_attn.k_layernorm",
-            ".ffn_gate": "feed_forward.w1", ".ffn_up": "feed_forward.w3",
-            ".ffn_down": "feed_forward.w2", ".shortconv.conv": Rule("conv.conv", Taps()),
-            ".shortconv.in_proj": "conv.in_proj", ".shortconv.out_proj": "conv.out_proj",
-        },
-        keys={"shortconv.l_cache": "conv_L_cache"},
-        fixed={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
-        read=_read, write=_write, biases=(), computed=("intermediate_size", "block_auto_adjust_ff_dim"),
-        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-    ),
-)  # fmt: skip
+    gguf=GGUF,
+)

@@ -19,16 +19,18 @@ PLACES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
 )
 # The other parts of multimodal models, in files of any age.
 SIGHT = tuple(
     f"{prefix}{part}.*"
-    for prefix in ("", "model.")
+    for prefix in ("", "model.", "thinker.")
     for part in (
         *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
         *("embed_vision", "embed_audio", "connector"),
     )
-) + ("image_newline", "model.image_newline")
+) + ("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*")
 _SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
 T = TypeVar("T")
 # Keys beside ``text_config`` that hold for the text model too.
@@ -58,6 +60,7 @@ class TextModel:
 _MISTRAL = TextModel("mistral", "MistralForCausalLM", {"sliding_window": None})
 _MINISTRAL = TextModel("ministral3", "Ministral3ForCausalLM")
 _QWEN2 = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
+_OMNI = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "tie_word_embeddings": True})
 _QWEN3 = TextModel(
     "qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000}
 )
@@ -86,6 +89,14 @@ _INSIDE = {
 }  # fmt: skip
 _LLAMA: dict[str | None, TextModel] = {None: _INSIDE["llama"], **_INSIDE}
 _OF_QWEN2: dict[str | None, TextModel] = {None: _INSIDE["qwen2"], **_INSIDE}
+_OMNI_MOE = TextModel(
+    "qwen3_moe", "Qwen3MoeForCausalLM", {"rope_theta": 1e6, "norm_topk_prob": True}
+)
+_GLM4 = TextModel("glm4", "Glm4ForCausalLM", always={"attention_bias": True})
+_GLM4_MOE = TextModel(
+    "glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True}, always={"use_qk_norm": False}
+)
+_GLM4V = {None: _GLM4, "glm4v_text": _GLM4, "glm4v_moe_text": _GLM4_MOE}
 _LFM2 = TextModel("lfm2", "Lfm2ForCausalLM")
 _QWEN35 = TextModel("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = TextModel("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
@@ -103,6 +114,10 @@ TEXTS: dict[str, dict[str | None, TextModel]] = {
     "qwen2_5_vl": {None: _QWEN2},
     "qwen3_vl": {None: _QWEN3},
     "qwen3_vl_moe": {None: _QWEN3_MOE},
+    **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), {None: _OMNI}),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), {None: _OMNI_MOE}),
+    **dict.fromkeys(("glm4v", "glm46v"), _GLM4V),
+    "glm4v_moe": {None: _GLM4_MOE},
     "qwen3_5": {None: _QWEN35},
     "qwen3_5_moe": {None: _QWEN35_MOE},
     "kimi_k25": {None: _DEEPSEEK_V3},
@@ -121,6 +136,13 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    **dict.fromkeys(("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"), "qwen2_5_omni"),
+    "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni_thinker",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni_moe_thinker",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm46VForConditionalGeneration": "glm46v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "KimiK25ForConditionalGeneration": "kimi_k25",
@@ -155,7 +177,9 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     listed = raw.get("architectures")
     first = listed[0] if isinstance(listed, list) and listed else None
     kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
-    texts, given = TEXTS.get(kind) if isinstance(kind, str) else None, raw.get("text_config")
+    texts, outer = TEXTS.get(kind) if isinstance(kind, str) else None, raw.get("thinker_config")
+    outer = raw if texts is None or not isinstance(outer, Mapping) else {**raw, **outer}
+    given = outer.get("text_config")
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
     if texts is None:
@@ -172,7 +196,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f"{kind} with a text model of type {str(inner)[:60]!r} (supported are {known})"
         )
     text = text or texts[None]
-    shared = {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
+    shared = {key: outer[key] for key in _TOP_LEVEL if outer.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
     return {**text.unsaid, **_without_sections(given), **shared, **text.always, **names}
 

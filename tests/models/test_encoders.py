@@ -21,6 +21,8 @@ SMALL = {
 _DISTIL = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37,
            "max_position_embeddings": 60}  # fmt: skip
 _MODERN = {"pad_token_id": 0, "num_hidden_layers": 4, "local_attention": 8}
+_DEBERTA = {"relative_attention": True, "max_relative_positions": -1, "norm_rel_ebd": "layer_norm",
+            "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}  # fmt: skip
 # The first of each kind is in the default set.
 CASES = [
     ("roberta", "RobertaModel", "RobertaConfig", {"type_vocab_size": 1, "layer_norm_eps": 1e-5}),
@@ -55,6 +57,22 @@ CASES = [
     ("jina", "JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", {}),
     ("jina", "JinaEmbeddingsV3ForSequenceClassification", "JinaEmbeddingsV3Config", {"num_labels": 1}),
     ("jina", "JinaEmbeddingsV3ForMaskedLM", "JinaEmbeddingsV3Config", {"hidden_act": "relu"}),
+    ("camembert", "CamembertForSequenceClassification", "CamembertConfig", {"type_vocab_size": 1}),
+    ("camembert", "CamembertForMaskedLM", "CamembertConfig", {"hidden_act": "relu"}),
+    ("camembert", "CamembertModel", "CamembertConfig", {"layer_norm_eps": 1e-5}),
+    ("electra", "ElectraForSequenceClassification", "ElectraConfig", {"embedding_size": 12, "num_labels": 1}),
+    ("electra", "ElectraModel", "ElectraConfig", {"embedding_size": 32, "hidden_act": "relu"}),
+    ("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 40, "layer_norm_eps": 1e-5}),
+    ("albert", "AlbertForSequenceClassification", "AlbertConfig",
+     {"embedding_size": 12, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2}),
+    ("albert", "AlbertModel", "AlbertConfig", {"embedding_size": 32, "num_hidden_layers": 3}),
+    ("albert", "AlbertForMaskedLM", "AlbertConfig", {"embedding_size": 40, "hidden_act": "gelu"}),
+    ("deberta", "DebertaV2ForSequenceClassification", "DebertaV2Config",
+     _DEBERTA | {"position_buckets": 6, "share_att_key": True, "num_labels": 3}),
+    ("deberta", "DebertaV2Model", "DebertaV2Config",
+     _DEBERTA | {"position_biased_input": True, "type_vocab_size": 2, "norm_rel_ebd": "none"}),
+    ("deberta", "DebertaV2ForMaskedLM", "DebertaV2Config",
+     _DEBERTA | {"pos_att_type": ["p2c"], "position_buckets": 8, "max_relative_positions": 20}),
 ]  # fmt: skip
 call = jax.jit(lambda model, *arrays, **named: model(*arrays, **named))
 
@@ -111,7 +129,9 @@ def answer_of(ids, mask):
     return answer
 
 
-@pytest.mark.default("roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12")
+@pytest.mark.default(
+    "roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12", "albert-31", "deberta-34"
+)  # fmt: skip
 @pytest.mark.slow
 @each()
 def test_states_scores_and_files(tmp_path, kind, config, settings):

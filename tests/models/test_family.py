@@ -224,13 +224,13 @@ def test_unknown_ones_are_named_with_those_there_are(config, named):
 @pytest.mark.parametrize(
     "name, nearest",
     [
-        ("qwen3_omni_moe", "'qwen3_moe' (qwen3_moe)"),
-        ("Qwen3OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
+        ("qwen4_omni_moe", "'qwen3_moe' (qwen3_moe)"),
+        ("Qwen4OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
         ("Qwen2ForSequenceClassification", "'qwen2' (Qwen2ForCausalLM)"),
         ("Gemma4ForTokenClassification", "'gemma4_text' (Gemma4ForCausalLM)"),
         ("DeepseekV32ForCausalLM", "'deepseek_v3' (DeepseekV3ForCausalLM)"),
         ("glm_moe_dsa", "'glm4_moe' (glm4_moe)"),
-        ("GPTBigCodeForCausalLM", "'gpt2' (GPT2LMHeadModel)"),
+        ("GPTSw3ForCausalLM", "'gpt2' (GPT2LMHeadModel)"),
         ("LamaForCausalLM", "'llama' (LlamaForCausalLM)"),
         ("T5ForConditionalGeneration", None),
         ("ForCausalLM", None),

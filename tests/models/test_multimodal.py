@@ -27,8 +27,13 @@ SEEN = {
     "num_heads": 2,
     "intermediate_size": 16,
 }
+HEARD = {
+    "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16,
+    "output_dim": 32, "n_window": 2, "max_source_positions": 8, "downsample_hidden_size": 4,
+}  # fmt: skip
 NORMS = ("model.norm.weight", "model.embedding_norm.weight")
 SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}.items()
+EVEN = {"rope_type": "default", "rope_theta": 1e6}
 WIDE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8,
@@ -55,6 +60,33 @@ KINDS = {
         },
         {**SEEN, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "Qwen2_5OmniThinkerForConditionalGeneration": (
+        "Qwen2_5OmniThinkerConfig", {"rope_parameters": {**EVEN, "mrope_section": [1, 1, 2]}}, SEEN,
+    ),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": (
+        "Qwen3OmniMoeThinkerConfig",
+        {
+            "head_dim": 16, "rope_scaling": WIDE, "rope_theta": 5e6, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+        {**SEEN, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "Glm4vForConditionalGeneration": (
+        "Glm4vConfig",
+        {
+            "head_dim": 8,
+            "rope_parameters": {**EVEN, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        },
+        {**SEEN, "patch_size": 4, "image_size": 16},
+    ),
+    "Glm4vMoeForConditionalGeneration": (
+        "Glm4vMoeConfig",
+        {
+            "head_dim": 16, "rope_parameters": {**EVEN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+        {**SEEN, "patch_size": 4, "image_size": 16},
+    ),
     "Lfm2VlForConditionalGeneration": (
         "Lfm2VlConfig",
         {
@@ -71,6 +103,7 @@ def theirs(kind, directory):
     settings = {
         "text_config": {**SMALL, **text}, "vision_config": vision, "tie_word_embeddings": True,
     }  # fmt: skip
+    settings |= {"audio_config": HEARD} if "Omni" in kind else {}
 
     def scaled(tensors, by):
         (name,) = (n for n in tensors if text_name(n) in NORMS)
@@ -134,6 +167,25 @@ def test_settings_of_old_files_stand_among_the_others():
     assert found["model_type"] == "qwen2" and found["hidden_size"] == 32
     assert found["rope_scaling"] is None and found["rms_norm_eps"] == 1e-5
     assert find_family(flat).config.from_dict(flat).hidden_size == 32
+
+
+def test_the_thinker_of_an_omni_model():
+    """As Qwen3-Omni is published: the settings are two objects deep, and the tensors have a prefix."""
+    config = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe",
+        "dtype": "bfloat16", "thinker_config": {"text_config": {**SMALL, "num_experts": 4}},
+    }  # fmt: skip
+    found = text_settings(config)
+    assert (found["hidden_size"], found["dtype"], found["norm_topk_prob"]) == (32, "bfloat16", True)
+    assert text_name("thinker.model.layers.0.mlp.gate.weight") == "model.layers.0.mlp.gate.weight"
+    assert text_name("thinker.lm_head.weight") == "lm_head.weight"
+    for other in (
+        "talker.model.norm.weight",
+        "code2wav.x",
+        "thinker.visual.x",
+        "thinker.audio_tower.x",
+    ):
+        assert text_name(other) is None
 
 
 @pytest.mark.parametrize("text", [[1], "small", 3])

@@ -360,32 +360,34 @@ def layers_of(raw: Mapping[str, Any]) -> int:
 
 
 def kinds_of(
-    raw: Mapping[str, Any], kinds: Mapping[str, _Kind], default: Sequence[_Kind] = ()
-) -> tuple[_Kind, ...]:
-    """What each layer is: as ``layer_types`` says, or the default without it.
+    raw: Mapping[str, Any], kinds: Mapping[str, _Kind], default: Sequence[_Kind] = (),
+    key: str = "layer_types",
+) -> tuple[_Kind, ...]:  # fmt: skip
+    """What each layer is: as the list under a key says, or the default without it.
 
     Args:
         raw: content of the file.
         kinds: what the kinds of layers that a family has stand for.
         default: what the layers of a file without the key are.
+        key: the key.
 
     Raises:
-        ValueError: ``layer_types`` is not a list of strings.
-        UnsupportedModelError: ``layer_types`` names another kind of layer.
+        ValueError: it is not a list of strings.
+        UnsupportedModelError: it names another kind of layer.
 
     Example:
         >>> kinds_of({"layer_types": ["conv", "full_attention"]}, {"conv": 1, "full_attention": 0})
         (1, 0)
     """
-    listed = raw.get("layer_types")
+    listed = raw.get(key)
     if listed is None:
         return tuple(default)
     if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
-        raise ValueError("'layer_types' is not a list of strings")
+        raise ValueError(f"'{key}' is not a list of strings")
     for kind in listed:
         if kind not in kinds:
             raise UnsupportedModelError(
-                f"'layer_types' with {kind[:80]!r}: supported are {', '.join(kinds)}"
+                f"'{key}' with {kind[:80]!r}: supported are {', '.join(kinds)}"
             )
     return tuple(kinds[kind] for kind in listed)
 

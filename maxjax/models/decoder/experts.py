@@ -35,7 +35,7 @@ from ...nn.moe.experts import ExpertSplit, mixture, mixture_on_mesh, split_of
 from ...nn.quantized import QuantizedLinear
 from ..config import setting
 from .block import DecoderLayer
-from .config import DecoderConfig, own
+from .config import DecoderConfig, kinds_of, own
 
 # Names of an expert's linear layers, in the order gate, up, down.
 MAPS_W = ("w1", "w3", "w2")
@@ -123,17 +123,28 @@ def check_routing(routing: Routing, experts: int, key: str) -> None:
         ) from None
 
 
-def after_dense(raw: Mapping[str, Any], layers: int, default: int = 0) -> tuple[bool, ...]:
-    """Whether each layer has experts: all after the first ``first_k_dense_replace``.
+def after_dense(
+    raw: Mapping[str, Any], layers: int, default: int = 0, key: str = "first_k_dense_replace"
+) -> tuple[bool, ...]:
+    """Whether each layer has experts: all after the first, whose number is under a key.
 
     Raises:
         ValueError: the setting is not a number of layers.
     """
-    dense = raw.get("first_k_dense_replace")
+    dense = raw.get(key)
     dense = default if dense is None else dense
     if type(dense) is not int or dense < 0:
-        raise ValueError(f"'first_k_dense_replace' is {str(dense)[:60]}, not a number of layers")
+        raise ValueError(f"'{key}' is {str(dense)[:60]}, not a number of layers")
     return tuple(i >= dense for i in range(layers))
+
+
+def sparse_of(raw: Mapping[str, Any], default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Whether each layer has experts: as ``mlp_layer_types`` says, or the default without it.
+
+    Raises:
+        ValueError, UnsupportedModelError: as for ``kinds_of``.
+    """
+    return kinds_of(raw, {"dense": False, "sparse": True}, default, "mlp_layer_types")
 
 
 class ExpertMLP(Module):
@@ -213,7 +224,7 @@ class SparseMLP(Module):
             experts of one layer in different dtypes, it is a LayerList of them.
         router_name, shared_name: names of the router, a Linear of weight ``[X, E]``, and of the MLP that
             every token goes through, if there is one.
-        expert_bias: whether the linear layers of experts have biases.
+        experts_have_biases: whether the linear layers of experts have biases.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -226,7 +237,7 @@ class SparseMLP(Module):
 
     router_name: ClassVar[str] = "gate"
     shared_name: ClassVar[str] = "shared_expert"
-    expert_bias: ClassVar[bool] = False
+    experts_have_biases: ClassVar[bool] = False
 
     def __init__(self, config: MoEConfig, dtype: DType):
         super().__init__()
@@ -234,7 +245,12 @@ class SparseMLP(Module):
         self.routing.check(config.num_experts)
         setattr(self, self.router_name, self.make_router(config, dtype))
         first = ExpertMLP(
-            config.maps, config.hidden_size, config.expert_size, kind, dtype, self.expert_bias
+            config.maps,
+            config.hidden_size,
+            config.expert_size,
+            kind,
+            dtype,
+            self.experts_have_biases,
         )
         self.maps, self.between = config.maps, kind
         self.experts: Any = ExpertStack(first, config.num_experts)
@@ -369,10 +385,10 @@ class SparseMLP(Module):
     def _weights(self) -> Any:
         if (stacks := self._stacks) is not None:
             biases = []
-            if self.expert_bias and (experts := self._stacked_experts) is not None:
+            if self.experts_have_biases and (experts := self._stacked_experts) is not None:
                 biases = [experts.holder(f"{name}.bias").stored for name in self.maps]
             return _operands(stacks, biases)
-        biased = [(e.linears if self.expert_bias else []) for e in self.experts]
+        biased = [(e.linears if self.experts_have_biases else []) for e in self.experts]
         return [
             _operands([m.weight.stored for m in e.linears], [m.bias.stored for m in bias])
             for e, bias in zip(self.experts, biased, strict=True)

@@ -17,7 +17,7 @@ from ...graph.placement.specs import Split
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
-from ...nn.norm import LayerNorm, RMSNorm
+from ...nn.norm import ConstantLayerNorm, LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from .config import DecoderConfig
@@ -34,11 +34,16 @@ def _wide_rms(config: DecoderConfig, dtype: DType, width: int) -> RMSNorm:
 
 
 def _layer(config: DecoderConfig, dtype: DType, width: int) -> LayerNorm:
-    return LayerNorm(width, [DeviceRef.CPU()], dtype, config.rms_norm_eps)
+    offset = config.norm_offset
+    return LayerNorm(width, [DeviceRef.CPU()], dtype, config.rms_norm_eps, weight_offset=offset)
 
 
 def _layer_without_bias(config: DecoderConfig, dtype: DType, width: int) -> LayerNorm:
     return LayerNorm(width, [DeviceRef.CPU()], dtype, config.rms_norm_eps, use_bias=False)
+
+
+def _layer_without_weights(config: DecoderConfig, dtype: DType, width: int) -> ConstantLayerNorm:
+    return ConstantLayerNorm(width, DeviceRef.CPU(), dtype, config.rms_norm_eps)
 
 
 # What ``config.norm`` may be: "rms" rounds before it multiplies by the weight, as Llama does, and
@@ -48,6 +53,7 @@ NORMS: dict[str, Callable[[DecoderConfig, DType, int], Any]] = {
     "wide_rms": _wide_rms,
     "layer": _layer,
     "layer_without_bias": _layer_without_bias,
+    "layer_without_weights": _layer_without_weights,
 }
 
 

@@ -36,10 +36,12 @@ class Types(NamedTuple):
         """A linear layer."""
         return Linear(in_dim, out_dim, self.dtype, DeviceRef.CPU(), has_bias=has_bias)
 
-    def norm(self, config: EncoderConfig, has_bias: bool = True) -> LayerNorm:
-        """A LayerNorm over the hidden size."""
+    def norm(
+        self, config: EncoderConfig, has_bias: bool = True, size: int | None = None
+    ) -> LayerNorm:
+        """A LayerNorm over the hidden size, or another."""
         return LayerNorm(
-            config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
+            size or config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
             config.layer_norm_eps, has_bias, compute_dtype=self.reduce,
         )  # fmt: skip
 

@@ -30,6 +30,7 @@ class EncoderEmbeddings(Module):
         types: dtypes.
         positions, token_types: numbers of rows of these tables; 0: there is none.
         has_norm: whether the sum is normalised here.
+        size: length of the embeddings; the hidden size by default.
     """
 
     def __init__(
@@ -40,18 +41,19 @@ class EncoderEmbeddings(Module):
         positions: int = 0,
         token_types: int = 0,
         has_norm: bool = True,
+        size: int | None = None,
     ):
         super().__init__()
+        size = size or config.hidden_size
 
         def table(rows: int) -> Embedding | None:
-            size = config.hidden_size
             return Embedding(rows, size, types.dtype, DeviceRef.CPU()) if rows else None
 
         self.word_embeddings = table(config.vocab_size)
         self.position_embeddings = table(positions)
         self.token_type_embeddings = table(token_types)
         self.dtype = types.reduce
-        self.LayerNorm = types.norm(config) if has_norm else None
+        self.LayerNorm = types.norm(config, size=size) if has_norm else None
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small tables of positions and token types; the token table has its own rule."""

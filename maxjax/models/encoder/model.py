@@ -36,18 +36,22 @@ class EncoderOutput(NamedTuple):
 
 
 class Pooler(Module):
-    """A linear layer and tanh, applied to the first token's state."""
+    """A linear layer and an activation function, applied to the first token's state."""
+
+    activation: ClassVar[str] = "tanh"
 
     def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         self.dense = types.linear(config.hidden_size, config.hidden_size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
+        return ACTIVATIONS[self.activation](self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
 
 
 class ClassificationHead(Module):
-    """A linear layer, tanh, and the linear layer of the scores, as in RoBERTa."""
+    """A linear layer, tanh or another function, and the linear layer of the scores, as in RoBERTa."""
+
+    activation: ClassVar[str] = "tanh"
 
     def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
@@ -56,7 +60,7 @@ class ClassificationHead(Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """A pooled state ``[B, E]`` → scores ``[B, labels]``."""
-        return self.out_proj(ACTIVATIONS["tanh"](self.dense(x).astype(x.dtype)))
+        return self.out_proj(ACTIVATIONS[self.activation](self.dense(x).astype(x.dtype)))
 
 
 class Encoder(PretrainedModel):
@@ -74,12 +78,14 @@ class Encoder(PretrainedModel):
         classifier: the layer of the scores, or None.
         head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
             classification head takes.
+        pooler_class: class of the pooler.
         has_pooler: whether models have a pooler if nothing else is said.
         takes_types: whether the model was trained with the token types of text pairs.
     """
 
     head_pooling: ClassVar[str] = "cls"
     has_pooler: ClassVar[bool] = False
+    pooler_class: ClassVar[Any] = Pooler
     takes_types: ClassVar[bool] = True
 
     def __init__(
@@ -97,7 +103,7 @@ class Encoder(PretrainedModel):
         self.reduce_dtype = types.reduce
         self.make(config, types)
         has_pooler = self.has_pooler if pooler is None else pooler
-        self.pooler = Pooler(config, types) if has_pooler else None
+        self.pooler = self.pooler_class(config, types) if has_pooler else None
         self.classifier: Any = None
         if head:
             self.make_head(config, types)

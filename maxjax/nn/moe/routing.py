@@ -14,12 +14,28 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+# How far below a score others may be, as a share of the larger one's size, to count for its softmax.
+_NEAR = 0.02
+
+
+def _of_near(scores: jax.Array, best: jax.Array) -> jax.Array:
+    """The softmax of each of the k highest scores among those near it and not above it."""
+    count, experts = best.shape[-1], scores.shape[-1]
+    ordered = jax.lax.top_k(scores, experts)[0][..., None, :]  # [..., 1, X]
+    one = best[..., :, None]  # [..., k, 1]
+    is_near = (one - ordered) <= _NEAR * jnp.maximum(jnp.abs(ordered), one)
+    places = jnp.arange(experts)[None, :] >= jnp.arange(count)[:, None]  # equal ones in turn
+    is_near = is_near & places.reshape((1,) * (scores.ndim - 1) + places.shape)
+    return 1 / jnp.sum(jnp.where(is_near, jnp.exp(ordered - one), 0), axis=-1)
+
+
 SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "scores": lambda scores, best: best,
     "softmax": lambda scores, best: jnp.exp(
         best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     ),
     "softmax of chosen": lambda scores, best: jax.nn.softmax(best, axis=-1),
+    "softmax of near": _of_near,
     "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
 }
 """How the k chosen experts share a token: name → function of all scores ``[..., X]`` and the k highest ones."""
@@ -32,9 +48,11 @@ class Routing:
     Attributes:
         count: k, the number of experts of each token.
         shares: how scores become shares, a key of ``SHARES``: the "softmax" over all experts, the
-            "softmax of chosen", their "sigmoid", or the "scores" themselves.
+            "softmax of chosen", of each among those near it that come after it ("softmax of near",
+            arXiv:2409.12136), their "sigmoid", or the "scores" themselves.
         normalised: whether the shares of a token are divided by their sum.
         least: the least number that they are divided by.
+        more: number added to that sum.
         factor: what shares are multiplied by at last.
         groups, chosen_groups: numbers of equal groups of experts, in order, and of those that a token
             chooses its experts from: the groups whose ``best_of_group`` highest scores have the
@@ -56,6 +74,7 @@ class Routing:
     shares: str = "softmax"
     normalised: bool = False
     least: float = 1e-20
+    more: float = 0.0
     factor: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
@@ -113,6 +132,7 @@ class Routing:
             shares = jnp.take_along_axis(every, chosen, axis=-1)
         if self.normalised:
             total = jnp.sum(shares, axis=-1, keepdims=True)
+            total = total + self.more if self.more else total
             shares = shares / jnp.maximum(total, self.least)
         return chosen, shares if self.factor == 1.0 else shares * self.factor
 

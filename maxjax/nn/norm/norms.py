@@ -18,7 +18,7 @@ from ..layer.sharded import Replicated
 
 
 class LayerNorm(Replicated, Module):
-    """``(x - mean) / √(variance + eps) · weight + bias`` over the last axis.
+    """``(x - mean) / √(variance + eps) · (weight + weight_offset) + bias`` over the last axis.
 
     Args (in MAX's order):
         dims: length of the last axis.
@@ -27,6 +27,7 @@ class LayerNorm(Replicated, Module):
         eps: number added to the variance.
         use_bias: whether there is a bias.
         compute_dtype: dtype of the computation; change float32 only for experiments.
+        weight_offset: number added to the weight (1 in Nemotron, whose files hold ``weight - 1``).
 
     Attributes:
         weight: Weight ``[dims]``.
@@ -48,6 +49,7 @@ class LayerNorm(Replicated, Module):
         use_bias: bool = True,
         *,
         compute_dtype: Any = DType.float32,
+        weight_offset: float = 0.0,
     ):
         super().__init__()
         self.dim = dims
@@ -55,6 +57,7 @@ class LayerNorm(Replicated, Module):
         self.dtype = DType.of(dtype)
         self.eps = eps
         self.compute_dtype = DType.of(compute_dtype)
+        self.weight_offset = weight_offset
         device = self.devices[0] if self.devices else DeviceRef.CPU()
         self.weight = Weight("weight", dtype, (dims,), device)
         self.bias = Weight("bias", dtype, (dims,), device) if use_bias else None
@@ -68,14 +71,17 @@ class LayerNorm(Replicated, Module):
         array = jnp.asarray(x)
         _check_last_axis(self, array, self.dim)
         dtype = self.compute_dtype.np
-        y = _normalised(array.astype(dtype), -1, self.eps) * _row(self.weight, array.ndim, dtype)
+        weight = _row(self.weight, array.ndim, dtype)
+        weight = weight + self.weight_offset if self.weight_offset else weight
+        y = _normalised(array.astype(dtype), -1, self.eps) * weight
         if self.bias is not None:
             y = y + _row(self.bias, array.ndim, dtype)
         return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
-        """The identity after normalising: weight one, bias zero."""
-        return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
+        """The identity after normalising: an effective factor of one, bias zero."""
+        one = jax.nn.initializers.constant(1.0 - self.weight_offset)
+        return jax.nn.initializers.zeros if name == "bias" else one
 
 
 class RMSNorm(Replicated, Module):

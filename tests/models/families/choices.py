@@ -126,3 +126,18 @@ def both(pick: Pick, far: Settings, near: Settings, **outer: Any) -> Settings:
     old = {k: v for k, v in far.items() if k != "rope_theta"}
     return {**no_rope(), **pick({}, {"rope_parameters": {FULL: far, NEAR: near}},
                             {"rope_theta": pick(1e4, 1e6), "rope_scaling": old, **outer})}  # fmt: skip
+
+
+def window(pick: Pick, found: Settings) -> Settings:
+    """The window of Qwen, which one setting turns on and another gives to some layers."""
+    used, layers = pick.maybe(), found["num_hidden_layers"]
+    kinds = found.get("layer_types", LEFT_OUT) if used else LEFT_OUT
+    first = int(pick.rng.integers(0, layers + 1))
+    return {"use_sliding_window": used, "max_window_layers": first, "layer_types": kinds}
+
+
+def kinds_of(pick: Pick, found: Settings, *of: str) -> list[str]:
+    """A kind for each layer, attention one of them at least: transformers counts its tokens."""
+    kinds = pick.many(found["num_hidden_layers"], *of)
+    kinds[int(pick.rng.integers(len(kinds)))] = FULL
+    return kinds

@@ -146,7 +146,7 @@ def draw(family: str, rng: np.random.Generator) -> Drawn:
 
 
 # Configurations of these have heads that divide the hidden size, or no width of heads of their own.
-_EVEN = ("llama", "gemma2", "gemma3_text", "gemma3n_text", "deepseek_v2")
+_EVEN = ("llama", "arcee", "gemma2", "gemma3_text", "gemma3n_text", "deepseek_v2")
 
 
 def sizes(pick: Pick, known: set[str], family: str, config: Any) -> Settings:

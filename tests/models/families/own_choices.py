@@ -17,13 +17,14 @@ from tests.models.families.choices import (
     Pick,
     Settings,
     both,
+    kinds_of,
     longrope,
     no_rope,
     partly,
-    rope,
-    width_of,
+    window,
     without_rope,
 )  # fmt: skip
+from tests.models.families.expert_choices import EXPERTS
 
 
 def of_llama(pick: Pick, found: Settings) -> Settings:
@@ -32,14 +33,6 @@ def of_llama(pick: Pick, found: Settings) -> Settings:
 
 def of_mistral(pick: Pick, found: Settings) -> Settings:
     return {"sliding_window": pick(None, 3, 9, 40), **longrope(pick, found)}
-
-
-def window(pick: Pick, found: Settings) -> Settings:
-    """The window of Qwen, which one setting turns on and another gives to some layers."""
-    used, layers = pick.maybe(), found["num_hidden_layers"]
-    kinds = found.get("layer_types", LEFT_OUT) if used else LEFT_OUT
-    first = int(pick.rng.integers(0, layers + 1))
-    return {"use_sliding_window": used, "max_window_layers": first, "layer_types": kinds}
 
 
 def of_qwen(pick: Pick, found: Settings) -> Settings:
@@ -107,55 +100,6 @@ def of_stablelm(pick: Pick, found: Settings) -> Settings:
     return {**no_rope(), **changed, "hidden_size": found["hidden_size"]}
 
 
-def of_mixtral(pick: Pick, found: Settings) -> Settings:
-    given = found.get("rope_scaling") or found.get("rope_parameters") or {"rope_type": "default"}
-    if (
-        found["hidden_size"] % (2 * found["num_attention_heads"])
-        or given.get("rope_type") != "default"
-    ):
-        return {"sliding_window": pick(None, 3, 9)}
-    return {"sliding_window": pick(None, 3, 9), "head_dim": pick(None, 6, 16)}
-
-
-def of_qwen_moe(pick: Pick, found: Settings) -> Settings:
-    layers = found["num_hidden_layers"]
-    return {**window(pick, found), "decoder_sparse_step": pick(1, 1, 2),
-            "mlp_only_layers": pick([], [0], [layers - 1])}  # fmt: skip
-
-
-def of_gpt_oss(pick: Pick, found: Settings) -> Settings:
-    return {"hidden_act": LEFT_OUT}
-
-
-def of_deepseek(pick: Pick, found: Settings) -> Settings:
-    changed = latent(pick, found)
-    experts = changed["n_routed_experts"]
-    groups = pick(1, 2)
-    changed |= {"n_group": groups, "topk_group": pick(1, groups)}
-    most = experts // groups * changed["topk_group"]
-    return {**changed, "num_experts_per_tok": min(found["num_experts_per_tok"], most),
-            "rope_interleave": pick(LEFT_OUT, True, False)}  # fmt: skip
-
-
-def latent(pick: Pick, found: Settings) -> Settings:
-    heads = found["num_attention_heads"]
-    part = pick(4, 6)
-    changed = rope(pick, found, ("default", "linear", "yarn"), part)
-    return {
-        **no_rope(), **changed, "num_key_value_heads": heads, "head_dim": LEFT_OUT, "mlp_bias": LEFT_OUT,
-        "kv_lora_rank": pick(8, 12), "q_lora_rank": pick(None, 10, 16), "qk_nope_head_dim": pick(3, 6),
-        "qk_rope_head_dim": part, "v_head_dim": pick(5, 9), "n_routed_experts": pick(4, 8),
-        "n_shared_experts": pick(1, 2), "first_k_dense_replace": pick(0, 1, 2),
-    }  # fmt: skip
-
-
-def of_deepseek_v2(pick: Pick, found: Settings) -> Settings:
-    changed = {**of_deepseek(pick, found), "rope_interleave": LEFT_OUT, "norm_topk_prob": False}
-    changed |= {"qk_nope_head_dim": pick(4, 6)}  # transformers wants pairs in memory
-    limited = changed["n_group"] > 1
-    return {**changed, "topk_method": "group_limited_greedy" if limited else "greedy"}
-
-
 def delta(pick: Pick, found: Settings) -> Settings:
     heads = found["linear_num_key_heads"] * pick(1, 2, 3)
     # transformers wants a layer with attention.
@@ -183,38 +127,6 @@ def of_qwen3_next(pick: Pick, found: Settings) -> Settings:
         "decoder_sparse_step": pick(1, 2),
         "mlp_only_layers": pick([], [0]),
     }
-
-
-def of_glm4_moe(pick: Pick, found: Settings) -> Settings:
-    groups, experts = pick(1, 2), pick(4, 8)
-    chosen = pick(1, groups)
-    most = experts // groups * chosen
-    return {**no_rope(), **partly(pick, without_rope(found), 0.5, KINDS), "n_routed_experts": experts,
-            "n_group": groups, "topk_group": chosen, "n_shared_experts": pick(1, 2),
-            "num_experts_per_tok": min(found["num_experts_per_tok"], most),
-            "first_k_dense_replace": pick(0, 1, 2)}  # fmt: skip
-
-
-def of_llama4(pick: Pick, found: Settings) -> Settings:
-    layers = found["num_hidden_layers"]
-    rotates = pick(
-        {}, {"no_rope_layers": pick.many(layers, 0, 1, 1)}, {"no_rope_layer_interval": 2}
-    )
-    sparse = pick({}, {"interleave_moe_layer_step": 2}, {"moe_layers": [layers - 1]})
-    return {**rotates, **sparse, "attention_chunk_size": pick(5, 8, 64), "intermediate_size_mlp": pick(20, 48),
-            "layer_types": LEFT_OUT, "num_experts_per_tok": pick(1, 2),
-            "attention_bias": LEFT_OUT}  # fmt: skip
-
-
-def of_minimax(pick: Pick, found: Settings) -> Settings:
-    changed = rope(pick, found, ("default",))
-    return {**no_rope(), **changed, "rotary_dim": pick(4, width_of(found))}
-
-
-def of_ernie_moe(pick: Pick, found: Settings) -> Settings:
-    layers = found["num_hidden_layers"]
-    return {"moe_num_shared_experts": pick(0, 1, 2), "moe_layer_start_index": pick(0, 1, 2),
-            "moe_layer_end_index": pick(-1, layers - 1, layers), "moe_layer_interval": pick(1, 2)}  # fmt: skip
 
 
 def of_gemma2(pick: Pick, found: Settings) -> Settings:
@@ -291,13 +203,6 @@ def of_hunyuan(pick: Pick, found: Settings) -> Settings:
 
 def nothing(pick: Pick, found: Settings) -> Settings:
     return {}
-
-
-def kinds_of(pick: Pick, found: Settings, *of: str) -> list[str]:
-    """A kind for each layer, attention one of them at least: transformers counts its tokens."""
-    kinds = pick.many(found["num_hidden_layers"], *of)
-    kinds[int(pick.rng.integers(len(kinds)))] = FULL
-    return kinds
 
 
 # With biases before the convolution, those of transformers see the padding on the left of shorter texts.
@@ -403,7 +308,60 @@ def of_nemotron_h(pick: Pick, found: Settings) -> Settings:
             "tie_word_embeddings": LEFT_OUT}  # fmt: skip
 
 
+def of_gpt(pick: Pick, found: Settings) -> Settings:
+    """GPT-J, CodeGen and StarCoder, whose settings have GPT-2's names."""
+    heads = pick(1, 2, 3, 4)
+    found = of_gpt2(pick, {}) | {"n_head": heads, "n_embd": heads * pick(4, 8, 16)}
+    width = found["n_embd"] // heads
+    return {**found, "rotary_dim": pick(*(n for n in (2, 4, 6, 16) if n <= width))}
+
+
+def of_codegen(pick: Pick, found: Settings) -> Settings:
+    heads = pick(4, 8)
+    return {
+        **of_gpt(pick, found),
+        "n_head": heads,
+        "n_embd": heads * pick(4, 8),
+        "rotary_dim": pick(2, 4),
+    }
+
+
+def of_bigcode(pick: Pick, found: Settings) -> Settings:
+    return {**of_gpt(pick, found), "rotary_dim": LEFT_OUT, "multi_query": pick.maybe()}
+
+
+def of_gpt_neo(pick: Pick, found: Settings) -> Settings:
+    heads = pick(1, 2, 4)
+    types = pick([[["global", "local"], 2]], [[["local"], 1], [["global"], 2]], [[["global"], 3]])
+    return {"num_heads": heads, "hidden_size": heads * pick(4, 8), "window_size": pick(3, 9, 256),
+            "num_layers": sum(len(kinds) * count for kinds, count in types), "attention_types": types,
+            "intermediate_size": pick(None, 33), "activation_function": pick("gelu_new", "relu"),
+            "layer_norm_epsilon": pick(1e-5, 1e-3), "max_position_embeddings": 96}  # fmt: skip
+
+
+# A tied table would be scaled for the logits, and with it the hidden states beside what layers add.
+def of_olmo(pick: Pick, found: Settings) -> Settings:
+    return {"tie_word_embeddings": False, "rms_norm_eps": LEFT_OUT}
+
+
+def of_nemotron(pick: Pick, found: Settings) -> Settings:
+    changed = partly(pick, without_rope({**found, "head_dim": pick(8, 16)}), 0.5, ("default",))
+    changed = {**no_rope(), **changed, "head_dim": pick(8, 16), "norm_eps": pick(1e-5, 1e-3)}
+    kv = found.get("num_key_value_heads", found["num_attention_heads"])
+    return {**changed, "hidden_act": pick("relu2", "relu", "gelu"), "num_key_value_heads": kv}
+
+
+def of_arcee(pick: Pick, found: Settings) -> Settings:
+    return {"hidden_act": pick("relu2", "relu2", "gelu")}
+
+
+def of_helium(pick: Pick, found: Settings) -> Settings:
+    # transformers' output projection is as wide as the hidden states.
+    return {"hidden_size": found["num_attention_heads"] * found["head_dim"]}
+
+
 OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
+    **EXPERTS,
     "llama": of_llama,
     "mistral": of_mistral,
     "qwen2": of_qwen,
@@ -425,22 +383,11 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "ernie4_5": nothing,
     "hunyuan_v1_dense": of_hunyuan,
     "lfm2": of_lfm2,
-    "mixtral": of_mixtral,
-    "qwen2_moe": of_qwen_moe,
-    "qwen3_moe": of_qwen_moe,
-    "gpt_oss": of_gpt_oss,
-    "deepseek_v2": of_deepseek_v2,
-    "deepseek_v3": of_deepseek,
-    "kimi_k2": of_deepseek,
     "qwen3_next": of_qwen3_next,
     "qwen3_5_text": delta,
     "qwen3_5_moe_text": delta,
-    "glm4_moe": of_glm4_moe,
     "olmoe": nothing,
     "granitemoe": nothing,
-    "llama4_text": of_llama4,
-    "minimax_m2": of_minimax,
-    "ernie4_5_moe": of_ernie_moe,
     "gemma": nothing,
     "gemma2": of_gemma2,
     "gemma3_text": of_gemma3,
@@ -457,4 +404,12 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "phi": of_phi,
     "falcon_h1": of_falcon_h1,
     "nemotron_h": of_nemotron_h,
+    "gpt_neo": of_gpt_neo,
+    "gptj": of_gpt,
+    "codegen": of_codegen,
+    "gpt_bigcode": of_bigcode,
+    "olmo": of_olmo,
+    "nemotron": of_nemotron,
+    "arcee": of_arcee,
+    "helium": of_helium,
 }

@@ -404,7 +404,7 @@ REFUSED = [
     ("llama", {"rope_scaling": {"type": "su"}}, "'su'"),
     ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' 0.5"),
     ("llama", {"rope_parameters": {**files.YARN, "attention_factor": 3.0}}, "attention_factor"),
-    ("llama", {"rope_parameters": {**files.YARN, "mscale": 3.0}}, "mscale"),
+    ("llama", {"rope_parameters": {**files.YARN, "mscale": 3.0, "mscale_all_dim": 1.0}}, "mscale"),
     ("qwen2", {"use_sliding_window": True}, "'use_sliding_window' True"),
     ("qwen2moe", {"norm_topk_prob": True}, "'norm_topk_prob' True"),
     ("qwen3moe", {"norm_topk_prob": False}, "'norm_topk_prob' False"),

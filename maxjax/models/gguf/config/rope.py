@@ -260,12 +260,13 @@ def rope_keys(
             what = f"yarn with 'mscale' that is not 'mscale_all_dim', or {how} 'truncate',"
             raise unsupported(f"{what} in a GGUF file", path)
         more[LOG_MULTIPLIER] = log_multiplier * mscale
-    elif mscale or all_dim or scaling.truncate != truncates:
-        raise unsupported(f"yarn with 'mscale' or {how} 'truncate' in a GGUF file", path)
+    elif scaling.truncate != truncates:
+        raise unsupported(f"yarn {how} 'truncate' in a GGUF file", path)
     # llama.cpp multiplies by the default factor, whatever the file says.
     usual = 1.0 if log_multiplier else yarn_mscale(scaling.factor)
     if not math.isclose(rope.magnitude, usual, rel_tol=1e-6):
-        raise unsupported("yarn with a custom 'attention_factor' in a GGUF file", path)
+        what = "yarn with 'mscale' and 'mscale_all_dim', or with a custom 'attention_factor',"
+        raise unsupported(f"{what} in a GGUF file", path)
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return {
         "rope.scaling.type": "yarn",

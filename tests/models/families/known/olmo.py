@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3."""
+"""OLMo, OLMo 2 and OLMo 3."""
 
 from tests.models.families.cases import Case
 
@@ -7,6 +7,10 @@ FAR = {
     "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "attention_factor": 1.2079441541679836,
     "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+
+
+def one(**settings):
+    return ("olmo", "OlmoForCausalLM", "OlmoConfig", settings)
 
 
 def two(**settings):
@@ -18,6 +22,14 @@ def three(**settings):
 
 
 CASES = [
+    Case(*one(clip_qkv=0.7, num_key_value_heads=1), name="7b", last=("lm_head.weight",)),
+    Case(*one(num_key_value_heads=4, rope_theta=5e5), name="1b", last=("lm_head.weight",)),
+    Case(
+        *one(hidden_act="gelu", attention_bias=True),
+        name="bias",
+        last=("lm_head.weight",),
+        gguf=False,
+    ),
     Case(*two(num_key_value_heads=4, rope_theta=500000.0), name="mha"),
     Case(*two(tie_word_embeddings=True, rms_norm_eps=1e-6), name="tied", gguf=False),
     Case(*two(num_key_value_heads=1, attention_bias=True), name="bias", gguf=False),

@@ -1,0 +1,44 @@
+"""CamemBERT: a RoBERTa for French, in files that name it so.
+
+Source: arXiv:1911.03894.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from .encoder.model import make, with_head
+from .roberta import ROBERTA, RobertaConfig, RobertaModel
+
+
+@dataclass(frozen=True)
+class CamembertConfig(RobertaConfig):
+    """The settings of a CamemBERT."""
+
+    model_type = "camembert"
+
+
+class CamembertModel(RobertaModel):
+    """A CamemBERT without a head.
+
+    Example:
+        >>> CamembertModel(CamembertConfig(100, 8, 16, num_layers=2, num_heads=2)).max_length
+        510
+    """
+
+
+class CamembertForSequenceClassification(CamembertModel):
+    """A CamemBERT with a classification head."""
+
+
+CAMEMBERT = CamembertModel.family = dataclasses.replace(
+    ROBERTA,
+    model_type=CamembertConfig.model_type,
+    architectures=tuple(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
+    config=CamembertConfig,
+    make=make(CamembertModel),
+)
+CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
+    CAMEMBERT, CamembertForSequenceClassification, "CamembertForSequenceClassification"
+)

@@ -1,0 +1,179 @@
+"""DeBERTa V2 and V3: a BERT whose scores are of contents and of distances.
+
+Attributes are named as in Hugging Face's checkpoints. Sources: arXiv:2006.03654, arXiv:2111.09543.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import UnsupportedModelError
+from ..graph.device import DeviceRef
+from ..graph.placement.strategy import ShardingStrategy
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from .bert import BERT, BertConfig, BertLayer
+from .config import setting
+from .decoder.config import own
+from .encoder.attention import Types
+from .encoder.block import EncoderEmbeddings
+from .encoder.config import refuse
+from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
+from .encoder.model import Encoder, Pooler, make, with_head
+
+
+@dataclass(frozen=True)
+class DebertaV2Config(BertConfig):
+    """The settings of a DeBERTa V2 or V3.
+
+    Attributes:
+        max_relative_positions: the largest distance; ``max_position_embeddings`` by default.
+        position_buckets: number of classes of distances in one direction; -1: each has its own.
+        position_biased_input: whether positions have embeddings too.
+        share_att_key: whether distances use the linear layers of queries and keys.
+        norm_rel_ebd: "layer_norm": the embeddings of distances are normalised.
+        pos_att_type: which of "c2p" and "p2c" are added to the scores of contents.
+    """
+
+    model_type = "deberta-v2"
+
+    type_vocab_size: int = setting(default=0, minimum=0, held="axis")
+    layer_norm_eps: float = setting(default=1e-7)
+    max_relative_positions: int = setting(default=-1, minimum=-1)
+    position_buckets: int = setting(default=-1, minimum=-1)
+    position_biased_input: bool = setting(default=True)
+    share_att_key: bool = setting(default=False)
+    norm_rel_ebd: str = setting(default="none")
+    pooler_hidden_act: str = setting(default="gelu")
+    pos_att_type: tuple = own(())
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The kinds of scores.
+
+        Raises:
+            UnsupportedModelError: there is a convolution (V2 xlarge), or no embeddings of distances.
+        """
+        size = raw.get("hidden_size")
+        usual = {"relative_attention": True, "embedding_size": size, "pooler_hidden_size": size}
+        refuse({"relative_attention": False, **raw}, usual, "DeBERTa")
+        if raw.get("conv_kernel_size"):
+            raise UnsupportedModelError("'conv_kernel_size' of a DeBERTa, a convolution")
+        kinds = raw.get("pos_att_type") or ()
+        kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+        found = tuple(kind.strip() for kind in kinds if isinstance(kind, str))
+        if not isinstance(kinds, (list, tuple)) or len(found) < len(kinds) or {*found} - {*KINDS}:
+            raise ValueError("'pos_att_type' must be of 'c2p' and 'p2c'")
+        return {"pos_att_type": found}
+
+    @property
+    def span(self) -> int:
+        """R/2, the classes of distances in one direction."""
+        return self.position_buckets if self.position_buckets > 0 else self.farthest
+
+    @property
+    def farthest(self) -> int:
+        """The largest distance."""
+        farthest = self.max_relative_positions
+        return farthest if farthest > 0 else self.max_position_embeddings
+
+    def classes(self, length: int) -> Any:
+        """The class of the distance of each query and key, ``[T, T]``."""
+        return classes(length, self.span, self.farthest if self.position_buckets > 0 else None)
+
+
+class DebertaV2Layer(BertLayer):
+    """A layer of BERT with disentangled attention."""
+
+    def __init__(self, config: DebertaV2Config, types: Types):
+        super().__init__(config, types)
+        size, heads, shares = config.hidden_size, config.num_heads, config.share_att_key
+        attention = DisentangledAttention(size, heads, config.pos_att_type, shares, types)
+        setattr(self.attention, "self", attention)  # noqa: B010 which BertAttention declares otherwise
+
+
+class DebertaV2Encoder(Module):
+    """The layers, and the embeddings of distances that they share."""
+
+    def __init__(self, config: DebertaV2Config, types: Types):
+        super().__init__()
+        self.config, rows = config, 2 * config.span
+        self.layer: Any = LayerList(DebertaV2Layer(config, types) for _ in range(config.num_layers))
+        self.rel_embeddings = Embedding(rows, config.hidden_size, types.dtype, DeviceRef.CPU())
+        self.LayerNorm = types.norm(config) if "layer_norm" in config.norm_rel_ebd else None
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table."""
+        return {"rel_embeddings.weight": ShardingStrategy.replicate(1)}
+
+    def __call__(self, x: jax.Array, mask: Any) -> jax.Array:
+        """``[B, T, E]`` → the same shape."""
+        rows = self.rel_embeddings(jnp.arange(2 * self.config.span))
+        rows = rows if self.LayerNorm is None else self.LayerNorm(rows)
+        near = Near(mask, rows.astype(x.dtype), jnp.asarray(self.config.classes(x.shape[1])))
+        for layer in self.layer:
+            x = layer(x, near)
+        return x
+
+
+class DebertaV2Pooler(Pooler):
+    """The layer between the first token's state and the scores."""
+
+    activation: ClassVar[str] = "gelu"
+
+
+class DebertaV2Model(Encoder):
+    """A DeBERTa V2 or V3 without a head.
+
+    Example:
+        >>> config = DebertaV2Config(100, 8, 16, num_layers=1, num_heads=2, position_buckets=4)
+        >>> DebertaV2Model(config).raw_state_dict()["encoder.rel_embeddings.weight"].shape
+        [Dim(8), Dim(8)]
+    """
+
+    pooler_class: ClassVar[Any] = DebertaV2Pooler
+
+    def make(self, config: DebertaV2Config, types: Types) -> None:
+        """Makes embeddings and layers."""
+        positions = config.max_position_embeddings if config.position_biased_input else 0
+        self.embeddings = EncoderEmbeddings(
+            config, types, positions=positions, token_types=config.type_vocab_size
+        )
+        self.encoder = DebertaV2Encoder(config, types)
+
+    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        return self.encoder(self.embeddings(input_ids, types, positions), mask)
+
+    def leaves_out(self, name: str) -> bool:
+        """Files may have embeddings of positions without a use."""
+        return self.embeddings.position_embeddings is None and ".position_embeddings." in name
+
+
+class DebertaV2ForSequenceClassification(DebertaV2Model):
+    """A DeBERTa with a classification head: a reranker, for example."""
+
+
+_HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+DEBERTA_V2 = DebertaV2Model.family = dataclasses.replace(
+    BERT,
+    model_type=DebertaV2Config.model_type,
+    architectures=("DebertaV2Model", *(f"DebertaV2For{head}" for head in _HEADS)),
+    config=DebertaV2Config,
+    make=make(DebertaV2Model),
+    prefixes=("deberta.",),
+    ignored=(
+        *BERT.ignored,
+        "lm_predictions.*",
+        "mask_predictions.*",
+    ),
+)
+DEBERTA_V2_HEAD = DebertaV2ForSequenceClassification.family = with_head(
+    DEBERTA_V2, DebertaV2ForSequenceClassification, "DebertaV2ForSequenceClassification"
+)

@@ -1,0 +1,111 @@
+"""StarCoder and SantaCoder (GPT-BigCode): a GPT-2 whose queries share one key and one value.
+
+Source: arXiv:2305.06161; transformers' ``modeling_gpt_bigcode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.block import DecoderLayer
+from .decoder.config import own
+from .decoder.grouped import GroupedAttention
+from .decoder.model import make
+from .decoder.positions import PositionedDecoder
+from .family import Family
+from .gguf.metadata import unsupported
+from .gguf.names import GROUPS, Rule
+from .gguf.table import PLAIN_BIASES, GGUFTable
+from .gpt2 import PARTS, GPT2Config, GPT2Transformer
+
+
+@dataclass(frozen=True)
+class GPTBigCodeConfig(GPT2Config):
+    """The settings of a GPT-BigCode.
+
+    Attributes:
+        multi_query: whether all queries share one key and one value; otherwise each has its own.
+    """
+
+    model_type = "gpt_bigcode"
+    unused: ClassVar[Collection[str]] = ("num_key_value_heads",)
+
+    hidden_act: str = setting("activation_function", default="gelu_pytorch_tanh")
+    scale_attn_by_inverse_layer_idx: bool = own(False)
+    multi_query: bool = setting(default=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
+        if not self.scale_attn_weights:
+            object.__setattr__(self, "query_scale", 1.0)
+        super().__post_init__()
+
+
+class GPTBigCodeAttention(GroupedAttention):
+    """Self-attention, whose ``c_attn`` has the rows of all queries, the key and the value, or of each head's."""
+
+    query_key_value, dense, o_proj = alias("c_attn"), alias("c_proj"), alias("c_proj")
+
+
+class GPTBigCodeBlock(DecoderLayer):
+    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
+
+    attention_class: ClassVar[Any] = GPTBigCodeAttention
+    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
+    self_attn, input_layernorm = alias("attn"), alias("ln_1")
+    post_attention_layernorm = alias("ln_2")
+
+
+class GPTBigCode(PositionedDecoder):
+    """A StarCoder or SantaCoder language model.
+
+    Example:
+        >>> model = GPTBigCode(GPTBigCodeConfig(100, 8, num_layers=1, num_heads=2))
+        >>> model.raw_state_dict()["transformer.h.0.attn.c_attn.weight"].shape
+        [Dim(16), Dim(8)]
+    """
+
+    layer_class: ClassVar[Any] = GPTBigCodeBlock
+    model_class: ClassVar[Any] = GPT2Transformer
+    model = alias("transformer")
+
+
+def _read(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_key_value_heads"] != 1:
+        raise given.unsupported("a StarCoder with more than one key")
+    return {"n_inner": config["intermediate_size"], "multi_query": True}
+
+
+def _write(config: GPTBigCodeConfig) -> dict[str, Any]:
+    if not config.multi_query:
+        raise unsupported("'multi_query' false in a GGUF file of 'starcoder'", None)
+    return {}
+
+
+GPT_BIGCODE = GPTBigCode.family = Family(
+    model_type=GPTBigCodeConfig.model_type,
+    architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
+    config=GPTBigCodeConfig,
+    make=make(GPTBigCode),
+    ignored=("*.attn.bias", "*.attn.masked_bias"),
+    bare=("transformer.", PARTS),
+    tied=("lm_head.weight", "transformer.wte.weight"),
+    gguf=GGUFTable(
+        "starcoder",
+        {
+            "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f", ".attn_norm": "ln_1", ".ffn_norm": "ln_2",
+            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
+            ".attn_qkv": Rule("attn.c_attn", GROUPS), ".attn_output": "attn.c_proj",
+            ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj",
+        },
+        fixed={"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True},
+        layer="transformer.h.*.",
+        read=_read, write=_write, biases=PLAIN_BIASES, has_rope=False,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    ),
+)  # fmt: skip

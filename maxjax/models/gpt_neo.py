@@ -1,0 +1,119 @@
+"""GPT-Neo and TinyStories: learned positions, a sliding window in every other layer, scores as they are.
+
+Source: transformers' ``modeling_gpt_neo``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from ..dtype import DType
+from ..nn.layer import Module
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.attention import Cached, Step
+from .decoder.block import DecoderLayer
+from .decoder.config import kinds_of, own
+from .decoder.model import make
+from .decoder.positions import PositionedConfig, PositionedDecoder
+from .family import Family
+from .gpt2 import PARTS, GPT2Transformer
+from .gptj import GPTJAttention
+
+_KINDS = {"global": False, "local": True}
+
+
+@dataclass(frozen=True)
+class GPTNeoConfig(PositionedConfig):
+    """The settings of a GPT-Neo."""
+
+    model_type = "gpt_neo"
+
+    intermediate_size: int | None = setting(default=None, minimum=1, held="axis")  # type: ignore[assignment]
+    num_layers: int = setting(
+        "num_layers",
+        default=24,
+        minimum=1,
+        maximum=1000,
+        held="layers",
+        also=("num_hidden_layers",),
+    )
+    num_heads: int = setting(
+        "num_heads", default=16, minimum=1, held="axis", also=("num_attention_heads",)
+    )
+    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
+    hidden_act: str = setting("activation_function", default="gelu_new")
+    output_bias: bool | None = own(True)
+    mlp_bias: bool = own(True)
+    sliding_window: int | None = setting("window_size", default=256, minimum=1)
+    query_scale: float | None = own(1.0)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with the sliding window.
+
+        Raises:
+            ValueError, UnsupportedModelError: ``attention_types`` is wrong, or has another kind.
+        """
+        given, kinds = raw.get("attention_types"), []
+        for pair in [[["global", "local"], 12]] if given is None else given:
+            names, count = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+            if not isinstance(names, list) or type(count) is not int or not 0 < count <= 1000:
+                raise ValueError("'attention_types' is not a list of pairs of kinds and a number")
+            kinds += names * count
+        slides = kinds_of({"attention_types": kinds}, _KINDS, key="attention_types")
+        return {"slides": slides, "attention_bias": False}
+
+
+class GPTNeoAttention(Module):
+    """What files call ``attn``: it has the attention, and nothing else."""
+
+    _mx_carries = True
+
+    def __init__(self, config: GPTNeoConfig, slides: bool, dtype: DType):
+        super().__init__()
+        self.attention = GPTJAttention(config, slides, dtype)
+
+    def __call__(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """As a call of the attention."""
+        return self.attention(x, step, cached, layer)
+
+
+class GPTNeoBlock(DecoderLayer):
+    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
+
+    attention_class: ClassVar[Any] = GPTNeoAttention
+    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
+    self_attn, input_layernorm = alias("attn"), alias("ln_1")
+    post_attention_layernorm = alias("ln_2")
+
+
+class GPTNeo(PositionedDecoder):
+    """A GPT-Neo language model.
+
+    Example:
+        >>> config = GPTNeoConfig(100, 8, num_layers=2, num_heads=2, slides=(False, True))
+        >>> [name for name in GPTNeo(config).raw_state_dict() if "1.attn" in name][-2:]
+        ['transformer.h.1.attn.attention.out_proj.weight', 'transformer.h.1.attn.attention.out_proj.bias']
+    """
+
+    layer_class: ClassVar[Any] = GPTNeoBlock
+    model_class: ClassVar[Any] = GPT2Transformer
+    model = alias("transformer")
+
+
+GPT_NEO = GPTNeo.family = Family(
+    model_type=GPTNeoConfig.model_type,
+    architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
+    config=GPTNeoConfig,
+    make=make(GPTNeo),
+    ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+    bare=("transformer.", PARTS),
+    tied=("lm_head.weight", "transformer.wte.weight"),
+)

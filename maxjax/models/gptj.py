@@ -1,0 +1,91 @@
+"""GPT-J: attention beside the MLP after one LayerNorm, RoPE of neighbours in a part of each head.
+
+Source: transformers' ``modeling_gptj``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.aliases import alias
+from .decoder.attention import DecoderAttention
+from .decoder.block import ParallelLayer
+from .decoder.config import DecoderConfig, count_of, own
+from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.rope import Rope
+
+
+@dataclass(frozen=True)
+class GPTJConfig(DecoderConfig):
+    """The settings of a GPT-J."""
+
+    model_type = "gptj"
+
+    hidden_size: int = setting("n_embd", default=4096, minimum=1, held="axis")
+    intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
+    num_layers: int = setting("n_layer", default=28, minimum=1, maximum=1000, held="layers")
+    num_heads: int = setting("n_head", default=16, minimum=1, held="axis")
+    num_kv_heads: int | None = own(None)
+    head_dim: int | None = own(None)
+    max_position_embeddings: int = setting("n_positions", default=2048, minimum=1)
+    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
+    hidden_act: str = setting("activation_function", default="gelu_new")
+    attention_bias: bool = own(False)
+    mlp_bias: bool = own(True)
+    head_bias: bool = own(True)
+    sliding_window: int | None = own(None)
+    norm: str = own("layer")
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+        """The RoPE of the first ``rotary_dim`` features of each head."""
+        width = count_of(raw, "n_embd", 4096) / count_of(raw, "n_head", 16)
+        return {"rope": Rope(part=count_of(raw, "rotary_dim", 64) / width, interleaved=True)}
+
+
+class GPTJAttention(DecoderAttention):
+    """Attention whose output projection is ``out_proj``."""
+
+    o_proj = alias("out_proj")
+
+
+class GPTJBlock(ParallelLayer):
+    """``x + attn(ln_1(x)) + mlp(ln_1(x))``."""
+
+    attention_class: ClassVar[Any] = GPTJAttention
+    mlp_names: ClassVar[tuple[str, ...]] = ("fc_in", "fc_out")
+    self_attn, input_layernorm = alias("attn"), alias("ln_1")
+
+
+class GPTJModel(DecoderModel):
+    """The model without its head."""
+
+    embed_tokens, layers, norm = alias("wte"), alias("h"), alias("ln_f")
+
+
+class GPTJ(Decoder):
+    """A GPT-J language model.
+
+    Example:
+        >>> model = GPTJ(GPTJConfig(100, 8, num_layers=1, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "h.0" not in name][:3]
+        ['lm_head.weight', 'lm_head.bias', 'transformer.wte.weight']
+    """
+
+    layer_class: ClassVar[Any] = GPTJBlock
+    model_class: ClassVar[Any] = GPTJModel
+    model = alias("transformer")
+
+
+FILES: dict[str, Any] = {
+    # Attention masks and tables of RoPE that old files hold.
+    "ignored": ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
+    "tied": ("lm_head.weight", "transformer.wte.weight"),
+    "bare": ("transformer.", ("wte.", "h.", "ln_f.")),
+}
+GPTJ_FAMILY = GPTJ.family = DecoderFamily(
+    "gptj", ("GPTJForCausalLM", "GPTJModel"), GPTJConfig, make(GPTJ), **FILES
+)

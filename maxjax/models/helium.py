@@ -1,0 +1,52 @@
+"""Helium 1: a Llama with RoPE of neighbouring features, whose norms round once.
+
+Source: transformers' ``modeling_helium``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import setting
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope
+
+
+@dataclass(frozen=True)
+class HeliumConfig(DecoderConfig):
+    """The settings of a Helium 1."""
+
+    model_type = "helium"
+
+    head_dim: int | None = setting(default=128, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+    rms_norm_eps: float = setting(default=1e-8)
+    output_bias: bool | None = own(False)
+    norm: str = own("wide_rms")
+    rope: Rope = own(Rope(interleaved=True))
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """There is no sliding window."""
+        return {"sliding_window": None}
+
+
+class Helium(Decoder):
+    """A Helium 1 language model.
+
+    Example:
+        >>> model = Helium(HeliumConfig(100, 8, 16, num_layers=1, num_heads=2, head_dim=4))
+        >>> model.model.layers[0].self_attn.interleaved
+        True
+    """
+
+
+HELIUM = Helium.family = DecoderFamily(
+    model_type=HeliumConfig.model_type,
+    architectures=("HeliumForCausalLM", "HeliumModel"),
+    config=HeliumConfig,
+    make=make(Helium),
+)

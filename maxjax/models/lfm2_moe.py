@@ -1,0 +1,122 @@
+"""LFM2 with experts (8B-A1B): an LFM2 with a mixture of experts in all layers but the first ones.
+
+Source: arXiv:2511.23404; transformers' ``modeling_lfm2_moe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..dtype import DType
+from ..graph.device import DeviceRef
+from ..graph.weight.weight import Weight
+from ..nn.moe import Routing
+from .config import setting
+from .decoder.config import layers_of, own
+from .decoder.expert_files import MoEFamily, Together
+from .decoder.experts import MAPS_W, MoEConfig, MoELayer, SparseMLP, after_dense
+from .decoder.model import make
+from .gguf.names import Rule, expert_names
+from .lfm2 import GGUF as LFM2_GGUF
+from .lfm2 import LFM2, LFM2_FAMILY, LFM2Config, LFM2Layer, kv_counts
+
+_MLP = "feed_forward"
+# How llama.cpp computes the shares of experts, whatever a file says.
+_SHARES = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True}
+
+
+@dataclass(frozen=True)
+class LFM2MoEConfig(LFM2Config, MoEConfig):
+    """The settings of an LFM2 with experts; ``use_expert_bias``: numbers that balance these are in the files."""
+
+    model_type = "lfm2_moe"
+    unsaid: ClassVar[Mapping[str, Any]] = {**LFM2Config.unsaid, "num_dense_layers": 2}
+
+    num_experts: int = setting(default=32, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
+    moe_intermediate_size: int | None = setting(default=1792, minimum=1, held="axis")
+    use_expert_bias: bool = setting(default=True)
+    routed_scaling_factor: float = setting(default=1.0)
+    maps: tuple = own(MAPS_W)
+
+    @property
+    def layer_kinds(self) -> tuple:
+        """What tells layers with other tensors apart."""
+        return tuple(zip(self.convolves, self.sparse, strict=True))
+
+    @classmethod
+    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """The MLP's size is the one of the file."""
+        return super(LFM2Config, cls).counted(raw)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As of an LFM2, whose MLP has the size of the file; the layers with experts."""
+        found = super().derived({**raw, "block_auto_adjust_ff_dim": False})
+        return {**found, "sparse": after_dense(raw, layers_of(raw), key="num_dense_layers")}
+
+
+class LFM2MoEMLP(SparseMLP):
+    """Experts by sigmoids, whose balancing numbers ``expert_bias`` are beside the router."""
+
+    def __init__(self, config: LFM2MoEConfig, dtype: DType):
+        super().__init__(config, dtype)
+        self.expert_bias = (
+            Weight("expert_bias", DType.float32, (config.num_experts,), DeviceRef.CPU())
+            if config.use_expert_bias else None
+        )  # fmt: skip
+
+    def routes(self, config: Any) -> Routing:
+        """Sigmoids, whose shares may be normalised."""
+        return Routing(
+            config.num_experts_per_tok, "sigmoid", normalised=config.norm_topk_prob, more=1e-6,
+            factor=config.routed_scaling_factor,
+        )  # fmt: skip
+
+    def correction(self) -> Any:
+        """The balancing numbers, or None."""
+        return self.expert_bias
+
+
+class LFM2MoELayer(LFM2Layer, MoELayer):
+    """A layer of an LFM2 with an MLP or a mixture of experts."""
+
+    sparse_class: ClassVar[Any] = LFM2MoEMLP
+
+
+class LFM2MoE(LFM2):
+    """An LFM2 language model with experts.
+
+    Example:
+        >>> config = LFM2MoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> [name for name in LFM2MoE(config).raw_state_dict() if "1.feed_forward.expert_bias" in name]
+        ['model.layers.1.feed_forward.expert_bias']
+    """
+
+    layer_class: ClassVar[Any] = LFM2MoELayer
+
+
+LFM2_MOE = LFM2MoE.family = MoEFamily(
+    model_type=LFM2MoEConfig.model_type,
+    architectures=("Lfm2MoeForCausalLM", "Lfm2MoeModel"),
+    config=LFM2MoEConfig, make=make(LFM2MoE), bare=LFM2_FAMILY.bare,
+    experts=f"{_MLP}.experts.#.*.weight", maps=MAPS_W,
+    together=Together((f"{_MLP}.experts.gate_up_proj",), (f"{_MLP}.experts.down_proj",)),
+    gguf=replace(
+        LFM2_GGUF, architecture="lfm2moe",
+        tensors={
+            **LFM2_GGUF.tensors, **expert_names(_MLP, maps=MAPS_W),
+            ".exp_probs_b": Rule(f"{_MLP}.expert_bias", only="bias"),
+        },
+        keys={
+            **LFM2_GGUF.keys, "leading_dense_block_count": "num_dense_layers",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        },
+        fixed={"hidden_act": "silu", **_SHARES},
+        write=lambda config: {**kv_counts(config), "expert_gating_func": 2},
+        written=("expert_gating_func",), biases=("exp_probs_b",), computed=(),
+    ),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Nemotron 3 and 4 and Minitron, and Arcee's AFM: MLPs without a gate, whose activation is the square of ReLU.
+
+Nemotron's LayerNorms add 1 to their weights, and RoPE rotates half of each head.
+
+Sources: arXiv:2402.16819, arXiv:2407.14679; transformers' ``modeling_nemotron`` and ``modeling_arcee``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .config import setting
+from .decoder.block import DecoderLayer
+from .decoder.config import DecoderConfig, own
+from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.rope import Rope
+from .gguf.layouts import Plus
+from .gguf.names import Rule
+from .gguf.table import PERMUTED, PLAIN_BIASES, GGUFTable
+
+_ONE_ADDED = Plus(-1.0)
+
+
+@dataclass(frozen=True)
+class ArceeConfig(DecoderConfig):
+    """The settings of an AFM."""
+
+    model_type = "arcee"
+
+    rms_norm_eps: float = setting(default=1e-5)
+    hidden_act: str = setting(default="relu2")
+    max_position_embeddings: int = setting(default=4096, minimum=1)
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """There is no sliding window."""
+        return {"sliding_window": None}
+
+
+@dataclass(frozen=True)
+class NemotronConfig(ArceeConfig):
+    """The settings of a Nemotron."""
+
+    model_type = "nemotron"
+
+    rms_norm_eps: float = setting("norm_eps", default=1e-5)
+    norm: str = own("layer")
+    norm_offset: float = own(1.0)
+    rope: Rope = own(Rope(part=0.5))
+
+
+class NemotronLayer(DecoderLayer):
+    """A layer whose MLP has no gate."""
+
+    mlp_names: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj")
+
+
+class Nemotron(Decoder):
+    """A Nemotron or Minitron language model.
+
+    Example:
+        >>> model = Nemotron(NemotronConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "0.mlp" in name]
+        ['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.down_proj.weight']
+    """
+
+    layer_class: ClassVar[Any] = NemotronLayer
+
+
+class Arcee(Nemotron):
+    """An AFM language model of Arcee."""
+
+
+def _read(given: Any, tensors: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    return {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+NEMOTRON = Nemotron.family = DecoderFamily(
+    model_type=NemotronConfig.model_type,
+    architectures=("NemotronForCausalLM", "NemotronModel"),
+    config=NemotronConfig,
+    make=make(Nemotron),
+    gguf=GGUFTable(
+        "nemotron",
+        {
+            "output_norm": Rule("model.norm", _ONE_ADDED),
+            ".attn_norm": Rule("input_layernorm", _ONE_ADDED),
+            ".ffn_norm": Rule("post_attention_layernorm", _ONE_ADDED),
+            ".ffn_gate": None,
+        },
+        fixed={"hidden_act": "relu2"},
+        read=_read,
+        biases=PLAIN_BIASES,
+        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+        is_partial=True,
+        has_head=True,
+        is_square=True,
+    ),
+)
+ARCEE = Arcee.family = DecoderFamily(
+    model_type=ArceeConfig.model_type,
+    architectures=("ArceeForCausalLM", "ArceeModel"),
+    config=ArceeConfig,
+    make=make(Arcee),
+    gguf=GGUFTable(
+        "arcee",
+        {**PERMUTED, ".ffn_gate": None},
+        fixed={"hidden_act": "relu2", "mlp_bias": False},
+        biases=(),
+        is_divided=True,
+    ),
+)

@@ -1,0 +1,99 @@
+"""Phi-3.5-MoE and Phi-mini-MoE: a Mixtral with LayerNorm, of whose two experts each is weighed by those near it.
+
+llama.cpp computes other norms and other shares for its architecture of that name, so there are no GGUF files.
+
+Source: arXiv:2404.14219, of the shares arXiv:2409.12136; transformers' ``modeling_phimoe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..errors import UnsupportedModelError
+from ..nn.moe import Routing
+from ..nn.rope_scaling import LongRoPEScalingParams
+from .config import setting
+from .decoder.config import own
+from .decoder.expert_files import MoEFamily
+from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
+from .decoder.model import Decoder, make
+from .decoder.rope import rope_settings
+from .encoder.config import refuse
+from .mixtral import MixtralLayer
+
+
+@dataclass(frozen=True)
+class PhiMoEConfig(MoEConfig):
+    """The settings of a Phi with experts; ``intermediate_size`` is that of an expert."""
+
+    model_type = "phimoe"
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
+
+    max_position_embeddings: int = setting(default=131072, minimum=1)
+    rms_norm_eps: float = setting(default=1e-5)
+    num_experts: int = setting(default=16, minimum=2, held="axis", also=("num_local_experts",))
+    moe_intermediate_size: int | None = own(None)
+    head_bias: bool = setting("lm_head_bias", default=False)
+    norm: str = own("layer")
+    maps: tuple = own(MAPS_W)
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """RoPE, whose magnitude a LongRoPE's settings say.
+
+        Raises:
+            UnsupportedModelError: short and long texts have different ones.
+        """
+        found, given = super().ropes(raw, context), rope_settings(raw)[1]
+        short, long = (given.get(f"{kind}_mscale") for kind in ("short", "long"))
+        if not isinstance(found["rope"].scaling, LongRoPEScalingParams):
+            return found
+        if not isinstance(short, (int, float)) or short != long:
+            raise UnsupportedModelError("'short_mscale' other than 'long_mscale' of a phimoe")
+        return {"rope": replace(found["rope"], magnitude=float(short))}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A token has two experts, which are weighed with a tolerance of 1 %."""
+        refuse(raw, {"num_experts_per_tok": 2, "router_jitter_noise": 0.01}, "Phi-MoE")
+        return {"mlp_bias": False, "norm_topk_prob": False}
+
+
+class PhiMoEMLP(SparseMLP):
+    """Experts of which each is weighed by those near it that are not chosen before."""
+
+    def routes(self, config: Any) -> Routing:
+        """The softmax of the scores near that of the first expert, and near that of the second."""
+        return Routing(config.num_experts_per_tok, "softmax of near")
+
+
+class PhiMoELayer(MixtralLayer):
+    """A layer of a Phi with experts."""
+
+    sparse_class: ClassVar[Any] = PhiMoEMLP
+
+
+class PhiMoE(Decoder):
+    """A Phi language model with experts.
+
+    Example:
+        >>> model = PhiMoE(PhiMoEConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> [name for name in model.raw_state_dict() if "1.block_sparse_moe.gate" in name]
+        ['model.layers.1.block_sparse_moe.gate.weight']
+    """
+
+    layer_class: ClassVar[Any] = PhiMoELayer
+
+
+PHIMOE = PhiMoE.family = MoEFamily(
+    model_type=PhiMoEConfig.model_type,
+    architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel"),
+    config=PhiMoEConfig,
+    make=make(PhiMoE),
+    renamed=((".mlp.router.weight", ".block_sparse_moe.gate.weight"),),
+    experts="block_sparse_moe.experts.#.*.weight",
+    maps=MAPS_W,
+)
