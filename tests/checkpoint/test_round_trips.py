@@ -127,6 +127,7 @@ def test_by_orbax_a_file_of_safetensors_is_the_same_bytes(tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.campaign
 def test_npz_by_way_of_both(tmp_path):
     arrays = every(NUMPY)
     np.savez(tmp_path / "m.npz", **arrays)

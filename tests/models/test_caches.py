@@ -389,15 +389,8 @@ DIVIDED = {
 }
 
 
-@pytest.mark.default("slots, whole queries")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "which",
-    [
-        pytest.param(name, marks=() if name.startswith("slots") else pytest.mark.campaign)
-        for name in DIVIDED
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("which", DIVIDED)
 def test_a_divided_cache_under_grad_and_vmap(which):
     sizes, types, batch, kv_heads, heads = DIVIDED[which]
     config = config_of("sf", num_heads=heads, num_kv_heads=kv_heads, head_dim=4)

@@ -78,10 +78,7 @@ def raw(directory):
 
 @pytest.mark.default(
     "fp8 blocks",
-    "fbgemm_fp8",
-    "float-quantized channel",
     "int-quantized channel",
-    "pack-quantized 4",
     "pack-quantized 4 order",
     "gptq 4",
     "gptq 8 whole",
@@ -119,7 +116,7 @@ def test_layers_of_their_own_and_with_a_cache(name, made):
     assert [one.tokens for one in found] == text
 
 
-@pytest.mark.default("fp8 blocks-sizes0-AxisType.Auto", "awq-sizes3-AxisType.Auto")
+@pytest.mark.default("fp8 blocks-sizes0-AxisType.Auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "kind"),

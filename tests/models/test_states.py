@@ -60,7 +60,7 @@ def close(found, expected, atol=2e-5):
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.default("latent", "shared")
+@pytest.mark.default("latent")
 def test_rows_in_chunks_are_as_a_whole(model):
     """Prefill in chunks of ragged rows, of which one ends early, then a decode step without it."""
     ids, lengths = padded(prompts_of(21, 3, 13))

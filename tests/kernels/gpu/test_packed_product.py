@@ -57,16 +57,10 @@ def test_the_kernel(name, size, tokens, dtype):
 
 @pytest.mark.default(
     "1-size0-Q4_K",
-    "1-size0-Q5_K",
-    "1-size0-Q6_K",
     "1-size0-MXFP4",
-    "1-size0-IQ4_XS",
-    "1-size1-Q4_0",
     "1-size1-Q5_0",
     "8-size0-IQ4_NL",
     "8-size2-Q8_0",
-    "8-size2-Q4_1",
-    "8-size2-Q5_1",
 )
 @pytest.mark.fast("8-size1-Q4_K")
 @pytest.mark.parametrize("name", DECODERS)

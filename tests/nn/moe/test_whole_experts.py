@@ -95,8 +95,7 @@ def test_what_lies_where():
         assert leaf.sharding.spec[1] is None and ("expert", "model") in tuple(leaf.sharding.spec)
 
 
-@pytest.mark.default("fsdp2-expert2")
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [{"expert": 4, "model": 2}, {"fsdp": 2, "expert": 2}], ids=short)
 def test_gradients(sizes):
     loss = lambda model, ids: jnp.sum(jnp.sin(model(ids)))
