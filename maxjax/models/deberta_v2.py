@@ -46,7 +46,7 @@ class DebertaV2Config(BertConfig):
     type_vocab_size: int = setting(default=0, minimum=0, held="axis")
     layer_norm_eps: float = setting(default=1e-7)
     max_relative_positions: int = setting(default=-1, minimum=-1)
-    position_buckets: int = setting(default=-1, minimum=-1)
+    position_buckets: int = setting(default=-1, minimum=-1, held="axis")
     position_biased_input: bool = setting(default=True)
     share_att_key: bool = setting(default=False)
     norm_rel_ebd: str = setting(default="none")

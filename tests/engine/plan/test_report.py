@@ -283,7 +283,7 @@ def test_rules_of_the_caller_go_before_names(checkpoint):
         ("encoder.layer.0.output.dense.weight", (8, 8), {}, "(None, 'model')"),
         ("h.0.mlp.c_fc.weight", (4, 8), {"model_type": "openai-gpt"}, "(None, 'model')"),
         ("h.0.mlp.c_proj.weight", (8, 4), {"model_type": "openai-gpt"}, "('model', None)"),
-        ("h.0.mlp.c_fc.weight", (8, 4), {"model_type": "gpt_bigcode"}, "('model', None)"),
+        ("h.0.mlp.c_fc.weight", (8, 4), {"model_type": "imagegpt"}, "('model', None)"),
         ("h.0.attn.c_attn.weight", (4, 12), {"model_type": "openai-gpt", "n_head": 2, "n_embd": 4},
          "(None, 'model')"),
         ("layers.0.qkv_proj.weight", (16, 4), {"num_attention_heads": 4, "num_key_value_heads": 2,
@@ -370,7 +370,7 @@ def test_the_cache_of_a_checkpoint(checkpoint):
     path = checkpoint(shapes(LLAMA), LLAMA, np.float16)
     found = plan(path, {"model": 2}, batch=3, length=5)
     assert found.cache_bytes_per_device == 2 * 2 * 3 * 5 * (2 // 2) * 8 * 2
-    checkpoint(shapes(LLAMA), {"model_type": "electra"})
+    checkpoint(shapes(LLAMA), {"model_type": "esm"})
     assert plan(path, batch=3, length=5).cache_bytes_per_device == 0
     checkpoint(shapes(LLAMA), LLAMA | {"kv_lora_rank": 4})
     with pytest.raises(UserInputError, match="latent attention"):

@@ -84,6 +84,8 @@ LEFT_OUT = {
     "lfm2": {"dense_2"},
     "llama4": {"rope_freqs", "blk.*.attn_rot_embd"},
     "hunyuan-moe": {"rope_freqs"},
+    "nemotron": {"rope_freqs", "blk.*.attn_rot_embd"},
+    "arcee": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of Granite MoEs with a shared expert; refused.
     "granitemoe": {f"blk.*.ffn_{part}_shexp" for part in ("gate", "up", "down")},
     # Of fused attention and of classifiers, which are no BertModel; refused.
@@ -132,7 +134,9 @@ def test_gguf_maps_our_names_back(architecture, layer):
         # gguf names the experts of a layer together.
         together = name.replace("experts.0.", "experts.").replace("experts.1.", "experts.")
         together = (
-            together.replace("model.layers", "layers") if "sparse_moe.exp" in name else together
+            together.replace("model.layers", "layers")
+            if re.search(r"sparse_moe.exp|feed_forward.experts.\d+.w", name)
+            else together
         )
         together = together.replace("block_sparse_moe.experts", "feed_forward.experts")
         together = together.replace(".moe.experts", ".experts")  # Gemma 4's
