@@ -458,14 +458,18 @@ def _on_tpu(attending: Attending, *operands: Any) -> Any:
     return _by_kernel(None if why else tpu_attention.kernel, "TPU", why, attending, *operands)
 
 
-def _by_kernel(kernel: Any, where: str, why: str, attending: Attending, *operands: Any) -> Any:
-    if kernel is not None:
-        q, keys, values, layer, *positions = operands[:6]
-        positions = _with_batch(*positions)
-        attending = attending._replace(division=None)
-        return kernel(attending, q, keys, values, layer, *positions, *operands[6:])
-    _LOG.debug("maxjax: attention has no kernel for this on a %s, jnp is used: %s", where, why)
-    return _definition(attending, *operands)
+def _by_kernel(
+    kernel: Any, where: str, why: str, attending: Attending, *operands: Any, **options: Any
+) -> Any:
+    if kernel is None:
+        _LOG.debug("maxjax: attention has no kernel for this on a %s, jnp is used: %s", where, why)
+        return _definition(attending, *operands)
+    q, keys, values, layer, *positions = operands[:6]
+    at, key_positions = _with_batch(*positions)  # kernels take those of each sequence
+    at = jnp.broadcast_to(at, (at.shape[0], q.shape[1], at.shape[2]))
+    key_positions = jnp.broadcast_to(key_positions, (q.shape[1], key_positions.shape[1]))
+    given = (q, keys, values, layer, at, key_positions, *operands[6:])
+    return kernel(attending._replace(division=None), *given, **options)
 
 
 def _rule(ranks: Sequence[int]) -> Any:

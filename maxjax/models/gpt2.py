@@ -152,11 +152,16 @@ class GPT2MLP(Module):
         return self.c_proj(activation(self.activation_function)(self.c_fc(x)))
 
 
-class GPT2Block(DecoderLayer):
-    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
+class GPT2Layer(DecoderLayer):
+    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``, where the linear layers are torch's."""
 
+    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
     self_attn, input_layernorm = alias("attn"), alias("ln_1")
     post_attention_layernorm = alias("ln_2")
+
+
+class GPT2Block(GPT2Layer):
+    """The same with linear layers whose weights are transposed."""
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
         """Makes ``attn``."""

@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.aliases import alias
-from .decoder.block import DecoderLayer
 from .decoder.config import own
 from .decoder.grouped import GroupedAttention
 from .decoder.model import make
-from .decoder.positions import PositionedDecoder
 from .family import Family
 from .gguf.metadata import unsupported
 from .gguf.names import GROUPS, Rule
 from .gguf.table import PLAIN_BIASES, GGUFTable
-from .gpt2 import PARTS, GPT2Config, GPT2Transformer
+from .gpt2 import GPT2, PARTS, GPT2Config, GPT2Layer
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,13 @@ class GPTBigCodeAttention(GroupedAttention):
     query_key_value, dense, o_proj = alias("c_attn"), alias("c_proj"), alias("c_proj")
 
 
-class GPTBigCodeBlock(DecoderLayer):
-    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
+class GPTBigCodeBlock(GPT2Layer):
+    """A layer of a GPT-BigCode."""
 
     attention_class: ClassVar[Any] = GPTBigCodeAttention
-    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
-    self_attn, input_layernorm = alias("attn"), alias("ln_1")
-    post_attention_layernorm = alias("ln_2")
 
 
-class GPTBigCode(PositionedDecoder):
+class GPTBigCode(GPT2):
     """A StarCoder or SantaCoder language model.
 
     Example:
@@ -70,8 +65,6 @@ class GPTBigCode(PositionedDecoder):
     """
 
     layer_class: ClassVar[Any] = GPTBigCodeBlock
-    model_class: ClassVar[Any] = GPT2Transformer
-    model = alias("transformer")
 
 
 def _read(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:

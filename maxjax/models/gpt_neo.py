@@ -14,14 +14,12 @@ import jax
 from ..dtype import DType
 from ..nn.layer import Module
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
-from .decoder.block import DecoderLayer
 from .decoder.config import kinds_of, own
 from .decoder.model import make
-from .decoder.positions import PositionedConfig, PositionedDecoder
+from .decoder.positions import PositionedConfig
 from .family import Family
-from .gpt2 import PARTS, GPT2Transformer
+from .gpt2 import GPT2, PARTS, GPT2Layer
 from .gptj import GPTJAttention
 
 _KINDS = {"global": False, "local": True}
@@ -85,16 +83,13 @@ class GPTNeoAttention(Module):
         return self.attention(x, step, cached, layer)
 
 
-class GPTNeoBlock(DecoderLayer):
-    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``."""
+class GPTNeoBlock(GPT2Layer):
+    """A layer of a GPT-Neo."""
 
     attention_class: ClassVar[Any] = GPTNeoAttention
-    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
-    self_attn, input_layernorm = alias("attn"), alias("ln_1")
-    post_attention_layernorm = alias("ln_2")
 
 
-class GPTNeo(PositionedDecoder):
+class GPTNeo(GPT2):
     """A GPT-Neo language model.
 
     Example:
@@ -104,8 +99,6 @@ class GPTNeo(PositionedDecoder):
     """
 
     layer_class: ClassVar[Any] = GPTNeoBlock
-    model_class: ClassVar[Any] = GPT2Transformer
-    model = alias("transformer")
 
 
 GPT_NEO = GPTNeo.family = Family(

@@ -215,7 +215,7 @@ def _program(
 
         found = read(keys)
         scores: Any = sum(
-            dot(one, part.astype(score_type).T) for one, part in zip(queries, found, strict=True)
+            dot(one, key.astype(score_type).T) for one, key in zip(queries, found, strict=True)
         )
         scores = scores * jnp.float32(static.scale)
         if scales:
@@ -232,8 +232,8 @@ def _program(
         weights = weights.astype(weight_type)
         found = found if is_shared else read(values)
         mixed = tuple(
-            before * kept[:, None] + dot(weights, part.astype(weight_type))
-            for before, part in zip(mixed, found, strict=True)
+            before * kept[:, None] + dot(weights, value.astype(weight_type))
+            for before, value in zip(mixed, found, strict=True)
         )
         return new, total, mixed
 

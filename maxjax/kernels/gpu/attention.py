@@ -95,14 +95,11 @@ def kernel(
         q: queries ``[n, B, K, G, C, D]``.
         keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
         layer: index of the layer.
-        at: positions of the queries ``[n, B or 1, C]``, ``NO_QUERY`` for padding.
-        key_positions: positions of the keys ``[B or 1, S]``, ``NO_KEY`` for a key that nobody sees.
+        at: positions of the queries ``[n, B, C]``, ``NO_QUERY`` for padding.
+        key_positions: positions of the keys ``[B, S]``, ``NO_KEY`` for a key that nobody sees.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
     size = tiles(q.shape[4], q.shape[5], q.dtype == jnp.float32)
-    batch = q.shape[1]
-    at = jnp.broadcast_to(at, (at.shape[0], batch, at.shape[2]))
-    key_positions = jnp.broadcast_to(key_positions, (batch, key_positions.shape[1]))
     low, high = key_ranges(attending, size.rows, size.block, at, key_positions)
     call = _call(attending, size, interpret)
     return call(layer.reshape(1), low, high, at, key_positions, q, keys, values, *scales)

@@ -104,8 +104,8 @@ def kernel(
         q: queries ``[n, B, K, G, C, D]``.
         keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
         layer: index of the layer.
-        at: positions of the queries ``[n, B or 1, C]``, ``NO_QUERY`` for padding.
-        key_positions: positions of the keys ``[B or 1, S]``, ``NO_KEY`` for a key that nobody sees.
+        at: positions of the queries ``[n, B, C]``, ``NO_QUERY`` for padding.
+        key_positions: positions of the keys ``[B, S]``, ``NO_KEY`` for a key that nobody sees.
         interpret: as for ``pallas_call``: how to run the kernel on another platform.
     """
     count, batch, kv_heads, group, queries, _ = q.shape
@@ -113,9 +113,7 @@ def kernel(
     pad = -queries % size.rows
     parts = (queries + pad) // size.rows
     q = jnp.pad(q, (*[(0, 0)] * 4, (0, pad), (0, 0)))
-    at = jnp.broadcast_to(at, (count, batch, queries))
     at = jnp.pad(at, ((0, 0), (0, 0), (0, pad)), constant_values=NO_QUERY)
-    key_positions = jnp.broadcast_to(key_positions, (batch, key_positions.shape[1]))
     beyond = (0, -key_positions.shape[1] % size.block)
     key_positions = jnp.pad(key_positions, ((0, 0), beyond), constant_values=NO_KEY)
     low, high = key_ranges(attending, size.rows, size.block, at, key_positions)

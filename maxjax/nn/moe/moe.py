@@ -132,10 +132,8 @@ class MoE(Module):
         self.shared_experts_dtype = DType.of(shared_experts_dtype or dtype)
         self.shared_experts_quant_config = None
         self.activation = GatedActivation() if activation is None else activation
-        self.interleaved_gate_up, self.pre_expert_norm_cls = (
-            interleaved_gate_up,
-            pre_expert_norm_cls,
-        )
+        self.interleaved_gate_up = interleaved_gate_up
+        self.pre_expert_norm_cls = pre_expert_norm_cls
         self.pre_expert_norm = pre_expert_norm_cls() if pre_expert_norm_cls is not None else None
         wide = self.dtype.is_float() and self.dtype.np.itemsize >= 2
         self.gate = gate_cls(

@@ -25,10 +25,7 @@ def interpret(monkeypatch, kernel):
     """Attention in blocks runs a kernel, interpreted, whatever the number of scores."""
 
     def run(operands, attending):
-        q, keys, values, layer, *positions = operands[:6]
-        positions = blocks._with_batch(*positions)
-        rest = operands[6:]
-        return kernel(attending, q, keys, values, layer, *positions, *rest, interpret=True)
+        return blocks._by_kernel(kernel, "test", "", attending, *operands, interpret=True)
 
     monkeypatch.setattr(blocks, "_OPERATION", run)
     monkeypatch.setattr(door, "MOST_SCORES", 100)
