@@ -273,10 +273,11 @@ def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
         >>> wait_alive(event.wait, "waiting")
     """
     service = coordinator()
-    if service is None:
-        done(None)
-        return
+    # Never without a limit: an interrupt that the system delivers to another thread does not wake
+    # the main thread, which raises it when it runs next.
     while not done(heartbeat.CHECK_SECONDS):
+        if service is None:
+            continue
         heartbeat.check(service.client, phase, range(service.count))
 
 

@@ -121,8 +121,11 @@ def read(row: Row, path: str) -> None:
     row.which[k] += 1
 
 
+SECONDS = 60.0  # how long the writer is waited for
+
+
 def campaign(kind: str, count: int) -> Row:
-    """So many reads of one kind beside its writer."""
+    """So many reads of one kind beside its writer, and more until both of its models were read."""
     row = Row(kind)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--write", folder, "--kind", kind]
@@ -131,7 +134,12 @@ def campaign(kind: str, count: int) -> Row:
         try:
             assert writer.stdout is not None and writer.stdout.readline() == b"both\n"
             start, path = time.monotonic(), place(kind, folder)
-            while sum(row.which.values()) + row.problems.total() < count:
+            while (
+                row.which.total() + row.problems.total() < count
+                or len(row.which) < 2
+                and not row.problems
+                and time.monotonic() - start < SECONDS
+            ):
                 read(row, path)
             row.seconds = time.monotonic() - start
             if writer.poll() is not None:

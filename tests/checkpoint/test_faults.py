@@ -73,7 +73,7 @@ READS = 24  # 200 of each kind: ``scripts/reader_writer.py``
 @pytest.mark.parametrize("kind", ["set", *SLOW, *CAMPAIGN])
 def test_read_beside_a_writer(kind):
     row = reader_writer.campaign(kind, READS)
-    assert sum(row.which.values()) == READS and not row.problems
+    assert row.which.total() >= READS and not row.problems
     assert len(row.which) == 2, "the writer was never seen to write"
 
 

@@ -147,11 +147,7 @@ def _begin(
         beside |= {flat_name(name): found for name, found in files.items()}
     root = os.path.abspath(os.fsdecode(path))
     with task(f"saving {short(root)}") if wait else contextlib.nullcontext():
-        response = start(root, step, trees, keep, beside)
-        del trees
-        if wait:
-            response._wait_over()
-    return response
+        return start(root, step, trees, keep, beside, wait=wait)
 
 
 def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[str, Item]:

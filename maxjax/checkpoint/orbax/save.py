@@ -91,9 +91,13 @@ class Response(Rendered):
         except PeerLostError:
             raise
         except BaseException:
-            self._cancelled = True
-            self._future.exception()
+            self._cancel()
             raise
+
+    def _cancel(self) -> None:
+        """Cancel the save if it is not committed yet, and wait until it has ended."""
+        self._cancelled = True
+        self._future.exception()
 
     def _ended(self, seconds: float | None) -> bool:
         """Waits until the save has ended, at most so long; returns whether it has."""
@@ -106,8 +110,12 @@ def start(
     items: Mapping[str, Item],
     keep: Keep,
     beside: Mapping[str, bytes] | None = None,
+    *,
+    wait: bool = False,
 ) -> Response:
     """Start a save; return when the values may be changed or deleted.
+
+    An interrupt before it returns cancels the save, and is raised when the save has ended.
 
     Args:
         root: directory of the steps.
@@ -115,6 +123,7 @@ def start(
         items: trees to save, by name.
         keep: function from the numbers of all steps to those that are kept.
         beside: other files of the step: name → content.
+        wait: return only when the save has ended.
 
     Raises:
         CheckpointError: an error of :class:`NewStep`, or the save failed at its start.
@@ -133,17 +142,15 @@ def start(
     _at_exit()
     try:
         thread.start()
-    except BaseException:
-        _running.pop(os.path.realpath(root), None)
-        target.close()
-        raise
-    try:
-        wait_alive(response._begun.wait, "saving")
+        wait_alive(response._ended if wait else response._begun.wait, "saving")
     except PeerLostError:
         raise
     except BaseException:
-        response._cancelled = True
-        response._future.exception()
+        if thread.ident is None:  # it could not be started
+            _running.pop(os.path.realpath(root), None)
+            target.close()
+        else:
+            response._cancel()
         raise
     if response.done() and response._future.exception() is not None:
         response.result()

@@ -85,7 +85,9 @@ def interrupted(directory: Path) -> dict[str, Any]:
     class Slow(writing):
         def wait(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
+            response, deadline = saving._running[os.path.realpath(root)], time.monotonic() + 60
+            while not response._cancelled and time.monotonic() < deadline:
+                time.sleep(0.01)
             super().wait()
 
     saving.Writing = Slow
