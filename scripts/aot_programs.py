@@ -167,6 +167,8 @@ TABLE = (
     Case("decode", "llama8", 4, {"model": 8}, 8, 8192),
     Case("decode", "llama8", 4, {"model": 8}, 8, 8192, cache_dtype="int8"),
     Case("decode", "llama8", 4, {"fsdp": 8}, 8, 8192),
+    Case("decode", "llama1", 4, {"data": 2, "model": 4}, 8, 8192),
+    Case("decode", "llama1", 4, {"model": 4}, 8, 8192, cache_dtype="int8"),
     Case("decode", "gemma3", 6, {"model": 4}, 8, 32768),
     Case("decode", "mixtral22", 2, {"model": 8}, 1, 8192),
     Case("decode", "mixtral22", 2, {"model": 8}, 8, 8192),

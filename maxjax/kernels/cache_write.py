@@ -1,18 +1,26 @@
-"""Writes the tokens of a prefill into a cache: an update in place, of the slots of some tokens of one layer.
+"""Writes tokens into a cache: an update in place, of the slots of some tokens of one layer.
 
 Shapes: L layers, B sequences, T tokens, K KV heads, S slots; whatever follows the slots is one token's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from . import explicit
 from .blocked_attention import bits, from_bits
+from .decode import step
 from .operation import Operation
+from .pallas import program_device
+from .tpu import cache_write as mosaic
+from .tpu.mosaic import unavailable as no_mosaic
+
+# TPUs keep heads whose width this does not divide with the slots last in memory, so that no line is padded.
+_LANES = 128
 
 
 def write_tokens(
@@ -46,6 +54,8 @@ def write_tokens(
         division = explicit.Division.of(mesh, explicit.entries(array))
     elif division is not None:  # scales have one axis less than keys
         division = division._replace(entries=division.entries[: array.ndim])
+    if division is not None and division.entries[3]:
+        division = None  # the slots of a row are on several devices
 
     sizes = (*array.shape, *place.shape)
     fits = all(isinstance(n, int) for n in sizes) and place.shape[1] <= array.shape[3]
@@ -97,27 +107,15 @@ def _definition(division: explicit.Division | None, *operands: jax.Array) -> lis
     return [_scattered(*operands)]
 
 
-def _on_tpu(
-    division: explicit.Division | None, devices: int, *operands: jax.Array
+def _row_by_row(
+    division: explicit.Division | None,
+    array: jax.Array,
+    new: jax.Array,
+    layer: jax.Array,
+    place: jax.Array,
 ) -> list[jax.Array]:
     """XLA for TPUs scatters into an array whose last axis is that of the heads' width, and copies the
-    cache where the slots are last: it keeps heads so whose width 128 does not divide."""
-    if devices == 1:
-        return [_row_by_row(*operands)]
-    if division is None:
-        return [_scattered(*operands)]
-    array, new, _, place = operands
-    _, batch, heads, slots, *rest = division.entries
-    parts = [division.entries, [batch, (), heads, *rest], [], [batch, ()]]
-    whole = slots or not all(
-        division.divides(a.shape, split) for a, split in ((array, parts[0]), (place, parts[3]))
-    )
-    if whole:
-        return [_scattered(*operands)]
-    return [division.on_parts(_row_by_row, parts, division.entries)(*operands)]
-
-
-def _row_by_row(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+    cache where the slots are last."""
     slots, length = array.shape[3], place.shape[1]
     new = new.swapaxes(1, 2)  # [B, K, T, ...]
     zero, tail = jnp.int32(0), [jnp.int32(0)] * (array.ndim - 4)
@@ -142,18 +140,109 @@ def _row_by_row(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.A
         found = jnp.where(is_new, found, cut(array, begin, found.shape))
         return jax.lax.dynamic_update_slice(array, found, begin, allow_negative_indices=False)
 
-    return jax.lax.fori_loop(0, place.shape[0], write, array)
+    return [jax.lax.fori_loop(0, place.shape[0], write, array)]
 
 
 def _types(division: Any, array: Any, *rest: Any) -> list[Any]:
     return [array]
 
 
-def _never(*_: Any) -> Any:
-    raise NotImplementedError("no platform has a kernel that writes tokens")
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    _, batch, heads, _, *rest = cache = [*specs[0]]
+    return [cache, [batch, (), heads, *rest], [], [batch, ()]], [cache], ()
+
+
+def _no_rule(*_: Any) -> Any:
+    raise NotImplementedError("XLA for TPUs divides no kernel")
 
 
 _OPERATION = Operation(
-    "maxjax_write_tokens", _types, _definition, {}, _never, _never, lambda *_: None,
-    forms={"tpu": _on_tpu},
+    "maxjax_write_tokens", _types, _definition, {"tpu": _row_by_row}, _no_rule, _shardings, lambda *_: None,
+    division=lambda division: division,
+)  # fmt: skip
+
+
+# -- one token of each row
+
+
+class _Token(NamedTuple):
+    """Static arguments: how many arrays are written, and how a mesh divides the first one."""
+
+    count: int
+    division: explicit.Division | None
+
+
+def write_token(
+    arrays: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    layer: jax.Array,
+    slot: jax.Array,
+    division: explicit.Division | None = None,
+) -> list[jax.Array]:
+    """``decode.step.write_token``, in place where TPUs keep the slots last.
+
+    Args:
+        arrays: caches ``[(L,) B, K, S, D]``, and scales without D.
+        new: a token of each, ``[B, K, D]`` and ``[B, K]``, in the dtypes of ``arrays``.
+        layer: index of the layer, if there are several.
+        slot: the slot of each sequence, int32 ``[B]``; those beyond S are dropped.
+        division: how a mesh divides the keys, if that is known.
+    """
+    single = arrays[0].ndim == new[0].ndim + 1
+    found: list[Any] = [None] * len(arrays)
+    for is_turned in (False, True):
+        which = [
+            i for i, n in enumerate(new) if (n.ndim < 3 or n.shape[2] % _LANES > 0) == is_turned
+        ]
+        some, tokens = [arrays[i] for i in which], [new[i] for i in which]
+        if not which:
+            continue
+        if not is_turned:
+            some = step.write_token(some, tokens, layer, slot)
+        else:
+            stacked = [a[None] for a in some] if single else some
+            number = jnp.int32(0) if single else layer
+            static = _Token(len(which), _of_layers(division, stacked[0].ndim))
+            some = _TOKEN([*stacked, *tokens, number, slot], static)
+            some = [a[0] for a in some] if single else some
+        for i, a in zip(which, some, strict=True):
+            found[i] = a
+    return found
+
+
+def _of_layers(division: explicit.Division | None, rank: int) -> explicit.Division | None:
+    """How keys of all layers are divided, or their scales, by how the keys of all or of one are."""
+    if division is None or division.entries[-2]:  # the slots of a row are on several devices
+        return None
+    return division._replace(entries=((), *division.entries[-4:])[:rank])
+
+
+def _parts(static: _Token, operands: Sequence[Any]) -> Any:
+    count = static.count
+    return operands[:count], operands[count : 2 * count], *operands[2 * count :]
+
+
+def _token_definition(static: _Token, *operands: jax.Array) -> list[jax.Array]:
+    return step.write_token(*_parts(static, operands))
+
+
+def _token_on_tpu(static: _Token, *operands: jax.Array) -> list[jax.Array]:
+    if no_mosaic(program_device()):
+        return _token_definition(static, *operands)
+    return mosaic.write_token(*_parts(static, operands))
+
+
+def _token_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    layers, batch, heads, slots, *_ = specs[0]
+    count = (len(specs) - 2) // 2
+    ranks = [len(spec) for spec in specs[:count]]
+    caches = [[layers, batch, heads, slots, ()][:n] for n in ranks]
+    new = [[batch, heads, ()][: n - 2] for n in ranks]
+    return [*caches, *new, [], [batch]], caches, ()
+
+
+_TOKEN = Operation(
+    "maxjax_write_token", lambda static, *operands: operands[: static.count], _token_definition,
+    {"tpu": _token_on_tpu}, _no_rule, _token_shardings, lambda *_: None,
+    division=lambda static: static.division,
 )  # fmt: skip

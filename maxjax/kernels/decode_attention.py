@@ -9,6 +9,7 @@ Shapes: L layers, B sequences, H query heads, K KV heads, S slots of the cache, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
+from .cache_write import write_token
 from .decode import triton
 from .decode.blocks import in_blocks
 from .decode.step import Options, seen, written
@@ -52,6 +54,7 @@ def decode_attention(
     rotating: bool = False,
     scales: tuple[Any, ...] | None = None,
     sinks: Any = None,
+    division: explicit.Division | None = None,
 ) -> tuple[jax.Array, ...]:
     """Writes one token of each sequence into the KV cache, and attends from it to the cache.
 
@@ -81,6 +84,8 @@ def decode_attention(
         sinks: attention sinks ``[H]``: for each query head a score that takes part in the softmax and
             has no value, so that the weights of the tokens add up to less than one (gpt-oss,
             arXiv:2508.10925). They are neither scaled nor capped. None: no sinks.
+        division: how a mesh with Auto axes divides ``keys``, if that is known: XLA for TPUs needs it to
+            write in place where 128 does not divide D.
 
     Returns:
         The result ``[B, H, D]`` in the dtype of ``q``, and the two caches (or the one), updated in
@@ -119,7 +124,7 @@ def decode_attention(
         )
     static = Options(
         1 / math.sqrt(width) if scale is None else float(scale),
-        sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating),
+        sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating), division,
     )  # fmt: skip
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
@@ -206,6 +211,7 @@ def _run(static: Options, *operands: Any) -> Any:
     wanted = [
         explicit.entries(operands[i]) for i in (0, 3, 4, _SCALES, _SCALES + 1) if i < len(operands)
     ]
+    static = static._replace(division=explicit.Division.of(mesh, wanted[1]))
     run = lambda *a: _OPERATION(a, static)
     return explicit.automatic(run, mesh, wanted)(*operands)
 
@@ -283,6 +289,11 @@ def _on_cuda(static: Options, *operands: Any) -> Any:
     return in_blocks(static, 1, *operands)
 
 
+def _on_tpu(static: Options, devices: int, *operands: Any) -> Any:
+    write = functools.partial(write_token, division=static.division)
+    return in_blocks(static, devices, *operands, write=write)
+
+
 def _rule(ranks: Sequence[int]) -> Any:
     """Batch and KV heads may be split, alike in all operands; all other axes are replicated."""
     b, h = "b", "h"
@@ -334,5 +345,5 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 _OPERATION = Operation(
     "maxjax_decode_attention", _types, definition,
     {"cpu": _kernel, "cuda": _on_cuda}, _rule, _shardings, lambda *_: None,
-    forms={"rocm": in_blocks, "tpu": in_blocks},
+    forms={"rocm": in_blocks, "tpu": _on_tpu},
 )  # fmt: skip

@@ -131,7 +131,7 @@ def kernel(platform, case):
     text = lowered.as_text()
     if "xla.gpu.triton" in text:
         return "Triton"
-    if "tpu_custom_call" in text:
+    if "maxjax_attention" in text:
         return "Mosaic"
     if "@maxjax_decode_attention" in text:
         return "C++"

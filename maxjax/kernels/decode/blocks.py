@@ -10,6 +10,7 @@ Shapes: B sequences, K KV heads, G query heads of each, S slots of the cache, s 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,17 +19,22 @@ import jax.numpy as jnp
 from ..blocked_attention import slots_of
 from ..int8_rows import restored
 from ..operation import varying_with
-from .step import Options, mean, seen, written
+from .step import Options, mean, seen, write_token, written
 
 # Numbers of keys in a block: 4 MiB in 16 bits, which take longer to read than a turn of the loop to begin.
 _NUMBERS = 1 << 21
 _LEAST_SLOTS = 128
 
 
-def in_blocks(static: Options, devices: int, *operands: Any) -> list[jax.Array]:
+def in_blocks(
+    static: Options,
+    devices: int,
+    *operands: Any,
+    write: Callable[..., list[jax.Array]] = write_token,
+) -> list[jax.Array]:
     """What ``decode_attention.definition`` computes, for the same operands on so many devices."""
     q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
-    step = written(static, *operands)
+    step = written(static, *operands, write=write)
     caches = step.layers()
     slots = keys.shape[-2]
     block = _block(math.prod(q.shape[:2]) * q.shape[3] // devices, slots)

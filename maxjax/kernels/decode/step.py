@@ -5,12 +5,14 @@ Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..blocked_attention import with_sinks
+from ..explicit import Division
 from ..int8_rows import quantised
 
 
@@ -23,6 +25,7 @@ class Options(NamedTuple):
         cap: cap of the scores; 0: none.
         interleaved: whether neighbours are the pairs that rope rotates.
         rotating: whether a sequence longer than S continues in slot 0.
+        division: how a mesh with Auto axes divides the keys, if that is known.
     """
 
     scale: float
@@ -30,6 +33,7 @@ class Options(NamedTuple):
     cap: float
     interleaved: bool
     rotating: bool
+    division: Division | None = None
 
 
 class Written(NamedTuple):
@@ -61,6 +65,18 @@ class Written(NamedTuple):
         return [out.astype(dtype), *self.caches]
 
 
+def write_token(
+    arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array, slot: jax.Array
+) -> list[jax.Array]:
+    """Caches ``[(L,) B, K, S, ...]`` with tokens ``[B, K, ...]`` in slots ``[B]``; those beyond S are dropped."""
+    # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
+    rows, heads = jnp.arange(slot.shape[0])[:, None], jnp.arange(new[0].shape[1])
+    place = (rows, heads, slot[:, None])
+    place = place if arrays[0].ndim == new[0].ndim + 1 else (layer, *place)
+    pairs = zip(arrays, new, strict=True)
+    return [a.at[place].set(x, mode="drop", unique_indices=True) for a, x in pairs]
+
+
 def written(
     static: Options,
     q: jax.Array,
@@ -74,29 +90,25 @@ def written(
     sin: jax.Array,
     sinks: jax.Array,
     *scales: jax.Array,
+    write: Callable[..., list[jax.Array]] = write_token,
 ) -> Written:
     """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches.
 
-    If ``values`` and ``v`` are scalars, the keys are the values too.
+    If ``values`` and ``v`` are scalars, the keys are the values too. ``write`` is :func:`write_token`, or
+    another function that does the same.
     """
     slots = keys.shape[-2]
     q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
     slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
-    # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
-    rows, heads = jnp.arange(q.shape[0])[:, None], jnp.arange(q.shape[1])
-    place = (rows, heads, slot[:, None])
-    place = place if keys.ndim == 4 else (layer, *place)
     caches, new = [keys, values, *scales], [k32, v]
     if not values.ndim:
         caches, new = [keys, *scales], [k32]
     if scales:
         new = [a for pair in zip(*map(quantised, new), strict=True) for a in pair]
-    caches = [
-        a.at[place].set(x.astype(a.dtype), mode="drop", unique_indices=True)
-        for a, x in zip(caches, new, strict=True)
-    ]
+    stored = [x.astype(a.dtype) for a, x in zip(caches, new, strict=True)]
+    caches = write(caches, stored, layer, slot)
     if not values.ndim:
         caches.insert(1, values)
     return Written(q32, caches, fits)

@@ -306,7 +306,7 @@ class DecoderAttention(Module):
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
         if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
-            y, slots = self._decode(q, k, v, step, slots, layer, rotating)
+            y, slots = self._decode(q, k, v, step, slots, layer, rotating, part)
             return part.results(y, None), slots
         is_step = q.ndim == 3
         if is_step:
@@ -317,7 +317,7 @@ class DecoderAttention(Module):
 
     def _decode(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        rotating: bool,
+        rotating: bool, part: CachePart | None = None,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self._heads_are_whole():
             q = resharded(q, 1, ())  # as the heads of the cache
@@ -336,7 +336,7 @@ class DecoderAttention(Module):
         return slots.decoded(
             q, k, v, tokens, layer=layer, rope=rotations, interleaved=self.interleaved,
             scale=self.scale, sliding_window=window, soft_cap=self.soft_cap, rotating=rotating,
-            sinks=step.sinks,
+            sinks=step.sinks, division=self._division(q.shape[0], True) if part is None else None,
         )  # fmt: skip
 
     def _prefill_full(

@@ -126,4 +126,5 @@ def test_it_is_what_platforms_without_a_kernel_run(platform):
     given = operands((5, 0))
     values = [given[name] for name in NAMES]
     text = jax.jit(decode_attention).trace(*values).lower(lowering_platforms=(platform,)).as_text()
-    assert "stablehlo.while" in text and "custom_call" not in text
+    # On TPUs the token is written by one, see tests/kernels/tpu/test_cache_write.py.
+    assert "stablehlo.while" in text and text.count("@tpu_custom_call") == (platform == "tpu")
