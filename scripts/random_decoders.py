@@ -96,14 +96,19 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
         config = {**dict.fromkeys(("rope_scaling", "head_dim")), **drawn.case.settings, **kept}
     config["model_type"] = drawn.model_type
     parents = [
-        kind
+        (kind, name)
         for kind, texts in TEXTS.items()
-        for text in texts.values()
+        for name, text in texts.items()
         if text.model_type == drawn.model_type
         and all(config.get(key) == value for key, value in text.always.items())
     ]
     if parents and not drawn.bare and rng.random() < 0.4:
-        config = within(config, parents[0], folder, rng.random() < 0.5)
+        kind, name = parents[0]
+        if name is None:  # a file that does not say which text model it is
+            del config["model_type"]
+        else:
+            config["model_type"] = name
+        config = within(config, kind, folder, rng.random() < 0.5)
     path.write_text(json.dumps(config))
     devices = int(rng.choice([1, 1, 1, 1, 2, 4]))
     model, _ = maxjax.load(folder, mesh=maxjax.make_mesh(model=devices) if devices > 1 else None)
