@@ -113,9 +113,12 @@ models/decoder: model positions experts
 models/decoder: expert_files
 models/encoder: config attention disentangled block model
 models/quantized: settings layouts methods __init__
+models/gguf/architectures: apertus cohere deepseek ernie4_5 exaone4 gemma glm4 gpt_neox gpt_oss granite hunyuan
+models/gguf/architectures: jina lfm2 llama4 mamba2 minimax_m2 mistral modernbert nemotron nomic olmo phi
+models/gguf/architectures: qwen3_next seed_oss smollm3 stablelm starcoder
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
-models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
+models: hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h gptj gpt_neo codegen gpt_bigcode olmo nemotron glm4_moe_lite
 models: lfm2_moe helium

@@ -24,7 +24,7 @@ from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.apertus import APERTUS_GGUF
 
 # The numbers of xIELU: shapes, and values of a new model.
 _NUMBERS = {
@@ -142,21 +142,5 @@ APERTUS = Apertus.family = DecoderFamily(
     architectures=("ApertusForCausalLM", "ApertusModel"),
     config=ApertusConfig,
     make=make(Apertus),
-    gguf=GGUFTable(
-        "apertus",
-        {
-            ".attn_norm": "attention_layernorm",
-            ".ffn_norm": "feedforward_layernorm",
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".ffn_gate": None,
-        },
-        fixed={"hidden_act": "xielu"},
-        biases=("attn_q", "attn_k", "attn_v", "attn_output"),
-        is_divided=True,
-        has_head=True,
-        numbers={
-            f"xielu.{name}": (f"mlp.act_fn.{name}", shape) for name, (shape, _) in _NUMBERS.items()
-        },
-    ),
+    gguf=APERTUS_GGUF,
 )

@@ -28,8 +28,7 @@ from .decoder.config import (
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import HeadNorms
 from .decoder.rope import Rope
-from .gguf.metadata import unsupported
-from .gguf.table import GGUFTable
+from .gguf.architectures.cohere import COHERE2_GGUF, COHERE_GGUF
 
 
 @dataclass(frozen=True)
@@ -109,51 +108,17 @@ class Cohere2(Cohere):
     """A Command-A language model."""
 
 
-_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
-# llama.cpp reads norms of queries and keys in models of so many layers.
-_DEEP = 64
-
-
-def _write(config: CohereConfig) -> dict[str, Any]:
-    if bool(config.qk_norm) is not (config.num_layers >= _DEEP):
-        raise unsupported(f"'use_qk_norm' in a GGUF file of {config.num_layers} layers", None)
-    return {}
-
-
 COHERE = Cohere.family = DecoderFamily(
     model_type=CohereConfig.model_type,
     architectures=("CohereForCausalLM", "CohereModel"),
     config=CohereConfig,
     make=make(Cohere),
-    gguf=GGUFTable(
-        "command-r",
-        {
-            ".ffn_norm": None,
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-        },
-        keys={"logit_scale": "logit_scale"},
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
-        write=_write,
-        biases=(),
-        epsilon=_EPSILON,
-        is_tied=True,
-    ),
+    gguf=COHERE_GGUF,
 )
 COHERE2 = Cohere2.family = DecoderFamily(
     model_type=Cohere2Config.model_type,
     architectures=("Cohere2ForCausalLM", "Cohere2Model"),
     config=Cohere2Config,
     make=make(Cohere2),
-    gguf=GGUFTable(
-        "cohere2",
-        {".ffn_norm": None},
-        keys={"logit_scale": "logit_scale"},
-        fixed={"hidden_act": "silu"},
-        biases=(),
-        epsilon=_EPSILON,
-        period=4,
-        is_tied=True,
-    ),
+    gguf=COHERE2_GGUF,
 )

@@ -24,7 +24,7 @@ from .decoder.experts import (
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import read_rope, rope_settings
-from .deepseek_files import GGUF
+from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
 
 
@@ -197,7 +197,7 @@ DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily(
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     config=DeepseekV3Config,
     make=make(DeepseekV3),
-    gguf=GGUF,
+    gguf=DEEPSEEK_GGUF,
     # Kimi K2.5 and later see: their text model is this one.
     ignored=(*KNOWN, "mm_projector.*"),
     sight=SIGHT,

@@ -13,7 +13,7 @@ from .config import setting
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,5 @@ ERNIE45 = Ernie45.family = DecoderFamily(
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model"),
     config=Ernie45Config,
     make=make(Ernie45),
-    gguf=GGUFTable(
-        "ernie4_5",
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
-        biases=(),
-    ),
+    gguf=ERNIE45_GGUF,
 )

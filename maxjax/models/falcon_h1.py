@@ -25,7 +25,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
-from .mamba_files import FALCON_H1_GGUF
+from .gguf.architectures.mamba2 import FALCON_H1_GGUF
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.model import DecoderFamily, make
 from .decoder.norm import norm
-from .gemma_files import GEMMA3N_GGUF
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
+from .gguf.architectures.gemma import GEMMA3N_GGUF
 from .multimodal import SIGHT
 
 # The least mean square of a hidden state that is brought to the size of another.

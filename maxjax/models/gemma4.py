@@ -30,8 +30,8 @@ from .decoder.experts import MAPS_PROJ, SparseMLP
 from .decoder.model import make
 from .decoder.norm import norm, unit_rms
 from .decoder.rope import ropes_by_kind
-from .gemma_files import GEMMA4_GGUF
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
+from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -21,7 +21,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
 from .decoder.rope import Rope
-from .gguf.table import GATE_UP, GGUFTable
+from .gguf.architectures.glm4 import GLM4_GGUF, GLM_GGUF
 from .multimodal import SIGHT
 
 
@@ -104,9 +104,7 @@ GLM_FAMILY = GLM.family = DecoderFamily(
     architectures=("GlmForCausalLM", "GlmModel"),
     config=GLMConfig,
     make=make(GLM),
-    gguf=GGUFTable(
-        "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
-    ),
+    gguf=GLM_GGUF,
 )
 GLM4_FAMILY = GLM4.family = DecoderFamily(
     model_type=GLM4Config.model_type,
@@ -114,14 +112,5 @@ GLM4_FAMILY = GLM4.family = DecoderFamily(
     config=GLM4Config,
     make=make(GLM4),
     sight=SIGHT,
-    gguf=GGUFTable(
-        "glm4",
-        {
-            **GATE_UP,
-            ".post_attention_norm": "post_self_attn_layernorm",
-            ".post_ffw_norm": "post_mlp_layernorm",
-        },
-        fixed={"hidden_act": "silu"},
-        is_partial=True,
-    ),
+    gguf=GLM4_GGUF,
 )

@@ -27,8 +27,7 @@ from .decoder.config import layers_of, own, slides_of
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
-from .gguf.names import Rule, expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.gpt_oss import GPT_OSS_GGUF
 
 
 @dataclass(frozen=True)
@@ -129,37 +128,12 @@ class GptOss(Decoder):
     layer_class: ClassVar[Any] = GptOssLayer
 
 
-def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as in gpt-oss's own files, of whose YaRN GGUF files do not say that it rounds no range."""
-    rope = config["rope_scaling"]
-    if rope is None:
-        return {"rope_scaling": {"rope_type": "default"}}
-    return {"rope_scaling": {**rope, "truncate": False}}
-
-
 GPT_OSS = GptOss.family = MoEFamily(
     model_type=GptOssConfig.model_type,
     architectures=("GptOssForCausalLM", "GptOssModel"),
     config=GptOssConfig,
     make=make(GptOss),
-    gguf=GGUFTable(
-        "gpt-oss",
-        {
-            ".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm",
-            ".attn_sinks": Rule("self_attn.sinks", only="weight"), **expert_names(router="router"),
-        },
-        keys={
-            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        read=_of_gguf,
-        biases=(
-            "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps",
-            "ffn_down_exps",
-        ),
-        period=2, truncates=False,
-    ),
+    gguf=GPT_OSS_GGUF,
     together=Together(
         ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",),
         transposed=True, interleaved=True, written=True,

@@ -12,7 +12,7 @@ from typing import Any
 from .config import setting
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import PERMUTED, GGUFTable
+from .gguf.architectures.granite import GRANITE_GGUF
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,5 @@ GRANITE = Granite.family = DecoderFamily(
     architectures=("GraniteForCausalLM", "GraniteModel"),
     config=GraniteConfig,
     make=make(Granite),
-    gguf=GGUFTable(
-        "granite",
-        PERMUTED,
-        keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"mlp_bias": "blk.0.ffn_gate.bias" in tensors},
-        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-        is_divided=True,
-    ),
+    gguf=GRANITE_GGUF,
 )

@@ -6,7 +6,7 @@ Source: transformers' ``modeling_granitemoe``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -20,8 +20,8 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, SparseMLP
 from .decoder.model import make
-from .gguf.names import expert_names
-from .granite import GRANITE, Granite, GraniteConfig
+from .gguf.architectures.granite import GRANITEMOE_GGUF
+from .granite import Granite, GraniteConfig
 from .mixtral import MixtralLayer
 
 
@@ -89,16 +89,7 @@ GRANITEMOE = GraniteMoE.family = MoEFamily(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
     config=GraniteMoEConfig,
     make=make(GraniteMoE),
-    gguf=None if GRANITE.gguf is None else replace(
-        GRANITE.gguf,
-        architecture="granitemoe",
-        tensors={**GRANITE.gguf.tensors, **expert_names(_SPARSE, "router.layer")},
-        keys={
-            **GRANITE.gguf.keys, "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
-        read=None, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
-    ),
+    gguf=GRANITEMOE_GGUF,
     renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
     experts=f"{_SPARSE}.experts.#.*.weight",
     together=Together(

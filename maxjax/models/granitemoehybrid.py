@@ -22,9 +22,9 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
 from .decoder.model import make
+from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
 from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
-from .mamba_files import GRANITE_HYBRID_GGUF
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 

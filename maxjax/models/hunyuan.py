@@ -20,7 +20,7 @@ from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.norm import norm
 from .decoder.rope import Rope, read_rope, rope_settings
-from .gguf.table import GGUFTable
+from .gguf.architectures.hunyuan import HUNYUAN_GGUF
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,10 @@ class Hunyuan(Decoder):
     layer_class: ClassVar[Any] = HunyuanLayer
 
 
-# Its norms by the names of GGUF and of the files.
-HEAD_NORMS = {
-    ".attn_q_norm": "self_attn.query_layernorm",
-    ".attn_k_norm": "self_attn.key_layernorm",
-}
 HUNYUAN = Hunyuan.family = DecoderFamily(
     model_type=HunyuanConfig.model_type,
     architectures=("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model"),
     config=HunyuanConfig,
     make=make(Hunyuan),
-    gguf=GGUFTable("hunyuan-dense", HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=()),
+    gguf=HUNYUAN_GGUF,
 )

@@ -22,9 +22,8 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder, make
-from .gguf.names import expert_names
-from .gguf.table import GGUFTable
-from .hunyuan import HEAD_NORMS, HunyuanAttention, HunyuanConfig
+from .gguf.architectures.hunyuan import HUNYUAN_MOE_GGUF
+from .hunyuan import HunyuanAttention, HunyuanConfig
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,5 @@ HUNYUAN_MOE = HunyuanMoE.family = MoEFamily(
     architectures=("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model"),
     config=HunyuanMoEConfig,
     make=make(HunyuanMoE),
-    gguf=GGUFTable(
-        "hunyuan-moe",
-        {
-            **HEAD_NORMS,
-            **expert_names(router="gate.wg", shared="shared_mlp"),
-        },
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "moe_topk",
-            "expert_feed_forward_length": "intermediate_size",
-            "expert_shared_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu"},
-        biases=(),
-    ),
+    gguf=HUNYUAN_MOE_GGUF,
 )

@@ -24,8 +24,7 @@ from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import ClassificationHead, NormedEncoder, make, with_head
 from .family import Family
-from .gguf.config.read import rows_of
-from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
+from .gguf.architectures.jina import JINA_V3_GGUF
 
 _LOG = logging.getLogger("maxjax")
 # Files with updates name each weight as a parametrised one of torch's, beside its updates.
@@ -62,24 +61,6 @@ class JinaV3Config(EncoderConfig):
         base = raw.get("rotary_emb_base")
         given = raw if base is None else {**raw, "rope_theta": base}
         return {"rope": read_rope(given, context, 20_000.0)}
-
-
-_GGUF = GGUFTable(
-    "jina-bert-v3",
-    {
-        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "mixer.Wqkv",
-        ".attn_output": "mixer.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": None,
-        ".ffn_up": "mlp.fc1", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
-    },
-    read=lambda given, tensors, config: {
-        "type_vocab_size": rows_of("token_types.weight", tensors, given.path)
-    },
-    write=lambda config: {"attention.causal": False},
-    biases=ENCODER_BIASES,
-    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    layer="encoder.layers.*.",
-    written=("attention.causal", "pooling_type"),
-)  # fmt: skip
 
 
 class JinaV3Attention(EncoderAttention):
@@ -137,7 +118,7 @@ JINA_V3 = JinaV3Model.family = Family(
     prefixes=("roberta.",),
     renamed=((_ORIGINAL, ".weight"),),
     ignored=("lm_head.*", "classifier.*", "qa_outputs.*", "*.lora_A", "*.lora_B"),
-    gguf=_GGUF,
+    gguf=JINA_V3_GGUF,
 )
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
     JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"

@@ -25,11 +25,7 @@ from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
 from .decoder.mixer import RecurrentMixer
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .gguf.config.read import Config
-from .gguf.metadata import Settings
-from .gguf.names import Rule
-from .gguf.state_layouts import Taps
-from .gguf.table import GGUFTable
+from .gguf.architectures.lfm2 import LFM2_GGUF
 from .multimodal import SIGHT
 
 _KINDS = {"conv": True, "full_attention": False}
@@ -201,38 +197,6 @@ class LFM2(Decoder):
     model_class: ClassVar[Any] = LFM2Model
 
 
-def _read(given: Settings, tensors: Any, config: Config) -> Config:
-    """The kinds of the layers, from their tensors."""
-    layers = range(config["num_hidden_layers"])
-    convolves = [f"blk.{i}.shortconv.conv.weight" in tensors for i in layers]
-    return {
-        "layer_types": ["conv" if one else "full_attention" for one in convolves],
-        "conv_bias": "blk.0.shortconv.in_proj.bias" in tensors,
-    }
-
-
-def kv_counts(config: Any) -> dict[str, Any]:
-    """The number of KV heads of each layer, which is 0 where there is a convolution."""
-    counts = [0 if one else config.kv_heads for one in config.convolves]
-    return {"attention.head_count_kv": counts}
-
-
-GGUF = GGUFTable(
-    "lfm2",
-    {
-        "output_norm": None, "token_embd_norm": "model.embedding_norm",
-        ".attn_norm": "operator_norm", ".ffn_norm": "ffn_norm",
-        ".attn_output": "self_attn.out_proj",
-        ".attn_q_norm": "self_attn.q_layernorm", ".attn_k_norm": "self_attn.k_layernorm",
-        ".ffn_gate": "feed_forward.w1", ".ffn_up": "feed_forward.w3",
-        ".ffn_down": "feed_forward.w2", ".shortconv.conv": Rule("conv.conv", Taps()),
-        ".shortconv.in_proj": "conv.in_proj", ".shortconv.out_proj": "conv.out_proj",
-    },
-    keys={"shortconv.l_cache": "conv_L_cache"},
-    fixed={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
-    read=_read, write=kv_counts, biases=(), computed=("intermediate_size", "block_auto_adjust_ff_dim"),
-    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-)  # fmt: skip
 LFM2_FAMILY = LFM2.family = DecoderFamily(
     model_type=LFM2Config.model_type,
     architectures=("Lfm2ForCausalLM", "Lfm2Model"),
@@ -240,5 +204,5 @@ LFM2_FAMILY = LFM2.family = DecoderFamily(
     make=make(LFM2),
     bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
     sight=SIGHT,
-    gguf=GGUF,
+    gguf=LFM2_GGUF,
 )

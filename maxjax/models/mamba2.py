@@ -22,7 +22,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
 from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
-from .mamba_files import MAMBA2_GGUF
+from .gguf.architectures.mamba2 import MAMBA2_GGUF
 
 
 @dataclass(frozen=True)

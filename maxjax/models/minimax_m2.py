@@ -19,9 +19,7 @@ from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
 from .decoder.model import Decoder, make
 from .decoder.rope import Rope, read_rope
-from .gguf.metadata import unsupported
-from .gguf.names import Rule, expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
 from .mixtral import MixtralLayer
 
 
@@ -106,40 +104,12 @@ class MiniMaxM2(Decoder):
     layer_class: ClassVar[Any] = MiniMaxM2Layer
 
 
-def _to_gguf(config: Any) -> dict[str, Any]:
-    """Metadata that only this architecture has: the shares are sigmoids."""
-    if config.tie_word_embeddings:
-        raise unsupported("a tied head in a GGUF file of a MiniMax M2", None)
-    return {"expert_gating_func": 2}
-
-
 MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
     model_type=MiniMaxM2Config.model_type,
     architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
     config=MiniMaxM2Config,
     make=make(MiniMaxM2),
-    gguf=GGUFTable(
-        "minimax-m2",
-        {
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".exp_probs_b": Rule("block_sparse_moe.e_score_correction_bias", only="bias"),
-            **expert_names("block_sparse_moe", maps=MAPS_W),
-        },
-        keys={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {
-            "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
-        },
-        write=_to_gguf,
-        written=("expert_gating_func",),
-        biases=("exp_probs_b",),
-        is_partial=True,
-    ),
+    gguf=MINIMAX_M2_GGUF,
     renamed=(
         (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
         (".mlp.e_score_correction_bias", ".block_sparse_moe.e_score_correction_bias"),

@@ -16,8 +16,7 @@ from .config import setting
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import QueryScaling, Rope, rope_or, rope_settings
-from .gguf.metadata import Settings, unsupported
-from .gguf.table import PERMUTED, GGUFTable
+from .gguf.architectures.mistral import MINISTRAL3_GGUF
 from .multimodal import SIGHT
 
 _LENGTH = "original_max_position_embeddings"
@@ -89,24 +88,6 @@ class Ministral3(Decoder):
     """A Ministral 3 language model."""
 
 
-def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE of a Ministral 3, and the growth of its queries."""
-    rope = config["rope_scaling"] or {"rope_type": "default"}
-    if (beta := given.number("attention.temperature_scale", None, positive=False)) is not None:
-        rope = {**rope, "llama_4_scaling_beta": beta}
-    return {"rope_scaling": rope}
-
-
-def _write(config: Ministral3Config) -> dict[str, Any]:
-    """The growth of queries; llama.cpp counts in the original context length."""
-    growth, scaling = config.query_scaling, config.rope.scaling
-    if growth is None:
-        return {}
-    if growth.length != getattr(scaling, "original_max_position_embeddings", None):
-        raise unsupported("'llama_4_scaling_beta' without yarn in a GGUF file", None)
-    return {"attention.temperature_scale": growth.beta}
-
-
 MISTRAL = Mistral.family = DecoderFamily(
     model_type=MistralConfig.model_type,
     architectures=("MistralForCausalLM", "MistralModel"),
@@ -119,17 +100,6 @@ MINISTRAL3 = Ministral3.family = DecoderFamily(
     architectures=("Ministral3ForCausalLM", "Ministral3Model"),
     config=Ministral3Config,
     make=make(Ministral3),
-    gguf=GGUFTable(
-        "mistral3",
-        PERMUTED,
-        keys={"attention.sliding_window": "sliding_window"},
-        fixed={"hidden_act": "silu"},
-        read=_read,
-        write=_write,
-        written=("attention.temperature_scale",),
-        unused=("attention.sliding_window",),
-        biases=(),
-        log_multiplier=1.0,
-    ),
+    gguf=MINISTRAL3_GGUF,
     sight=SIGHT,
 )

@@ -16,11 +16,7 @@ from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
-from .gguf.layouts import Plus
-from .gguf.names import Rule
-from .gguf.table import PERMUTED, PLAIN_BIASES, GGUFTable
-
-_ONE_ADDED = Plus(-1.0)
+from .gguf.architectures.nemotron import ARCEE_GGUF, NEMOTRON_GGUF
 
 
 @dataclass(frozen=True)
@@ -73,42 +69,17 @@ class Arcee(Nemotron):
     """An AFM language model of Arcee."""
 
 
-def _read(given: Any, tensors: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    return {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
-
-
 NEMOTRON = Nemotron.family = DecoderFamily(
     model_type=NemotronConfig.model_type,
     architectures=("NemotronForCausalLM", "NemotronModel"),
     config=NemotronConfig,
     make=make(Nemotron),
-    gguf=GGUFTable(
-        "nemotron",
-        {
-            "output_norm": Rule("model.norm", _ONE_ADDED),
-            ".attn_norm": Rule("input_layernorm", _ONE_ADDED),
-            ".ffn_norm": Rule("post_attention_layernorm", _ONE_ADDED),
-            ".ffn_gate": None,
-        },
-        fixed={"hidden_act": "relu2"},
-        read=_read,
-        biases=PLAIN_BIASES,
-        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
-        is_partial=True,
-        has_head=True,
-        is_square=True,
-    ),
+    gguf=NEMOTRON_GGUF,
 )
 ARCEE = Arcee.family = DecoderFamily(
     model_type=ArceeConfig.model_type,
     architectures=("ArceeForCausalLM", "ArceeModel"),
     config=ArceeConfig,
     make=make(Arcee),
-    gguf=GGUFTable(
-        "arcee",
-        {**PERMUTED, ".ffn_gate": None},
-        fixed={"hidden_act": "relu2", "mlp_bias": False},
-        biases=(),
-        is_divided=True,
-    ),
+    gguf=ARCEE_GGUF,
 )

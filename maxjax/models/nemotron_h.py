@@ -23,7 +23,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
 from .decoder.norm import norm
-from .mamba_files import NEMOTRON_H_GGUF
+from .gguf.architectures.mamba2 import NEMOTRON_H_GGUF
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {

@@ -13,7 +13,7 @@ from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import PERMUTED, GGUFTable
+from .gguf.architectures.olmo import OLMO_GGUF
 from .olmoe import OLMoEAttention
 
 
@@ -56,13 +56,5 @@ OLMO = Olmo.family = DecoderFamily(
     architectures=("OlmoForCausalLM", "OlmoModel"),
     config=OlmoConfig,
     make=make(Olmo),
-    gguf=GGUFTable(
-        "olmo",
-        {**PERMUTED, ".attn_norm": None, ".ffn_norm": None, "output_norm": None},
-        keys={"attention.clamp_kqv": "clip_qkv"},
-        fixed={"hidden_act": "silu"},
-        biases=(),
-        is_square=True,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    ),
+    gguf=OLMO_GGUF,
 )

@@ -16,8 +16,7 @@ from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, ropes_by_kind
-from .gguf.metadata import Settings, unsupported
-from .gguf.table import GGUFTable
+from .gguf.architectures.olmo import OLMO2_GGUF
 
 
 @dataclass(frozen=True)
@@ -77,45 +76,12 @@ class Olmo3(Olmo2):
     """An OLMo 3 language model."""
 
 
-def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """A file with a sliding window holds an OLMo 3."""
-    if not config.get("sliding_window"):
-        return {}
-    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
-
-
-def _write(config: Olmo2Config) -> dict[str, Any]:
-    """llama.cpp rotates sliding layers by the same base as the others, without scaling."""
-    near = config.local_rope
-    if near is not None and near != Rope(config.rope.theta):
-        raise unsupported("rope settings of sliding layers alone in a GGUF file", None)
-    return {}
-
-
-_GGUF = GGUFTable(
-    "olmo2",
-    {
-        ".attn_norm": None,
-        ".ffn_norm": None,
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
-        ".post_attention_norm": "post_attention_layernorm",
-        ".post_ffw_norm": "post_feedforward_layernorm",
-    },
-    fixed={"hidden_act": "silu"},
-    read=_read,
-    write=_write,
-    biases=(),
-    period=4,
-    has_head=True,
-    model_types=("olmo3",),
-)
 OLMO2 = Olmo2.family = DecoderFamily(
     model_type=Olmo2Config.model_type,
     architectures=("Olmo2ForCausalLM", "Olmo2Model"),
     config=Olmo2Config,
     make=make(Olmo2),
-    gguf=_GGUF,
+    gguf=OLMO2_GGUF,
 )
 OLMO3 = Olmo3.family = DecoderFamily(
     model_type=Olmo3Config.model_type,

@@ -19,8 +19,7 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
 from .decoder.model import Decoder, make
-from .gguf.names import expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.olmo import OLMOE_GGUF
 
 
 @dataclass(frozen=True)
@@ -80,18 +79,5 @@ OLMOE = OLMoE.family = MoEFamily(
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     config=OLMoEConfig,
     make=make(OLMoE),
-    gguf=GGUFTable(
-        "olmoe",
-        {
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".ffn_gate": None,
-            ".ffn_up": None,
-            ".ffn_down": None,
-            **expert_names(),
-        },
-        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
-        biases=(),
-    ),
+    gguf=OLMOE_GGUF,
 )

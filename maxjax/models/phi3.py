@@ -23,7 +23,7 @@ from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope, object_of, read_rope
-from .gguf.table import GATE_UP, GGUFTable
+from .gguf.architectures.phi import PHI3_GGUF
 
 # Names that the first files have for the only kind of scaling that this family knows.
 _LONGROPE = ("su", "yarn")
@@ -111,21 +111,5 @@ PHI3 = Phi3.family = DecoderFamily(
     architectures=("Phi3ForCausalLM", "Phi3Model"),
     config=Phi3Config,
     make=make(Phi3),
-    gguf=GGUFTable(
-        "phi3",
-        {
-            **GATE_UP,
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v")),
-            ".attn_qkv": "self_attn.qkv_proj",
-        },
-        keys={
-            "attention.sliding_window": "sliding_window",
-            "rope.scaling.original_context_length": "original_max_position_embeddings",
-        },
-        fixed={"hidden_act": "silu"},
-        unused=("attention.sliding_window",),
-        biases=(),
-        is_partial=True,
-        is_long=True,
-    ),
+    gguf=PHI3_GGUF,
 )

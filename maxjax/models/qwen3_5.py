@@ -20,7 +20,7 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedDelta
 from .decoder.model import KNOWN, Decoder, make
-from .delta_files import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
+from .gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
 from .multimodal import SIGHT
 from .qwen3_next import PREDICTING, Qwen3NextConfig, Qwen3NextLayer
 

@@ -23,7 +23,7 @@ from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder, make
 from .decoder.rope import Rope
-from .delta_files import QWEN3_NEXT_GGUF
+from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 

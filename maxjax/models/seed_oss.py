@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import GGUFTable
+from .gguf.architectures.seed_oss import SEED_OSS_GGUF
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,5 @@ SEED_OSS = SeedOSS.family = DecoderFamily(
     architectures=("SeedOssForCausalLM", "SeedOssModel"),
     config=SeedOSSConfig,
     make=make(SeedOSS),
-    gguf=GGUFTable(
-        "seed_oss",
-        {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
-        fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
-    ),
+    gguf=SEED_OSS_GGUF,
 )

@@ -16,7 +16,7 @@ from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily, make
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.stablelm import STABLELM_GGUF
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,5 @@ STABLELM = StableLM.family = DecoderFamily(
     architectures=("StableLmForCausalLM", "StableLmModel"),
     config=StableLMConfig,
     make=make(StableLM),
-    gguf=GGUFTable(
-        "stablelm",
-        keys={"use_parallel_residual": "use_parallel_residual"},
-        fixed={"hidden_act": "silu", "qk_layernorm": False},
-        read=lambda given, tensors, config: {
-            "use_qkv_bias": config["attention_bias"],
-            "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
-        },
-        biases=("attn_q", "attn_k", "attn_v", "attn_norm", "ffn_norm", "output_norm"),
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        is_partial=True,
-        has_head=True,
-    ),
+    gguf=STABLELM_GGUF,
 )
