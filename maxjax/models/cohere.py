@@ -36,6 +36,7 @@ class CohereConfig(DecoderConfig):
     """The settings of a Command-R."""
 
     model_type = "cohere"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"rope_theta": 5e5}
 
@@ -46,11 +47,6 @@ class CohereConfig(DecoderConfig):
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     norm: str = own("layer_without_bias")
     rope: Rope = own(Rope(5e5, interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Command-R has no sliding window, and its MLP no biases."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Cohere2Config(CohereConfig):
         period = count_of(raw, "sliding_window_pattern")
         slides = slides_of(raw, all_but_every(period, layers_of(raw)))
         found = windowed(slides, raw.get("sliding_window"))
-        return {**found, "mlp_bias": False, "rotates": slides}
+        return {**found, "rotates": slides}
 
 
 class CohereAttention(DecoderAttention):

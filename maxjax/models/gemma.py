@@ -42,6 +42,7 @@ class GemmaConfig(DecoderConfig):
     """
 
     model_type = "gemma"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
     may_see_both_ways: ClassVar[bool] = False
@@ -58,14 +59,14 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Gemma 1 has no sliding window, and its MLP no biases."""
+        """The activation function."""
         if raw.get("use_bidirectional_attention") and not cls.may_see_both_ways:
             raise UnsupportedModelError(
                 "'use_bidirectional_attention': only causal attention is supported"
             )
         # The first releases say "gelu" and mean its tanh approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
-        return {"hidden_act": act, "mlp_bias": False, "sliding_window": None}
+        return {"hidden_act": act}
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Gemma2Config(GemmaConfig):
     """
 
     model_type = "gemma2"
+    fixed = {"mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # Fields that null in a file sets to None; without the key they keep their defaults.
@@ -125,9 +127,8 @@ class Gemma2Config(GemmaConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a sliding window, if the file lists them."""
-        found = super().derived(raw)
-        del found["hidden_act"], found["sliding_window"]
-        return {**found, "slides": slides_of(raw, ())}
+        super().derived(raw)  # which refuses some files
+        return {"slides": slides_of(raw, ())}
 
 
 @dataclass(frozen=True)

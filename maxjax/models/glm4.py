@@ -30,6 +30,7 @@ class GLMConfig(DecoderConfig):
     """The settings of a GLM-4: its projections of queries, keys and values have biases."""
 
     model_type = "glm"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
 
@@ -39,11 +40,6 @@ class GLMConfig(DecoderConfig):
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = own(False)
     rope: Rope = own(Rope(part=0.5, interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A GLM-4 has no sliding window, and its MLP no biases."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class GLM4MoEConfig(GroupedMoEConfig):
     """
 
     model_type = "glm4_moe"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -50,11 +51,7 @@ class GLM4MoEConfig(GroupedMoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with experts: all but the first ``first_k_dense_replace``."""
-        return {
-            "sparse": after_dense(raw, layers_of(raw), 1),
-            "sliding_window": None,
-            "mlp_bias": False,
-        }
+        return {"sparse": after_dense(raw, layers_of(raw), 1)}
 
 
 class GLM4MoELayer(MoELayer):

@@ -57,10 +57,7 @@ class GptOssConfig(MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a window: every second one, from the first on."""
-        count = layers_of(raw)
-        return {
-            "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
-        }  # fmt: skip
+        return {"slides": slides_of(raw, [i % 2 == 0 for i in range(layers_of(raw))])}
 
 
 @dataclass(frozen=True)

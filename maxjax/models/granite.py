@@ -5,9 +5,7 @@ Source: arXiv:2408.13359; transformers' ``modeling_granite``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .config import setting
 from .decoder.config import DecoderConfig
@@ -24,6 +22,7 @@ class GraniteConfig(DecoderConfig):
     """
 
     model_type = "granite"
+    fixed = {"sliding_window": None}
 
     embedding_scale: float = setting("embedding_multiplier", default=1.0)
     query_scale: float | None = setting("attention_multiplier", default=1.0)
@@ -33,11 +32,6 @@ class GraniteConfig(DecoderConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_scale", 1 / self.logits_scaling)
         super().__post_init__()
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Granite has no sliding window, whatever its file says."""
-        return {"sliding_window": None}
 
 
 class Granite(Decoder):

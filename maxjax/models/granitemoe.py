@@ -5,7 +5,6 @@ Source: transformers' ``modeling_granitemoe``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,17 +29,11 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
     """The settings of a Granite 3 MoE; ``intermediate_size`` is that of an expert."""
 
     model_type = "granitemoe"
+    fixed = {**GraniteConfig.fixed, "mlp_bias": False}
 
     num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
     moe_intermediate_size: int | None = own(None)
     norm_topk_prob: bool = own(True)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """All layers have experts, and no MLP has biases."""
-        return {
-            **super().derived(raw), "mlp_bias": False,
-        }  # fmt: skip
 
 
 class GraniteRouter(Module):

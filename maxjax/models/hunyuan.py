@@ -28,14 +28,10 @@ class HunyuanConfig(DecoderConfig):
     """The settings of a Hunyuan. Its norms of queries and keys need no setting."""
 
     model_type = "hunyuan_v1_dense"
+    fixed = {"mlp_bias": False, "sliding_window": None}
+    unused = ("use_qk_norm",)  # Every Hunyuan has norms of queries and keys.
 
     rms_norm_eps: float = setting(default=1e-5)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Every Hunyuan has norms of queries and keys, and none has a window or biases in its MLP."""
-        raw.get("use_qk_norm")
-        return {"mlp_bias": False, "sliding_window": None}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:

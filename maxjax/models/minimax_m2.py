@@ -28,6 +28,7 @@ class MiniMaxM2Config(MoEConfig):
     """The settings of a MiniMax M2; ``intermediate_size`` is that of an expert."""
 
     model_type = "minimax_m2"
+    fixed = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -53,7 +54,7 @@ class MiniMaxM2Config(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A MiniMax M2 has neither biases nor a window, whatever its file says.
+        """Nothing.
 
         Raises:
             ValueError: queries and keys are normalised, or experts chosen, in another way.
@@ -62,10 +63,7 @@ class MiniMaxM2Config(MoEConfig):
             raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
         if raw.get("scoring_func") not in (None, "sigmoid"):
             raise ValueError("'scoring_func' other than 'sigmoid' is not supported")
-        return {
-            "attention_bias": False, "mlp_bias": False,
-            "sliding_window": None,
-        }  # fmt: skip
+        return {}
 
 
 class MiniMaxM2MLP(SparseMLP):

@@ -27,6 +27,7 @@ class MistralConfig(DecoderConfig):
     """The settings of a Mistral: all its layers have the sliding window, if there is one."""
 
     model_type = "mistral"
+    fixed = {"attention_bias": False, "mlp_bias": False}
 
     causal_only: ClassVar[bool] = False
 
@@ -34,11 +35,6 @@ class MistralConfig(DecoderConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Mistral has no biases, whatever its file says."""
-        return {"attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)

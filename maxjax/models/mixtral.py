@@ -22,6 +22,7 @@ class MixtralConfig(MoEConfig):
     """The settings of a Mixtral: a Mistral whose layers all have experts."""
 
     model_type = "mixtral"
+    fixed = {"norm_topk_prob": True, "attention_bias": False, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
 
@@ -30,14 +31,6 @@ class MixtralConfig(MoEConfig):
     num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
     moe_intermediate_size: int | None = own(None)
     maps: tuple = own(MAPS_W)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Mixtral has no biases, whatever its file says."""
-        return {
-            "norm_topk_prob": True,
-            "attention_bias": False, "mlp_bias": False,
-        }  # fmt: skip
 
 
 class MixtralLayer(MoELayer):

@@ -7,7 +7,6 @@ Sources: arXiv:2402.16819, arXiv:2407.14679; transformers' ``modeling_nemotron``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,15 +23,11 @@ class ArceeConfig(DecoderConfig):
     """The settings of an AFM."""
 
     model_type = "arcee"
+    fixed = {"sliding_window": None}
 
     rms_norm_eps: float = setting(default=1e-5)
     hidden_act: str = setting(default="relu2")
     max_position_embeddings: int = setting(default=4096, minimum=1)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """There is no sliding window."""
-        return {"sliding_window": None}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Source: arXiv:2402.00838; transformers' ``modeling_olmo``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,15 +21,11 @@ class OlmoConfig(DecoderConfig):
     """The settings of an OLMo; ``clip_qkv`` bounds queries, keys and values."""
 
     model_type = "olmo"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
     clip_qkv: float | None = setting(default=None)
     norm: str = own("layer_without_weights")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMo has no sliding window, and its MLP no biases."""
-        return {"sliding_window": None, "mlp_bias": False}
 
 
 class OlmoLayer(DecoderLayer):

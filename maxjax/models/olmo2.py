@@ -24,15 +24,11 @@ class Olmo2Config(DecoderConfig):
     """The settings of an OLMo 2."""
 
     model_type = "olmo2"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     rms_norm_eps: float = setting(default=1e-5)
     norm: str = own("wide_rms")
     qk_norm: bool | str = own("all")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMo 2 has no sliding window and no biases in its MLP, whatever its file says."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Olmo3Config(Olmo2Config):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window."""
         slides = slides_of(raw, all_but_every(4, layers_of(raw)))
-        return {"mlp_bias": False, **windowed(slides, raw.get("sliding_window"))}
+        return windowed(slides, raw.get("sliding_window"))
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:

@@ -5,7 +5,6 @@ Source: arXiv:2409.02060; transformers' ``modeling_olmoe``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ class OLMoEConfig(MoEConfig):
     """The settings of an OLMoE; ``clip_qkv`` bounds queries, keys and values."""
 
     model_type = "olmoe"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
@@ -36,11 +36,6 @@ class OLMoEConfig(MoEConfig):
     norm_topk_prob: bool = setting(default=False)
     clip_qkv: float | None = setting(default=None)
     qk_norm: bool | str = own("all")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMoE has no sliding window, and its experts are as wide as an MLP."""
-        return {"sliding_window": None, "mlp_bias": False}
 
 
 class OLMoEAttention(DecoderAttention):

@@ -34,16 +34,12 @@ class Phi3Config(DecoderConfig):
     """The settings of a Phi-3 or Phi-4: all layers have the sliding window, if there is one."""
 
     model_type = "phi3"
+    fixed = {"attention_bias": False, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """No layer has a bias, whatever the file says."""
-        return {"attention_bias": False, "mlp_bias": False}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:

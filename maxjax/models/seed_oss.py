@@ -20,6 +20,7 @@ class SeedOSSConfig(DecoderConfig):
     """The settings of a Seed-OSS: the output projection has a bias of its own setting."""
 
     model_type = "seed_oss"
+    fixed = {"sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -27,11 +28,6 @@ class SeedOSSConfig(DecoderConfig):
     max_position_embeddings: int = setting(default=524_288, minimum=1)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = setting("attention_out_bias", default=False)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Seed-OSS has no sliding window, whatever its file says."""
-        return {"sliding_window": None}
 
 
 class SeedOSS(Decoder):

@@ -62,6 +62,8 @@ class DecoderConfig(ModelConfig):
     unused: ClassVar[Collection[str]] = ()
     # Whether attention of the family sees only tokens before; others may have ``is_causal: false``.
     causal_only: ClassVar[bool] = True
+    # Settings that are the same in every model of the family, whatever a file says, by their keys.
+    fixed: ClassVar[Mapping[str, Any]] = {}
     # RoPE's settings of a file that has no object for them.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
@@ -210,7 +212,7 @@ class DecoderConfig(ModelConfig):
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
                 given |= cls.ropes(looked, context)
-            given |= cls.derived(looked)
+            given |= {**cls.fixed, **cls.derived(looked)}
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
         found = super().from_dict(given, path=path)
@@ -245,7 +247,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key that replace those of the file: fixed by the family or computed from others.
+        """Values by key that replace those of the file and of ``fixed``, computed from others.
 
         Raises:
             ValueError: a value in the file is wrong.
