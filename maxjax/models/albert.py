@@ -19,7 +19,7 @@ from .bert import BERT, BertConfig
 from .config import setting
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
-from .encoder.model import Encoder, make, with_head
+from .encoder.model import Encoder, with_head
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ ALBERT = AlbertModel.family = dataclasses.replace(
     model_type=AlbertConfig.model_type,
     architectures=("AlbertModel", *(f"AlbertFor{head}" for head in _HEADS)),
     config=AlbertConfig,
-    make=make(AlbertModel),
+    make=AlbertModel.of_checkpoint,
     prefixes=("albert.",),
     ignored=(*BERT.ignored, "predictions.*", "sop_classifier.*"),
 )

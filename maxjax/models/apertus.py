@@ -22,7 +22,7 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.apertus import APERTUS_GGUF
 
@@ -137,10 +137,4 @@ class Apertus(Decoder):
     layer_class: ClassVar[Any] = ApertusLayer
 
 
-APERTUS = Apertus.family = DecoderFamily(
-    model_type=ApertusConfig.model_type,
-    architectures=("ApertusForCausalLM", "ApertusModel"),
-    config=ApertusConfig,
-    make=make(Apertus),
-    gguf=APERTUS_GGUF,
-)
+APERTUS = Apertus.family = DecoderFamily.of(Apertus, ApertusConfig, gguf=APERTUS_GGUF)

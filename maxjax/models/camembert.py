@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from .encoder.model import make, with_head
+from .encoder.model import with_head
 from .roberta import ROBERTA, RobertaConfig, RobertaModel
 
 
@@ -37,7 +37,7 @@ CAMEMBERT = CamembertModel.family = dataclasses.replace(
     model_type=CamembertConfig.model_type,
     architectures=tuple(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
     config=CamembertConfig,
-    make=make(CamembertModel),
+    make=CamembertModel.of_checkpoint,
 )
 CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
     CAMEMBERT, CamembertForSequenceClassification, "CamembertForSequenceClassification"

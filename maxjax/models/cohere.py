@@ -25,7 +25,7 @@ from .decoder.config import (
     slides_of,
     windowed,
 )
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import HeadNorms
 from .decoder.rope import Rope
 from .gguf.architectures.cohere import COHERE2_GGUF, COHERE_GGUF
@@ -104,17 +104,5 @@ class Cohere2(Cohere):
     """A Command-A language model."""
 
 
-COHERE = Cohere.family = DecoderFamily(
-    model_type=CohereConfig.model_type,
-    architectures=("CohereForCausalLM", "CohereModel"),
-    config=CohereConfig,
-    make=make(Cohere),
-    gguf=COHERE_GGUF,
-)
-COHERE2 = Cohere2.family = DecoderFamily(
-    model_type=Cohere2Config.model_type,
-    architectures=("Cohere2ForCausalLM", "Cohere2Model"),
-    config=Cohere2Config,
-    make=make(Cohere2),
-    gguf=COHERE2_GGUF,
-)
+COHERE = Cohere.family = DecoderFamily.of(Cohere, CohereConfig, gguf=COHERE_GGUF)
+COHERE2 = Cohere2.family = DecoderFamily.of(Cohere2, Cohere2Config, gguf=COHERE2_GGUF)

@@ -25,7 +25,7 @@ from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.config import refuse
 from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
-from .encoder.model import Encoder, Pooler, make, with_head
+from .encoder.model import Encoder, Pooler, with_head
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ DEBERTA_V2 = DebertaV2Model.family = dataclasses.replace(
     model_type=DebertaV2Config.model_type,
     architectures=("DebertaV2Model", *(f"DebertaV2For{head}" for head in _HEADS)),
     config=DebertaV2Config,
-    make=make(DebertaV2Model),
+    make=DebertaV2Model.of_checkpoint,
     prefixes=("deberta.",),
     ignored=(
         *BERT.ignored,

@@ -22,7 +22,7 @@ from .decoder.experts import (
     after_dense,
 )  # fmt: skip
 from .decoder.latent import LatentAttention, LatentConfig
-from .decoder.model import KNOWN, Decoder, make
+from .decoder.model import KNOWN, Decoder
 from .decoder.rope import read_rope, rope_settings
 from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
@@ -186,21 +186,13 @@ class DeepseekV3(Decoder):
     layer_class: ClassVar[Any] = DeepseekV3Layer
 
 
-DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily(
-    model_type=DeepseekV2Config.model_type,
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-    config=DeepseekV2Config,
-    make=make(DeepseekV2),
-)
-DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily(
-    model_type=DeepseekV3Config.model_type,
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    config=DeepseekV3Config,
-    make=make(DeepseekV3),
+DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily.of(DeepseekV2, DeepseekV2Config)
+DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily.of(
+    DeepseekV3, DeepseekV3Config,
     gguf=DEEPSEEK_GGUF,
     # Kimi K2.5 and later see: their text model is this one.
     ignored=(*KNOWN, "mm_projector.*"),
     sight=SIGHT,
-)
+)  # fmt: skip
 # Kimi K2's files name DeepSeek's architecture, and this model type.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

@@ -17,7 +17,7 @@ from .bert import BERT, BertConfig, BertEncoder, BertModel
 from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
-from .encoder.model import ClassificationHead, make, with_head
+from .encoder.model import ClassificationHead, with_head
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ ELECTRA = ElectraModel.family = dataclasses.replace(
     model_type=ElectraConfig.model_type,
     architectures=("ElectraModel", *(f"ElectraFor{head}" for head in _HEADS)),
     config=ElectraConfig,
-    make=make(ElectraModel),
+    make=ElectraModel.of_checkpoint,
     prefixes=("electra.",),
     ignored=(*BERT.ignored, "discriminator_predictions.*", "generator_*"),
 )

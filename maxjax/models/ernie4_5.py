@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
 
@@ -48,10 +48,6 @@ class Ernie45(Decoder):
     """
 
 
-ERNIE45 = Ernie45.family = DecoderFamily(
-    model_type=Ernie45Config.model_type,
-    architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model"),
-    config=Ernie45Config,
-    make=make(Ernie45),
-    gguf=ERNIE45_GGUF,
+ERNIE45 = Ernie45.family = DecoderFamily.of(
+    Ernie45, Ernie45Config, "Ernie4_5ForCausalLM", "Ernie4_5Model", gguf=ERNIE45_GGUF
 )

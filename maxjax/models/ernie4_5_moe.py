@@ -20,7 +20,7 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope
 from .gguf.architectures.ernie4_5 import ERNIE4_5_MOE_GGUF
 
@@ -130,12 +130,9 @@ class Ernie45MoE(Decoder):
     layer_class: ClassVar[Any] = Ernie45Layer
 
 
-ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
-    model_type=Ernie45MoEConfig.model_type,
-    architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
-    config=Ernie45MoEConfig,
-    make=make(Ernie45MoE),
+ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily.of(
+    Ernie45MoE, Ernie45MoEConfig, "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
     gguf=ERNIE4_5_MOE_GGUF,
     renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
     ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
-)
+)  # fmt: skip

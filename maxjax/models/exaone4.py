@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .gguf.architectures.exaone4 import EXAONE4_GGUF
 
 
@@ -67,10 +67,4 @@ class Exaone4(Decoder):
     layer_class: ClassVar[Any] = PostNormLayer
 
 
-EXAONE4 = Exaone4.family = DecoderFamily(
-    model_type=Exaone4Config.model_type,
-    architectures=("Exaone4ForCausalLM", "Exaone4Model"),
-    config=Exaone4Config,
-    make=make(Exaone4),
-    gguf=EXAONE4_GGUF,
-)
+EXAONE4 = Exaone4.family = DecoderFamily.of(Exaone4, Exaone4Config, gguf=EXAONE4_GGUF)

@@ -16,7 +16,7 @@ from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.gpt_neox import FALCON_GGUF
 
 
@@ -138,13 +138,10 @@ class _Family(DecoderFamily):
         return found
 
 
-FALCON = Falcon.family = _Family(
-    model_type=FalconConfig.model_type,
-    architectures=("FalconForCausalLM", "FalconModel"),
-    config=FalconConfig,
-    make=make(Falcon),
+FALCON = Falcon.family = _Family.of(
+    Falcon, FalconConfig,
     ignored=KNOWN,
     tied=("lm_head.weight", "transformer.word_embeddings.weight"),
     bare=("transformer.", ("word_embeddings.", "h.", "ln_f.")),
     gguf=FALCON_GGUF,
-)
+)  # fmt: skip

@@ -23,7 +23,7 @@ from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.norm import norm
 from .gguf.architectures.mamba2 import FALCON_H1_GGUF
 
@@ -209,11 +209,8 @@ class FalconH1(Decoder):
     model_class: ClassVar[Any] = FalconH1Model
 
 
-FALCON_H1 = FalconH1.family = DecoderFamily(
-    model_type=FalconH1Config.model_type,
-    architectures=("FalconH1ForCausalLM", "FalconH1Model"),
-    config=FalconH1Config,
-    make=make(FalconH1),
+FALCON_H1 = FalconH1.family = DecoderFamily.of(
+    FalconH1, FalconH1Config,
     bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
     gguf=FALCON_H1_GGUF,
-)
+)  # fmt: skip

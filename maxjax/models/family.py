@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 
+from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointMismatchError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
@@ -73,11 +74,39 @@ class Family:
     bare: tuple[str, tuple[str, ...]] = ("", ())
     only: tuple[tuple[str, Any], ...] = ()
 
+    gguf: GGUFTable | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: type[PretrainedModel],
+        config: type[ModelConfig],
+        *architectures: str,
+        **settings: Any,
+    ) -> Self:
+        """The family of a model's class and its configuration, which has the ``model_type``.
+
+        Args:
+            model: the class; :meth:`PretrainedModel.of_checkpoint` is ``make``.
+            config: dataclass of its settings.
+            architectures: as of a ``Family``; by default what transformers calls a language model of
+                the class's name and its base model.
+            settings: further attributes of the family.
+
+        Example:
+            >>> from maxjax.models import Decoder, DecoderConfig, DecoderFamily
+            >>> class Mine(Decoder):
+            ...     pass
+            >>> DecoderFamily.of(Mine, DecoderConfig).architectures
+            ('MineForCausalLM', 'MineModel')
+        """
+        name = model.__name__
+        architectures = architectures or (f"{name}ForCausalLM", f"{name}Model")
+        return cls(config.model_type, architectures, config, model.of_checkpoint, **settings)
+
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
         return all(config.get(key) == value for key, value in self.only)
-
-    gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:
         """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
@@ -203,6 +232,13 @@ class PretrainedModel(Module):
     family: ClassVar[Family]
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """A lazy model for a checkpoint with tensors of these names: ``Family.make`` of most families."""
+        raise NotImplementedError
 
     @property
     def hf_config(self) -> dict[str, Any] | None:

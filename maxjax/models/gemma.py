@@ -21,7 +21,7 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import BothWays, DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
-from .decoder.model import KNOWN, Decoder, DecoderFamily, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily
 from .decoder.rope import Rope, ropes_by_kind
 from .multimodal import SIGHT
 
@@ -219,24 +219,11 @@ class Gemma3(Decoder):
     layer_class: ClassVar[Any] = Gemma3Layer
 
 
-GEMMA = Gemma.family = DecoderFamily(
-    model_type=GemmaConfig.model_type,
-    architectures=("GemmaForCausalLM", "GemmaModel"),
-    config=GemmaConfig,
-    make=make(Gemma),
-)
-GEMMA2 = Gemma2.family = DecoderFamily(
-    model_type=Gemma2Config.model_type,
-    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
-    config=Gemma2Config,
-    make=make(Gemma2),
-)
-GEMMA3 = Gemma3.family = DecoderFamily(
-    model_type=Gemma3Config.model_type,
-    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
-    config=Gemma3Config,
-    make=make(Gemma3),
+GEMMA = Gemma.family = DecoderFamily.of(Gemma, GemmaConfig)
+GEMMA2 = Gemma2.family = DecoderFamily.of(Gemma2, Gemma2Config)
+GEMMA3 = Gemma3.family = DecoderFamily.of(
+    Gemma3, Gemma3Config, "Gemma3ForCausalLM", "Gemma3TextModel",
     # EmbeddingGemma's dense layers in GGUF files, which are a part of its pooling.
     ignored=(*KNOWN, "dense_2.*", "dense_3.*"),
     sight=SIGHT,
-)
+)  # fmt: skip

@@ -28,7 +28,7 @@ from ..nn.linear import MLP, Linear, linears
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import own
-from .decoder.model import DecoderFamily, make
+from .decoder.model import DecoderFamily
 from .decoder.norm import norm
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
 from .gguf.architectures.gemma import GEMMA3N_GGUF
@@ -268,11 +268,6 @@ class Gemma3n(SharingDecoder):
     model_class: ClassVar[Any] = Gemma3nModel
 
 
-GEMMA3N = Gemma3n.family = DecoderFamily(
-    model_type=Gemma3nConfig.model_type,
-    architectures=("Gemma3nForCausalLM", "Gemma3nTextModel"),
-    config=Gemma3nConfig,
-    make=make(Gemma3n),
-    sight=SIGHT,
-    gguf=GEMMA3N_GGUF,
+GEMMA3N = Gemma3n.family = DecoderFamily.of(
+    Gemma3n, Gemma3nConfig, "Gemma3nForCausalLM", "Gemma3nTextModel", sight=SIGHT, gguf=GEMMA3N_GGUF
 )

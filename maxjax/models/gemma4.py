@@ -27,7 +27,6 @@ from .decoder.attention import Cached, Step
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MAPS_PROJ, SparseMLP
-from .decoder.model import make
 from .decoder.norm import norm, unit_rms
 from .decoder.rope import ropes_by_kind
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
@@ -260,14 +259,11 @@ class Gemma4Family(MoEFamily):
         return {name.replace(".moe.router.", ".router."): data for name, data in found.items()}
 
 
-GEMMA4 = Gemma4.family = Gemma4Family(
-    model_type=Gemma4Config.model_type,
-    architectures=("Gemma4ForCausalLM", "Gemma4TextModel"),
-    config=Gemma4Config,
-    make=make(Gemma4),
+GEMMA4 = Gemma4.family = Gemma4Family.of(
+    Gemma4, Gemma4Config, "Gemma4ForCausalLM", "Gemma4TextModel",
     renamed=tuple((f".{name}", f".moe.{name}") for name in _ROUTER),
     experts="moe.experts.#.*.weight",
     together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),
     sight=SIGHT,
     gguf=GEMMA4_GGUF,
-)
+)  # fmt: skip

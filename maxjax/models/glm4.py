@@ -18,7 +18,7 @@ from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
 from .decoder.rope import Rope
 from .gguf.architectures.glm4 import GLM4_GGUF, GLM_GGUF
@@ -95,18 +95,9 @@ class GLM4(Decoder):
     layer_class: ClassVar[Any] = GLM4Layer
 
 
-GLM_FAMILY = GLM.family = DecoderFamily(
-    model_type=GLMConfig.model_type,
-    architectures=("GlmForCausalLM", "GlmModel"),
-    config=GLMConfig,
-    make=make(GLM),
-    gguf=GLM_GGUF,
+GLM_FAMILY = GLM.family = DecoderFamily.of(
+    GLM, GLMConfig, "GlmForCausalLM", "GlmModel", gguf=GLM_GGUF
 )
-GLM4_FAMILY = GLM4.family = DecoderFamily(
-    model_type=GLM4Config.model_type,
-    architectures=("Glm4ForCausalLM", "Glm4Model"),
-    config=GLM4Config,
-    make=make(GLM4),
-    sight=SIGHT,
-    gguf=GLM4_GGUF,
+GLM4_FAMILY = GLM4.family = DecoderFamily.of(
+    GLM4, GLM4Config, "Glm4ForCausalLM", "Glm4Model", sight=SIGHT, gguf=GLM4_GGUF
 )

@@ -15,7 +15,7 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMoEConfig, MoELayer, after_dense
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope
 from .gguf.architectures.glm4 import GLM4_MOE_GGUF
 from .multimodal import SIGHT
@@ -72,11 +72,6 @@ class GLM4MoE(Decoder):
     layer_class: ClassVar[Any] = GLM4MoELayer
 
 
-GLM4_MOE = GLM4MoE.family = PredictingFamily(
-    model_type=GLM4MoEConfig.model_type,
-    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
-    config=GLM4MoEConfig,
-    make=make(GLM4MoE),
-    sight=SIGHT,
-    gguf=GLM4_MOE_GGUF,
+GLM4_MOE = GLM4MoE.family = PredictingFamily.of(
+    GLM4MoE, GLM4MoEConfig, "Glm4MoeForCausalLM", "Glm4MoeModel", sight=SIGHT, gguf=GLM4_MOE_GGUF
 )

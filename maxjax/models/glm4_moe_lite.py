@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.experts import sparse_of
-from .decoder.model import make
 from .deepseek import DEEPSEEK_V3, DeepseekV3, DeepseekV3Config
 
 
@@ -61,6 +60,6 @@ GLM4_MOE_LITE = GLM4MoELite.family = replace(
     model_type=GLM4MoELiteConfig.model_type,
     architectures=("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
     config=GLM4MoELiteConfig,
-    make=make(GLM4MoELite),
+    make=GLM4MoELite.of_checkpoint,
     gguf=None,
 )

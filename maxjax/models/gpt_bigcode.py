@@ -13,7 +13,6 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.grouped import GroupedAttention
-from .decoder.model import make
 from .family import Family
 from .gguf.architectures.starcoder import STARCODER_GGUF
 from .gpt2 import GPT2, PARTS, GPT2Config, GPT2Layer
@@ -65,11 +64,8 @@ class GPTBigCode(GPT2):
     layer_class: ClassVar[Any] = GPTBigCodeBlock
 
 
-GPT_BIGCODE = GPTBigCode.family = Family(
-    model_type=GPTBigCodeConfig.model_type,
-    architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
-    config=GPTBigCodeConfig,
-    make=make(GPTBigCode),
+GPT_BIGCODE = GPTBigCode.family = Family.of(
+    GPTBigCode, GPTBigCodeConfig,
     ignored=("*.attn.bias", "*.attn.masked_bias"),
     bare=("transformer.", PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),

@@ -16,7 +16,6 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import kinds_of, own
-from .decoder.model import make
 from .decoder.positions import PositionedConfig
 from .family import Family
 from .gpt2 import GPT2, PARTS, GPT2Layer
@@ -101,12 +100,9 @@ class GPTNeo(GPT2):
     layer_class: ClassVar[Any] = GPTNeoBlock
 
 
-GPT_NEO = GPTNeo.family = Family(
-    model_type=GPTNeoConfig.model_type,
-    architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
-    config=GPTNeoConfig,
-    make=make(GPTNeo),
+GPT_NEO = GPTNeo.family = Family.of(
+    GPTNeo, GPTNeoConfig,
     ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
     bare=("transformer.", PARTS),
     tied=("lm_head.weight", "transformer.wte.weight"),
-)
+)  # fmt: skip

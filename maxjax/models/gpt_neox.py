@@ -16,7 +16,7 @@ from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
 from .gguf.architectures.gpt_neox import GPT_NEOX_GGUF
 
@@ -94,14 +94,11 @@ class GPTNeoX(Decoder):
     model, lm_head = alias("gpt_neox"), alias("embed_out")
 
 
-GPT_NEOX = GPTNeoX.family = DecoderFamily(
-    model_type=GPTNeoXConfig.model_type,
-    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    config=GPTNeoXConfig,
-    make=make(GPTNeoX),
+GPT_NEOX = GPTNeoX.family = DecoderFamily.of(
+    GPTNeoX, GPTNeoXConfig,
     renamed=(("lm_head.weight", "embed_out.weight"),),
     ignored=("*rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
     tied=("embed_out.weight", "gpt_neox.embed_in.weight"),
     bare=("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
     gguf=GPT_NEOX_GGUF,
-)
+)  # fmt: skip

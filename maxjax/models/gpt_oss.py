@@ -26,7 +26,7 @@ from .decoder.attention import DecoderAttention
 from .decoder.config import layers_of, own, slides_of
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .gguf.architectures.gpt_oss import GPT_OSS_GGUF
 
 
@@ -125,11 +125,8 @@ class GptOss(Decoder):
     layer_class: ClassVar[Any] = GptOssLayer
 
 
-GPT_OSS = GptOss.family = MoEFamily(
-    model_type=GptOssConfig.model_type,
-    architectures=("GptOssForCausalLM", "GptOssModel"),
-    config=GptOssConfig,
-    make=make(GptOss),
+GPT_OSS = GptOss.family = MoEFamily.of(
+    GptOss, GptOssConfig,
     gguf=GPT_OSS_GGUF,
     together=Together(
         ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",),

@@ -14,7 +14,7 @@ from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, count_of, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
 
 
@@ -86,6 +86,4 @@ FILES: dict[str, Any] = {
     "tied": ("lm_head.weight", "transformer.wte.weight"),
     "bare": ("transformer.", ("wte.", "h.", "ln_f.")),
 }
-GPTJ_FAMILY = GPTJ.family = DecoderFamily(
-    "gptj", ("GPTJForCausalLM", "GPTJModel"), GPTJConfig, make(GPTJ), **FILES
-)
+GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(GPTJ, GPTJConfig, **FILES)

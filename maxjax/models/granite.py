@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .gguf.architectures.granite import GRANITE_GGUF
 
 
@@ -43,10 +43,4 @@ class Granite(Decoder):
     """
 
 
-GRANITE = Granite.family = DecoderFamily(
-    model_type=GraniteConfig.model_type,
-    architectures=("GraniteForCausalLM", "GraniteModel"),
-    config=GraniteConfig,
-    make=make(Granite),
-    gguf=GRANITE_GGUF,
-)
+GRANITE = Granite.family = DecoderFamily.of(Granite, GraniteConfig, gguf=GRANITE_GGUF)

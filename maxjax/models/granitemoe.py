@@ -18,7 +18,6 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, SparseMLP
-from .decoder.model import make
 from .gguf.architectures.granite import GRANITEMOE_GGUF
 from .granite import Granite, GraniteConfig
 from .mixtral import MixtralLayer
@@ -77,11 +76,8 @@ class GraniteMoE(Granite):
 
 
 _SPARSE = "block_sparse_moe"
-GRANITEMOE = GraniteMoE.family = MoEFamily(
-    model_type=GraniteMoEConfig.model_type,
-    architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
-    config=GraniteMoEConfig,
-    make=make(GraniteMoE),
+GRANITEMOE = GraniteMoE.family = MoEFamily.of(
+    GraniteMoE, GraniteMoEConfig, "GraniteMoeForCausalLM", "GraniteMoeModel",
     gguf=GRANITEMOE_GGUF,
     renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
     experts=f"{_SPARSE}.experts.#.*.weight",

@@ -21,7 +21,6 @@ from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
-from .decoder.model import make
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
 from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
@@ -178,11 +177,8 @@ class GraniteHybrid(Granite):
 
 
 _SPARSE = "block_sparse_moe"
-GRANITE_HYBRID = GraniteHybrid.family = MoEFamily(
-    model_type=GraniteHybridConfig.model_type,
-    architectures=("GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"),
-    config=GraniteHybridConfig,
-    make=make(GraniteHybrid),
+GRANITE_HYBRID = GraniteHybrid.family = MoEFamily.of(
+    GraniteHybrid, GraniteHybridConfig, "GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel",
     renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
     experts=f"{_SPARSE}.experts.#.*.weight",
     together=Together(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 
 
@@ -38,9 +38,4 @@ class Helium(Decoder):
     """
 
 
-HELIUM = Helium.family = DecoderFamily(
-    model_type=HeliumConfig.model_type,
-    architectures=("HeliumForCausalLM", "HeliumModel"),
-    config=HeliumConfig,
-    make=make(Helium),
-)
+HELIUM = Helium.family = DecoderFamily.of(Helium, HeliumConfig)

@@ -17,7 +17,7 @@ from .config import setting
 from .decoder.attention import DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
 from .decoder.rope import Rope, read_rope, rope_settings
 from .gguf.architectures.hunyuan import HUNYUAN_GGUF
@@ -90,10 +90,6 @@ class Hunyuan(Decoder):
     layer_class: ClassVar[Any] = HunyuanLayer
 
 
-HUNYUAN = Hunyuan.family = DecoderFamily(
-    model_type=HunyuanConfig.model_type,
-    architectures=("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model"),
-    config=HunyuanConfig,
-    make=make(Hunyuan),
-    gguf=HUNYUAN_GGUF,
+HUNYUAN = Hunyuan.family = DecoderFamily.of(
+    Hunyuan, HunyuanConfig, "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model", gguf=HUNYUAN_GGUF
 )

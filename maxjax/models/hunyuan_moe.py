@@ -21,7 +21,7 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .gguf.architectures.hunyuan import HUNYUAN_MOE_GGUF
 from .hunyuan import HunyuanAttention, HunyuanConfig
 
@@ -111,10 +111,7 @@ class HunyuanMoE(Decoder):
     layer_class: ClassVar[Any] = HunyuanMoELayer
 
 
-HUNYUAN_MOE = HunyuanMoE.family = MoEFamily(
-    model_type=HunyuanMoEConfig.model_type,
-    architectures=("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model"),
-    config=HunyuanMoEConfig,
-    make=make(HunyuanMoE),
+HUNYUAN_MOE = HunyuanMoE.family = MoEFamily.of(
+    HunyuanMoE, HunyuanMoEConfig, "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
     gguf=HUNYUAN_MOE_GGUF,
-)
+)  # fmt: skip

@@ -22,7 +22,7 @@ from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
-from .encoder.model import ClassificationHead, NormedEncoder, make, with_head
+from .encoder.model import ClassificationHead, NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.jina import JINA_V3_GGUF
 
@@ -110,16 +110,14 @@ class JinaV3ForSequenceClassification(JinaV3Model):
     """Jina's encoder with a classification head."""
 
 
-JINA_V3 = JinaV3Model.family = Family(
-    model_type=JinaV3Config.model_type,
-    architectures=("JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS)),
-    config=JinaV3Config,
-    make=make(JinaV3Model),
+JINA_V3 = JinaV3Model.family = Family.of(
+    JinaV3Model, JinaV3Config,
+    "JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
     prefixes=("roberta.",),
     renamed=((_ORIGINAL, ".weight"),),
     ignored=("lm_head.*", "classifier.*", "qa_outputs.*", "*.lora_A", "*.lora_B"),
     gguf=JINA_V3_GGUF,
-)
+)  # fmt: skip
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
     JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
 )

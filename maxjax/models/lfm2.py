@@ -24,7 +24,7 @@ from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
 from .decoder.mixer import RecurrentMixer
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.lfm2 import LFM2_GGUF
 from .multimodal import SIGHT
 
@@ -197,12 +197,9 @@ class LFM2(Decoder):
     model_class: ClassVar[Any] = LFM2Model
 
 
-LFM2_FAMILY = LFM2.family = DecoderFamily(
-    model_type=LFM2Config.model_type,
-    architectures=("Lfm2ForCausalLM", "Lfm2Model"),
-    config=LFM2Config,
-    make=make(LFM2),
+LFM2_FAMILY = LFM2.family = DecoderFamily.of(
+    LFM2, LFM2Config, "Lfm2ForCausalLM", "Lfm2Model",
     bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
     sight=SIGHT,
     gguf=LFM2_GGUF,
-)
+)  # fmt: skip

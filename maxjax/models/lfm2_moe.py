@@ -17,7 +17,6 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer, SparseMLP, after_dense
-from .decoder.model import make
 from .gguf.architectures.lfm2 import LFM2_MOE_GGUF
 from .lfm2 import LFM2, LFM2_FAMILY, LFM2Config, LFM2Layer
 
@@ -95,11 +94,11 @@ class LFM2MoE(LFM2):
     layer_class: ClassVar[Any] = LFM2MoELayer
 
 
-LFM2_MOE = LFM2MoE.family = MoEFamily(
-    model_type=LFM2MoEConfig.model_type,
-    architectures=("Lfm2MoeForCausalLM", "Lfm2MoeModel"),
-    config=LFM2MoEConfig, make=make(LFM2MoE), bare=LFM2_FAMILY.bare,
-    experts=f"{_MLP}.experts.#.*.weight", maps=MAPS_W,
+LFM2_MOE = LFM2MoE.family = MoEFamily.of(
+    LFM2MoE, LFM2MoEConfig, "Lfm2MoeForCausalLM", "Lfm2MoeModel",
+    bare=LFM2_FAMILY.bare,
+    experts=f"{_MLP}.experts.#.*.weight",
+    maps=MAPS_W,
     together=Together((f"{_MLP}.experts.gate_up_proj",), (f"{_MLP}.experts.down_proj",)),
     gguf=LFM2_MOE_GGUF,
 )  # fmt: skip

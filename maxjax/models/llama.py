@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .multimodal import SIGHT
 
 
@@ -33,10 +33,4 @@ class Llama(Decoder):
     """
 
 
-LLAMA = Llama.family = DecoderFamily(
-    model_type=LlamaConfig.model_type,
-    architectures=("LlamaForCausalLM", "LlamaModel"),
-    config=LlamaConfig,
-    make=make(Llama),
-    sight=SIGHT,
-)
+LLAMA = Llama.family = DecoderFamily.of(Llama, LlamaConfig, sight=SIGHT)

@@ -32,7 +32,7 @@ from .decoder.config import (
 )
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.norm import unit_rms
 from .decoder.rope import QueryScaling, read_rope
 from .gguf.architectures.llama4 import LLAMA4_GGUF
@@ -187,11 +187,8 @@ class Llama4(Decoder):
     layer_class: ClassVar[Any] = Llama4Layer
 
 
-LLAMA4 = Llama4.family = MoEFamily(
-    model_type=Llama4Config.model_type,
-    architectures=("Llama4ForCausalLM", "Llama4TextModel"),
-    config=Llama4Config,
-    make=make(Llama4),
+LLAMA4 = Llama4.family = MoEFamily.of(
+    Llama4, Llama4Config, "Llama4ForCausalLM", "Llama4TextModel",
     experts="feed_forward.experts.#.*.weight",
     together=Together(
         ("feed_forward.experts.gate_up_proj",), ("feed_forward.experts.down_proj",),

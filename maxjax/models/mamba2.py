@@ -20,7 +20,7 @@ from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.norm import norm
 from .gguf.architectures.mamba2 import MAMBA2_GGUF
 
@@ -135,13 +135,10 @@ class Mamba2(Decoder):
     model = alias("backbone")
 
 
-MAMBA2 = Mamba2.family = DecoderFamily(
-    model_type=Mamba2Config.model_type,
-    architectures=("Mamba2ForCausalLM", "Mamba2Model"),
-    config=Mamba2Config,
-    make=make(Mamba2),
+MAMBA2 = Mamba2.family = DecoderFamily.of(
+    Mamba2, Mamba2Config,
     renamed=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=MAMBA2_GGUF,
-)
+)  # fmt: skip

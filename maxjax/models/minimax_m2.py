@@ -17,7 +17,7 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope, read_rope
 from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
 from .mixtral import MixtralLayer
@@ -102,11 +102,8 @@ class MiniMaxM2(Decoder):
     layer_class: ClassVar[Any] = MiniMaxM2Layer
 
 
-MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
-    model_type=MiniMaxM2Config.model_type,
-    architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
-    config=MiniMaxM2Config,
-    make=make(MiniMaxM2),
+MINIMAX_M2 = MiniMaxM2.family = MoEFamily.of(
+    MiniMaxM2, MiniMaxM2Config,
     gguf=MINIMAX_M2_GGUF,
     renamed=(
         (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
@@ -114,4 +111,4 @@ MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
     ),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import QueryScaling, Rope, rope_or, rope_settings
 from .gguf.architectures.mistral import MINISTRAL3_GGUF
 from .multimodal import SIGHT
@@ -84,18 +84,7 @@ class Ministral3(Decoder):
     """A Ministral 3 language model."""
 
 
-MISTRAL = Mistral.family = DecoderFamily(
-    model_type=MistralConfig.model_type,
-    architectures=("MistralForCausalLM", "MistralModel"),
-    config=MistralConfig,
-    make=make(Mistral),
-    sight=SIGHT,
-)
-MINISTRAL3 = Ministral3.family = DecoderFamily(
-    model_type=Ministral3Config.model_type,
-    architectures=("Ministral3ForCausalLM", "Ministral3Model"),
-    config=Ministral3Config,
-    make=make(Ministral3),
-    gguf=MINISTRAL3_GGUF,
-    sight=SIGHT,
+MISTRAL = Mistral.family = DecoderFamily.of(Mistral, MistralConfig, sight=SIGHT)
+MINISTRAL3 = Ministral3.family = DecoderFamily.of(
+    Ministral3, Ministral3Config, gguf=MINISTRAL3_GGUF, sight=SIGHT
 )

@@ -14,7 +14,7 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,9 @@ class Mixtral(Decoder):
     layer_class: ClassVar[Any] = MixtralLayer
 
 
-MIXTRAL = Mixtral.family = MoEFamily(
-    model_type=MixtralConfig.model_type,
-    architectures=("MixtralForCausalLM", "MixtralModel"),
-    config=MixtralConfig,
-    make=make(Mixtral),
+MIXTRAL = Mixtral.family = MoEFamily.of(
+    Mixtral, MixtralConfig,
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

@@ -31,7 +31,7 @@ from .decoder.rope import Rope, rope_of
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderMLP
 from .encoder.config import EncoderConfig
-from .encoder.model import Encoder, in_turn, make, with_head
+from .encoder.model import Encoder, in_turn, with_head
 from .family import Family
 from .gguf.architectures.modernbert import MODERNBERT_GGUF
 
@@ -208,14 +208,10 @@ class ModernBertForSequenceClassification(ModernBertModel):
     """A ModernBERT with a classification head: a reranker, for example."""
 
 
-MODERNBERT = ModernBertModel.family = Family(
-    model_type=ModernBertConfig.model_type,
-    architectures=(
-        "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
-        "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
-    ),
-    config=ModernBertConfig,
-    make=make(ModernBertModel),
+MODERNBERT = ModernBertModel.family = Family.of(
+    ModernBertModel, ModernBertConfig,
+    "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
+    "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
     prefixes=("model.",),
     ignored=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
     gguf=MODERNBERT_GGUF,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.nemotron import ARCEE_GGUF, NEMOTRON_GGUF
 
@@ -64,17 +64,5 @@ class Arcee(Nemotron):
     """An AFM language model of Arcee."""
 
 
-NEMOTRON = Nemotron.family = DecoderFamily(
-    model_type=NemotronConfig.model_type,
-    architectures=("NemotronForCausalLM", "NemotronModel"),
-    config=NemotronConfig,
-    make=make(Nemotron),
-    gguf=NEMOTRON_GGUF,
-)
-ARCEE = Arcee.family = DecoderFamily(
-    model_type=ArceeConfig.model_type,
-    architectures=("ArceeForCausalLM", "ArceeModel"),
-    config=ArceeConfig,
-    make=make(Arcee),
-    gguf=ARCEE_GGUF,
-)
+NEMOTRON = Nemotron.family = DecoderFamily.of(Nemotron, NemotronConfig, gguf=NEMOTRON_GGUF)
+ARCEE = Arcee.family = DecoderFamily.of(Arcee, ArceeConfig, gguf=ARCEE_GGUF)

@@ -21,7 +21,7 @@ from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import PlainMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
 from .decoder.norm import norm
 from .gguf.architectures.mamba2 import NEMOTRON_H_GGUF
 
@@ -174,14 +174,11 @@ class NemotronH(Decoder):
     model = alias("backbone")
 
 
-NEMOTRON_H = NemotronH.family = DecoderFamily(
-    model_type=NemotronHConfig.model_type,
-    architectures=("NemotronHForCausalLM", "NemotronHModel"),
-    config=NemotronHConfig,
-    make=make(NemotronH),
+NEMOTRON_H = NemotronH.family = DecoderFamily.of(
+    NemotronH, NemotronHConfig,
     prefixes=("model.",),
     ignored=(*KNOWN, "mtp.*"),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=NEMOTRON_H_GGUF,
-)
+)  # fmt: skip

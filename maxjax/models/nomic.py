@@ -16,7 +16,7 @@ from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import NormedEncoder, make, with_head
+from .encoder.model import NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.nomic import NOMIC_BERT_GGUF
 
@@ -129,14 +129,10 @@ class NomicBertForSequenceClassification(NomicBertModel):
     """A Nomic BERT with a classification head: a reranker, for example."""
 
 
-NOMIC_BERT = NomicBertModel.family = Family(
-    model_type=NomicBertConfig.model_type,
-    architectures=(
-        "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
-        "NomicBertForTokenClassification",
-    ),
-    config=NomicBertConfig,
-    make=make(NomicBertModel),
+NOMIC_BERT = NomicBertModel.family = Family.of(
+    NomicBertModel, NomicBertConfig,
+    "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
+    "NomicBertForTokenClassification",
     prefixes=("nomic_bert.", "bert."),
     ignored=("cls.*", "classifier.*", "*rotary_emb.inv_freq"),
     gguf=NOMIC_BERT_GGUF,

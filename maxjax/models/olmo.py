@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .gguf.architectures.olmo import OLMO_GGUF
 from .olmoe import OLMoEAttention
 
@@ -46,10 +46,4 @@ class Olmo(Decoder):
     layer_class: ClassVar[Any] = OlmoLayer
 
 
-OLMO = Olmo.family = DecoderFamily(
-    model_type=OlmoConfig.model_type,
-    architectures=("OlmoForCausalLM", "OlmoModel"),
-    config=OlmoConfig,
-    make=make(Olmo),
-    gguf=OLMO_GGUF,
-)
+OLMO = Olmo.family = DecoderFamily.of(Olmo, OlmoConfig, gguf=OLMO_GGUF)

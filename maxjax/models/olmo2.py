@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope, ropes_by_kind
 from .gguf.architectures.olmo import OLMO2_GGUF
 
@@ -72,16 +72,5 @@ class Olmo3(Olmo2):
     """An OLMo 3 language model."""
 
 
-OLMO2 = Olmo2.family = DecoderFamily(
-    model_type=Olmo2Config.model_type,
-    architectures=("Olmo2ForCausalLM", "Olmo2Model"),
-    config=Olmo2Config,
-    make=make(Olmo2),
-    gguf=OLMO2_GGUF,
-)
-OLMO3 = Olmo3.family = DecoderFamily(
-    model_type=Olmo3Config.model_type,
-    architectures=("Olmo3ForCausalLM", "Olmo3Model"),
-    config=Olmo3Config,
-    make=make(Olmo3),
-)
+OLMO2 = Olmo2.family = DecoderFamily.of(Olmo2, Olmo2Config, gguf=OLMO2_GGUF)
+OLMO3 = Olmo3.family = DecoderFamily.of(Olmo3, Olmo3Config)

@@ -17,7 +17,7 @@ from .decoder.attention import DecoderAttention
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .gguf.architectures.olmo import OLMOE_GGUF
 
 
@@ -69,10 +69,6 @@ class OLMoE(Decoder):
     layer_class: ClassVar[Any] = OLMoELayer
 
 
-OLMOE = OLMoE.family = MoEFamily(
-    model_type=OLMoEConfig.model_type,
-    architectures=("OlmoeForCausalLM", "OlmoeModel"),
-    config=OLMoEConfig,
-    make=make(OLMoE),
-    gguf=OLMOE_GGUF,
+OLMOE = OLMoE.family = MoEFamily.of(
+    OLMoE, OLMoEConfig, "OlmoeForCausalLM", "OlmoeModel", gguf=OLMOE_GGUF
 )

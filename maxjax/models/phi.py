@@ -13,7 +13,7 @@ from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
 from .gguf.architectures.phi import PHI_GGUF
 
@@ -67,11 +67,6 @@ class Phi(Decoder):
     model_class: ClassVar[Any] = PhiModel
 
 
-PHI = Phi.family = DecoderFamily(
-    model_type=PhiConfig.model_type,
-    architectures=("PhiForCausalLM", "PhiModel"),
-    config=PhiConfig,
-    make=make(Phi),
-    bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
-    gguf=PHI_GGUF,
+PHI = Phi.family = DecoderFamily.of(
+    Phi, PhiConfig, bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")), gguf=PHI_GGUF
 )

@@ -21,7 +21,7 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope, object_of, read_rope
 from .gguf.architectures.phi import PHI3_GGUF
 
@@ -102,10 +102,4 @@ class Phi3(Decoder):
     layer_class: ClassVar[Any] = Phi3Layer
 
 
-PHI3 = Phi3.family = DecoderFamily(
-    model_type=Phi3Config.model_type,
-    architectures=("Phi3ForCausalLM", "Phi3Model"),
-    config=Phi3Config,
-    make=make(Phi3),
-    gguf=PHI3_GGUF,
-)
+PHI3 = Phi3.family = DecoderFamily.of(Phi3, Phi3Config, gguf=PHI3_GGUF)

@@ -18,7 +18,7 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import rope_settings
 from .encoder.config import refuse
 from .mixtral import MixtralLayer
@@ -88,12 +88,9 @@ class PhiMoE(Decoder):
     layer_class: ClassVar[Any] = PhiMoELayer
 
 
-PHIMOE = PhiMoE.family = MoEFamily(
-    model_type=PhiMoEConfig.model_type,
-    architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel"),
-    config=PhiMoEConfig,
-    make=make(PhiMoE),
+PHIMOE = PhiMoE.family = MoEFamily.of(
+    PhiMoE, PhiMoEConfig, "PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel",
     renamed=((".mlp.router.weight", ".block_sparse_moe.gate.weight"),),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

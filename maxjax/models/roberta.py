@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .bert import BERT, BertConfig, BertModel
 from .config import setting
 from .encoder.attention import Types
-from .encoder.model import ClassificationHead, make, with_head
+from .encoder.model import ClassificationHead, with_head
 
 _HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
 
@@ -100,7 +100,7 @@ ROBERTA = RobertaModel.family = dataclasses.replace(
     model_type=RobertaConfig.model_type,
     architectures=("RobertaModel", *(f"RobertaFor{head}" for head in _HEADS)),
     config=RobertaConfig,
-    make=make(RobertaModel),
+    make=RobertaModel.of_checkpoint,
     prefixes=("roberta.",),
     ignored=(*BERT.ignored, "lm_head.*"),
 )
@@ -112,7 +112,7 @@ XLM_ROBERTA = XLMRobertaModel.family = dataclasses.replace(
     model_type=XLMRobertaConfig.model_type,
     architectures=("XLMRobertaModel", *(f"XLMRobertaFor{head}" for head in _HEADS)),
     config=XLMRobertaConfig,
-    make=make(XLMRobertaModel),
+    make=XLMRobertaModel.of_checkpoint,
 )
 XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
     XLM_ROBERTA, XLMRobertaForSequenceClassification, "XLMRobertaForSequenceClassification"

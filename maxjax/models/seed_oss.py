@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .gguf.architectures.seed_oss import SEED_OSS_GGUF
 
 
@@ -41,10 +41,6 @@ class SeedOSS(Decoder):
     """
 
 
-SEED_OSS = SeedOSS.family = DecoderFamily(
-    model_type=SeedOSSConfig.model_type,
-    architectures=("SeedOssForCausalLM", "SeedOssModel"),
-    config=SeedOSSConfig,
-    make=make(SeedOSS),
-    gguf=SEED_OSS_GGUF,
+SEED_OSS = SeedOSS.family = DecoderFamily.of(
+    SeedOSS, SeedOSSConfig, "SeedOssForCausalLM", "SeedOssModel", gguf=SEED_OSS_GGUF
 )

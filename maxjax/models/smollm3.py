@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own, rotates_of, slides_of
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.smollm3 import SMOLLM3_GGUF
 
@@ -48,10 +48,4 @@ class SmolLM3(Decoder):
     """
 
 
-SMOLLM3 = SmolLM3.family = DecoderFamily(
-    model_type=SmolLM3Config.model_type,
-    architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
-    config=SmolLM3Config,
-    make=make(SmolLM3),
-    gguf=SMOLLM3_GGUF,
-)
+SMOLLM3 = SmolLM3.family = DecoderFamily.of(SmolLM3, SmolLM3Config, gguf=SMOLLM3_GGUF)

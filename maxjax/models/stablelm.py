@@ -14,7 +14,7 @@ from ..errors import UnsupportedModelError
 from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.stablelm import STABLELM_GGUF
 
@@ -68,10 +68,6 @@ class StableLM(Decoder):
     layer_class: ClassVar[Any] = staticmethod(layer)
 
 
-STABLELM = StableLM.family = DecoderFamily(
-    model_type=StableLMConfig.model_type,
-    architectures=("StableLmForCausalLM", "StableLmModel"),
-    config=StableLMConfig,
-    make=make(StableLM),
-    gguf=STABLELM_GGUF,
+STABLELM = StableLM.family = DecoderFamily.of(
+    StableLM, StableLMConfig, "StableLmForCausalLM", "StableLmModel", gguf=STABLELM_GGUF
 )

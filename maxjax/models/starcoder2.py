@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .gguf.architectures.starcoder import STARCODER2_GGUF
 
 
@@ -58,10 +58,6 @@ class Starcoder2(Decoder):
     layer_class: ClassVar[Any] = Starcoder2Layer
 
 
-STARCODER2 = Starcoder2.family = DecoderFamily(
-    model_type=Starcoder2Config.model_type,
-    architectures=("Starcoder2ForCausalLM", "Starcoder2Model"),
-    config=Starcoder2Config,
-    make=make(Starcoder2),
-    gguf=STARCODER2_GGUF,
+STARCODER2 = Starcoder2.family = DecoderFamily.of(
+    Starcoder2, Starcoder2Config, gguf=STARCODER2_GGUF
 )
