@@ -108,7 +108,7 @@ models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 block
+models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 short_conv altup block
 models/decoder: model positions experts
 models/decoder: expert_files
 models/encoder: config attention disentangled block model

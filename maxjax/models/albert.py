@@ -5,7 +5,6 @@ Attributes are named as in Hugging Face's checkpoints. Source: arXiv:1909.11942.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -144,12 +143,11 @@ class AlbertForSequenceClassification(AlbertModel):
 
 
 _HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
-ALBERT = AlbertModel.family = dataclasses.replace(
-    BERT,
-    model_type=AlbertConfig.model_type,
-    architectures=("AlbertModel", *(f"AlbertFor{head}" for head in _HEADS)),
-    config=AlbertConfig,
-    make=AlbertModel.of_checkpoint,
+ALBERT = AlbertModel.family = BERT.like(
+    AlbertModel,
+    AlbertConfig,
+    "AlbertModel",
+    *(f"AlbertFor{head}" for head in _HEADS),
     prefixes=("albert.",),
     ignored=(*BERT.ignored, "predictions.*", "sop_classifier.*"),
 )

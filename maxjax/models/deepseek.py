@@ -14,13 +14,7 @@ from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import PredictingFamily
-from .decoder.experts import (
-    BalancedMLP,
-    GroupedMLP,
-    GroupedMoEConfig,
-    MoELayer,
-    after_dense,
-)  # fmt: skip
+from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.latent import LatentAttention, LatentConfig
 from .decoder.model import KNOWN, Decoder
 from .decoder.rope import read_rope, rope_settings

@@ -7,7 +7,6 @@ Source: arXiv:2003.10555.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,12 +75,11 @@ class ElectraForSequenceClassification(ElectraModel):
 
 
 _HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering")
-ELECTRA = ElectraModel.family = dataclasses.replace(
-    BERT,
-    model_type=ElectraConfig.model_type,
-    architectures=("ElectraModel", *(f"ElectraFor{head}" for head in _HEADS)),
-    config=ElectraConfig,
-    make=ElectraModel.of_checkpoint,
+ELECTRA = ElectraModel.family = BERT.like(
+    ElectraModel,
+    ElectraConfig,
+    "ElectraModel",
+    *(f"ElectraFor{head}" for head in _HEADS),
     prefixes=("electra.",),
     ignored=(*BERT.ignored, "discriminator_predictions.*", "generator_*"),
 )

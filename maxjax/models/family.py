@@ -6,6 +6,7 @@ ignored, some files put a prefix before every name, and old files use other name
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -103,6 +104,25 @@ class Family:
         name = model.__name__
         architectures = architectures or (f"{name}ForCausalLM", f"{name}Model")
         return cls(config.model_type, architectures, config, model.of_checkpoint, **settings)
+
+    def like(
+        self,
+        model: type[PretrainedModel],
+        config: type[ModelConfig],
+        *architectures: str,
+        **changes: Any,
+    ) -> Self:
+        """The family of another class, whose files have the same tensors but for ``changes``.
+
+        Args:
+            model, config, architectures: as for :meth:`of`.
+            changes: attributes of the family that are others.
+        """
+        one = Family.of(model, config, *architectures)
+        return dataclasses.replace(
+            self, model_type=one.model_type, architectures=one.architectures, config=config,
+            make=one.make, **changes,
+        )  # fmt: skip
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` has the settings of this family, whatever name it gives."""

@@ -12,19 +12,14 @@ from typing import Any, ClassVar
 import jax
 
 from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.placement.strategy import Segment, ShardingStrategy
-from ..nn.kv_cache.kinds import KeysValues, Shared, State, States
-from ..nn.linear import Linear, linear_rules
-from ..nn.ssm.convolution import CausalConv
-from ..nn.stacked_linear import StackedLinear, apart, stacked_rules
+from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
-from .decoder.mixer import RecurrentMixer
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.short_conv import ShortConv
 from .gguf.architectures.lfm2 import LFM2_GGUF
 from .multimodal import SIGHT
 
@@ -111,41 +106,6 @@ def _inner(raw: Mapping[str, Any]) -> Any:
     if type(factor) not in (int, float) or not 0 < factor < 1e6:
         raise ValueError("'block_ffn_dim_multiplier' is not a positive number")
     return every * (-int(factor * size) // every * -1)
-
-
-class ShortConv(RecurrentMixer):
-    """``out_proj(after · conv(before · x))``, where ``in_proj`` computes both gates and x."""
-
-    group: ClassVar[str] = "conv"
-
-    def __init__(self, config: LFM2Config, dtype: DType):
-        super().__init__(config)
-        size, bias = config.hidden_size, config.conv_bias
-        self.sizes = (size,) * 3
-        self.in_proj: Any = StackedLinear(
-            size, self.sizes, ["before", "after", "x"], dtype, stacked=True, has_bias=bias
-        )
-        self.conv = CausalConv(size, config.conv_taps, dtype, bias)
-        self.out_proj = Linear(size, size, dtype, DeviceRef.CPU(), has_bias=bias)
-
-    @classmethod
-    def kept(cls, config: LFM2Config) -> States:
-        """The last inputs of the convolution."""
-        return States((State("conv", (config.conv_taps - 1, config.hidden_size), axis=1),))
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the channels."""
-        segments = [Segment.even(size) for size in self.sizes]
-        columns = linear_rules("out_proj", ShardingStrategy.columnwise(1))
-        return stacked_rules("in_proj", self.in_proj, segments) | columns
-
-    def mix(
-        self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """As :meth:`RecurrentMixer.mix`; the state is "conv"."""
-        before, after, y = (a.astype(x.dtype) for a in apart(self.in_proj, x, self.sizes))
-        y, conv = self.conv(before * y, None if states is None else states["conv"], counts)
-        return self.out_proj(after * y.astype(x.dtype)), {"conv": conv}
 
 
 class LFM2Attention(DecoderAttention):

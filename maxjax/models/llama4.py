@@ -22,14 +22,7 @@ from ..nn.linear import MLP, Linear
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
-from .decoder.config import (
-    count_of,
-    kinds_of,
-    layers_of,
-    own,
-    rotates_of,
-    windowed,
-)
+from .decoder.config import count_of, kinds_of, layers_of, own, rotates_of, windowed
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder

@@ -19,14 +19,7 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .config import setting
-from .decoder.config import (
-    check_activation,
-    check_kinds,
-    count_of,
-    layers_of,
-    own,
-    slides_of,
-)
+from .decoder.config import check_activation, check_kinds, count_of, layers_of, own, slides_of
 from .decoder.rope import Rope, rope_of
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderMLP

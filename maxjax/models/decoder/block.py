@@ -8,9 +8,11 @@ Shapes: B sequences, T tokens, hidden size E, inner features F.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ...dtype import DType
 from ...errors import UserInputError
@@ -307,3 +309,26 @@ class PlainMLP(Module):
     def activated(self, x: jax.Array) -> jax.Array:
         """What comes between the two linear layers, ``[..., F]`` → the same shape."""
         return activation(self.activation_function)(x)
+
+
+class TopMLP(MLP):
+    """A gated MLP of which only the largest inner features count, those beyond a normal distribution's share.
+
+    Attributes:
+        deviations: how many standard deviations above the mean a feature must be.
+    """
+
+    def __init__(self, config: Any, share: float, dtype: DType):
+        super().__init__(
+            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
+            activation_function=config.hidden_act,
+        )  # fmt: skip
+        self.deviations, self.act = statistics.NormalDist().inv_cdf(share), config.hidden_act
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        gate, up = (y.astype(x.dtype) for y in linears([self.gate_proj, self.up_proj], x))
+        mean = jnp.mean(gate, axis=-1, keepdims=True)
+        deviation = jnp.std(gate, axis=-1, keepdims=True)
+        gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
+        return self.down_proj(activation(self.act)(gate) * up)
