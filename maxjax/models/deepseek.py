@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedModelError
-from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
-from .decoder.latent import LatentAttention, LatentConfig
+from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
 from .decoder.model import KNOWN, Decoder
-from .decoder.rope import read_rope, rope_settings
+from .decoder.rope import read_rope
 from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
 
@@ -81,20 +80,7 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
             found["sparse"] = after_dense(raw, layers, cls.first_dense)
         if type(size) is int and type(shared) is int and 0 <= shared <= 1000:
             found["shared_size"] = size * shared or None
-        nope, rope = (
-            raw.get(f"qk_{kind}_head_dim", n) for kind, n in (("nope", 128), ("rope", 64))
-        )
-        _, given = rope_settings(raw)
-        factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
-        scaled = given.get("rope_type", given.get("type", "default")) != "default"
-        if scaled and all_dim and all(type(n) is int and n > 0 for n in (nope, rope)):
-            good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
-            if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
-                raise ValueError(
-                    "'factor' and 'mscale_all_dim' of the RoPE must be positive numbers"
-                )
-            found["query_scale"] = (nope + rope) ** -0.5 * yarn_mscale(factor, all_dim) ** 2
-        return found
+        return {**found, **yarn_scale(raw)}
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
-from ..dtype import DType
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
-from .decoder.attention import Cached, DecoderAttention, Step
-from .decoder.block import DecoderLayer
+from .decoder.attention import DecoderAttention
+from .decoder.block import HybridLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.short_conv import ShortConv
@@ -50,6 +47,11 @@ class LFM2Config(DecoderConfig):
         object.__setattr__(self, "convolves", tuple(self.convolves) or (False,) * self.num_layers)
         check_kinds(self.convolves, self.num_layers)
         super().__post_init__()
+
+    @property
+    def recurs(self) -> tuple:
+        """Whether each layer has a state of its own in the place of keys and values: ``convolves``."""
+        return self.convolves
 
     @property
     def layer_kinds(self) -> tuple:
@@ -114,27 +116,14 @@ class LFM2Attention(DecoderAttention):
     o_proj, q_norm, k_norm = alias("out_proj"), alias("q_layernorm"), alias("k_layernorm")
 
 
-class LFM2Layer(DecoderLayer):
+class LFM2Layer(HybridLayer):
     """A layer with a convolution (``conv``) or attention (``self_attn``), by the names of LFM2's files."""
 
     attention_class: ClassVar[Any] = LFM2Attention
+    recurrent: ClassVar[tuple[str, Any]] = "conv", ShortConv
     mlp, input_layernorm = alias("feed_forward"), alias("operator_norm")
     post_attention_layernorm = alias("ffn_norm")
     mlp_names: ClassVar[tuple[str, ...]] = ("w1", "w3", "w2")
-
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes ``conv`` or ``self_attn``."""
-        self.convolves = config.convolves[number]
-        if self.convolves:
-            self.conv = ShortConv(config, dtype)
-        else:
-            super().make_mixer(config, number, dtype)
-
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The result of either."""
-        return (self.conv if self.convolves else self.self_attn)(x, step, cached, layer)
 
 
 class LFM2Model(DecoderModel):

@@ -145,6 +145,31 @@ class DecoderLayer(Module):
         return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
 
 
+class HybridLayer(DecoderLayer):
+    """A layer with a recurrent mixer or with attention, as ``config.recurs`` says of its number.
+
+    Attributes:
+        recurrent: name and class of the mixer (:class:`~maxjax.models.decoder.mixer.RecurrentMixer`).
+    """
+
+    recurrent: ClassVar[tuple[str, Any]]
+
+    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
+        """Makes the mixer or ``self_attn``."""
+        self.recurs = config.recurs[number]
+        if not self.recurs:
+            return super().make_mixer(config, number, dtype)
+        name, kind = self.recurrent
+        setattr(self, name, kind(config, dtype))
+
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """The result of either."""
+        mixer = getattr(self, self.recurrent[0]) if self.recurs else self.self_attn
+        return mixer(x, step, cached, layer)
+
+
 class PostNormLayer(DecoderLayer):
     """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))`` (OLMo 2, EXAONE 4)."""
 

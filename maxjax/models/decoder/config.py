@@ -355,6 +355,24 @@ def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     return found
 
 
+def factors_of(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    """A list of so many factors of a file; all are 1 where it has none.
+
+    Raises:
+        ValueError: it is not such a list.
+
+    Example:
+        >>> factors_of({"multipliers": [2, 0.5]}, "multipliers", 2), factors_of({}, "multipliers", 1)
+        ((2.0, 0.5), (1.0,))
+    """
+    given = raw.get(key)
+    given = [1.0] * count if given is None else given
+    numbers = isinstance(given, list) and all(type(one) in (int, float) for one in given)
+    if not numbers or len(given) != count:
+        raise ValueError(f"{key!r} is not a list of {count} numbers")
+    return tuple(map(float, given))
+
+
 def layers_of(raw: Mapping[str, Any]) -> int:
     """The number of layers that a file says, and 0 if it is none that :class:`DecoderConfig` takes."""
     layers = raw.get("num_hidden_layers")
