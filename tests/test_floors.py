@@ -109,9 +109,9 @@ models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
 models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 short_conv altup block
-models/decoder: model positions experts
+models/decoder: model positions layer_sizes experts scaled_experts
 models/decoder: expert_files
-models/encoder: config attention disentangled block model
+models/encoder: config alternating attention disentangled block model
 models/quantized: settings layouts methods __init__
 models/gguf/architectures: apertus cohere deepseek ernie4_5 exaone4 gemma glm4 gpt_neox gpt_oss granite hunyuan
 models/gguf/architectures: jina lfm2 llama4 mamba2 minimax_m2 mistral modernbert nemotron nomic olmo phi

@@ -22,11 +22,10 @@ from .decoder.attention import DecoderAttention
 from .decoder.block import BothWays, DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily
-from .decoder.rope import Rope, ropes_by_kind
+from .decoder.rope import Rope, both_ropes
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults for Gemma 3's base frequencies.
 _THETA, _LOCAL_THETA = 1e6, 1e4
 
@@ -172,9 +171,7 @@ class Gemma3Config(Gemma2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
-        bases = {_SLIDING: "rope_local_base_freq"}
-        found = ropes_by_kind(raw, context, {_FULL: _THETA, _SLIDING: _LOCAL_THETA}, bases)
-        return {"rope": found[_FULL], "local_rope": found[_SLIDING]}
+        return both_ropes(raw, context, _THETA, _LOCAL_THETA, "rope_local_base_freq")
 
 
 class Gemma(Decoder):

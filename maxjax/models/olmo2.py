@@ -15,7 +15,7 @@ from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope, ropes_by_kind
+from .decoder.rope import Rope, both_ropes
 from .gguf.architectures.olmo import OLMO2_GGUF
 
 
@@ -51,9 +51,7 @@ class Olmo3Config(Olmo2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of layers that see all tokens and that of sliding layers."""
-        kinds: dict[str, float] = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
-        found = ropes_by_kind(raw, context, kinds)
-        return {"rope": found["full_attention"], "local_rope": found["sliding_attention"]}
+        return both_ropes(raw, context, 5e5, 5e5)
 
 
 class Olmo2(Decoder):
