@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.house import code_lines, family_files
 from tests.house import House, imports, private_uses, slots
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,6 +250,13 @@ def test_no_oracle_or_pickle_is_imported():
 def test_no_file_is_too_long_to_read():
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "maxjax").rglob("*.py")}
     assert not {path.name: count for path, count in lines.items() if count > MOST_LINES}
+
+
+def test_a_family_reads_like_its_figure():
+    """What is longer is a mechanism of ``models/decoder`` or a table of ``models/gguf/architectures``."""
+    lines = {file: code_lines(ROOT / "maxjax" / file) for file in family_files(_package())}
+    assert len(lines) > 60
+    assert not {file: count for file, count in lines.items() if count > 120}
 
 
 def test_nobody_looks_into_a_weight():

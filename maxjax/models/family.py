@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import jax
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -94,13 +94,24 @@ class Family:
                 the class's name and its base model.
             settings: further attributes of the family.
 
+        Raises:
+            UserInputError: the configuration has no ``model_type``.
+
         Example:
             >>> from maxjax.models import Decoder, DecoderConfig, DecoderFamily
             >>> class Mine(Decoder):
             ...     pass
-            >>> DecoderFamily.of(Mine, DecoderConfig).architectures
-            ('MineForCausalLM', 'MineModel')
+            >>> class MineConfig(DecoderConfig):
+            ...     model_type = "mine"
+            >>> family = DecoderFamily.of(Mine, MineConfig)
+            >>> family.model_type, family.architectures
+            ('mine', ('MineForCausalLM', 'MineModel'))
         """
+        if not config.model_type:
+            raise UserInputError(
+                f"{config.__name__} has no model_type: give it that of its config.json files, "
+                'model_type = "…"'
+            )
         name = model.__name__
         architectures = architectures or (f"{name}ForCausalLM", f"{name}Model")
         return cls(config.model_type, architectures, config, model.of_checkpoint, **settings)
