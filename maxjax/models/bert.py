@@ -182,11 +182,10 @@ class BertForSequenceClassification(BertModel):
     """A BERT with a classification head: a reranker, for example."""
 
 
-BERT = Family.of(
+BERT = BertModel.family = Family.of(
     BertModel, BertConfig,
     "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
-    "BertForMultipleChoice", "BertForTokenClassification",
-    "BertForQuestionAnswering",
+    "BertForMultipleChoice", "BertForTokenClassification", "BertForQuestionAnswering",
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     # Buffers of positions and token types, and the heads on top of the encoder.
@@ -195,7 +194,6 @@ BERT = Family.of(
         "cls.*", "classifier.*", "qa_outputs.*",
     ),
 )  # fmt: skip
-BertModel.family = BERT
 BERT_HEAD = BertForSequenceClassification.family = with_head(
     BERT, BertForSequenceClassification, "BertForSequenceClassification"
 )

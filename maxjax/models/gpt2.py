@@ -31,9 +31,6 @@ from .decoder.config import DecoderConfig, own
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
 
-# Beginnings of tensor names in files of the model without its head, which omit "transformer.".
-PARTS = ("wte.", "wpe.", "h.", "ln_f.")
-
 
 @dataclass(frozen=True)
 class GPT2Config(PositionedConfig):
@@ -206,6 +203,6 @@ GPT2_FAMILY = GPT2.family = Family.of(
     GPT2, GPT2Config, "GPT2LMHeadModel", "GPT2Model",
     # Attention masks that old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", PARTS),
+    bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
     tied=("lm_head.weight", "transformer.wte.weight"),
 )  # fmt: skip

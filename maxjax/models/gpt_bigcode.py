@@ -13,9 +13,8 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.grouped import GroupedAttention
-from .family import Family
 from .gguf.architectures.starcoder import STARCODER_GGUF
-from .gpt2 import GPT2, PARTS, GPT2Config, GPT2Layer
+from .gpt2 import GPT2, GPT2_FAMILY, GPT2Config, GPT2Layer
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,6 @@ class GPTBigCode(GPT2):
     layer_class: ClassVar[Any] = GPTBigCodeBlock
 
 
-GPT_BIGCODE = GPTBigCode.family = Family.of(
-    GPTBigCode, GPTBigCodeConfig,
-    ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", PARTS),
-    tied=("lm_head.weight", "transformer.wte.weight"),
-    gguf=STARCODER_GGUF,
-)  # fmt: skip
+GPT_BIGCODE = GPTBigCode.family = GPT2_FAMILY.like(
+    GPTBigCode, GPTBigCodeConfig, gguf=STARCODER_GGUF
+)

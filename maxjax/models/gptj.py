@@ -80,10 +80,10 @@ class GPTJ(Decoder):
     model = alias("transformer")
 
 
-FILES: dict[str, Any] = {
+GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(
+    GPTJ, GPTJConfig,
     # Attention masks and tables of RoPE that old files hold.
-    "ignored": ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
-    "tied": ("lm_head.weight", "transformer.wte.weight"),
-    "bare": ("transformer.", ("wte.", "h.", "ln_f.")),
-}
-GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(GPTJ, GPTJConfig, **FILES)
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
+    tied=("lm_head.weight", "transformer.wte.weight"),
+    bare=("transformer.", ("wte.", "h.", "ln_f.")),
+)  # fmt: skip

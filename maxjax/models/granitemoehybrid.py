@@ -19,11 +19,10 @@ from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.block import FusedMLP, HybridLayer
 from .decoder.config import check_kinds, own
-from .decoder.expert_files import MoEFamily, Together
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
-from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
+from .granitemoe import GRANITEMOE, GraniteMoEConfig, GraniteMoEMLP
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
@@ -144,15 +143,7 @@ class GraniteHybrid(Granite):
     layer_class: ClassVar[Any] = GraniteHybridLayer
 
 
-_SPARSE = "block_sparse_moe"
-GRANITE_HYBRID = GraniteHybrid.family = MoEFamily.of(
+GRANITE_HYBRID = GraniteHybrid.family = GRANITEMOE.like(
     GraniteHybrid, GraniteHybridConfig, "GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel",
-    renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
-    experts=f"{_SPARSE}.experts.#.*.weight",
-    together=Together(
-        (f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
-        (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
-        suffix=".weight", written=True,
-    ),
     gguf=GRANITE_HYBRID_GGUF,
 )  # fmt: skip
