@@ -20,7 +20,6 @@ from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.weight.weight import Weight
 from ..nn.linear import Linear
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.config import layers_of, own, slides_of
@@ -78,10 +77,7 @@ class GptOssMLP(SparseMLP):
 
     router_name: ClassVar[str] = "router"
     experts_have_biases: ClassVar[bool] = True
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen scores."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen")
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen"}
 
     def kind(self, config: Any) -> ClampedSwiGLU:
         """The clamped gate."""

@@ -16,7 +16,6 @@ from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..nn.layer import Module
 from ..nn.linear import Linear
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
@@ -82,10 +81,7 @@ class HunyuanMLP(SparseMLP):
     """Experts by a normalised softmax, and an MLP for all tokens."""
 
     shared_name: ClassVar[str] = "shared_mlp"
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen", wide=True)
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen", "wide": True}
 
     def make_router(self, config: Any, dtype: DType) -> HunyuanRouter:
         """The router."""

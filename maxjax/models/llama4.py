@@ -17,10 +17,9 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..nn.layer import Module
-from ..nn.linear import MLP, Linear
-from ..nn.moe import Routing
+from ..nn.linear import MLP
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.config import count_of, kinds_of, layers_of, own, rotates_of, windowed
 from .decoder.expert_files import MoEFamily, Together
@@ -128,14 +127,7 @@ class Llama4MLP(SparseMLP):
     """Experts whose inputs are multiplied by sigmoids, and an MLP for all tokens."""
 
     router_name: ClassVar[str] = "router"
-
-    def routes(self, config: Any) -> Routing:
-        """Sigmoids, on inputs."""
-        return Routing(config.num_experts_per_tok, "sigmoid", on_inputs=True)
-
-    def make_router(self, config: Any, dtype: DType) -> Linear:
-        """The router."""
-        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+    route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "on_inputs": True}
 
 
 class Llama4Layer(MoELayer):
@@ -143,20 +135,12 @@ class Llama4Layer(MoELayer):
 
     attention_class: ClassVar[Any] = Llama4Attention
     sparse_class: ClassVar[Any] = Llama4MLP
+    mlp = alias("feed_forward")
 
     def __init__(self, config: Llama4Config, number: int, dtype: DType):
         super().__init__(config, number, dtype)
         rotates = not config.rotates or config.rotates[number]
         self.self_attn.scales_queries = not rotates and config.query_scaling is not None
-
-    @property
-    def mlp(self) -> Any:
-        """The MLP or the mixture of experts, ``feed_forward``."""
-        return self.feed_forward
-
-    @mlp.setter
-    def mlp(self, layer: Module) -> None:
-        self.feed_forward = layer
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
         """The mixture of experts, or an MLP of its own width."""

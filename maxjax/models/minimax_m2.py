@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
@@ -69,15 +68,13 @@ class MiniMaxM2Config(MoEConfig):
 class MiniMaxM2MLP(SparseMLP):
     """Experts by sigmoids, whose balancing numbers are beside the router."""
 
+    route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "normalised": True}
+
     def __init__(self, config: MiniMaxM2Config, dtype: DType):
         super().__init__(config, dtype)
         self.e_score_correction_bias = Weight(
             "e_score_correction_bias", dtype, (config.num_experts,), DeviceRef.CPU()
         )
-
-    def routes(self, config: Any) -> Routing:
-        """Sigmoids, whose shares are normalised."""
-        return Routing(config.num_experts_per_tok, "sigmoid", normalised=True)
 
     def correction(self) -> Weight:
         """The balancing numbers."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..nn.layer import Module
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer
@@ -36,14 +36,7 @@ class MixtralConfig(MoEConfig):
 class MixtralLayer(MoELayer):
     """A layer of a Mixtral, whose checkpoints call the mixture of experts ``block_sparse_moe``."""
 
-    @property
-    def mlp(self) -> Any:
-        """The mixture of experts, ``block_sparse_moe``."""
-        return self.block_sparse_moe
-
-    @mlp.setter
-    def mlp(self, layer: Module) -> None:
-        self.block_sparse_moe = layer
+    mlp = alias("block_sparse_moe")
 
 
 class Mixtral(Decoder):

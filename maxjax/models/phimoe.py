@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedModelError
-from ..nn.moe import Routing
 from ..nn.rope_scaling import LongRoPEScalingParams
 from .config import setting
 from .decoder.config import own
@@ -65,9 +64,8 @@ class PhiMoEConfig(MoEConfig):
 class PhiMoEMLP(SparseMLP):
     """Experts of which each is weighed by those near it that are not chosen before."""
 
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the scores near that of the first expert, and near that of the second."""
-        return Routing(config.num_experts_per_tok, "softmax of near")
+    # Of the scores near that of the first expert, and of those near that of the second.
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of near"}
 
 
 class PhiMoELayer(MixtralLayer):

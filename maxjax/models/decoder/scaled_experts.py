@@ -7,6 +7,7 @@ Source: transformers' ``modeling_gemma4``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from ...graph.device import DeviceRef
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...nn.linear import Linear
-from ...nn.moe import Routing
 from ..config import setting
 from .config import DecoderConfig
 from .experts import MAPS_PROJ, SparseMLP
@@ -80,10 +80,7 @@ class ScaledExperts(SparseMLP):
     """Experts whose shares, which sum to 1, are multiplied by a number of each expert."""
 
     router_name: ClassVar[str] = "router"
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen experts' scores."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen")
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen"}
 
     def make_router(self, config: Any, dtype: DType) -> Module:
         """The router, which has weights of its own."""
