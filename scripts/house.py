@@ -1,7 +1,8 @@
 """Figures of the layout: `python scripts/house.py [FOLDER]`.
 
 The longest chain of imports, files that only a sibling imports, names of classes that stand twice,
-private members of Weight that others use, attributes assigned from a higher floor, and lines of code.
+private members of Weight that others use, attributes assigned from a higher floor, lines of code, and
+those of the files of model families.
 Facades (an `__init__` and what it passes on) and `TYPE_CHECKING` do not count. Who imports a name through a
 facade is an importer of the file that defines it.
 """
@@ -9,6 +10,7 @@ facade is an importer of the file that defines it.
 from __future__ import annotations
 
 import ast
+import statistics
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -116,6 +118,21 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+def family_files(house: House) -> list[str]:
+    """Files in ``models/`` that declare a family of models: ``Llama.family = …``."""
+    return [
+        file
+        for file, tree in house.trees.items()
+        if Path(file).parent.as_posix() == "models"
+        and any(
+            isinstance(target, ast.Attribute) and target.attr == "family"
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        )
+    ]
+
+
 def main(root: Path) -> None:
     """Prints the figures of the package at `root`."""
     house = House(root)
@@ -139,6 +156,16 @@ def main(root: Path) -> None:
     print(
         f"{sum(code_lines(root / file) for file in house.files):6d}  lines of code in {len(house.files)} files"
     )
+    families = {file: code_lines(root / file) for file in family_files(house)}
+    if families:
+        middle, largest = (
+            statistics.median(families.values()),
+            max(families, key=families.__getitem__),
+        )
+        print(
+            f"{middle:6.0f}  lines of code in the median of {len(families)} files of model families "
+            f"(wanted: under 60), {families[largest]} in the largest (wanted: at most 120): {largest}"
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.house import code_lines, family_files
 from tests.house import House, imports, private_uses, slots
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,14 +109,17 @@ models/gguf: table
 models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
-models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 block
-models/decoder: model positions experts
+models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 short_conv altup block
+models/decoder: model positions layer_sizes experts scaled_experts
 models/decoder: expert_files
-models/encoder: config attention disentangled block model
+models/encoder: config alternating attention disentangled block model
 models/quantized: settings layouts methods __init__
+models/gguf/architectures: apertus cohere deepseek ernie4_5 exaone4 gemma glm4 gpt_neox gpt_oss granite hunyuan
+models/gguf/architectures: jina lfm2 llama4 mamba2 minimax_m2 mistral modernbert nemotron nomic olmo phi
+models/gguf/architectures: qwen3_next seed_oss smollm3 stablelm starcoder
 models: llama mistral qwen mixtral qwen3_moe qwen2_moe gpt_oss gemma gpt2 olmo2 phi3 smollm3 granite glm4
-models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma_files gemma4 gemma3n
-models: deepseek_files delta_files mamba_files hunyuan gpt_neox falcon opt apertus phi
+models: cohere seed_oss exaone4 starcoder2 stablelm ernie4_5 gemma_sharing gemma4 gemma3n
+models: hunyuan gpt_neox falcon opt apertus phi
 models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 ernie4_5_moe hunyuan_moe
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h gptj gpt_neo codegen gpt_bigcode olmo nemotron glm4_moe_lite
 models: lfm2_moe helium
@@ -246,6 +250,13 @@ def test_no_oracle_or_pickle_is_imported():
 def test_no_file_is_too_long_to_read():
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "maxjax").rglob("*.py")}
     assert not {path.name: count for path, count in lines.items() if count > MOST_LINES}
+
+
+def test_a_family_reads_like_its_figure():
+    """What is longer is a mechanism of ``models/decoder`` or a table of ``models/gguf/architectures``."""
+    lines = {file: code_lines(ROOT / "maxjax" / file) for file in family_files(_package())}
+    assert len(lines) > 60
+    assert not {file: count for file, count in lines.items() if count > 120}
 
 
 def test_nobody_looks_into_a_weight():

@@ -5,7 +5,6 @@ Attributes are named as in Hugging Face's checkpoints. Source: arXiv:1909.11942.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from .bert import BERT, BertConfig
 from .config import setting
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
-from .encoder.model import Encoder, make, with_head
+from .encoder.model import Encoder, with_head
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,11 @@ class AlbertForSequenceClassification(AlbertModel):
 
 
 _HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
-ALBERT = AlbertModel.family = dataclasses.replace(
-    BERT,
-    model_type=AlbertConfig.model_type,
-    architectures=("AlbertModel", *(f"AlbertFor{head}" for head in _HEADS)),
-    config=AlbertConfig,
-    make=make(AlbertModel),
+ALBERT = AlbertModel.family = BERT.like(
+    AlbertModel,
+    AlbertConfig,
+    "AlbertModel",
+    *(f"AlbertFor{head}" for head in _HEADS),
     prefixes=("albert.",),
     ignored=(*BERT.ignored, "predictions.*", "sop_classifier.*"),
 )

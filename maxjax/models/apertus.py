@@ -22,9 +22,9 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.apertus import APERTUS_GGUF
 
 # The numbers of xIELU: shapes, and values of a new model.
 _NUMBERS = {
@@ -137,26 +137,4 @@ class Apertus(Decoder):
     layer_class: ClassVar[Any] = ApertusLayer
 
 
-APERTUS = Apertus.family = DecoderFamily(
-    model_type=ApertusConfig.model_type,
-    architectures=("ApertusForCausalLM", "ApertusModel"),
-    config=ApertusConfig,
-    make=make(Apertus),
-    gguf=GGUFTable(
-        "apertus",
-        {
-            ".attn_norm": "attention_layernorm",
-            ".ffn_norm": "feedforward_layernorm",
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".ffn_gate": None,
-        },
-        fixed={"hidden_act": "xielu"},
-        biases=("attn_q", "attn_k", "attn_v", "attn_output"),
-        is_divided=True,
-        has_head=True,
-        numbers={
-            f"xielu.{name}": (f"mlp.act_fn.{name}", shape) for name, (shape, _) in _NUMBERS.items()
-        },
-    ),
-)
+APERTUS = Apertus.family = DecoderFamily.of(Apertus, ApertusConfig, gguf=APERTUS_GGUF)

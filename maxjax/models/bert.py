@@ -19,7 +19,7 @@ from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import Encoder, EncoderOutput, make, with_head
+from .encoder.model import Encoder, EncoderOutput, with_head
 from .family import Family
 
 BertOutput = EncoderOutput
@@ -182,15 +182,10 @@ class BertForSequenceClassification(BertModel):
     """A BERT with a classification head: a reranker, for example."""
 
 
-BERT = Family(
-    model_type=BertConfig.model_type,
-    architectures=(
-        "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
-        "BertForMultipleChoice", "BertForTokenClassification",
-        "BertForQuestionAnswering",
-    ),
-    config=BertConfig,
-    make=make(BertModel),
+BERT = BertModel.family = Family.of(
+    BertModel, BertConfig,
+    "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
+    "BertForMultipleChoice", "BertForTokenClassification", "BertForQuestionAnswering",
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     # Buffers of positions and token types, and the heads on top of the encoder.
@@ -199,7 +194,6 @@ BERT = Family(
         "cls.*", "classifier.*", "qa_outputs.*",
     ),
 )  # fmt: skip
-BertModel.family = BERT
 BERT_HEAD = BertForSequenceClassification.family = with_head(
     BERT, BertForSequenceClassification, "BertForSequenceClassification"
 )

@@ -5,10 +5,9 @@ Source: arXiv:1911.03894.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from .encoder.model import make, with_head
+from .encoder.model import with_head
 from .roberta import ROBERTA, RobertaConfig, RobertaModel
 
 
@@ -32,12 +31,10 @@ class CamembertForSequenceClassification(CamembertModel):
     """A CamemBERT with a classification head."""
 
 
-CAMEMBERT = CamembertModel.family = dataclasses.replace(
-    ROBERTA,
-    model_type=CamembertConfig.model_type,
-    architectures=tuple(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
-    config=CamembertConfig,
-    make=make(CamembertModel),
+CAMEMBERT = CamembertModel.family = ROBERTA.like(
+    CamembertModel,
+    CamembertConfig,
+    *(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
 )
 CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
     CAMEMBERT, CamembertForSequenceClassification, "CamembertForSequenceClassification"

@@ -16,8 +16,7 @@ from ..graph.device import DeviceRef
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.linear import Linear, linear_rules
 from .decoder.config import DecoderConfig
-from .decoder.model import DecoderFamily, make
-from .gptj import FILES, GPTJ, GPTJAttention, GPTJBlock, GPTJConfig
+from .gptj import GPTJ, GPTJ_FAMILY, GPTJAttention, GPTJBlock, GPTJConfig
 
 # The parts of ``qkv_proj``: each has the queries, values and keys of its heads.
 _DEVICES = 4
@@ -82,6 +81,4 @@ class CodeGen(GPTJ):
     layer_class: ClassVar[Any] = CodeGenBlock
 
 
-CODEGEN = CodeGen.family = DecoderFamily(
-    "codegen", ("CodeGenForCausalLM", "CodeGenModel"), CodeGenConfig, make(CodeGen), **FILES
-)
+CODEGEN = CodeGen.family = GPTJ_FAMILY.like(CodeGen, CodeGenConfig)

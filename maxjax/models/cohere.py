@@ -25,11 +25,10 @@ from .decoder.config import (
     slides_of,
     windowed,
 )
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import HeadNorms
 from .decoder.rope import Rope
-from .gguf.metadata import unsupported
-from .gguf.table import GGUFTable
+from .gguf.architectures.cohere import COHERE2_GGUF, COHERE_GGUF
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class CohereConfig(DecoderConfig):
     """The settings of a Command-R."""
 
     model_type = "cohere"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"rope_theta": 5e5}
 
@@ -47,11 +47,6 @@ class CohereConfig(DecoderConfig):
     qk_norm: bool | str = setting("use_qk_norm", default=False)
     norm: str = own("layer_without_bias")
     rope: Rope = own(Rope(5e5, interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Command-R has no sliding window, and its MLP no biases."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Cohere2Config(CohereConfig):
         period = count_of(raw, "sliding_window_pattern")
         slides = slides_of(raw, all_but_every(period, layers_of(raw)))
         found = windowed(slides, raw.get("sliding_window"))
-        return {**found, "mlp_bias": False, "rotates": slides}
+        return {**found, "rotates": slides}
 
 
 class CohereAttention(DecoderAttention):
@@ -109,51 +104,5 @@ class Cohere2(Cohere):
     """A Command-A language model."""
 
 
-_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
-# llama.cpp reads norms of queries and keys in models of so many layers.
-_DEEP = 64
-
-
-def _write(config: CohereConfig) -> dict[str, Any]:
-    if bool(config.qk_norm) is not (config.num_layers >= _DEEP):
-        raise unsupported(f"'use_qk_norm' in a GGUF file of {config.num_layers} layers", None)
-    return {}
-
-
-COHERE = Cohere.family = DecoderFamily(
-    model_type=CohereConfig.model_type,
-    architectures=("CohereForCausalLM", "CohereModel"),
-    config=CohereConfig,
-    make=make(Cohere),
-    gguf=GGUFTable(
-        "command-r",
-        {
-            ".ffn_norm": None,
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-        },
-        keys={"logit_scale": "logit_scale"},
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
-        write=_write,
-        biases=(),
-        epsilon=_EPSILON,
-        is_tied=True,
-    ),
-)
-COHERE2 = Cohere2.family = DecoderFamily(
-    model_type=Cohere2Config.model_type,
-    architectures=("Cohere2ForCausalLM", "Cohere2Model"),
-    config=Cohere2Config,
-    make=make(Cohere2),
-    gguf=GGUFTable(
-        "cohere2",
-        {".ffn_norm": None},
-        keys={"logit_scale": "logit_scale"},
-        fixed={"hidden_act": "silu"},
-        biases=(),
-        epsilon=_EPSILON,
-        period=4,
-        is_tied=True,
-    ),
-)
+COHERE = Cohere.family = DecoderFamily.of(Cohere, CohereConfig, gguf=COHERE_GGUF)
+COHERE2 = Cohere2.family = DecoderFamily.of(Cohere2, Cohere2Config, gguf=COHERE2_GGUF)

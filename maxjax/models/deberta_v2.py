@@ -5,7 +5,6 @@ Attributes are named as in Hugging Face's checkpoints. Sources: arXiv:2006.03654
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.config import refuse
 from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
-from .encoder.model import Encoder, Pooler, make, with_head
+from .encoder.model import Encoder, Pooler, with_head
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,11 @@ class DebertaV2ForSequenceClassification(DebertaV2Model):
 
 
 _HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
-DEBERTA_V2 = DebertaV2Model.family = dataclasses.replace(
-    BERT,
-    model_type=DebertaV2Config.model_type,
-    architectures=("DebertaV2Model", *(f"DebertaV2For{head}" for head in _HEADS)),
-    config=DebertaV2Config,
-    make=make(DebertaV2Model),
+DEBERTA_V2 = DebertaV2Model.family = BERT.like(
+    DebertaV2Model,
+    DebertaV2Config,
+    "DebertaV2Model",
+    *(f"DebertaV2For{head}" for head in _HEADS),
     prefixes=("deberta.",),
     ignored=(
         *BERT.ignored,

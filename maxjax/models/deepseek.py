@@ -10,21 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedModelError
-from ..nn.rope_scaling import yarn_mscale
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import PredictingFamily
-from .decoder.experts import (
-    BalancedMLP,
-    GroupedMLP,
-    GroupedMoEConfig,
-    MoELayer,
-    after_dense,
-)  # fmt: skip
-from .decoder.latent import LatentAttention, LatentConfig
-from .decoder.model import KNOWN, Decoder, make
-from .decoder.rope import read_rope, rope_settings
-from .deepseek_files import GGUF
+from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
+from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
+from .decoder.model import KNOWN, Decoder
+from .decoder.rope import read_rope
+from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
 
 
@@ -87,20 +80,7 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
             found["sparse"] = after_dense(raw, layers, cls.first_dense)
         if type(size) is int and type(shared) is int and 0 <= shared <= 1000:
             found["shared_size"] = size * shared or None
-        nope, rope = (
-            raw.get(f"qk_{kind}_head_dim", n) for kind, n in (("nope", 128), ("rope", 64))
-        )
-        _, given = rope_settings(raw)
-        factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
-        scaled = given.get("rope_type", given.get("type", "default")) != "default"
-        if scaled and all_dim and all(type(n) is int and n > 0 for n in (nope, rope)):
-            good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
-            if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
-                raise ValueError(
-                    "'factor' and 'mscale_all_dim' of the RoPE must be positive numbers"
-                )
-            found["query_scale"] = (nope + rope) ** -0.5 * yarn_mscale(factor, all_dim) ** 2
-        return found
+        return {**found, **yarn_scale(raw)}
 
 
 @dataclass(frozen=True)
@@ -186,21 +166,13 @@ class DeepseekV3(Decoder):
     layer_class: ClassVar[Any] = DeepseekV3Layer
 
 
-DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily(
-    model_type=DeepseekV2Config.model_type,
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-    config=DeepseekV2Config,
-    make=make(DeepseekV2),
-)
-DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily(
-    model_type=DeepseekV3Config.model_type,
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    config=DeepseekV3Config,
-    make=make(DeepseekV3),
-    gguf=GGUF,
+DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily.of(DeepseekV2, DeepseekV2Config)
+DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily.of(
+    DeepseekV3, DeepseekV3Config,
+    gguf=DEEPSEEK_GGUF,
     # Kimi K2.5 and later see: their text model is this one.
     ignored=(*KNOWN, "mm_projector.*"),
     sight=SIGHT,
-)
+)  # fmt: skip
 # Kimi K2's files name DeepSeek's architecture, and this model type.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

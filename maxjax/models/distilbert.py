@@ -17,7 +17,7 @@ from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
-from .encoder.model import Encoder, Layers, make, with_head
+from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 
 
@@ -102,14 +102,10 @@ class DistilBertForSequenceClassification(DistilBertModel):
     """A DistilBERT with a classification head: a reranker, for example."""
 
 
-DISTILBERT = DistilBertModel.family = Family(
-    model_type=DistilBertConfig.model_type,
-    architectures=(
-        "DistilBertModel", "DistilBertForMaskedLM", "DistilBertForTokenClassification",
-        "DistilBertForQuestionAnswering", "DistilBertForMultipleChoice",
-    ),
-    config=DistilBertConfig,
-    make=make(DistilBertModel),
+DISTILBERT = DistilBertModel.family = Family.of(
+    DistilBertModel, DistilBertConfig,
+    "DistilBertModel", "DistilBertForMaskedLM", "DistilBertForTokenClassification",
+    "DistilBertForQuestionAnswering", "DistilBertForMultipleChoice",
     prefixes=("distilbert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     ignored=("embeddings.position_ids", "vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),

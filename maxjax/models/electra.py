@@ -7,7 +7,6 @@ Source: arXiv:2003.10555.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from .bert import BERT, BertConfig, BertEncoder, BertModel
 from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
-from .encoder.model import ClassificationHead, make, with_head
+from .encoder.model import ClassificationHead, with_head
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,11 @@ class ElectraForSequenceClassification(ElectraModel):
 
 
 _HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering")
-ELECTRA = ElectraModel.family = dataclasses.replace(
-    BERT,
-    model_type=ElectraConfig.model_type,
-    architectures=("ElectraModel", *(f"ElectraFor{head}" for head in _HEADS)),
-    config=ElectraConfig,
-    make=make(ElectraModel),
+ELECTRA = ElectraModel.family = BERT.like(
+    ElectraModel,
+    ElectraConfig,
+    "ElectraModel",
+    *(f"ElectraFor{head}" for head in _HEADS),
     prefixes=("electra.",),
     ignored=(*BERT.ignored, "discriminator_predictions.*", "generator_*"),
 )

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,6 @@ class Ernie45(Decoder):
     """
 
 
-ERNIE45 = Ernie45.family = DecoderFamily(
-    model_type=Ernie45Config.model_type,
-    architectures=("Ernie4_5ForCausalLM", "Ernie4_5Model"),
-    config=Ernie45Config,
-    make=make(Ernie45),
-    gguf=GGUFTable(
-        "ernie4_5",
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
-        biases=(),
-    ),
+ERNIE45 = Ernie45.family = DecoderFamily.of(
+    Ernie45, Ernie45Config, "Ernie4_5ForCausalLM", "Ernie4_5Model", gguf=ERNIE45_GGUF
 )

@@ -20,12 +20,9 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope
-from .gguf.layouts import Matrix
-from .gguf.metadata import unsupported
-from .gguf.names import Rule, expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.ernie4_5 import ERNIE4_5_MOE_GGUF
 
 
 @dataclass(frozen=True)
@@ -133,40 +130,9 @@ class Ernie45MoE(Decoder):
     layer_class: ClassVar[Any] = Ernie45Layer
 
 
-def _to_gguf(config: Any) -> dict[str, Any]:
-    """Metadata that only this architecture has."""
-    numbers = range(config.num_layers)
-    if config.sparse != tuple(
-        (i + 1) % config.interval == 0 and i >= config.first for i in numbers
-    ):
-        raise unsupported("'moe_layer_end_index' before the last layer in a GGUF file", None)
-    return {"expert_shared_feed_forward_length": config.shared_size or 0}
-
-
-ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily(
-    model_type=Ernie45MoEConfig.model_type,
-    architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
-    config=Ernie45MoEConfig,
-    make=make(Ernie45MoE),
-    gguf=GGUFTable(
-        "ernie4_5-moe",
-        {
-            ".exp_probs_b": Rule("mlp.moe_statics.e_score_correction_bias", Matrix(), "bias"),
-            **expert_names(shared="shared_experts"),
-        },
-        keys={
-            "expert_count": "moe_num_experts",
-            "expert_used_count": "moe_k",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "moe_num_shared_experts",
-            "leading_dense_block_count": "moe_layer_start_index",
-            "interleave_moe_layer_step": "moe_layer_interval",
-        },
-        fixed={"hidden_act": "silu", "use_bias": False},
-        write=_to_gguf,
-        written=("expert_shared_feed_forward_length",),
-        biases=("exp_probs_b",),
-    ),
+ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily.of(
+    Ernie45MoE, Ernie45MoEConfig, "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
+    gguf=ERNIE4_5_MOE_GGUF,
     renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
     ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
-)
+)  # fmt: skip

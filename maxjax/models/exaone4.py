@@ -12,12 +12,8 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
-from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.metadata import unsupported
-from .gguf.table import GGUFTable
-
-# llama.cpp has the sliding window in models of so many layers alone.
-_LAYERS = 64
+from .decoder.model import Decoder, DecoderFamily
+from .gguf.architectures.exaone4 import EXAONE4_GGUF
 
 
 @dataclass(frozen=True)
@@ -71,38 +67,4 @@ class Exaone4(Decoder):
     layer_class: ClassVar[Any] = PostNormLayer
 
 
-def _write(config: Exaone4Config) -> dict[str, Any]:
-    is_plain = not any(config.slides) and all(config.rotates)
-    is_deep = config.slides == config.rotates and any(config.slides)
-    if not (is_deep if config.num_layers == _LAYERS else is_plain):
-        raise unsupported(
-            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file",
-            None,
-        )
-    return {}
-
-
-EXAONE4 = Exaone4.family = DecoderFamily(
-    model_type=Exaone4Config.model_type,
-    architectures=("Exaone4ForCausalLM", "Exaone4Model"),
-    config=Exaone4Config,
-    make=make(Exaone4),
-    gguf=GGUFTable(
-        "exaone4",
-        {
-            ".attn_norm": None,
-            ".ffn_norm": None,
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".post_attention_norm": "post_attention_layernorm",
-            ".post_ffw_norm": "post_feedforward_layernorm",
-        },
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"sliding_window": config.get("sliding_window")},
-        write=_write,
-        biases=(),
-        period=4,
-        is_divided=True,
-        is_square=True,
-    ),
-)
+EXAONE4 = Exaone4.family = DecoderFamily.of(Exaone4, Exaone4Config, gguf=EXAONE4_GGUF)

@@ -15,11 +15,9 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.grouped import GroupedParts, grouped_names
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
-from .gguf.metadata import Settings, unsupported
-from .gguf.names import Rule
-from .gguf.table import GGUFTable
+from .decoder.grouped import GroupedParts
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
+from .gguf.architectures.gpt_neox import FALCON_GGUF
 
 
 @dataclass(frozen=True)
@@ -140,45 +138,10 @@ class _Family(DecoderFamily):
         return found
 
 
-def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The kind of a Falcon, by its norms and KV heads."""
-    heads, two = config["num_key_value_heads"], "blk.0.attn_norm_2.weight" in tensors
-    found = {"ffn_hidden_size": config["intermediate_size"]}
-    if heads == 1 and not two:
-        return {**found, "new_decoder_architecture": False, "multi_query": True}
-    norms = {"num_ln_in_parallel_attn": 1 + two}
-    return {**found, **norms, "new_decoder_architecture": True, "num_kv_heads": heads}
-
-
-def _write(config: FalconConfig) -> dict[str, Any]:
-    if not config.new_decoder_architecture and not config.parallel_attn:
-        raise unsupported("'parallel_attn' false in a GGUF file of 'falcon'", None)
-    return {}
-
-
-FALCON = Falcon.family = _Family(
-    model_type=FalconConfig.model_type,
-    architectures=("FalconForCausalLM", "FalconModel"),
-    config=FalconConfig,
-    make=make(Falcon),
+FALCON = Falcon.family = _Family.of(
+    Falcon, FalconConfig,
     ignored=KNOWN,
     tied=("lm_head.weight", "transformer.word_embeddings.weight"),
     bare=("transformer.", ("word_embeddings.", "h.", "ln_f.")),
-    gguf=GGUFTable(
-        "falcon",
-        {
-            **grouped_names("self_attention"),
-            ".ffn_norm": None,
-            "token_embd": "transformer.word_embeddings",
-            "output_norm": "transformer.ln_f",
-            ".attn_norm": (Rule("input_layernorm"), Rule("ln_mlp")),
-            ".attn_norm_2": "ln_attn",
-        },
-        fixed={"activation": "gelu", "bias": False},
-        layer="transformer.h.*.",
-        read=_read,
-        write=_write,
-        biases=("attn_norm", "attn_norm_2", "output_norm"),
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
-    ),
-)
+    gguf=FALCON_GGUF,
+)  # fmt: skip

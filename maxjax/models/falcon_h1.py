@@ -6,7 +6,7 @@ Source: arXiv:2507.22448; transformers' ``modeling_falcon_h1``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -21,25 +21,23 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
-from .decoder.config import DecoderConfig, own
-from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.config import DecoderConfig, factors_of, own
+from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, Mamba2Settings, head_dim_of, limits_of
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.norm import norm
-from .mamba_files import FALCON_H1_GGUF
+from .gguf.architectures.mamba2 import FALCON_H1_GGUF
 
 
 @dataclass(frozen=True)
-class FalconH1Config(DecoderConfig):
+class FalconH1Config(Mamba2Parts):
     """The settings of a Falcon-H1.
 
     Attributes:
-        mamba_n_heads, mamba_d_head, mamba_n_groups, mamba_d_state, mamba_d_conv: sizes of Mamba 2.
         key_multiplier, attention_in_multiplier, attention_out_multiplier: factors of keys, and of what
             enters and leaves attention.
         ssm_in_multiplier, ssm_out_multiplier: factors of what enters and leaves Mamba 2.
         ssm_multipliers: factors of its gates, inputs, b, c and time steps.
         mlp_multipliers: factors of the MLP's gates and results.
-        mamba: the settings of Mamba 2.
     """
 
     model_type = "falcon_h1"
@@ -54,30 +52,18 @@ class FalconH1Config(DecoderConfig):
     attention_out_multiplier: float = setting(default=1.0)
     ssm_in_multiplier: float = setting(default=1.0)
     ssm_out_multiplier: float = setting(default=1.0)
-    mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
     mamba_d_head: int = setting(default=8, minimum=1, held="axis")
-    mamba_n_groups: int = setting(default=1, minimum=1, held="axis")
-    mamba_d_state: int = setting(default=256, minimum=1, held="axis")
-    mamba_d_conv: int = setting(default=4, minimum=2, held="axis")
-    mamba_conv_bias: bool = setting(default=True)
-    mamba_proj_bias: bool = setting(default=False)
     mamba_rms_norm: bool = setting(default=False)
     mamba_norm_before_gate: bool = setting(default=True)
     projectors_bias: bool = setting(default=False)
     ssm_multipliers: tuple = own((1.0,) * 5)
     mlp_multipliers: tuple = own((1.0,) * 2)
-    time_steps: tuple = own((0.0, float("inf")))
 
-    def __post_init__(self) -> None:
+    def make_mamba(self) -> Mamba2Settings:
+        """The settings of a mixer, which has a norm or none, and a bias of its own at its end."""
         place = "before" if self.mamba_norm_before_gate else "after"
-        mamba = Mamba2Settings(
-            self.mamba_n_heads, self.mamba_d_head, self.mamba_n_groups, self.mamba_d_state,
-            self.mamba_d_conv, self.mamba_proj_bias, self.mamba_conv_bias, self.time_steps,
-            self.hidden_act, self.rms_norm_eps, place if self.mamba_rms_norm else "none",
-            self.projectors_bias,
-        )  # fmt: skip
-        object.__setattr__(self, "mamba", mamba)
-        super().__post_init__()
+        place = place if self.mamba_rms_norm else "none"
+        return replace(super().make_mamba(), norm=place, out_bias=self.projectors_bias)
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """Keys and values, and what Mamba 2 keeps."""
@@ -91,18 +77,9 @@ class FalconH1Config(DecoderConfig):
             raise ValueError("'mamba_d_ssm' is not a positive integer")
         return {
             "mamba_d_head": head_dim_of(raw, 128, inner), "time_steps": limits_of(raw),
-            "ssm_multipliers": _factors(raw, "ssm_multipliers", 5),
-            "mlp_multipliers": _factors(raw, "mlp_multipliers", 2), "sliding_window": None,
+            "ssm_multipliers": factors_of(raw, "ssm_multipliers", 5),
+            "mlp_multipliers": factors_of(raw, "mlp_multipliers", 2), "sliding_window": None,
         }  # fmt: skip
-
-
-def _factors(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    given = raw.get(key)
-    given = [1.0] * count if given is None else given
-    numbers = isinstance(given, list) and all(type(one) in (int, float) for one in given)
-    if not numbers or len(given) != count:
-        raise ValueError(f"{key!r} is not a list of {count} numbers")
-    return tuple(map(float, given))
 
 
 class FalconH1Mixer(Mamba2Mixer):
@@ -209,11 +186,8 @@ class FalconH1(Decoder):
     model_class: ClassVar[Any] = FalconH1Model
 
 
-FALCON_H1 = FalconH1.family = DecoderFamily(
-    model_type=FalconH1Config.model_type,
-    architectures=("FalconH1ForCausalLM", "FalconH1Model"),
-    config=FalconH1Config,
-    make=make(FalconH1),
+FALCON_H1 = FalconH1.family = DecoderFamily.of(
+    FalconH1, FalconH1Config,
     bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
     gguf=FALCON_H1_GGUF,
-)
+)  # fmt: skip

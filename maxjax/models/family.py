@@ -6,16 +6,18 @@ ignored, some files put a prefix before every name, and old files use other name
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 
-from ..errors import CheckpointFormatError, CheckpointMismatchError
+from ..dtype import DType
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -73,11 +75,69 @@ class Family:
     bare: tuple[str, tuple[str, ...]] = ("", ())
     only: tuple[tuple[str, Any], ...] = ()
 
+    gguf: GGUFTable | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: type[PretrainedModel],
+        config: type[ModelConfig],
+        *architectures: str,
+        **settings: Any,
+    ) -> Self:
+        """The family of a model's class and its configuration, which has the ``model_type``.
+
+        Args:
+            model: the class; :meth:`PretrainedModel.of_checkpoint` is ``make``.
+            config: dataclass of its settings.
+            architectures: as of a ``Family``; by default what transformers calls a language model of
+                the class's name and its base model.
+            settings: further attributes of the family.
+
+        Raises:
+            UserInputError: the configuration has no ``model_type``.
+
+        Example:
+            >>> from maxjax.models import Decoder, DecoderConfig, DecoderFamily
+            >>> class Mine(Decoder):
+            ...     pass
+            >>> class MineConfig(DecoderConfig):
+            ...     model_type = "mine"
+            >>> family = DecoderFamily.of(Mine, MineConfig)
+            >>> family.model_type, family.architectures
+            ('mine', ('MineForCausalLM', 'MineModel'))
+        """
+        if not config.model_type:
+            raise UserInputError(
+                f"{config.__name__} has no model_type: give it that of its config.json files, "
+                'model_type = "…"'
+            )
+        name = model.__name__
+        architectures = architectures or (f"{name}ForCausalLM", f"{name}Model")
+        return cls(config.model_type, architectures, config, model.of_checkpoint, **settings)
+
+    def like(
+        self,
+        model: type[PretrainedModel],
+        config: type[ModelConfig],
+        *architectures: str,
+        **changes: Any,
+    ) -> Self:
+        """The family of another class, whose files have the same tensors but for ``changes``.
+
+        Args:
+            model, config, architectures: as for :meth:`of`.
+            changes: attributes of the family that are others.
+        """
+        one = Family.of(model, config, *architectures)
+        return dataclasses.replace(
+            self, model_type=one.model_type, architectures=one.architectures, config=config,
+            make=one.make, **changes,
+        )  # fmt: skip
+
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
         return all(config.get(key) == value for key, value in self.only)
-
-    gguf: GGUFTable | None = None
 
     def name(self, tensor: str) -> str | None:
         """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
@@ -203,6 +263,13 @@ class PretrainedModel(Module):
     family: ClassVar[Family]
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """A lazy model for a checkpoint with tensors of these names: ``Family.make`` of most families."""
+        raise NotImplementedError
 
     @property
     def hf_config(self) -> dict[str, Any] | None:

@@ -21,12 +21,11 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import BothWays, DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
-from .decoder.model import KNOWN, Decoder, DecoderFamily, make
-from .decoder.rope import Rope, ropes_by_kind
+from .decoder.model import KNOWN, Decoder, DecoderFamily
+from .decoder.rope import Rope, both_ropes
 from .multimodal import SIGHT
 
 _GELU = "gelu_pytorch_tanh"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults for Gemma 3's base frequencies.
 _THETA, _LOCAL_THETA = 1e6, 1e4
 
@@ -42,6 +41,7 @@ class GemmaConfig(DecoderConfig):
     """
 
     model_type = "gemma"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
     may_see_both_ways: ClassVar[bool] = False
@@ -58,14 +58,14 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Gemma 1 has no sliding window, and its MLP no biases."""
+        """The activation function."""
         if raw.get("use_bidirectional_attention") and not cls.may_see_both_ways:
             raise UnsupportedModelError(
                 "'use_bidirectional_attention': only causal attention is supported"
             )
         # The first releases say "gelu" and mean its tanh approximation.
         act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
-        return {"hidden_act": act, "mlp_bias": False, "sliding_window": None}
+        return {"hidden_act": act}
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Gemma2Config(GemmaConfig):
     """
 
     model_type = "gemma2"
+    fixed = {"mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # Fields that null in a file sets to None; without the key they keep their defaults.
@@ -125,9 +126,8 @@ class Gemma2Config(GemmaConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a sliding window, if the file lists them."""
-        found = super().derived(raw)
-        del found["hidden_act"], found["sliding_window"]
-        return {**found, "slides": slides_of(raw, ())}
+        super().derived(raw)  # which refuses some files
+        return {"slides": slides_of(raw, ())}
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,7 @@ class Gemma3Config(Gemma2Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
-        bases = {_SLIDING: "rope_local_base_freq"}
-        found = ropes_by_kind(raw, context, {_FULL: _THETA, _SLIDING: _LOCAL_THETA}, bases)
-        return {"rope": found[_FULL], "local_rope": found[_SLIDING]}
+        return both_ropes(raw, context, _THETA, _LOCAL_THETA, "rope_local_base_freq")
 
 
 class Gemma(Decoder):
@@ -218,24 +216,11 @@ class Gemma3(Decoder):
     layer_class: ClassVar[Any] = Gemma3Layer
 
 
-GEMMA = Gemma.family = DecoderFamily(
-    model_type=GemmaConfig.model_type,
-    architectures=("GemmaForCausalLM", "GemmaModel"),
-    config=GemmaConfig,
-    make=make(Gemma),
-)
-GEMMA2 = Gemma2.family = DecoderFamily(
-    model_type=Gemma2Config.model_type,
-    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
-    config=Gemma2Config,
-    make=make(Gemma2),
-)
-GEMMA3 = Gemma3.family = DecoderFamily(
-    model_type=Gemma3Config.model_type,
-    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
-    config=Gemma3Config,
-    make=make(Gemma3),
+GEMMA = Gemma.family = DecoderFamily.of(Gemma, GemmaConfig)
+GEMMA2 = Gemma2.family = DecoderFamily.of(Gemma2, Gemma2Config)
+GEMMA3 = Gemma3.family = DecoderFamily.of(
+    Gemma3, Gemma3Config, "Gemma3ForCausalLM", "Gemma3TextModel",
     # EmbeddingGemma's dense layers in GGUF files, which are a part of its pooling.
     ignored=(*KNOWN, "dense_2.*", "dense_3.*"),
     sight=SIGHT,
-)
+)  # fmt: skip

@@ -3,13 +3,12 @@ of each layer, and keys and values that layers share.
 
 Shapes: A hidden states of B sequences with T tokens and hidden size E, of which a layer computes one.
 
-Sources: AltUp, arXiv:2301.13310; LAuReL, arXiv:2411.07501; transformers' ``modeling_gemma3n``.
+Source: transformers' ``modeling_gemma3n``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -19,23 +18,17 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
-from ..graph.weight.weight import Weight
-from ..nn.activation import activation
-from ..nn.layer import LayerList, Module
-from ..nn.linear import MLP, Linear, linears
+from ..nn.layer import LayerList
+from ..nn.linear import Linear
 from .config import setting
+from .decoder.altup import AltUp, Laurel, sized
 from .decoder.attention import Cached, Step
+from .decoder.block import TopMLP
 from .decoder.config import own
-from .decoder.model import DecoderFamily, make
-from .decoder.norm import norm
-from .gemma_files import GEMMA3N_GGUF
+from .decoder.model import DecoderFamily
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
+from .gguf.architectures.gemma import GEMMA3N_GGUF
 from .multimodal import SIGHT
-
-# The least mean square of a hidden state that is brought to the size of another.
-_LEAST = 1e-5
 
 
 @dataclass(frozen=True)
@@ -107,90 +100,6 @@ class Gemma3nConfig(SharingConfig):
         return found
 
 
-class Laurel(Module):
-    """A learned residual of low rank: ``x + norm(right(left(x)))``."""
-
-    def __init__(self, config: Any, dtype: DType):
-        super().__init__()
-        size, rank, cpu = config.hidden_size, config.laurel_rank, DeviceRef.CPU()
-        self.linear_left = Linear(size, rank, dtype, cpu)
-        self.linear_right = Linear(rank, size, dtype, cpu)
-        self.post_laurel_norm = norm(config, dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        y = self.linear_right(self.linear_left(x).astype(x.dtype)).astype(x.dtype)
-        return x + self.post_laurel_norm(y)
-
-
-class AltUp(Module):
-    """Alternating updates: all hidden states are predicted from each other, and then corrected by
-    the difference between the one that a layer has computed and its prediction."""
-
-    def __init__(self, config: Any, dtype: DType):
-        super().__init__()
-        self.count, self.active = config.altup_num_inputs, config.altup_active_idx
-        size, cpu = config.hidden_size, DeviceRef.CPU()
-        self.scales, self.size = config.altup_correct_scale, size
-        self.correct_output_scale = Weight("correct_output_scale", dtype, (size,), cpu)
-        self.correction_coefs = Linear(self.count, self.count, dtype, cpu)
-        self.prediction_coefs = Linear(self.count, self.count**2, dtype, cpu)
-        self.modality_router = Linear(size, self.count, dtype, cpu)
-        self.router_norm = norm(config, dtype)
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the weights, which are small."""
-        whole = Split(ShardingStrategy.replicate(1))
-        names = ("correction_coefs", "prediction_coefs", "modality_router")
-        return dict.fromkeys(("correct_output_scale", *(f"{n}.weight" for n in names)), whole)
-
-    def _modalities(self, x: jax.Array) -> jax.Array:
-        routed = self.modality_router(self.router_norm(x) * jnp.asarray(1 / self.size, x.dtype))
-        return jnp.tanh(routed.astype(jnp.float32)).astype(x.dtype)  # [..., A]
-
-    def __call__(self, states: jax.Array) -> jax.Array:
-        """``[A, ..., E]`` → predictions of the same shape."""
-        found = self.prediction_coefs(self._modalities(states[self.active])).astype(states.dtype)
-        found = found.reshape(*found.shape[:-1], self.count, self.count)
-        return states + jnp.einsum("i...e,...ji->j...e", states, found).astype(states.dtype)
-
-    def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Predictions ``[A, ..., E]`` and what the layer has computed ``[..., E]`` → hidden states."""
-        change = computed - predictions[self.active]
-        shares = self.correction_coefs(self._modalities(computed)).astype(computed.dtype) + 1
-        return predictions + jnp.moveaxis(shares, -1, 0)[..., None] * change[None]
-
-    def scaled(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` times weights, if the model has them."""
-        if not self.scales:
-            return x
-        weight = jnp.asarray(self.correct_output_scale).astype(x.dtype)
-        return x * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-class TopMLP(MLP):
-    """A gated MLP of which only the largest inner features count, those beyond a normal distribution's share.
-
-    Attributes:
-        deviations: how many standard deviations above the mean a feature must be.
-    """
-
-    def __init__(self, config: Any, share: float, dtype: DType):
-        super().__init__(
-            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
-            activation_function=config.hidden_act,
-        )  # fmt: skip
-        self.deviations, self.act = statistics.NormalDist().inv_cdf(share), config.hidden_act
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        gate, up = (y.astype(x.dtype) for y in linears([self.gate_proj, self.up_proj], x))
-        mean = jnp.mean(gate, axis=-1, keepdims=True)
-        deviation = jnp.std(gate, axis=-1, keepdims=True)
-        gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
-        return self.down_proj(activation(self.act)(gate) * up)
-
-
 class Gemma3nLayer(SharingLayer):
     """A layer that computes one of A hidden states, and predicts and corrects the others."""
 
@@ -238,19 +147,12 @@ class Gemma3nModel(SharingModel):
 
     def run_layers(self, x: jax.Array, step: Step, cached: Cached) -> tuple[jax.Array, Cached]:
         """All layers, over hidden states that are made from one and become one."""
-        states = jnp.stack([x, *(_sized(p(x), x) for p in self.altup_projections)])
+        states = jnp.stack([x, *(sized(p(x), x) for p in self.altup_projections)])
         states, cached = super().run_layers(states, step, cached)
         first, *rest = states
         back = zip(self.altup_unembed_projections, rest, strict=True)
-        found = jnp.stack([first, *(_sized(p(one), first) for p, one in back)])
+        found = jnp.stack([first, *(sized(p(one), first) for p, one in back)])
         return jnp.mean(found, axis=0), cached
-
-
-def _sized(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Vectors ``[..., E]`` with the root mean square of others."""
-    x = x.astype(like.dtype)
-    wanted = jnp.sqrt(jnp.mean(like**2, axis=-1, keepdims=True))
-    return x * wanted / jnp.sqrt(jnp.maximum(jnp.mean(x**2, axis=-1, keepdims=True), _LEAST))
 
 
 class Gemma3n(SharingDecoder):
@@ -268,11 +170,6 @@ class Gemma3n(SharingDecoder):
     model_class: ClassVar[Any] = Gemma3nModel
 
 
-GEMMA3N = Gemma3n.family = DecoderFamily(
-    model_type=Gemma3nConfig.model_type,
-    architectures=("Gemma3nForCausalLM", "Gemma3nTextModel"),
-    config=Gemma3nConfig,
-    make=make(Gemma3n),
-    sight=SIGHT,
-    gguf=GEMMA3N_GGUF,
+GEMMA3N = Gemma3n.family = DecoderFamily.of(
+    Gemma3n, Gemma3nConfig, "Gemma3nForCausalLM", "Gemma3nTextModel", sight=SIGHT, gguf=GEMMA3N_GGUF
 )

@@ -19,26 +19,24 @@ from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData
-from ..nn.layer import Module
-from ..nn.linear import Linear
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
-from .decoder.experts import MAPS_PROJ, SparseMLP
-from .decoder.model import make
-from .decoder.norm import norm, unit_rms
-from .decoder.rope import ropes_by_kind
-from .gemma_files import GEMMA4_GGUF
+from .decoder.layer_sizes import first_sizes, sizes_of_full
+from .decoder.norm import norm
+from .decoder.rope import both_ropes
+from .decoder.scaled_experts import ExpertsBeside, ScaledExperts
 from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
+from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Sizes of layers that see all tokens, as transformers writes them → as the first files have them.
+_OWN_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
 @dataclass(frozen=True)
-class Gemma4Config(SharingConfig):
+class Gemma4Config(SharingConfig, ExpertsBeside):
     """The settings of a Gemma 4's text model.
 
     Attributes:
@@ -46,17 +44,12 @@ class Gemma4Config(SharingConfig):
             tokens.
         attention_k_eq_v: whether the values of those layers are their keys before norm and RoPE.
         use_double_wide_mlp: whether the MLPs of layers that share are twice as wide.
-        has_experts: whether there are experts beside each MLP.
-        num_experts, num_experts_per_tok, moe_intermediate_size: their number, that of a token's, and
-            their inner features.
     """
 
     model_type = "gemma4_text"
     unsaid: ClassVar[Mapping[str, Any]] = {
         **SharingConfig.unsaid, "vocab_size": 262_144, "num_hidden_layers": 30
     }  # fmt: skip
-    maps: ClassVar[tuple[str, str, str]] = MAPS_PROJ
-    shared_size: ClassVar[None] = None
 
     global_head_dim: int = setting(default=512, minimum=1, held="axis")
     num_global_kv_heads: int | None = setting(
@@ -64,23 +57,8 @@ class Gemma4Config(SharingConfig):
     )
     attention_k_eq_v: bool = setting(default=False)
     use_double_wide_mlp: bool = setting(default=False)
-    has_experts: bool = setting("enable_moe_block", default=False)
-    num_experts: int = setting(default=0, held="axis")
-    num_experts_per_tok: int = setting("top_k_experts", default=0, held="axis")
-    moe_intermediate_size: int = setting(default=0, held="axis")
     may_see_both_ways: ClassVar[bool] = True
     use_bidirectional_attention: bool = own(False)
-
-    def __post_init__(self) -> None:
-        if not self.has_experts:
-            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-                object.__setattr__(self, name, 0)
-        super().__post_init__()
-
-    @property
-    def expert_size(self) -> int:
-        """The inner features of an expert."""
-        return self.moe_intermediate_size
 
     @property
     def rope_widths(self) -> tuple[int, int]:
@@ -103,12 +81,13 @@ class Gemma4Config(SharingConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE of each kind of layer."""
         default = {
-            _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-            _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        }
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+            },
+        }  # fmt: skip
         raw = {**raw, "rope_parameters": raw.get("rope_parameters") or default}
-        found = ropes_by_kind(raw, context, {_FULL: 1e6, _SLIDING: 1e4})
-        return {"rope": found[_FULL], "local_rope": found[_SLIDING]}
+        return both_ropes(raw, context, 1e6, 1e4)
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,86 +98,13 @@ class Gemma4Config(SharingConfig):
         slides = found.get("slides") or tuple(bool((i + 1) % 6) for i in range(layers_of(raw)))
         if slides:
             found["slides"] = (*slides[:-1], False)
-        if given := raw.get("per_layer_config"):
-            sizes = _own_sizes(given)
-            full = {str(i) for i, near in enumerate(found.get("slides") or ()) if not near}
-            if (
-                set(sizes) - set(_OWN_SIZES)
-                or any(v != sizes for v in given.values())
-                or set(given) != full
-            ):
-                raise UnsupportedModelError(
-                    "'per_layer_config' of other layers than those that see all"
-                )
-            found |= {_OWN_SIZES[key]: value for key, value in sizes.items()}
-        return found
+        return found | sizes_of_full(raw, found.get("slides") or (), _OWN_SIZES)
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Sizes of single layers are those of layers that see all tokens."""
         raw, unused = super().counted(raw)
-        try:
-            sizes = _own_sizes(raw.get("per_layer_config") or {})
-        except ValueError:  # from_dict says so
-            sizes = {}
-        names = {_OWN_SIZES[key]: value for key, value in sizes.items() if key in _OWN_SIZES}
-        return {**raw, **names}, unused
-
-
-# Sizes of layers that see all tokens, as transformers writes them → as the first files have them.
-_OWN_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-
-
-def _own_sizes(given: Any) -> Mapping[str, Any]:
-    """The first entry of ``per_layer_config``.
-
-    Raises:
-        ValueError: it is not an object of objects.
-    """
-    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
-        raise ValueError("'per_layer_config' is not an object of objects")
-    return next(iter(given.values()), {})
-
-
-class Gemma4Router(Module):
-    """Scores of experts: a linear layer of normalised hidden states, each multiplied by a number."""
-
-    def __init__(self, config: Gemma4Config, dtype: DType):
-        super().__init__()
-        self.proj = Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
-        self.scale = Weight("scale", dtype, (config.hidden_size,), DeviceRef.CPU())
-        self.per_expert_scale = Weight(
-            "per_expert_scale", dtype, (config.num_experts,), DeviceRef.CPU()
-        )
-        self.epsilon = config.rms_norm_eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[N, E]`` → scores ``[N, X]``."""
-        wide = unit_rms(x.astype(jnp.float32), self.epsilon)
-        scale = jnp.asarray(self.scale).astype(x.dtype)[None] * jnp.asarray(
-            x.shape[-1] ** -0.5, x.dtype
-        )
-        return self.proj(wide.astype(x.dtype) * scale)
-
-
-class Gemma4Experts(SparseMLP):
-    """Experts whose shares, which sum to 1, are multiplied by a number of each expert."""
-
-    router_name: ClassVar[str] = "router"
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen experts' scores."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen")
-
-    def make_router(self, config: Any, dtype: DType) -> Module:
-        """The router, which has weights of its own."""
-        return Gemma4Router(config, dtype)
-
-    def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """:meth:`SparseMLP.choose`, with shares times ``per_expert_scale``."""
-        chosen, shares = super().choose(tokens)
-        scale = jnp.asarray(self.router_layer.per_expert_scale).astype(jnp.float32)
-        return chosen, shares * scale[chosen]
+        return {**raw, **first_sizes(raw, _OWN_SIZES)}, unused
 
 
 class Gemma4Layer(SharingLayer):
@@ -209,7 +115,7 @@ class Gemma4Layer(SharingLayer):
         self.layer_scalar = Weight("layer_scalar", dtype, (1,), DeviceRef.CPU())
         self.has_experts = config.has_experts
         if config.has_experts:
-            self.moe = Gemma4Experts(config, dtype)
+            self.moe = ScaledExperts(config, dtype)
             self.post_feedforward_layernorm_1 = norm(config, dtype)
             self.post_feedforward_layernorm_2 = norm(config, dtype)
             self.pre_feedforward_layernorm_2 = norm(config, dtype)
@@ -260,14 +166,11 @@ class Gemma4Family(MoEFamily):
         return {name.replace(".moe.router.", ".router."): data for name, data in found.items()}
 
 
-GEMMA4 = Gemma4.family = Gemma4Family(
-    model_type=Gemma4Config.model_type,
-    architectures=("Gemma4ForCausalLM", "Gemma4TextModel"),
-    config=Gemma4Config,
-    make=make(Gemma4),
+GEMMA4 = Gemma4.family = Gemma4Family.of(
+    Gemma4, Gemma4Config, "Gemma4ForCausalLM", "Gemma4TextModel",
     renamed=tuple((f".{name}", f".moe.{name}") for name in _ROUTER),
     experts="moe.experts.#.*.weight",
     together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),
     sight=SIGHT,
     gguf=GEMMA4_GGUF,
-)
+)  # fmt: skip

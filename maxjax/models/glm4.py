@@ -18,10 +18,10 @@ from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
 from .decoder.rope import Rope
-from .gguf.table import GATE_UP, GGUFTable
+from .gguf.architectures.glm4 import GLM4_GGUF, GLM_GGUF
 from .multimodal import SIGHT
 
 
@@ -30,6 +30,7 @@ class GLMConfig(DecoderConfig):
     """The settings of a GLM-4: its projections of queries, keys and values have biases."""
 
     model_type = "glm"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
 
@@ -39,11 +40,6 @@ class GLMConfig(DecoderConfig):
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = own(False)
     rope: Rope = own(Rope(part=0.5, interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A GLM-4 has no sliding window, and its MLP no biases."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -99,29 +95,9 @@ class GLM4(Decoder):
     layer_class: ClassVar[Any] = GLM4Layer
 
 
-GLM_FAMILY = GLM.family = DecoderFamily(
-    model_type=GLMConfig.model_type,
-    architectures=("GlmForCausalLM", "GlmModel"),
-    config=GLMConfig,
-    make=make(GLM),
-    gguf=GGUFTable(
-        "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
-    ),
+GLM_FAMILY = GLM.family = DecoderFamily.of(
+    GLM, GLMConfig, "GlmForCausalLM", "GlmModel", gguf=GLM_GGUF
 )
-GLM4_FAMILY = GLM4.family = DecoderFamily(
-    model_type=GLM4Config.model_type,
-    architectures=("Glm4ForCausalLM", "Glm4Model"),
-    config=GLM4Config,
-    make=make(GLM4),
-    sight=SIGHT,
-    gguf=GGUFTable(
-        "glm4",
-        {
-            **GATE_UP,
-            ".post_attention_norm": "post_self_attn_layernorm",
-            ".post_ffw_norm": "post_mlp_layernorm",
-        },
-        fixed={"hidden_act": "silu"},
-        is_partial=True,
-    ),
+GLM4_FAMILY = GLM4.family = DecoderFamily.of(
+    GLM4, GLM4Config, "Glm4ForCausalLM", "Glm4Model", sight=SIGHT, gguf=GLM4_GGUF
 )

@@ -15,10 +15,9 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMoEConfig, MoELayer, after_dense
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope
-from .gguf.names import NEXT, ROUTED_KEYS, Rule, expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.glm4 import GLM4_MOE_GGUF
 from .multimodal import SIGHT
 
 
@@ -31,6 +30,7 @@ class GLM4MoEConfig(GroupedMoEConfig):
     """
 
     model_type = "glm4_moe"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -51,11 +51,7 @@ class GLM4MoEConfig(GroupedMoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with experts: all but the first ``first_k_dense_replace``."""
-        return {
-            "sparse": after_dense(raw, layers_of(raw), 1),
-            "sliding_window": None,
-            "mlp_bias": False,
-        }
+        return {"sparse": after_dense(raw, layers_of(raw), 1)}
 
 
 class GLM4MoELayer(MoELayer):
@@ -76,38 +72,6 @@ class GLM4MoE(Decoder):
     layer_class: ClassVar[Any] = GLM4MoELayer
 
 
-def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the tensors tell; layers that predict further tokens do not count."""
-    more = given.count("nextn_predict_layers", 0, minimum=0)
-    return {
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-        "num_hidden_layers": config["num_hidden_layers"] - more,
-    }
-
-
-GLM4_MOE = GLM4MoE.family = PredictingFamily(
-    model_type=GLM4MoEConfig.model_type,
-    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
-    config=GLM4MoEConfig,
-    make=make(GLM4MoE),
-    sight=SIGHT,
-    gguf=GGUFTable(
-        "glm4moe",
-        {
-            ".ffn_norm": None,
-            ".post_attention_norm": "post_attention_layernorm",
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
-            **expert_names(shared="shared_experts"),
-            **NEXT,
-        },
-        keys=ROUTED_KEYS,
-        fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
-        read=_of_gguf,
-        write=lambda config: {"expert_gating_func": 2},
-        written=("expert_gating_func",),
-        biases=("attn_q", "attn_k", "attn_v", "exp_probs_b"),
-        is_partial=True,
-    ),
+GLM4_MOE = GLM4MoE.family = PredictingFamily.of(
+    GLM4MoE, GLM4MoEConfig, "Glm4MoeForCausalLM", "Glm4MoeModel", sight=SIGHT, gguf=GLM4_MOE_GGUF
 )

@@ -6,12 +6,11 @@ Source: arXiv:2508.06471; transformers' ``modeling_glm4_moe_lite``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.experts import sparse_of
-from .decoder.model import make
 from .deepseek import DEEPSEEK_V3, DeepseekV3, DeepseekV3Config
 
 
@@ -56,11 +55,10 @@ class GLM4MoELite(DeepseekV3):
 
 
 # llama.cpp reads such a model as a DeepSeek V3, so the table of that names this one too.
-GLM4_MOE_LITE = GLM4MoELite.family = replace(
-    DEEPSEEK_V3,
-    model_type=GLM4MoELiteConfig.model_type,
-    architectures=("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
-    config=GLM4MoELiteConfig,
-    make=make(GLM4MoELite),
+GLM4_MOE_LITE = GLM4MoELite.family = DEEPSEEK_V3.like(
+    GLM4MoELite,
+    GLM4MoELiteConfig,
+    "Glm4MoeLiteForCausalLM",
+    "Glm4MoeLiteModel",
     gguf=None,
 )

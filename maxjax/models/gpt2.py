@@ -28,12 +28,8 @@ from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention, resharded
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import make
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
-
-# Beginnings of tensor names in files of the model without its head, which omit "transformer.".
-PARTS = ("wte.", "wpe.", "h.", "ln_f.")
 
 
 @dataclass(frozen=True)
@@ -203,13 +199,10 @@ class GPT2(PositionedDecoder):
     model = alias("transformer")
 
 
-GPT2_FAMILY = GPT2.family = Family(
-    model_type=GPT2Config.model_type,
-    architectures=("GPT2LMHeadModel", "GPT2Model"),
-    config=GPT2Config,
-    make=make(GPT2),
+GPT2_FAMILY = GPT2.family = Family.of(
+    GPT2, GPT2Config, "GPT2LMHeadModel", "GPT2Model",
     # Attention masks that old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", PARTS),
+    bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
     tied=("lm_head.weight", "transformer.wte.weight"),
-)
+)  # fmt: skip

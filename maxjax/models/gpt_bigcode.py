@@ -5,7 +5,7 @@ Source: arXiv:2305.06161; transformers' ``modeling_gpt_bigcode``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,12 +13,8 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.grouped import GroupedAttention
-from .decoder.model import make
-from .family import Family
-from .gguf.metadata import unsupported
-from .gguf.names import GROUPS, Rule
-from .gguf.table import PLAIN_BIASES, GGUFTable
-from .gpt2 import GPT2, PARTS, GPT2Config, GPT2Layer
+from .gguf.architectures.starcoder import STARCODER_GGUF
+from .gpt2 import GPT2, GPT2_FAMILY, GPT2Config, GPT2Layer
 
 
 @dataclass(frozen=True)
@@ -67,38 +63,6 @@ class GPTBigCode(GPT2):
     layer_class: ClassVar[Any] = GPTBigCodeBlock
 
 
-def _read(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    if config["num_key_value_heads"] != 1:
-        raise given.unsupported("a StarCoder with more than one key")
-    return {"n_inner": config["intermediate_size"], "multi_query": True}
-
-
-def _write(config: GPTBigCodeConfig) -> dict[str, Any]:
-    if not config.multi_query:
-        raise unsupported("'multi_query' false in a GGUF file of 'starcoder'", None)
-    return {}
-
-
-GPT_BIGCODE = GPTBigCode.family = Family(
-    model_type=GPTBigCodeConfig.model_type,
-    architectures=("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
-    config=GPTBigCodeConfig,
-    make=make(GPTBigCode),
-    ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", PARTS),
-    tied=("lm_head.weight", "transformer.wte.weight"),
-    gguf=GGUFTable(
-        "starcoder",
-        {
-            "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f", ".attn_norm": "ln_1", ".ffn_norm": "ln_2",
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
-            ".attn_qkv": Rule("attn.c_attn", GROUPS), ".attn_output": "attn.c_proj",
-            ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj",
-        },
-        fixed={"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True},
-        layer="transformer.h.*.",
-        read=_read, write=_write, biases=PLAIN_BIASES, has_rope=False,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
-    ),
-)  # fmt: skip
+GPT_BIGCODE = GPTBigCode.family = GPT2_FAMILY.like(
+    GPTBigCode, GPTBigCodeConfig, gguf=STARCODER_GGUF
+)

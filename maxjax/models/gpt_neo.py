@@ -16,10 +16,8 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import kinds_of, own
-from .decoder.model import make
 from .decoder.positions import PositionedConfig
-from .family import Family
-from .gpt2 import GPT2, PARTS, GPT2Layer
+from .gpt2 import GPT2, GPT2_FAMILY, GPT2Layer
 from .gptj import GPTJAttention
 
 _KINDS = {"global": False, "local": True}
@@ -101,12 +99,6 @@ class GPTNeo(GPT2):
     layer_class: ClassVar[Any] = GPTNeoBlock
 
 
-GPT_NEO = GPTNeo.family = Family(
-    model_type=GPTNeoConfig.model_type,
-    architectures=("GPTNeoForCausalLM", "GPTNeoModel"),
-    config=GPTNeoConfig,
-    make=make(GPTNeo),
-    ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
-    bare=("transformer.", PARTS),
-    tied=("lm_head.weight", "transformer.wte.weight"),
+GPT_NEO = GPTNeo.family = GPT2_FAMILY.like(
+    GPTNeo, GPTNeoConfig, ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias")
 )

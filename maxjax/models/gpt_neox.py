@@ -15,10 +15,10 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.grouped import GroupedParts, grouped_names
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.grouped import GroupedParts
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
-from .gguf.table import PLAIN_BIASES, GGUFTable
+from .gguf.architectures.gpt_neox import GPT_NEOX_GGUF
 
 
 @dataclass(frozen=True)
@@ -94,30 +94,11 @@ class GPTNeoX(Decoder):
     model, lm_head = alias("gpt_neox"), alias("embed_out")
 
 
-GPT_NEOX = GPTNeoX.family = DecoderFamily(
-    model_type=GPTNeoXConfig.model_type,
-    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    config=GPTNeoXConfig,
-    make=make(GPTNeoX),
+GPT_NEOX = GPTNeoX.family = DecoderFamily.of(
+    GPTNeoX, GPTNeoXConfig,
     renamed=(("lm_head.weight", "embed_out.weight"),),
     ignored=("*rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
     tied=("embed_out.weight", "gpt_neox.embed_in.weight"),
     bare=("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
-    gguf=GGUFTable(
-        "gptneox",
-        {
-            **grouped_names("attention"),
-            "token_embd": "gpt_neox.embed_in",
-            "output_norm": "gpt_neox.final_layer_norm",
-            "output": "embed_out",
-        },
-        keys={"use_parallel_residual": "use_parallel_residual"},
-        fixed={"hidden_act": "gelu", "attention_bias": True},
-        layer="gpt_neox.layers.*.",
-        read=lambda given, tensors, config: {"attention_bias": "blk.0.attn_qkv.bias" in tensors},
-        biases=PLAIN_BIASES,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        is_partial=True,
-        has_head=True,
-    ),
-)
+    gguf=GPT_NEOX_GGUF,
+)  # fmt: skip

@@ -20,15 +20,13 @@ from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.weight.weight import Weight
 from ..nn.linear import Linear
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.config import layers_of, own, slides_of
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
-from .gguf.names import Rule, expert_names
-from .gguf.table import GGUFTable
+from .decoder.model import Decoder
+from .gguf.architectures.gpt_oss import GPT_OSS_GGUF
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,7 @@ class GptOssConfig(MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a window: every second one, from the first on."""
-        count = layers_of(raw)
-        return {
-            "slides": slides_of(raw, [i % 2 == 0 for i in range(count)]),
-        }  # fmt: skip
+        return {"slides": slides_of(raw, [i % 2 == 0 for i in range(layers_of(raw))])}
 
 
 @dataclass(frozen=True)
@@ -82,10 +77,7 @@ class GptOssMLP(SparseMLP):
 
     router_name: ClassVar[str] = "router"
     experts_have_biases: ClassVar[bool] = True
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen scores."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen")
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen"}
 
     def kind(self, config: Any) -> ClampedSwiGLU:
         """The clamped gate."""
@@ -129,37 +121,9 @@ class GptOss(Decoder):
     layer_class: ClassVar[Any] = GptOssLayer
 
 
-def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as in gpt-oss's own files, of whose YaRN GGUF files do not say that it rounds no range."""
-    rope = config["rope_scaling"]
-    if rope is None:
-        return {"rope_scaling": {"rope_type": "default"}}
-    return {"rope_scaling": {**rope, "truncate": False}}
-
-
-GPT_OSS = GptOss.family = MoEFamily(
-    model_type=GptOssConfig.model_type,
-    architectures=("GptOssForCausalLM", "GptOssModel"),
-    config=GptOssConfig,
-    make=make(GptOss),
-    gguf=GGUFTable(
-        "gpt-oss",
-        {
-            ".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm",
-            ".attn_sinks": Rule("self_attn.sinks", only="weight"), **expert_names(router="router"),
-        },
-        keys={
-            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        read=_of_gguf,
-        biases=(
-            "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps",
-            "ffn_down_exps",
-        ),
-        period=2, truncates=False,
-    ),
+GPT_OSS = GptOss.family = MoEFamily.of(
+    GptOss, GptOssConfig,
+    gguf=GPT_OSS_GGUF,
     together=Together(
         ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",),
         transposed=True, interleaved=True, written=True,

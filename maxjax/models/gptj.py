@@ -14,7 +14,7 @@ from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, count_of, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
 
 
@@ -80,12 +80,10 @@ class GPTJ(Decoder):
     model = alias("transformer")
 
 
-FILES: dict[str, Any] = {
+GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(
+    GPTJ, GPTJConfig,
     # Attention masks and tables of RoPE that old files hold.
-    "ignored": ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
-    "tied": ("lm_head.weight", "transformer.wte.weight"),
-    "bare": ("transformer.", ("wte.", "h.", "ln_f.")),
-}
-GPTJ_FAMILY = GPTJ.family = DecoderFamily(
-    "gptj", ("GPTJForCausalLM", "GPTJModel"), GPTJConfig, make(GPTJ), **FILES
-)
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
+    tied=("lm_head.weight", "transformer.wte.weight"),
+    bare=("transformer.", ("wte.", "h.", "ln_f.")),
+)  # fmt: skip

@@ -5,14 +5,12 @@ Source: arXiv:2408.13359; transformers' ``modeling_granite``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import PERMUTED, GGUFTable
+from .decoder.model import Decoder, DecoderFamily
+from .gguf.architectures.granite import GRANITE_GGUF
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,7 @@ class GraniteConfig(DecoderConfig):
     """
 
     model_type = "granite"
+    fixed = {"sliding_window": None}
 
     embedding_scale: float = setting("embedding_multiplier", default=1.0)
     query_scale: float | None = setting("attention_multiplier", default=1.0)
@@ -33,11 +32,6 @@ class GraniteConfig(DecoderConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_scale", 1 / self.logits_scaling)
         super().__post_init__()
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Granite has no sliding window, whatever its file says."""
-        return {"sliding_window": None}
 
 
 class Granite(Decoder):
@@ -49,23 +43,4 @@ class Granite(Decoder):
     """
 
 
-GRANITE = Granite.family = DecoderFamily(
-    model_type=GraniteConfig.model_type,
-    architectures=("GraniteForCausalLM", "GraniteModel"),
-    config=GraniteConfig,
-    make=make(Granite),
-    gguf=GGUFTable(
-        "granite",
-        PERMUTED,
-        keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {"mlp_bias": "blk.0.ffn_gate.bias" in tensors},
-        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-        is_divided=True,
-    ),
-)
+GRANITE = Granite.family = DecoderFamily.of(Granite, GraniteConfig, gguf=GRANITE_GGUF)

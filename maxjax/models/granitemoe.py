@@ -5,8 +5,7 @@ Source: transformers' ``modeling_granitemoe``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -19,9 +18,8 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, SparseMLP
-from .decoder.model import make
-from .gguf.names import expert_names
-from .granite import GRANITE, Granite, GraniteConfig
+from .gguf.architectures.granite import GRANITEMOE_GGUF
+from .granite import Granite, GraniteConfig
 from .mixtral import MixtralLayer
 
 
@@ -30,17 +28,11 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
     """The settings of a Granite 3 MoE; ``intermediate_size`` is that of an expert."""
 
     model_type = "granitemoe"
+    fixed = {**GraniteConfig.fixed, "mlp_bias": False}
 
     num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
     moe_intermediate_size: int | None = own(None)
     norm_topk_prob: bool = own(True)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """All layers have experts, and no MLP has biases."""
-        return {
-            **super().derived(raw), "mlp_bias": False,
-        }  # fmt: skip
 
 
 class GraniteRouter(Module):
@@ -84,21 +76,9 @@ class GraniteMoE(Granite):
 
 
 _SPARSE = "block_sparse_moe"
-GRANITEMOE = GraniteMoE.family = MoEFamily(
-    model_type=GraniteMoEConfig.model_type,
-    architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
-    config=GraniteMoEConfig,
-    make=make(GraniteMoE),
-    gguf=None if GRANITE.gguf is None else replace(
-        GRANITE.gguf,
-        architecture="granitemoe",
-        tensors={**GRANITE.gguf.tensors, **expert_names(_SPARSE, "router.layer")},
-        keys={
-            **GRANITE.gguf.keys, "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
-        read=None, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
-    ),
+GRANITEMOE = GraniteMoE.family = MoEFamily.of(
+    GraniteMoE, GraniteMoEConfig, "GraniteMoeForCausalLM", "GraniteMoeModel",
+    gguf=GRANITEMOE_GGUF,
     renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
     experts=f"{_SPARSE}.experts.#.*.weight",
     together=Together(

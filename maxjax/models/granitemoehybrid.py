@@ -17,55 +17,34 @@ from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
-from .decoder.block import DecoderLayer, FusedMLP
-from .decoder.config import own
-from .decoder.expert_files import MoEFamily, Together
-from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, head_dim_of, limits_of
-from .decoder.model import make
+from .decoder.block import FusedMLP, HybridLayer
+from .decoder.config import check_kinds, own
+from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
+from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
-from .granitemoe import GraniteMoEConfig, GraniteMoEMLP
-from .mamba_files import GRANITE_HYBRID_GGUF
+from .granitemoe import GRANITEMOE, GraniteMoEConfig, GraniteMoEMLP
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
 
 @dataclass(frozen=True)
-class GraniteHybridConfig(GraniteMoEConfig):
+class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
     """The settings of a Granite 4; ``intermediate_size`` is that of an expert.
 
     Attributes:
         shared_intermediate_size: inner features of the MLP that all tokens go through.
-        mamba_n_heads, mamba_d_head, mamba_n_groups, mamba_d_state, mamba_d_conv: sizes of Mamba 2's layers.
         recurs: whether each layer is one of Mamba 2, and has no attention.
-        mamba: the settings of Mamba 2's layers.
     """
 
     model_type = "granitemoehybrid"
 
     num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
     shared_intermediate_size: int = setting(default=1024, minimum=1, held="axis")
-    mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
-    mamba_d_head: int = setting(default=64, minimum=1, held="axis")
-    mamba_n_groups: int = setting(default=1, minimum=1, held="axis")
-    mamba_d_state: int = setting(default=256, minimum=1, held="axis")
-    mamba_d_conv: int = setting(default=4, minimum=2, held="axis")
-    mamba_conv_bias: bool = setting(default=True)
-    mamba_proj_bias: bool = setting(default=False)
-    time_steps: tuple = own((0.0, float("inf")))
     recurs: tuple = own(())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recurs", tuple(self.recurs) or (True,) * self.num_layers)
-        if len(self.recurs) != self.num_layers:
-            raise ValueError(
-                f"'layer_types' has {len(self.recurs)} entries for {self.num_layers} layers"
-            )
-        mamba = Mamba2Settings(
-            self.mamba_n_heads, self.mamba_d_head, self.mamba_n_groups, self.mamba_d_state,
-            self.mamba_d_conv, self.mamba_proj_bias, self.mamba_conv_bias, self.time_steps,
-            self.hidden_act, self.rms_norm_eps,
-        )  # fmt: skip
-        object.__setattr__(self, "mamba", mamba)
+        check_kinds(self.recurs, self.num_layers)
         super().__post_init__()
 
     @property
@@ -120,9 +99,10 @@ class SharedMLP(FusedMLP):
         return found
 
 
-class GraniteHybridLayer(DecoderLayer):
+class GraniteHybridLayer(HybridLayer):
     """Mamba 2 (``mamba``) or attention (``self_attn``), then experts, if there are any, and a shared MLP."""
 
+    recurrent: ClassVar[tuple[str, Any]] = "mamba", Mamba2Mixer
     mlp = alias("shared_mlp")
 
     def __init__(self, config: GraniteHybridConfig, number: int, dtype: DType):
@@ -130,20 +110,6 @@ class GraniteHybridLayer(DecoderLayer):
         self.has_experts = config.sparse[number]
         if self.has_experts:
             self.block_sparse_moe = GraniteMoEMLP(config, dtype)
-
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes ``mamba`` or ``self_attn``."""
-        self.recurs = config.recurs[number]
-        if self.recurs:
-            self.mamba = Mamba2Mixer(config, dtype)
-        else:
-            super().make_mixer(config, number, dtype)
-
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The result of either."""
-        return (self.mamba if self.recurs else self.self_attn)(x, step, cached, layer)
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> SharedMLP:
         """The shared MLP."""
@@ -177,18 +143,7 @@ class GraniteHybrid(Granite):
     layer_class: ClassVar[Any] = GraniteHybridLayer
 
 
-_SPARSE = "block_sparse_moe"
-GRANITE_HYBRID = GraniteHybrid.family = MoEFamily(
-    model_type=GraniteHybridConfig.model_type,
-    architectures=("GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"),
-    config=GraniteHybridConfig,
-    make=make(GraniteHybrid),
-    renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
-    experts=f"{_SPARSE}.experts.#.*.weight",
-    together=Together(
-        (f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
-        (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
-        suffix=".weight", written=True,
-    ),
+GRANITE_HYBRID = GraniteHybrid.family = GRANITEMOE.like(
+    GraniteHybrid, GraniteHybridConfig, "GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel",
     gguf=GRANITE_HYBRID_GGUF,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import Encoder, Layers, make, with_head
+from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 
 _FIXED = {
@@ -117,14 +117,10 @@ class GteForSequenceClassification(GteModel):
     """A GTE with a classification head: a reranker, for example."""
 
 
-GTE = GteModel.family = Family(
-    model_type=GteConfig.model_type,
-    architectures=(
-        "GteModel", "GteForMaskedLM", "GteForTokenClassification",
-        "NewModel", "NewForMaskedLM", "NewForTokenClassification",
-    ),
-    config=GteConfig,
-    make=make(GteModel),
+GTE = GteModel.family = Family.of(
+    GteModel, GteConfig,
+    "GteModel", "GteForMaskedLM", "GteForTokenClassification",
+    "NewModel", "NewForMaskedLM", "NewForTokenClassification",
     prefixes=("new.", "gte."),
     ignored=("lm_head.*", "classifier.*", "*rotary_emb.inv_freq", "embeddings.position_ids"),
 )  # fmt: skip

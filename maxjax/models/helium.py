@@ -5,13 +5,11 @@ Source: transformers' ``modeling_helium``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 
 
@@ -20,6 +18,7 @@ class HeliumConfig(DecoderConfig):
     """The settings of a Helium 1."""
 
     model_type = "helium"
+    fixed = {"sliding_window": None}
 
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=4096, minimum=1)
@@ -27,11 +26,6 @@ class HeliumConfig(DecoderConfig):
     output_bias: bool | None = own(False)
     norm: str = own("wide_rms")
     rope: Rope = own(Rope(interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """There is no sliding window."""
-        return {"sliding_window": None}
 
 
 class Helium(Decoder):
@@ -44,9 +38,4 @@ class Helium(Decoder):
     """
 
 
-HELIUM = Helium.family = DecoderFamily(
-    model_type=HeliumConfig.model_type,
-    architectures=("HeliumForCausalLM", "HeliumModel"),
-    config=HeliumConfig,
-    make=make(Helium),
-)
+HELIUM = Helium.family = DecoderFamily.of(Helium, HeliumConfig)

@@ -17,10 +17,10 @@ from .config import setting
 from .decoder.attention import DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
 from .decoder.rope import Rope, read_rope, rope_settings
-from .gguf.table import GGUFTable
+from .gguf.architectures.hunyuan import HUNYUAN_GGUF
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,10 @@ class HunyuanConfig(DecoderConfig):
     """The settings of a Hunyuan. Its norms of queries and keys need no setting."""
 
     model_type = "hunyuan_v1_dense"
+    fixed = {"mlp_bias": False, "sliding_window": None}
+    unused = ("use_qk_norm",)  # Every Hunyuan has norms of queries and keys.
 
     rms_norm_eps: float = setting(default=1e-5)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Every Hunyuan has norms of queries and keys, and none has a window or biases in its MLP."""
-        raw.get("use_qk_norm")
-        return {"mlp_bias": False, "sliding_window": None}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
@@ -94,15 +90,6 @@ class Hunyuan(Decoder):
     layer_class: ClassVar[Any] = HunyuanLayer
 
 
-# Its norms by the names of GGUF and of the files.
-HEAD_NORMS = {
-    ".attn_q_norm": "self_attn.query_layernorm",
-    ".attn_k_norm": "self_attn.key_layernorm",
-}
-HUNYUAN = Hunyuan.family = DecoderFamily(
-    model_type=HunyuanConfig.model_type,
-    architectures=("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model"),
-    config=HunyuanConfig,
-    make=make(Hunyuan),
-    gguf=GGUFTable("hunyuan-dense", HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=()),
+HUNYUAN = Hunyuan.family = DecoderFamily.of(
+    Hunyuan, HunyuanConfig, "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model", gguf=HUNYUAN_GGUF
 )

@@ -16,15 +16,13 @@ from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..nn.layer import Module
 from ..nn.linear import Linear
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
-from .gguf.names import expert_names
-from .gguf.table import GGUFTable
-from .hunyuan import HEAD_NORMS, HunyuanAttention, HunyuanConfig
+from .decoder.model import Decoder
+from .gguf.architectures.hunyuan import HUNYUAN_MOE_GGUF
+from .hunyuan import HunyuanAttention, HunyuanConfig
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,7 @@ class HunyuanMLP(SparseMLP):
     """Experts by a normalised softmax, and an MLP for all tokens."""
 
     shared_name: ClassVar[str] = "shared_mlp"
-
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the chosen."""
-        return Routing(config.num_experts_per_tok, "softmax of chosen", wide=True)
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen", "wide": True}
 
     def make_router(self, config: Any, dtype: DType) -> HunyuanRouter:
         """The router."""
@@ -112,24 +107,7 @@ class HunyuanMoE(Decoder):
     layer_class: ClassVar[Any] = HunyuanMoELayer
 
 
-HUNYUAN_MOE = HunyuanMoE.family = MoEFamily(
-    model_type=HunyuanMoEConfig.model_type,
-    architectures=("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model"),
-    config=HunyuanMoEConfig,
-    make=make(HunyuanMoE),
-    gguf=GGUFTable(
-        "hunyuan-moe",
-        {
-            **HEAD_NORMS,
-            **expert_names(router="gate.wg", shared="shared_mlp"),
-        },
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "moe_topk",
-            "expert_feed_forward_length": "intermediate_size",
-            "expert_shared_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu"},
-        biases=(),
-    ),
-)
+HUNYUAN_MOE = HunyuanMoE.family = MoEFamily.of(
+    HunyuanMoE, HunyuanMoEConfig, "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
+    gguf=HUNYUAN_MOE_GGUF,
+)  # fmt: skip

@@ -22,10 +22,9 @@ from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
-from .encoder.model import ClassificationHead, NormedEncoder, make, with_head
+from .encoder.model import ClassificationHead, NormedEncoder, with_head
 from .family import Family
-from .gguf.config.read import rows_of
-from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
+from .gguf.architectures.jina import JINA_V3_GGUF
 
 _LOG = logging.getLogger("maxjax")
 # Files with updates name each weight as a parametrised one of torch's, beside its updates.
@@ -62,24 +61,6 @@ class JinaV3Config(EncoderConfig):
         base = raw.get("rotary_emb_base")
         given = raw if base is None else {**raw, "rope_theta": base}
         return {"rope": read_rope(given, context, 20_000.0)}
-
-
-_GGUF = GGUFTable(
-    "jina-bert-v3",
-    {
-        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "mixer.Wqkv",
-        ".attn_output": "mixer.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": None,
-        ".ffn_up": "mlp.fc1", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
-    },
-    read=lambda given, tensors, config: {
-        "type_vocab_size": rows_of("token_types.weight", tensors, given.path)
-    },
-    write=lambda config: {"attention.causal": False},
-    biases=ENCODER_BIASES,
-    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    layer="encoder.layers.*.",
-    written=("attention.causal", "pooling_type"),
-)  # fmt: skip
 
 
 class JinaV3Attention(EncoderAttention):
@@ -129,16 +110,14 @@ class JinaV3ForSequenceClassification(JinaV3Model):
     """Jina's encoder with a classification head."""
 
 
-JINA_V3 = JinaV3Model.family = Family(
-    model_type=JinaV3Config.model_type,
-    architectures=("JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS)),
-    config=JinaV3Config,
-    make=make(JinaV3Model),
+JINA_V3 = JinaV3Model.family = Family.of(
+    JinaV3Model, JinaV3Config,
+    "JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
     prefixes=("roberta.",),
     renamed=((_ORIGINAL, ".weight"),),
     ignored=("lm_head.*", "classifier.*", "qa_outputs.*", "*.lora_A", "*.lora_B"),
-    gguf=_GGUF,
-)
+    gguf=JINA_V3_GGUF,
+)  # fmt: skip
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
     JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
 )

@@ -9,27 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
-from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..graph.placement.strategy import Segment, ShardingStrategy
-from ..nn.kv_cache.kinds import KeysValues, Shared, State, States
-from ..nn.linear import Linear, linear_rules
-from ..nn.ssm.convolution import CausalConv
-from ..nn.stacked_linear import StackedLinear, apart, stacked_rules
+from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
-from .decoder.attention import Cached, DecoderAttention, Step
-from .decoder.block import DecoderLayer
+from .decoder.attention import DecoderAttention
+from .decoder.block import HybridLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
-from .decoder.mixer import RecurrentMixer
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .gguf.config.read import Config
-from .gguf.metadata import Settings
-from .gguf.names import Rule
-from .gguf.state_layouts import Taps
-from .gguf.table import GGUFTable
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.short_conv import ShortConv
+from .gguf.architectures.lfm2 import LFM2_GGUF
 from .multimodal import SIGHT
 
 _KINDS = {"conv": True, "full_attention": False}
@@ -59,6 +47,11 @@ class LFM2Config(DecoderConfig):
         object.__setattr__(self, "convolves", tuple(self.convolves) or (False,) * self.num_layers)
         check_kinds(self.convolves, self.num_layers)
         super().__post_init__()
+
+    @property
+    def recurs(self) -> tuple:
+        """Whether each layer has a state of its own in the place of keys and values: ``convolves``."""
+        return self.convolves
 
     @property
     def layer_kinds(self) -> tuple:
@@ -117,68 +110,20 @@ def _inner(raw: Mapping[str, Any]) -> Any:
     return every * (-int(factor * size) // every * -1)
 
 
-class ShortConv(RecurrentMixer):
-    """``out_proj(after · conv(before · x))``, where ``in_proj`` computes both gates and x."""
-
-    group: ClassVar[str] = "conv"
-
-    def __init__(self, config: LFM2Config, dtype: DType):
-        super().__init__(config)
-        size, bias = config.hidden_size, config.conv_bias
-        self.sizes = (size,) * 3
-        self.in_proj: Any = StackedLinear(
-            size, self.sizes, ["before", "after", "x"], dtype, stacked=True, has_bias=bias
-        )
-        self.conv = CausalConv(size, config.conv_taps, dtype, bias)
-        self.out_proj = Linear(size, size, dtype, DeviceRef.CPU(), has_bias=bias)
-
-    @classmethod
-    def kept(cls, config: LFM2Config) -> States:
-        """The last inputs of the convolution."""
-        return States((State("conv", (config.conv_taps - 1, config.hidden_size), axis=1),))
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the channels."""
-        segments = [Segment.even(size) for size in self.sizes]
-        columns = linear_rules("out_proj", ShardingStrategy.columnwise(1))
-        return stacked_rules("in_proj", self.in_proj, segments) | columns
-
-    def mix(
-        self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """As :meth:`RecurrentMixer.mix`; the state is "conv"."""
-        before, after, y = (a.astype(x.dtype) for a in apart(self.in_proj, x, self.sizes))
-        y, conv = self.conv(before * y, None if states is None else states["conv"], counts)
-        return self.out_proj(after * y.astype(x.dtype)), {"conv": conv}
-
-
 class LFM2Attention(DecoderAttention):
     """Attention, by the names of LFM2's files."""
 
     o_proj, q_norm, k_norm = alias("out_proj"), alias("q_layernorm"), alias("k_layernorm")
 
 
-class LFM2Layer(DecoderLayer):
+class LFM2Layer(HybridLayer):
     """A layer with a convolution (``conv``) or attention (``self_attn``), by the names of LFM2's files."""
 
     attention_class: ClassVar[Any] = LFM2Attention
+    recurrent: ClassVar[tuple[str, Any]] = "conv", ShortConv
     mlp, input_layernorm = alias("feed_forward"), alias("operator_norm")
     post_attention_layernorm = alias("ffn_norm")
     mlp_names: ClassVar[tuple[str, ...]] = ("w1", "w3", "w2")
-
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes ``conv`` or ``self_attn``."""
-        self.convolves = config.convolves[number]
-        if self.convolves:
-            self.conv = ShortConv(config, dtype)
-        else:
-            super().make_mixer(config, number, dtype)
-
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The result of either."""
-        return (self.conv if self.convolves else self.self_attn)(x, step, cached, layer)
 
 
 class LFM2Model(DecoderModel):
@@ -201,44 +146,9 @@ class LFM2(Decoder):
     model_class: ClassVar[Any] = LFM2Model
 
 
-def _read(given: Settings, tensors: Any, config: Config) -> Config:
-    """The kinds of the layers, from their tensors."""
-    layers = range(config["num_hidden_layers"])
-    convolves = [f"blk.{i}.shortconv.conv.weight" in tensors for i in layers]
-    return {
-        "layer_types": ["conv" if one else "full_attention" for one in convolves],
-        "conv_bias": "blk.0.shortconv.in_proj.bias" in tensors,
-    }
-
-
-def kv_counts(config: Any) -> dict[str, Any]:
-    """The number of KV heads of each layer, which is 0 where there is a convolution."""
-    counts = [0 if one else config.kv_heads for one in config.convolves]
-    return {"attention.head_count_kv": counts}
-
-
-GGUF = GGUFTable(
-    "lfm2",
-    {
-        "output_norm": None, "token_embd_norm": "model.embedding_norm",
-        ".attn_norm": "operator_norm", ".ffn_norm": "ffn_norm",
-        ".attn_output": "self_attn.out_proj",
-        ".attn_q_norm": "self_attn.q_layernorm", ".attn_k_norm": "self_attn.k_layernorm",
-        ".ffn_gate": "feed_forward.w1", ".ffn_up": "feed_forward.w3",
-        ".ffn_down": "feed_forward.w2", ".shortconv.conv": Rule("conv.conv", Taps()),
-        ".shortconv.in_proj": "conv.in_proj", ".shortconv.out_proj": "conv.out_proj",
-    },
-    keys={"shortconv.l_cache": "conv_L_cache"},
-    fixed={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
-    read=_read, write=kv_counts, biases=(), computed=("intermediate_size", "block_auto_adjust_ff_dim"),
-    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-)  # fmt: skip
-LFM2_FAMILY = LFM2.family = DecoderFamily(
-    model_type=LFM2Config.model_type,
-    architectures=("Lfm2ForCausalLM", "Lfm2Model"),
-    config=LFM2Config,
-    make=make(LFM2),
+LFM2_FAMILY = LFM2.family = DecoderFamily.of(
+    LFM2, LFM2Config, "Lfm2ForCausalLM", "Lfm2Model",
     bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
     sight=SIGHT,
-    gguf=GGUF,
-)
+    gguf=LFM2_GGUF,
+)  # fmt: skip

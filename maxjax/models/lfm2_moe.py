@@ -6,7 +6,7 @@ Source: arXiv:2511.23404; transformers' ``modeling_lfm2_moe``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..dtype import DType
@@ -17,14 +17,10 @@ from .config import setting
 from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer, SparseMLP, after_dense
-from .decoder.model import make
-from .gguf.names import Rule, expert_names
-from .lfm2 import GGUF as LFM2_GGUF
-from .lfm2 import LFM2, LFM2_FAMILY, LFM2Config, LFM2Layer, kv_counts
+from .gguf.architectures.lfm2 import LFM2_MOE_GGUF
+from .lfm2 import LFM2, LFM2_FAMILY, LFM2Config, LFM2Layer
 
 _MLP = "feed_forward"
-# How llama.cpp computes the shares of experts, whatever a file says.
-_SHARES = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True}
 
 
 @dataclass(frozen=True)
@@ -98,25 +94,11 @@ class LFM2MoE(LFM2):
     layer_class: ClassVar[Any] = LFM2MoELayer
 
 
-LFM2_MOE = LFM2MoE.family = MoEFamily(
-    model_type=LFM2MoEConfig.model_type,
-    architectures=("Lfm2MoeForCausalLM", "Lfm2MoeModel"),
-    config=LFM2MoEConfig, make=make(LFM2MoE), bare=LFM2_FAMILY.bare,
-    experts=f"{_MLP}.experts.#.*.weight", maps=MAPS_W,
+LFM2_MOE = LFM2MoE.family = MoEFamily.of(
+    LFM2MoE, LFM2MoEConfig, "Lfm2MoeForCausalLM", "Lfm2MoeModel",
+    bare=LFM2_FAMILY.bare,
+    experts=f"{_MLP}.experts.#.*.weight",
+    maps=MAPS_W,
     together=Together((f"{_MLP}.experts.gate_up_proj",), (f"{_MLP}.experts.down_proj",)),
-    gguf=replace(
-        LFM2_GGUF, architecture="lfm2moe",
-        tensors={
-            **LFM2_GGUF.tensors, **expert_names(_MLP, maps=MAPS_W),
-            ".exp_probs_b": Rule(f"{_MLP}.expert_bias", only="bias"),
-        },
-        keys={
-            **LFM2_GGUF.keys, "leading_dense_block_count": "num_dense_layers",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-        },
-        fixed={"hidden_act": "silu", **_SHARES},
-        write=lambda config: {**kv_counts(config), "expert_gating_func": 2},
-        written=("expert_gating_func",), biases=("exp_probs_b",), computed=(),
-    ),
+    gguf=LFM2_MOE_GGUF,
 )  # fmt: skip

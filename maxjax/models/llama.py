@@ -5,12 +5,11 @@ Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .multimodal import SIGHT
 
 
@@ -19,13 +18,9 @@ class LlamaConfig(DecoderConfig):
     """The settings of a Llama, with Hugging Face's defaults for missing keys."""
 
     model_type = "llama"
+    fixed = {"sliding_window": None}
 
     causal_only: ClassVar[bool] = False
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Llama has no sliding window, whatever its file says."""
-        return {"sliding_window": None}
 
 
 class Llama(Decoder):
@@ -38,10 +33,4 @@ class Llama(Decoder):
     """
 
 
-LLAMA = Llama.family = DecoderFamily(
-    model_type=LlamaConfig.model_type,
-    architectures=("LlamaForCausalLM", "LlamaModel"),
-    config=LlamaConfig,
-    make=make(Llama),
-    sight=SIGHT,
-)
+LLAMA = Llama.family = DecoderFamily.of(Llama, LlamaConfig, sight=SIGHT)

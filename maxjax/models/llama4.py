@@ -17,32 +17,19 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..nn.layer import Module
-from ..nn.linear import MLP, Linear
-from ..nn.moe import Routing
+from ..nn.linear import MLP
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
-from .decoder.config import (
-    all_but_every,
-    count_of,
-    kinds_of,
-    layers_of,
-    own,
-    rotates_of,
-    windowed,
-)
+from .decoder.config import count_of, kinds_of, layers_of, own, rotates_of, windowed
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.norm import unit_rms
 from .decoder.rope import QueryScaling, read_rope
-from .gguf.metadata import unsupported
-from .gguf.names import expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.llama4 import LLAMA4_GGUF
 from .multimodal import SIGHT
 
-# Every so many layers one sees all tokens, and has no RoPE.
-_PERIOD = 4
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
 
 
@@ -140,14 +127,7 @@ class Llama4MLP(SparseMLP):
     """Experts whose inputs are multiplied by sigmoids, and an MLP for all tokens."""
 
     router_name: ClassVar[str] = "router"
-
-    def routes(self, config: Any) -> Routing:
-        """Sigmoids, on inputs."""
-        return Routing(config.num_experts_per_tok, "sigmoid", on_inputs=True)
-
-    def make_router(self, config: Any, dtype: DType) -> Linear:
-        """The router."""
-        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+    route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "on_inputs": True}
 
 
 class Llama4Layer(MoELayer):
@@ -155,20 +135,12 @@ class Llama4Layer(MoELayer):
 
     attention_class: ClassVar[Any] = Llama4Attention
     sparse_class: ClassVar[Any] = Llama4MLP
+    mlp = alias("feed_forward")
 
     def __init__(self, config: Llama4Config, number: int, dtype: DType):
         super().__init__(config, number, dtype)
         rotates = not config.rotates or config.rotates[number]
         self.self_attn.scales_queries = not rotates and config.query_scaling is not None
-
-    @property
-    def mlp(self) -> Any:
-        """The MLP or the mixture of experts, ``feed_forward``."""
-        return self.feed_forward
-
-    @mlp.setter
-    def mlp(self, layer: Module) -> None:
-        self.feed_forward = layer
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
         """The mixture of experts, or an MLP of its own width."""
@@ -192,59 +164,13 @@ class Llama4(Decoder):
     layer_class: ClassVar[Any] = Llama4Layer
 
 
-def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The widths, and what llama.cpp has in its code."""
-    if given.count("attention.sliding_window", 1, minimum=0) == 0:
-        raise given.unsupported("a Llama 4 without chunks")
-    names = {value: name for name, value in _CHUNKED.items()}
-    chunked = all_but_every(_PERIOD, config["num_hidden_layers"])
-    return {
-        "intermediate_size": given.count("expert_feed_forward_length"),
-        "intermediate_size_mlp": config["intermediate_size"],
-        "interleave_moe_layer_step": given.count("interleave_moe_layer_step", 1),
-        "use_qk_norm": given.count("expert_count") != 128,
-        "sliding_window": None,
-        "layer_types": [names[one] for one in chunked],
-    }
-
-
-def _to_gguf(config: Any) -> dict[str, Any]:
-    """The widths, and where experts are."""
-    if config.rotates != all_but_every(_PERIOD, config.num_layers):
-        raise unsupported("other layers without RoPE than every fourth in a GGUF file", None)
-    step = config.sparse.index(True) + 1 if any(config.sparse) else 0
-    if not step or config.sparse != tuple((i + 1) % step == 0 for i in range(config.num_layers)):
-        raise unsupported("experts in other layers than every n-th in a GGUF file", None)
-    return {
-        "feed_forward_length": config.dense_size, "interleave_moe_layer_step": step,
-        "expert_feed_forward_length": config.intermediate_size,
-    }  # fmt: skip
-
-
-LLAMA4 = Llama4.family = MoEFamily(
-    model_type=Llama4Config.model_type,
-    architectures=("Llama4ForCausalLM", "Llama4TextModel"),
-    config=Llama4Config,
-    make=make(Llama4),
+LLAMA4 = Llama4.family = MoEFamily.of(
+    Llama4, Llama4Config, "Llama4ForCausalLM", "Llama4TextModel",
     experts="feed_forward.experts.#.*.weight",
     together=Together(
         ("feed_forward.experts.gate_up_proj",), ("feed_forward.experts.down_proj",),
         transposed=True, written=True,
     ),
     sight=SIGHT,
-    gguf=GGUFTable(
-        "llama4",
-        {
-            **{f".ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-            **expert_names("feed_forward", "router", shared="shared_expert"),
-        },
-        keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed={
-            "hidden_act": "silu", "attention_chunk_size": 8192, "attn_temperature_tuning": True,
-            "floor_scale": 8192, "attn_scale": 0.1,
-        },
-        read=_of_gguf, write=_to_gguf,
-        written=("expert_feed_forward_length", "interleave_moe_layer_step"),
-        biases=(), period=_PERIOD, is_divided=True,
-    ),
+    gguf=LLAMA4_GGUF,
 )  # fmt: skip

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
-from ..nn.layer import Module
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
-from .decoder.norm import norm
-from .mamba_files import MAMBA2_GGUF
+from .decoder.mixer import MixerLayer
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .gguf.architectures.mamba2 import MAMBA2_GGUF
 
 
 @dataclass(frozen=True)
@@ -84,24 +83,17 @@ class Mamba2Config(DecoderConfig):
         return {"time_steps": limits_of(raw), "sliding_window": None, **heads}
 
 
-class Mamba2Layer(Module):
-    """``x + mixer(norm(x))``."""
+class Mamba2Layer(MixerLayer):
+    """``x + mixer(norm(x))``, where the norm is computed in the dtype of the weights."""
 
-    _mx_carries = True
-
-    def __init__(self, config: Mamba2Config, number: int, dtype: DType):
-        super().__init__()
+    def make_mixer(self, config: Mamba2Config, number: int, dtype: DType) -> Mamba2Mixer:
+        """The layer of Mamba 2."""
         self.dtype = dtype
-        self.norm = norm(config, dtype)
-        self.mixer = Mamba2Mixer(config, dtype)
+        return Mamba2Mixer(config, dtype)
 
-    def __call__(
-        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
-        x, cached = carry
-        y, cached = self.mixer(self.norm(x.astype(self.dtype.np)), step, cached, layer)
-        return x + y.astype(x.dtype), cached
+    def normed(self, x: jax.Array) -> jax.Array:
+        """What the mixer gets, of hidden states that may be wider."""
+        return super().normed(x.astype(self.dtype.np))
 
 
 class Mamba2Backbone(DecoderModel):
@@ -135,13 +127,10 @@ class Mamba2(Decoder):
     model = alias("backbone")
 
 
-MAMBA2 = Mamba2.family = DecoderFamily(
-    model_type=Mamba2Config.model_type,
-    architectures=("Mamba2ForCausalLM", "Mamba2Model"),
-    config=Mamba2Config,
-    make=make(Mamba2),
+MAMBA2 = Mamba2.family = DecoderFamily.of(
+    Mamba2, Mamba2Config,
     renamed=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=MAMBA2_GGUF,
-)
+)  # fmt: skip

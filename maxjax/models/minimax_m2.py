@@ -12,16 +12,13 @@ from typing import Any, ClassVar
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
-from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import Rope, read_rope
-from .gguf.metadata import unsupported
-from .gguf.names import Rule, expert_names
-from .gguf.table import GGUFTable
+from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
 from .mixtral import MixtralLayer
 
 
@@ -30,6 +27,7 @@ class MiniMaxM2Config(MoEConfig):
     """The settings of a MiniMax M2; ``intermediate_size`` is that of an expert."""
 
     model_type = "minimax_m2"
+    fixed = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -55,7 +53,7 @@ class MiniMaxM2Config(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A MiniMax M2 has neither biases nor a window, whatever its file says.
+        """Nothing.
 
         Raises:
             ValueError: queries and keys are normalised, or experts chosen, in another way.
@@ -64,24 +62,19 @@ class MiniMaxM2Config(MoEConfig):
             raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
         if raw.get("scoring_func") not in (None, "sigmoid"):
             raise ValueError("'scoring_func' other than 'sigmoid' is not supported")
-        return {
-            "attention_bias": False, "mlp_bias": False,
-            "sliding_window": None,
-        }  # fmt: skip
+        return {}
 
 
 class MiniMaxM2MLP(SparseMLP):
     """Experts by sigmoids, whose balancing numbers are beside the router."""
+
+    route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "normalised": True}
 
     def __init__(self, config: MiniMaxM2Config, dtype: DType):
         super().__init__(config, dtype)
         self.e_score_correction_bias = Weight(
             "e_score_correction_bias", dtype, (config.num_experts,), DeviceRef.CPU()
         )
-
-    def routes(self, config: Any) -> Routing:
-        """Sigmoids, whose shares are normalised."""
-        return Routing(config.num_experts_per_tok, "sigmoid", normalised=True)
 
     def correction(self) -> Weight:
         """The balancing numbers."""
@@ -106,44 +99,13 @@ class MiniMaxM2(Decoder):
     layer_class: ClassVar[Any] = MiniMaxM2Layer
 
 
-def _to_gguf(config: Any) -> dict[str, Any]:
-    """Metadata that only this architecture has: the shares are sigmoids."""
-    if config.tie_word_embeddings:
-        raise unsupported("a tied head in a GGUF file of a MiniMax M2", None)
-    return {"expert_gating_func": 2}
-
-
-MINIMAX_M2 = MiniMaxM2.family = MoEFamily(
-    model_type=MiniMaxM2Config.model_type,
-    architectures=("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
-    config=MiniMaxM2Config,
-    make=make(MiniMaxM2),
-    gguf=GGUFTable(
-        "minimax-m2",
-        {
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".exp_probs_b": Rule("block_sparse_moe.e_score_correction_bias", only="bias"),
-            **expert_names("block_sparse_moe", maps=MAPS_W),
-        },
-        keys={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        fixed={"hidden_act": "silu"},
-        read=lambda given, tensors, config: {
-            "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
-        },
-        write=_to_gguf,
-        written=("expert_gating_func",),
-        biases=("exp_probs_b",),
-        is_partial=True,
-    ),
+MINIMAX_M2 = MiniMaxM2.family = MoEFamily.of(
+    MiniMaxM2, MiniMaxM2Config,
+    gguf=MINIMAX_M2_GGUF,
     renamed=(
         (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
         (".mlp.e_score_correction_bias", ".block_sparse_moe.e_score_correction_bias"),
     ),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import QueryScaling, Rope, rope_or, rope_settings
-from .gguf.metadata import Settings, unsupported
-from .gguf.table import PERMUTED, GGUFTable
+from .gguf.architectures.mistral import MINISTRAL3_GGUF
 from .multimodal import SIGHT
 
 _LENGTH = "original_max_position_embeddings"
@@ -28,6 +27,7 @@ class MistralConfig(DecoderConfig):
     """The settings of a Mistral: all its layers have the sliding window, if there is one."""
 
     model_type = "mistral"
+    fixed = {"attention_bias": False, "mlp_bias": False}
 
     causal_only: ClassVar[bool] = False
 
@@ -35,11 +35,6 @@ class MistralConfig(DecoderConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Mistral has no biases, whatever its file says."""
-        return {"attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
@@ -89,47 +84,7 @@ class Ministral3(Decoder):
     """A Ministral 3 language model."""
 
 
-def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE of a Ministral 3, and the growth of its queries."""
-    rope = config["rope_scaling"] or {"rope_type": "default"}
-    if (beta := given.number("attention.temperature_scale", None, positive=False)) is not None:
-        rope = {**rope, "llama_4_scaling_beta": beta}
-    return {"rope_scaling": rope}
-
-
-def _write(config: Ministral3Config) -> dict[str, Any]:
-    """The growth of queries; llama.cpp counts in the original context length."""
-    growth, scaling = config.query_scaling, config.rope.scaling
-    if growth is None:
-        return {}
-    if growth.length != getattr(scaling, "original_max_position_embeddings", None):
-        raise unsupported("'llama_4_scaling_beta' without yarn in a GGUF file", None)
-    return {"attention.temperature_scale": growth.beta}
-
-
-MISTRAL = Mistral.family = DecoderFamily(
-    model_type=MistralConfig.model_type,
-    architectures=("MistralForCausalLM", "MistralModel"),
-    config=MistralConfig,
-    make=make(Mistral),
-    sight=SIGHT,
-)
-MINISTRAL3 = Ministral3.family = DecoderFamily(
-    model_type=Ministral3Config.model_type,
-    architectures=("Ministral3ForCausalLM", "Ministral3Model"),
-    config=Ministral3Config,
-    make=make(Ministral3),
-    gguf=GGUFTable(
-        "mistral3",
-        PERMUTED,
-        keys={"attention.sliding_window": "sliding_window"},
-        fixed={"hidden_act": "silu"},
-        read=_read,
-        write=_write,
-        written=("attention.temperature_scale",),
-        unused=("attention.sliding_window",),
-        biases=(),
-        log_multiplier=1.0,
-    ),
-    sight=SIGHT,
+MISTRAL = Mistral.family = DecoderFamily.of(Mistral, MistralConfig, sight=SIGHT)
+MINISTRAL3 = Ministral3.family = DecoderFamily.of(
+    Ministral3, Ministral3Config, gguf=MINISTRAL3_GGUF, sight=SIGHT
 )

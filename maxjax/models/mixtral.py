@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..nn.layer import Module
 from .config import setting
+from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class MixtralConfig(MoEConfig):
     """The settings of a Mixtral: a Mistral whose layers all have experts."""
 
     model_type = "mixtral"
+    fixed = {"norm_topk_prob": True, "attention_bias": False, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "rope_theta": 1e6}
 
@@ -31,26 +32,11 @@ class MixtralConfig(MoEConfig):
     moe_intermediate_size: int | None = own(None)
     maps: tuple = own(MAPS_W)
 
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Mixtral has no biases, whatever its file says."""
-        return {
-            "norm_topk_prob": True,
-            "attention_bias": False, "mlp_bias": False,
-        }  # fmt: skip
-
 
 class MixtralLayer(MoELayer):
     """A layer of a Mixtral, whose checkpoints call the mixture of experts ``block_sparse_moe``."""
 
-    @property
-    def mlp(self) -> Any:
-        """The mixture of experts, ``block_sparse_moe``."""
-        return self.block_sparse_moe
-
-    @mlp.setter
-    def mlp(self, layer: Module) -> None:
-        self.block_sparse_moe = layer
+    mlp = alias("block_sparse_moe")
 
 
 class Mixtral(Decoder):
@@ -65,12 +51,9 @@ class Mixtral(Decoder):
     layer_class: ClassVar[Any] = MixtralLayer
 
 
-MIXTRAL = Mixtral.family = MoEFamily(
-    model_type=MixtralConfig.model_type,
-    architectures=("MixtralForCausalLM", "MixtralModel"),
-    config=MixtralConfig,
-    make=make(Mixtral),
+MIXTRAL = Mixtral.family = MoEFamily.of(
+    Mixtral, MixtralConfig,
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

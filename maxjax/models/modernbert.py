@@ -8,7 +8,6 @@ Source: arXiv:2412.13663.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,59 +18,32 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .config import setting
-from .decoder.config import (
-    check_activation,
-    check_kinds,
-    count_of,
-    layers_of,
-    own,
-    slides_of,
-)
-from .decoder.rope import Rope, rope_of
+from .decoder.config import check_activation, own
+from .encoder.alternating import AlternatingConfig
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderMLP
-from .encoder.config import EncoderConfig
-from .encoder.model import Encoder, in_turn, make, with_head
+from .encoder.model import Encoder, in_turn, with_head
 from .family import Family
-from .gguf.config.read import Config, Shapes
-from .gguf.metadata import Settings, unsupported
-from .gguf.table import ENCODER_NAMES, GGUFTable
-
-_KINDS = ("full_attention", "sliding_attention")
-_THETAS = {"global": 160_000.0, "local": 10_000.0}
+from .gguf.architectures.modernbert import MODERNBERT_GGUF
 
 
 @dataclass(frozen=True)
-class ModernBertConfig(EncoderConfig):
-    """The settings of a ModernBERT, with Hugging Face's defaults for missing keys.
-
-    Attributes:
-        local_attention: number of tokens in a window, half of them on each side.
-        local_layers: whether each layer has a window; by default all but every third.
-    """
+class ModernBertConfig(AlternatingConfig):
+    """The settings of a ModernBERT, with Hugging Face's defaults for missing keys."""
 
     model_type = "modernbert"
 
-    max_position_embeddings: int = setting(default=8192, minimum=1)
     layer_norm_eps: float = setting("norm_eps", default=1e-5)
     hidden_act: str = setting("hidden_activation", default="gelu")
     type_vocab_size: int = own(0)
     norm_bias: bool = setting(default=False)
     attention_bias: bool = setting(default=False)
     mlp_bias: bool = setting(default=False)
-    local_attention: int = setting(default=128, minimum=1)
     classifier_pooling: str = setting(default="cls")
     classifier_bias: bool = setting(default=False)
     classifier_activation: str = setting(default="gelu")
-    local_layers: tuple = own(())
-    rope: Rope | None = own(Rope(_THETAS["global"]))
-    local_rope: Rope | None = own(Rope(_THETAS["local"]))
 
     def __post_init__(self) -> None:
-        if not self.local_layers:
-            slides = tuple(bool(i % 3) for i in range(self.num_layers))
-            object.__setattr__(self, "local_layers", slides)
-        check_kinds(self.local_layers, self.num_layers)
         check_activation("classifier_activation", self.classifier_activation)
         if self.classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"'classifier_pooling' is {self.classifier_pooling[:60]!r}")
@@ -81,70 +53,6 @@ class ModernBertConfig(EncoderConfig):
     def layer_kinds(self) -> tuple[bool, ...]:
         """The layers whose tensors differ from those of the others: the first, which has a norm less."""
         return tuple(i == 0 for i in range(self.num_layers))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with windows and the RoPE of each kind, in both spellings."""
-        period, layers = count_of(raw, "global_attn_every_n_layers", 3), layers_of(raw)
-        context = raw.get("max_position_embeddings")
-        context = context if type(context) is int and context > 0 else 8192
-        given = raw.get("rope_parameters") or {}
-        if not isinstance(given, Mapping) or not all(
-            isinstance(given.get(kind) or {}, Mapping) for kind in _KINDS
-        ):
-            raise ValueError("'rope_parameters' must have one object for each kind of layer")
-        ropes = []
-        for kind, name in zip(_KINDS, ("global", "local"), strict=True):
-            theta = raw.get(f"{name}_rope_theta")
-            theta = ropes[0].theta if theta is None and f"{name}_rope_theta" in raw else theta
-            part = {"rope_theta": _THETAS[name] if theta is None else theta}
-            part |= {**(raw.get("rope_scaling") or {}), **(given.get(kind) or {})}
-            ropes.append(rope_of(part, "rope_parameters", context, raw))
-        slides = slides_of(raw, [bool(i % period) for i in range(layers)])
-        return {"local_layers": slides, "rope": ropes[0], "local_rope": ropes[1]}
-
-
-def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings in a GGUF file that only this architecture has."""
-    return {
-        "local_attention": given.count("attention.sliding_window", 128),
-        "global_rope_theta": config["rope_theta"],
-        "local_rope_theta": given.number("rope.freq_base_swa", _THETAS["local"]),
-        "norm_bias": "output_norm.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
-    }
-
-
-def _write(config: Any) -> dict[str, Any]:
-    """The metadata of a GGUF file that only this architecture has."""
-    if config.local_layers != tuple(bool(i % 3) for i in range(config.num_layers)):
-        raise unsupported("a ModernBERT whose windows are not in all layers but every third", None)
-    if config.local_rope.scaling is not None or config.rope.scaling is not None:
-        raise unsupported("a ModernBERT with 'rope_scaling' in a GGUF file", None)
-    return {
-        "attention.sliding_window": config.local_attention, "attention.causal": False,
-        "rope.freq_base_swa": config.local_rope.theta,
-    }  # fmt: skip
-
-
-_GGUF = GGUFTable(
-    "modern-bert",
-    {
-        **ENCODER_NAMES, "token_embd": "embeddings.tok_embeddings", "token_types": None,
-        "token_embd_norm": "embeddings.norm", "output_norm": "final_norm", ".attn_norm": "attn_norm",
-        ".attn_qkv": "attn.Wqkv", ".attn_output": "attn.Wo", ".ffn_norm": "mlp_norm",
-        ".ffn_gate": None, ".ffn_up": "mlp.Wi", ".ffn_down": "mlp.Wo",
-    },
-    read=_read,
-    write=_write,
-    biases=(),
-    epsilon=("attention.layer_norm_epsilon", "norm_eps"),
-    layer="layers.*.",
-    written=(
-        "attention.causal", "pooling_type", "attention.sliding_window", "rope.freq_base_swa"
-    ),
-)  # fmt: skip
 
 
 class ModernBertAttention(EncoderAttention):
@@ -180,13 +88,11 @@ class ModernBertLayer(Module):
 
     def __init__(self, config: ModernBertConfig, number: int, types: Types):
         super().__init__()
-        slides, bias = config.local_layers[number], config.norm_bias
+        bias = config.norm_bias
         self.attn_norm = types.norm(config, bias) if number else None
         self.attn = ModernBertAttention(
-            config, types, has_bias=config.attention_bias,
-            window=config.local_attention // 2 if slides else None,
-            rope="local" if slides else "global",
-        )  # fmt: skip
+            config, types, has_bias=config.attention_bias, **config.attention_of(number)
+        )
         self.mlp_norm = types.norm(config, bias)
         self.mlp = ModernBertMLP(config, types, has_bias=config.mlp_bias)
 
@@ -253,17 +159,13 @@ class ModernBertForSequenceClassification(ModernBertModel):
     """A ModernBERT with a classification head: a reranker, for example."""
 
 
-MODERNBERT = ModernBertModel.family = Family(
-    model_type=ModernBertConfig.model_type,
-    architectures=(
-        "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
-        "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
-    ),
-    config=ModernBertConfig,
-    make=make(ModernBertModel),
+MODERNBERT = ModernBertModel.family = Family.of(
+    ModernBertModel, ModernBertConfig,
+    "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
+    "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
     prefixes=("model.",),
     ignored=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
-    gguf=_GGUF,
+    gguf=MODERNBERT_GGUF,
 )  # fmt: skip
 MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(
     MODERNBERT, ModernBertForSequenceClassification, "ModernBertForSequenceClassification"

@@ -23,7 +23,7 @@ from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import ClassificationHead, Encoder, in_turn, make, with_head
+from .encoder.model import ClassificationHead, Encoder, in_turn, with_head
 from .family import Family
 from .roberta import places_after
 
@@ -157,14 +157,10 @@ class MPNetForSequenceClassification(MPNetModel):
     """An MPNet with a classification head: a reranker, for example."""
 
 
-MPNET = MPNetModel.family = Family(
-    model_type=MPNetConfig.model_type,
-    architectures=(
-        "MPNetModel", "MPNetForMaskedLM", "MPNetForTokenClassification",
-        "MPNetForQuestionAnswering", "MPNetForMultipleChoice",
-    ),
-    config=MPNetConfig,
-    make=make(MPNetModel),
+MPNET = MPNetModel.family = Family.of(
+    MPNetModel, MPNetConfig,
+    "MPNetModel", "MPNetForMaskedLM", "MPNetForTokenClassification",
+    "MPNetForQuestionAnswering", "MPNetForMultipleChoice",
     prefixes=("mpnet.",),
     ignored=("embeddings.position_ids", "lm_head.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip

@@ -7,20 +7,15 @@ Sources: arXiv:2402.16819, arXiv:2407.14679; transformers' ``modeling_nemotron``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
-from .gguf.layouts import Plus
-from .gguf.names import Rule
-from .gguf.table import PERMUTED, PLAIN_BIASES, GGUFTable
-
-_ONE_ADDED = Plus(-1.0)
+from .gguf.architectures.nemotron import ARCEE_GGUF, NEMOTRON_GGUF
 
 
 @dataclass(frozen=True)
@@ -28,15 +23,11 @@ class ArceeConfig(DecoderConfig):
     """The settings of an AFM."""
 
     model_type = "arcee"
+    fixed = {"sliding_window": None}
 
     rms_norm_eps: float = setting(default=1e-5)
     hidden_act: str = setting(default="relu2")
     max_position_embeddings: int = setting(default=4096, minimum=1)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """There is no sliding window."""
-        return {"sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -73,42 +64,5 @@ class Arcee(Nemotron):
     """An AFM language model of Arcee."""
 
 
-def _read(given: Any, tensors: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    return {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
-
-
-NEMOTRON = Nemotron.family = DecoderFamily(
-    model_type=NemotronConfig.model_type,
-    architectures=("NemotronForCausalLM", "NemotronModel"),
-    config=NemotronConfig,
-    make=make(Nemotron),
-    gguf=GGUFTable(
-        "nemotron",
-        {
-            "output_norm": Rule("model.norm", _ONE_ADDED),
-            ".attn_norm": Rule("input_layernorm", _ONE_ADDED),
-            ".ffn_norm": Rule("post_attention_layernorm", _ONE_ADDED),
-            ".ffn_gate": None,
-        },
-        fixed={"hidden_act": "relu2"},
-        read=_read,
-        biases=PLAIN_BIASES,
-        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
-        is_partial=True,
-        has_head=True,
-        is_square=True,
-    ),
-)
-ARCEE = Arcee.family = DecoderFamily(
-    model_type=ArceeConfig.model_type,
-    architectures=("ArceeForCausalLM", "ArceeModel"),
-    config=ArceeConfig,
-    make=make(Arcee),
-    gguf=GGUFTable(
-        "arcee",
-        {**PERMUTED, ".ffn_gate": None},
-        fixed={"hidden_act": "relu2", "mlp_bias": False},
-        biases=(),
-        is_divided=True,
-    ),
-)
+NEMOTRON = Nemotron.family = DecoderFamily.of(Nemotron, NemotronConfig, gguf=NEMOTRON_GGUF)
+ARCEE = Arcee.family = DecoderFamily.of(Arcee, ArceeConfig, gguf=ARCEE_GGUF)

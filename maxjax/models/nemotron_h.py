@@ -14,16 +14,15 @@ import jax
 from ..dtype import DType
 from ..errors import UnsupportedModelError
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
-from ..nn.layer import Module
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import PlainMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel, make
-from .decoder.norm import norm
-from .mamba_files import NEMOTRON_H_GGUF
+from .decoder.mixer import MixerLayer
+from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
+from .gguf.architectures.mamba2 import NEMOTRON_H_GGUF
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {
@@ -120,36 +119,28 @@ class NemotronHConfig(DecoderConfig):
         }  # fmt: skip
 
 
-class NemotronHLayer(Module):
+class NemotronHLayer(MixerLayer):
     """``x + mixer(norm(x))``, where the mixer is Mamba 2, attention or an MLP."""
 
-    _mx_carries = True
-
-    def __init__(self, config: NemotronHConfig, number: int, dtype: DType):
-        super().__init__()
-        self.norm = norm(config, dtype)
+    def make_mixer(self, config: NemotronHConfig, number: int, dtype: DType) -> Any:
+        """The mixer of a layer's kind."""
         self.kind = config.kinds[number]
-        self.mixer: Any
         if self.kind == "mamba":
-            self.mixer = Mamba2Mixer(config, dtype)
-        elif self.kind == "attention":
-            self.mixer = DecoderAttention(config, False, dtype)
-        else:
-            self.mixer = PlainMLP(
-                ("up_proj", "down_proj"), config.hidden_size, config.intermediate_size, dtype,
-                config.hidden_act, config.mlp_bias,
-            )  # fmt: skip
+            return Mamba2Mixer(config, dtype)
+        if self.kind == "attention":
+            return DecoderAttention(config, False, dtype)
+        return PlainMLP(
+            ("up_proj", "down_proj"), config.hidden_size, config.intermediate_size, dtype,
+            config.hidden_act, config.mlp_bias,
+        )  # fmt: skip
 
-    def __call__(
-        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
-        x, cached = carry
-        h = self.norm(x)
+        """The result of any of them; an MLP keeps nothing."""
         if self.kind == "mlp":
-            return x + self.mixer(h).astype(x.dtype), cached
-        y, cached = self.mixer(h, step, cached, layer)
-        return x + y.astype(x.dtype), cached
+            return self.mixer(x), cached
+        return self.mixer(x, step, cached, layer)
 
 
 class NemotronHBackbone(DecoderModel):
@@ -174,14 +165,11 @@ class NemotronH(Decoder):
     model = alias("backbone")
 
 
-NEMOTRON_H = NemotronH.family = DecoderFamily(
-    model_type=NemotronHConfig.model_type,
-    architectures=("NemotronHForCausalLM", "NemotronHModel"),
-    config=NemotronHConfig,
-    make=make(NemotronH),
+NEMOTRON_H = NemotronH.family = DecoderFamily.of(
+    NemotronH, NemotronHConfig,
     prefixes=("model.",),
     ignored=(*KNOWN, "mtp.*"),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=NEMOTRON_H_GGUF,
-)
+)  # fmt: skip

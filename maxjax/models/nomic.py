@@ -16,11 +16,9 @@ from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import NormedEncoder, make, with_head
+from .encoder.model import NormedEncoder, with_head
 from .family import Family
-from .gguf.config.read import Config, Shapes, rows_of
-from .gguf.metadata import Settings
-from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
+from .gguf.architectures.nomic import NOMIC_BERT_GGUF
 
 _USUAL = {
     "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -90,32 +88,6 @@ def _rope(raw: Mapping[str, Any], context: int) -> Rope:
     return read_rope(given, context, 1000.0)
 
 
-def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings in a GGUF file that only this architecture has."""
-    return {
-        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
-        "qkv_proj_bias": "blk.0.attn_qkv.bias" in tensors,
-        "mlp_fc1_bias": "blk.0.ffn_up.bias" in tensors,
-        "mlp_fc2_bias": "blk.0.ffn_down.bias" in tensors,
-    }
-
-
-_GGUF = GGUFTable(
-    "nomic-bert",
-    {
-        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "attn.Wqkv",
-        ".attn_output": "attn.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": "mlp.fc12",
-        ".ffn_up": "mlp.fc11", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
-    },
-    read=_read,
-    write=lambda config: {"attention.causal": False},
-    biases=ENCODER_BIASES,
-    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    layer="encoder.layers.*.",
-    written=("attention.causal", "pooling_type"),
-)  # fmt: skip
-
-
 class NomicBertAttention(EncoderAttention):
     """Self-attention with one projection of queries, keys and values."""
 
@@ -157,17 +129,13 @@ class NomicBertForSequenceClassification(NomicBertModel):
     """A Nomic BERT with a classification head: a reranker, for example."""
 
 
-NOMIC_BERT = NomicBertModel.family = Family(
-    model_type=NomicBertConfig.model_type,
-    architectures=(
-        "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
-        "NomicBertForTokenClassification",
-    ),
-    config=NomicBertConfig,
-    make=make(NomicBertModel),
+NOMIC_BERT = NomicBertModel.family = Family.of(
+    NomicBertModel, NomicBertConfig,
+    "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
+    "NomicBertForTokenClassification",
     prefixes=("nomic_bert.", "bert."),
     ignored=("cls.*", "classifier.*", "*rotary_emb.inv_freq"),
-    gguf=_GGUF,
+    gguf=NOMIC_BERT_GGUF,
 )  # fmt: skip
 NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
     NOMIC_BERT, NomicBertForSequenceClassification, "NomicBertForSequenceClassification"

@@ -5,15 +5,14 @@ Source: arXiv:2402.00838; transformers' ``modeling_olmo``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import PERMUTED, GGUFTable
+from .decoder.model import Decoder, DecoderFamily
+from .gguf.architectures.olmo import OLMO_GGUF
 from .olmoe import OLMoEAttention
 
 
@@ -22,15 +21,11 @@ class OlmoConfig(DecoderConfig):
     """The settings of an OLMo; ``clip_qkv`` bounds queries, keys and values."""
 
     model_type = "olmo"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
     clip_qkv: float | None = setting(default=None)
     norm: str = own("layer_without_weights")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMo has no sliding window, and its MLP no biases."""
-        return {"sliding_window": None, "mlp_bias": False}
 
 
 class OlmoLayer(DecoderLayer):
@@ -51,18 +46,4 @@ class Olmo(Decoder):
     layer_class: ClassVar[Any] = OlmoLayer
 
 
-OLMO = Olmo.family = DecoderFamily(
-    model_type=OlmoConfig.model_type,
-    architectures=("OlmoForCausalLM", "OlmoModel"),
-    config=OlmoConfig,
-    make=make(Olmo),
-    gguf=GGUFTable(
-        "olmo",
-        {**PERMUTED, ".attn_norm": None, ".ffn_norm": None, "output_norm": None},
-        keys={"attention.clamp_kqv": "clip_qkv"},
-        fixed={"hidden_act": "silu"},
-        biases=(),
-        is_square=True,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    ),
-)
+OLMO = Olmo.family = DecoderFamily.of(Olmo, OlmoConfig, gguf=OLMO_GGUF)

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
-from .decoder.model import Decoder, DecoderFamily, make
-from .decoder.rope import Rope, ropes_by_kind
-from .gguf.metadata import Settings, unsupported
-from .gguf.table import GGUFTable
+from .decoder.model import Decoder, DecoderFamily
+from .decoder.rope import Rope, both_ropes
+from .gguf.architectures.olmo import OLMO2_GGUF
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,11 @@ class Olmo2Config(DecoderConfig):
     """The settings of an OLMo 2."""
 
     model_type = "olmo2"
+    fixed = {"mlp_bias": False, "sliding_window": None}
 
     rms_norm_eps: float = setting(default=1e-5)
     norm: str = own("wide_rms")
     qk_norm: bool | str = own("all")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMo 2 has no sliding window and no biases in its MLP, whatever its file says."""
-        return {"mlp_bias": False, "sliding_window": None}
 
 
 @dataclass(frozen=True)
@@ -51,14 +46,12 @@ class Olmo3Config(Olmo2Config):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window."""
         slides = slides_of(raw, all_but_every(4, layers_of(raw)))
-        return {"mlp_bias": False, **windowed(slides, raw.get("sliding_window"))}
+        return windowed(slides, raw.get("sliding_window"))
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of layers that see all tokens and that of sliding layers."""
-        kinds: dict[str, float] = dict.fromkeys(("full_attention", "sliding_attention"), 5e5)
-        found = ropes_by_kind(raw, context, kinds)
-        return {"rope": found["full_attention"], "local_rope": found["sliding_attention"]}
+        return both_ropes(raw, context, 5e5, 5e5)
 
 
 class Olmo2(Decoder):
@@ -77,49 +70,5 @@ class Olmo3(Olmo2):
     """An OLMo 3 language model."""
 
 
-def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """A file with a sliding window holds an OLMo 3."""
-    if not config.get("sliding_window"):
-        return {}
-    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
-
-
-def _write(config: Olmo2Config) -> dict[str, Any]:
-    """llama.cpp rotates sliding layers by the same base as the others, without scaling."""
-    near = config.local_rope
-    if near is not None and near != Rope(config.rope.theta):
-        raise unsupported("rope settings of sliding layers alone in a GGUF file", None)
-    return {}
-
-
-_GGUF = GGUFTable(
-    "olmo2",
-    {
-        ".attn_norm": None,
-        ".ffn_norm": None,
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
-        ".post_attention_norm": "post_attention_layernorm",
-        ".post_ffw_norm": "post_feedforward_layernorm",
-    },
-    fixed={"hidden_act": "silu"},
-    read=_read,
-    write=_write,
-    biases=(),
-    period=4,
-    has_head=True,
-    model_types=("olmo3",),
-)
-OLMO2 = Olmo2.family = DecoderFamily(
-    model_type=Olmo2Config.model_type,
-    architectures=("Olmo2ForCausalLM", "Olmo2Model"),
-    config=Olmo2Config,
-    make=make(Olmo2),
-    gguf=_GGUF,
-)
-OLMO3 = Olmo3.family = DecoderFamily(
-    model_type=Olmo3Config.model_type,
-    architectures=("Olmo3ForCausalLM", "Olmo3Model"),
-    config=Olmo3Config,
-    make=make(Olmo3),
-)
+OLMO2 = Olmo2.family = DecoderFamily.of(Olmo2, Olmo2Config, gguf=OLMO2_GGUF)
+OLMO3 = Olmo3.family = DecoderFamily.of(Olmo3, Olmo3Config)

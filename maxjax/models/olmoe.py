@@ -5,7 +5,6 @@ Source: arXiv:2409.02060; transformers' ``modeling_olmoe``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,9 +17,8 @@ from .decoder.attention import DecoderAttention
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
-from .decoder.model import Decoder, make
-from .gguf.names import expert_names
-from .gguf.table import GGUFTable
+from .decoder.model import Decoder
+from .gguf.architectures.olmo import OLMOE_GGUF
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class OLMoEConfig(MoEConfig):
     """The settings of an OLMoE; ``clip_qkv`` bounds queries, keys and values."""
 
     model_type = "olmoe"
+    fixed = {"sliding_window": None, "mlp_bias": False}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
@@ -37,11 +36,6 @@ class OLMoEConfig(MoEConfig):
     norm_topk_prob: bool = setting(default=False)
     clip_qkv: float | None = setting(default=None)
     qk_norm: bool | str = own("all")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An OLMoE has no sliding window, and its experts are as wide as an MLP."""
-        return {"sliding_window": None, "mlp_bias": False}
 
 
 class OLMoEAttention(DecoderAttention):
@@ -75,23 +69,6 @@ class OLMoE(Decoder):
     layer_class: ClassVar[Any] = OLMoELayer
 
 
-OLMOE = OLMoE.family = MoEFamily(
-    model_type=OLMoEConfig.model_type,
-    architectures=("OlmoeForCausalLM", "OlmoeModel"),
-    config=OLMoEConfig,
-    make=make(OLMoE),
-    gguf=GGUFTable(
-        "olmoe",
-        {
-            ".attn_q_norm": "self_attn.q_norm",
-            ".attn_k_norm": "self_attn.k_norm",
-            ".ffn_gate": None,
-            ".ffn_up": None,
-            ".ffn_down": None,
-            **expert_names(),
-        },
-        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
-        biases=(),
-    ),
+OLMOE = OLMoE.family = MoEFamily.of(
+    OLMoE, OLMoEConfig, "OlmoeForCausalLM", "OlmoeModel", gguf=OLMOE_GGUF
 )

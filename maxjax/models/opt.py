@@ -22,7 +22,7 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.config import own
-from .decoder.model import DecoderModel, make
+from .decoder.model import DecoderModel
 from .decoder.norm import norm
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
@@ -172,11 +172,8 @@ class OPT(PositionedDecoder):
     model_class: ClassVar[Any] = OPTModel
 
 
-OPT_FAMILY = OPT.family = Family(
-    model_type=OPTConfig.model_type,
-    architectures=("OPTForCausalLM", "OPTModel"),
-    config=OPTConfig,
-    make=make(OPT),
+OPT_FAMILY = OPT.family = Family.of(
+    OPT, OPTConfig,
     bare=("model.", ("decoder.",)),
     tied=("lm_head.weight", "model.decoder.embed_tokens.weight"),
-)
+)  # fmt: skip

@@ -13,10 +13,9 @@ from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel, make
+from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.rope import Rope
-from .gguf.metadata import unsupported
-from .gguf.table import PLAIN_BIASES, GGUFTable, Tensors
+from .gguf.architectures.phi import PHI_GGUF
 
 
 @dataclass(frozen=True)
@@ -68,33 +67,6 @@ class Phi(Decoder):
     model_class: ClassVar[Any] = PhiModel
 
 
-def _split(config: PhiConfig, tensors: Tensors) -> Tensors:
-    if config.qk_norm:
-        raise unsupported("'qk_layernorm' in a GGUF file of 'phi2'", None)
-    return tensors
-
-
-PHI = Phi.family = DecoderFamily(
-    model_type=PhiConfig.model_type,
-    architectures=("PhiForCausalLM", "PhiModel"),
-    config=PhiConfig,
-    make=make(Phi),
-    bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
-    gguf=GGUFTable(
-        "phi2",
-        {
-            "output_norm": "model.final_layernorm",
-            ".attn_output": "self_attn.dense",
-            ".ffn_norm": None,
-            ".ffn_gate": None,
-            ".ffn_up": "mlp.fc1",
-            ".ffn_down": "mlp.fc2",
-        },
-        fixed={"hidden_act": "gelu_new"},
-        biases=(*PLAIN_BIASES, "output"),
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        is_partial=True,
-        has_head=True,
-        split=_split,
-    ),
+PHI = Phi.family = DecoderFamily.of(
+    Phi, PhiConfig, bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")), gguf=PHI_GGUF
 )

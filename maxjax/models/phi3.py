@@ -21,9 +21,9 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope, object_of, read_rope
-from .gguf.table import GATE_UP, GGUFTable
+from .gguf.architectures.phi import PHI3_GGUF
 
 # Names that the first files have for the only kind of scaling that this family knows.
 _LONGROPE = ("su", "yarn")
@@ -34,16 +34,12 @@ class Phi3Config(DecoderConfig):
     """The settings of a Phi-3 or Phi-4: all layers have the sliding window, if there is one."""
 
     model_type = "phi3"
+    fixed = {"attention_bias": False, "mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """No layer has a bias, whatever the file says."""
-        return {"attention_bias": False, "mlp_bias": False}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
@@ -106,26 +102,4 @@ class Phi3(Decoder):
     layer_class: ClassVar[Any] = Phi3Layer
 
 
-PHI3 = Phi3.family = DecoderFamily(
-    model_type=Phi3Config.model_type,
-    architectures=("Phi3ForCausalLM", "Phi3Model"),
-    config=Phi3Config,
-    make=make(Phi3),
-    gguf=GGUFTable(
-        "phi3",
-        {
-            **GATE_UP,
-            **dict.fromkeys((".attn_q", ".attn_k", ".attn_v")),
-            ".attn_qkv": "self_attn.qkv_proj",
-        },
-        keys={
-            "attention.sliding_window": "sliding_window",
-            "rope.scaling.original_context_length": "original_max_position_embeddings",
-        },
-        fixed={"hidden_act": "silu"},
-        unused=("attention.sliding_window",),
-        biases=(),
-        is_partial=True,
-        is_long=True,
-    ),
-)
+PHI3 = Phi3.family = DecoderFamily.of(Phi3, Phi3Config, gguf=PHI3_GGUF)

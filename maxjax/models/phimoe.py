@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedModelError
-from ..nn.moe import Routing
 from ..nn.rope_scaling import LongRoPEScalingParams
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .decoder.rope import rope_settings
 from .encoder.config import refuse
 from .mixtral import MixtralLayer
@@ -65,9 +64,8 @@ class PhiMoEConfig(MoEConfig):
 class PhiMoEMLP(SparseMLP):
     """Experts of which each is weighed by those near it that are not chosen before."""
 
-    def routes(self, config: Any) -> Routing:
-        """The softmax of the scores near that of the first expert, and near that of the second."""
-        return Routing(config.num_experts_per_tok, "softmax of near")
+    # Of the scores near that of the first expert, and of those near that of the second.
+    route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of near"}
 
 
 class PhiMoELayer(MixtralLayer):
@@ -88,12 +86,9 @@ class PhiMoE(Decoder):
     layer_class: ClassVar[Any] = PhiMoELayer
 
 
-PHIMOE = PhiMoE.family = MoEFamily(
-    model_type=PhiMoEConfig.model_type,
-    architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel"),
-    config=PhiMoEConfig,
-    make=make(PhiMoE),
+PHIMOE = PhiMoE.family = MoEFamily.of(
+    PhiMoE, PhiMoEConfig, "PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel",
     renamed=((".mlp.router.weight", ".block_sparse_moe.gate.weight"),),
     experts="block_sparse_moe.experts.#.*.weight",
     maps=MAPS_W,
-)
+)  # fmt: skip

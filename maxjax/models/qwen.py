@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, layers_of, own, slides_of, windowed
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .multimodal import SIGHT
 
 # Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
@@ -89,17 +89,5 @@ class Qwen3(Decoder):
     """A Qwen 3 language model."""
 
 
-QWEN2 = Qwen2.family = DecoderFamily(
-    model_type=Qwen2Config.model_type,
-    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-    config=Qwen2Config,
-    make=make(Qwen2),
-    sight=SIGHT,
-)
-QWEN3 = Qwen3.family = DecoderFamily(
-    model_type=Qwen3Config.model_type,
-    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-    config=Qwen3Config,
-    make=make(Qwen3),
-    sight=SIGHT,
-)
+QWEN2 = Qwen2.family = DecoderFamily.of(Qwen2, Qwen2Config, sight=SIGHT)
+QWEN3 = Qwen3.family = DecoderFamily.of(Qwen3, Qwen3Config, sight=SIGHT)

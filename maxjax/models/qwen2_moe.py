@@ -18,7 +18,7 @@ from .config import setting
 from .decoder.config import layers_of, own, slides_of, windowed
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoELayer, SparseMLP
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .qwen3_moe import Qwen3MoEConfig
 
 
@@ -87,9 +87,6 @@ class Qwen2MoE(Decoder):
     layer_class: ClassVar[Any] = Qwen2MoELayer
 
 
-QWEN2_MOE = Qwen2MoE.family = MoEFamily(
-    model_type=Qwen2MoEConfig.model_type,
-    architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
-    config=Qwen2MoEConfig,
-    make=make(Qwen2MoE),
+QWEN2_MOE = Qwen2MoE.family = MoEFamily.of(
+    Qwen2MoE, Qwen2MoEConfig, "Qwen2MoeForCausalLM", "Qwen2MoeModel"
 )

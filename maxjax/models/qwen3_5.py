@@ -19,8 +19,8 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedDelta
-from .decoder.model import KNOWN, Decoder, make
-from .delta_files import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
+from .decoder.model import KNOWN, Decoder
+from .gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
 from .multimodal import SIGHT
 from .qwen3_next import PREDICTING, Qwen3NextConfig, Qwen3NextLayer
 
@@ -117,21 +117,15 @@ class Qwen35MoE(Decoder):
     layer_class: ClassVar[Any] = Qwen35MoELayer
 
 
-QWEN3_5 = Qwen35.family = MoEFamily(
-    model_type=Qwen35Config.model_type,
-    architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
-    config=Qwen35Config,
-    make=make(Qwen35),
+QWEN3_5 = Qwen35.family = MoEFamily.of(
+    Qwen35, Qwen35Config, "Qwen3_5ForCausalLM", "Qwen3_5TextModel",
     ignored=(*KNOWN, *PREDICTING),
     sight=SIGHT,
     gguf=QWEN3_5_GGUF,
-)
-QWEN3_5_MOE = Qwen35MoE.family = MoEFamily(
-    model_type=Qwen35MoEConfig.model_type,
-    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
-    config=Qwen35MoEConfig,
-    make=make(Qwen35MoE),
+)  # fmt: skip
+QWEN3_5_MOE = Qwen35MoE.family = MoEFamily.of(
+    Qwen35MoE, Qwen35MoEConfig, "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel",
     ignored=(*KNOWN, *PREDICTING),
     sight=SIGHT,
     gguf=QWEN3_5_MOE_GGUF,
-)
+)  # fmt: skip

@@ -13,7 +13,7 @@ from .config import setting
 from .decoder.config import count_of, layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer
-from .decoder.model import Decoder, make
+from .decoder.model import Decoder
 from .multimodal import SIGHT
 from .qwen import WINDOW
 
@@ -79,10 +79,6 @@ class Qwen3MoE(Decoder):
     layer_class: ClassVar[Any] = MoELayer
 
 
-QWEN3_MOE = Qwen3MoE.family = MoEFamily(
-    model_type=Qwen3MoEConfig.model_type,
-    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-    config=Qwen3MoEConfig,
-    make=make(Qwen3MoE),
-    sight=SIGHT,
+QWEN3_MOE = Qwen3MoE.family = MoEFamily.of(
+    Qwen3MoE, Qwen3MoEConfig, "Qwen3MoeForCausalLM", "Qwen3MoeModel", sight=SIGHT
 )

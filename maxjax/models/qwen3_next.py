@@ -21,9 +21,9 @@ from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
-from .decoder.model import KNOWN, Decoder, make
+from .decoder.model import KNOWN, Decoder
 from .decoder.rope import Rope
-from .delta_files import QWEN3_NEXT_GGUF
+from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 
@@ -122,11 +122,6 @@ class Qwen3Next(Decoder):
     layer_class: ClassVar[Any] = Qwen3NextLayer
 
 
-QWEN3_NEXT = Qwen3Next.family = MoEFamily(
-    model_type=Qwen3NextConfig.model_type,
-    architectures=("Qwen3NextForCausalLM", "Qwen3NextModel"),
-    config=Qwen3NextConfig,
-    make=make(Qwen3Next),
-    ignored=(*KNOWN, *PREDICTING),
-    gguf=QWEN3_NEXT_GGUF,
+QWEN3_NEXT = Qwen3Next.family = MoEFamily.of(
+    Qwen3Next, Qwen3NextConfig, ignored=(*KNOWN, *PREDICTING), gguf=QWEN3_NEXT_GGUF
 )

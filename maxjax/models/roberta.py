@@ -8,7 +8,6 @@ Sources: arXiv:1907.11692, arXiv:1911.02116.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from .bert import BERT, BertConfig, BertModel
 from .config import setting
 from .encoder.attention import Types
-from .encoder.model import ClassificationHead, make, with_head
+from .encoder.model import ClassificationHead, with_head
 
 _HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
 
@@ -95,24 +94,22 @@ class XLMRobertaForSequenceClassification(XLMRobertaModel):
     """An XLM-RoBERTa with a classification head: a BGE reranker, for example."""
 
 
-ROBERTA = RobertaModel.family = dataclasses.replace(
-    BERT,
-    model_type=RobertaConfig.model_type,
-    architectures=("RobertaModel", *(f"RobertaFor{head}" for head in _HEADS)),
-    config=RobertaConfig,
-    make=make(RobertaModel),
+ROBERTA = RobertaModel.family = BERT.like(
+    RobertaModel,
+    RobertaConfig,
+    "RobertaModel",
+    *(f"RobertaFor{head}" for head in _HEADS),
     prefixes=("roberta.",),
     ignored=(*BERT.ignored, "lm_head.*"),
 )
 ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
     ROBERTA, RobertaForSequenceClassification, "RobertaForSequenceClassification"
 )
-XLM_ROBERTA = XLMRobertaModel.family = dataclasses.replace(
-    ROBERTA,
-    model_type=XLMRobertaConfig.model_type,
-    architectures=("XLMRobertaModel", *(f"XLMRobertaFor{head}" for head in _HEADS)),
-    config=XLMRobertaConfig,
-    make=make(XLMRobertaModel),
+XLM_ROBERTA = XLMRobertaModel.family = ROBERTA.like(
+    XLMRobertaModel,
+    XLMRobertaConfig,
+    "XLMRobertaModel",
+    *(f"XLMRobertaFor{head}" for head in _HEADS),
 )
 XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
     XLM_ROBERTA, XLMRobertaForSequenceClassification, "XLMRobertaForSequenceClassification"

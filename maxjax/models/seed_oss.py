@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.table import GGUFTable
+from .decoder.model import Decoder, DecoderFamily
+from .gguf.architectures.seed_oss import SEED_OSS_GGUF
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class SeedOSSConfig(DecoderConfig):
     """The settings of a Seed-OSS: the output projection has a bias of its own setting."""
 
     model_type = "seed_oss"
+    fixed = {"sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
@@ -27,11 +28,6 @@ class SeedOSSConfig(DecoderConfig):
     max_position_embeddings: int = setting(default=524_288, minimum=1)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = setting("attention_out_bias", default=False)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Seed-OSS has no sliding window, whatever its file says."""
-        return {"sliding_window": None}
 
 
 class SeedOSS(Decoder):
@@ -45,14 +41,6 @@ class SeedOSS(Decoder):
     """
 
 
-SEED_OSS = SeedOSS.family = DecoderFamily(
-    model_type=SeedOSSConfig.model_type,
-    architectures=("SeedOssForCausalLM", "SeedOssModel"),
-    config=SeedOSSConfig,
-    make=make(SeedOSS),
-    gguf=GGUFTable(
-        "seed_oss",
-        {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
-        fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
-    ),
+SEED_OSS = SeedOSS.family = DecoderFamily.of(
+    SeedOSS, SeedOSSConfig, "SeedOssForCausalLM", "SeedOssModel", gguf=SEED_OSS_GGUF
 )

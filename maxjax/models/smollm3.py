@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, all_but_every, own, rotates_of, slides_of
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.config import DecoderConfig, own, rotates_of, slides_of
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
-from .gguf.metadata import unsupported
-from .gguf.table import PERMUTED, GGUFTable
+from .gguf.architectures.smollm3 import SMOLLM3_GGUF
 
 
 @dataclass(frozen=True)
@@ -49,23 +48,4 @@ class SmolLM3(Decoder):
     """
 
 
-def _write(config: SmolLM3Config) -> dict[str, Any]:
-    """llama.cpp knows one pattern of layers without RoPE."""
-    if config.rotates != all_but_every(4, config.num_layers):
-        raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file", None)
-    return {}
-
-
-SMOLLM3 = SmolLM3.family = DecoderFamily(
-    model_type=SmolLM3Config.model_type,
-    architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
-    config=SmolLM3Config,
-    make=make(SmolLM3),
-    gguf=GGUFTable(
-        "smollm3",
-        PERMUTED,
-        fixed={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
-        write=_write,
-        biases=(),
-    ),
-)
+SMOLLM3 = SmolLM3.family = DecoderFamily.of(SmolLM3, SmolLM3Config, gguf=SMOLLM3_GGUF)

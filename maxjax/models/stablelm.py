@@ -14,9 +14,9 @@ from ..errors import UnsupportedModelError
 from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
+from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
-from .gguf.table import GGUFTable
+from .gguf.architectures.stablelm import STABLELM_GGUF
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,6 @@ class StableLM(Decoder):
     layer_class: ClassVar[Any] = staticmethod(layer)
 
 
-STABLELM = StableLM.family = DecoderFamily(
-    model_type=StableLMConfig.model_type,
-    architectures=("StableLmForCausalLM", "StableLmModel"),
-    config=StableLMConfig,
-    make=make(StableLM),
-    gguf=GGUFTable(
-        "stablelm",
-        keys={"use_parallel_residual": "use_parallel_residual"},
-        fixed={"hidden_act": "silu", "qk_layernorm": False},
-        read=lambda given, tensors, config: {
-            "use_qkv_bias": config["attention_bias"],
-            "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
-        },
-        biases=("attn_q", "attn_k", "attn_v", "attn_norm", "ffn_norm", "output_norm"),
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        is_partial=True,
-        has_head=True,
-    ),
+STABLELM = StableLM.family = DecoderFamily.of(
+    StableLM, StableLMConfig, "StableLmForCausalLM", "StableLmModel", gguf=STABLELM_GGUF
 )

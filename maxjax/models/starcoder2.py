@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, make
-from .gguf.metadata import unsupported
-from .gguf.table import PLAIN_BIASES, GGUFTable
+from .decoder.model import Decoder, DecoderFamily
+from .gguf.architectures.starcoder import STARCODER2_GGUF
 
 
 @dataclass(frozen=True)
@@ -59,26 +58,6 @@ class Starcoder2(Decoder):
     layer_class: ClassVar[Any] = Starcoder2Layer
 
 
-def _write(config: Starcoder2Config) -> dict[str, Any]:
-    if not config.attention_bias:
-        raise unsupported("'use_bias' false in a GGUF file of 'starcoder2'", None)
-    return {}
-
-
-STARCODER2 = Starcoder2.family = DecoderFamily(
-    model_type=Starcoder2Config.model_type,
-    architectures=("Starcoder2ForCausalLM", "Starcoder2Model"),
-    config=Starcoder2Config,
-    make=make(Starcoder2),
-    gguf=GGUFTable(
-        "starcoder2",
-        {".ffn_gate": None, ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj"},
-        keys={"attention.sliding_window": "sliding_window"},
-        fixed={"hidden_act": "gelu_pytorch_tanh"},
-        read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
-        write=_write,
-        biases=PLAIN_BIASES,
-        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
-        unused=("attention.sliding_window",),
-    ),
+STARCODER2 = Starcoder2.family = DecoderFamily.of(
+    Starcoder2, Starcoder2Config, gguf=STARCODER2_GGUF
 )

@@ -13,9 +13,19 @@ from maxjax.errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     UnsupportedModelError,
+    UserInputError,
 )
 from maxjax.graph.weights import load_weights
-from maxjax.models import BertConfig, BertModel, build, find_family
+from maxjax.models import (
+    BertConfig,
+    BertModel,
+    DecoderConfig,
+    DecoderFamily,
+    Llama,
+    LlamaConfig,
+    build,
+    find_family,
+)
 from maxjax.models.bert import BERT
 
 SIZES = {
@@ -184,6 +194,29 @@ def test_integers_in_place_of_a_weight_do_not_fit(tmp_path):
     weights = load_weights(checkpoint(tmp_path, tensors))
     with pytest.raises(CheckpointMismatchError, match="pooler.dense.weight"):
         build(weights).load_state_dict(weights)
+
+
+# --- declarations ---------------------------------------------------------------------------
+
+
+def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
+    class Mine(Llama):
+        pass
+
+    class MineConfig(LlamaConfig):
+        model_type = "mine"
+        fixed = {"attention_bias": True}
+
+    family = DecoderFamily.of(Mine, MineConfig, ignored=("extra.*",))
+    assert family.architectures == ("MineForCausalLM", "MineModel")
+    other = family.like(Llama, LlamaConfig, "Other", tied=("a", "b"))
+    assert (other.model_type, other.architectures, other.tied) == ("llama", ("Other",), ("a", "b"))
+    assert other.name("extra.weight") is None and other.make == Llama.of_checkpoint
+
+    config = MineConfig.from_dict({**SIZES, "attention_bias": False})  # the file has no say
+    assert config.attention_bias and type(family.make(config, (), DType.float32, None)) is Mine
+    with pytest.raises(UserInputError, match="DecoderConfig has no model_type"):
+        DecoderFamily.of(Mine, DecoderConfig)
 
 
 # --- which family ---------------------------------------------------------------------------

@@ -8,9 +8,11 @@ Shapes: B sequences, T tokens, hidden size E, inner features F.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ...dtype import DType
 from ...errors import UserInputError
@@ -141,6 +143,31 @@ class DecoderLayer(Module):
     def fed(self, x: jax.Array) -> jax.Array:
         """What the MLP makes of hidden states, before the norm that follows it."""
         return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
+
+
+class HybridLayer(DecoderLayer):
+    """A layer with a recurrent mixer or with attention, as ``config.recurs`` says of its number.
+
+    Attributes:
+        recurrent: name and class of the mixer (:class:`~maxjax.models.decoder.mixer.RecurrentMixer`).
+    """
+
+    recurrent: ClassVar[tuple[str, Any]]
+
+    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
+        """Makes the mixer or ``self_attn``."""
+        self.recurs = config.recurs[number]
+        if not self.recurs:
+            return super().make_mixer(config, number, dtype)
+        name, kind = self.recurrent
+        setattr(self, name, kind(config, dtype))
+
+    def mixed(
+        self, x: jax.Array, step: Step, cached: Cached, layer: Any
+    ) -> tuple[jax.Array, Cached]:
+        """The result of either."""
+        mixer = getattr(self, self.recurrent[0]) if self.recurs else self.self_attn
+        return mixer(x, step, cached, layer)
 
 
 class PostNormLayer(DecoderLayer):
@@ -307,3 +334,26 @@ class PlainMLP(Module):
     def activated(self, x: jax.Array) -> jax.Array:
         """What comes between the two linear layers, ``[..., F]`` → the same shape."""
         return activation(self.activation_function)(x)
+
+
+class TopMLP(MLP):
+    """A gated MLP of which only the largest inner features count, those beyond a normal distribution's share.
+
+    Attributes:
+        deviations: how many standard deviations above the mean a feature must be.
+    """
+
+    def __init__(self, config: Any, share: float, dtype: DType):
+        super().__init__(
+            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
+            activation_function=config.hidden_act,
+        )  # fmt: skip
+        self.deviations, self.act = statistics.NormalDist().inv_cdf(share), config.hidden_act
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        gate, up = (y.astype(x.dtype) for y in linears([self.gate_proj, self.up_proj], x))
+        mean = jnp.mean(gate, axis=-1, keepdims=True)
+        deviation = jnp.std(gate, axis=-1, keepdims=True)
+        gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
+        return self.down_proj(activation(self.act)(gate) * up)

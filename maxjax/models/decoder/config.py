@@ -62,6 +62,8 @@ class DecoderConfig(ModelConfig):
     unused: ClassVar[Collection[str]] = ()
     # Whether attention of the family sees only tokens before; others may have ``is_causal: false``.
     causal_only: ClassVar[bool] = True
+    # Settings that are the same in every model of the family, whatever a file says, by their keys.
+    fixed: ClassVar[Mapping[str, Any]] = {}
     # RoPE's settings of a file that has no object for them.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
@@ -210,7 +212,7 @@ class DecoderConfig(ModelConfig):
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
                 given |= cls.ropes(looked, context)
-            given |= cls.derived(looked)
+            given |= {**cls.fixed, **cls.derived(looked)}
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
         found = super().from_dict(given, path=path)
@@ -245,7 +247,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key that replace those of the file: fixed by the family or computed from others.
+        """Values by key that replace those of the file and of ``fixed``, computed from others.
 
         Raises:
             ValueError: a value in the file is wrong.
@@ -351,6 +353,24 @@ def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     if type(found) is not int or found < 1:
         raise ValueError(f"'{key}' is {str(found)[:60]}, not a positive integer")
     return found
+
+
+def factors_of(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    """A list of so many factors of a file; all are 1 where it has none.
+
+    Raises:
+        ValueError: it is not such a list.
+
+    Example:
+        >>> factors_of({"multipliers": [2, 0.5]}, "multipliers", 2), factors_of({}, "multipliers", 1)
+        ((2.0, 0.5), (1.0,))
+    """
+    given = raw.get(key)
+    given = [1.0] * count if given is None else given
+    numbers = isinstance(given, list) and all(type(one) in (int, float) for one in given)
+    if not numbers or len(given) != count:
+        raise ValueError(f"{key!r} is not a list of {count} numbers")
+    return tuple(map(float, given))
 
 
 def layers_of(raw: Mapping[str, Any]) -> int:

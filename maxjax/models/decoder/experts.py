@@ -211,7 +211,7 @@ class BalancedRouter(Linear):
 class SparseMLP(Module):
     """A mixture of experts that replaces an MLP: ``Σ share · expert(x)`` over the k chosen experts.
 
-    A family with other experts overrides :meth:`routes`, :meth:`kind`, :meth:`make_router`,
+    A family with other experts overrides ``route`` or :meth:`routes`, :meth:`kind`, :meth:`make_router`,
     :meth:`make_shared` or :meth:`shared`, and the names.
 
     Args:
@@ -225,6 +225,8 @@ class SparseMLP(Module):
         router_name, shared_name: names of the router, a Linear of weight ``[X, E]``, and of the MLP that
             every token goes through, if there is one.
         experts_have_biases: whether the linear layers of experts have biases.
+        route: how experts are chosen, if it is the same in every model of a family: arguments of a
+            ``Routing`` beside the number of a token's experts.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -238,6 +240,7 @@ class SparseMLP(Module):
     router_name: ClassVar[str] = "gate"
     shared_name: ClassVar[str] = "shared_expert"
     experts_have_biases: ClassVar[bool] = False
+    route: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: MoEConfig, dtype: DType):
         super().__init__()
@@ -260,7 +263,7 @@ class SparseMLP(Module):
     def routes(self, config: Any) -> Routing:
         """How experts are chosen and weighed."""
         kind = "softmax of chosen" if config.norm_topk_prob else "softmax"
-        return Routing(config.num_experts_per_tok, kind)
+        return Routing(config.num_experts_per_tok, **(self.route or {"shares": kind}))
 
     def kind(self, config: Any) -> Kind:
         """What an expert computes between its projections."""

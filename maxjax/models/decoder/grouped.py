@@ -14,25 +14,12 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.linear import Linear, linear_rules
-from ..gguf.names import GROUPS, Rule
 from .aliases import alias
 from .attention import DecoderAttention
 from .config import DecoderConfig
 
-# The linear layers of MLPs beside such attention, and their names in GGUF files with the attention's.
+# The linear layers of MLPs beside such attention.
 MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
-
-
-def grouped_names(attention: str) -> dict[str, Any]:
-    """The GGUF names of a layer's weights, where ``attention`` is that of its attention in the checkpoint."""
-    up, down = MLP_NAMES
-    return {
-        **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
-        ".attn_qkv": Rule(f"{attention}.query_key_value", GROUPS),
-        ".attn_output": f"{attention}.dense",
-        ".ffn_up": f"mlp.{up}",
-        ".ffn_down": f"mlp.{down}",
-    }
 
 
 class GroupedAttention(DecoderAttention):

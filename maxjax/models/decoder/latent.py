@@ -28,9 +28,11 @@ from ...kernels.head_products import head_products
 from ...nn.kv_cache.kinds import LatentVectors
 from ...nn.linear import Linear, linear_rules
 from ...nn.norm import RMSNorm
+from ...nn.rope_scaling import yarn_mscale
 from ..config import setting
 from .attention import DecoderAttention
 from .config import DecoderConfig
+from .rope import rope_settings
 
 # The norms of latents have this epsilon, whatever the configuration says of the other norms.
 _EPSILON = 1e-6
@@ -63,6 +65,28 @@ class LatentConfig(DecoderConfig):
     def states(self, number: int) -> Mapping[str, LatentVectors]:
         """One vector of each token, ``[R + C]``."""
         return {"full": LatentVectors(1, self.qk_rope_head_dim + self.kv_lora_rank)}
+
+
+def yarn_scale(raw: Mapping[str, Any]) -> dict[str, float]:
+    """``query_scale`` of a file whose RoPE has YaRN's ``mscale_all_dim``; nothing of others.
+
+    Raises:
+        ValueError: a number of RoPE is wrong.
+
+    Example:
+        >>> yarn_scale({"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}})
+        {'query_scale': 0.1352337788608801}
+    """
+    nope, rope = (raw.get(f"qk_{kind}_head_dim", n) for kind, n in (("nope", 128), ("rope", 64)))
+    _, given = rope_settings(raw)
+    factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
+    scaled = given.get("rope_type", given.get("type", "default")) != "default"
+    if not (scaled and all_dim and all(type(n) is int and n > 0 for n in (nope, rope))):
+        return {}
+    good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
+    if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
+        raise ValueError("'factor' and 'mscale_all_dim' of the RoPE must be positive numbers")
+    return {"query_scale": (nope + rope) ** -0.5 * yarn_mscale(factor, all_dim) ** 2}
 
 
 class LatentAttention(DecoderAttention):

@@ -27,6 +27,8 @@ from ...nn.kv_cache.kinds import State, States
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.ssd import ssd_chunks, ssd_step
+from ..config import setting
+from .config import DecoderConfig, own
 from .mixer import GatedNorm, RecurrentMixer
 
 
@@ -81,6 +83,38 @@ class Mamba2Settings:
     def channels(self) -> int:
         """C, the channels of the convolution."""
         return self.inner + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True)
+class Mamba2Parts(DecoderConfig):
+    """The settings of a decoder that has Mamba 2 in some layers, or beside attention (Granite 4, Falcon-H1).
+
+    Attributes:
+        mamba_n_heads, mamba_d_head, mamba_n_groups, mamba_d_state, mamba_d_conv: H, P, G, N and K.
+        time_steps: the least and the most length of a time step.
+        mamba: the settings of a :class:`Mamba2Mixer`.
+    """
+
+    mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
+    mamba_d_head: int = setting(default=64, minimum=1, held="axis")
+    mamba_n_groups: int = setting(default=1, minimum=1, held="axis")
+    mamba_d_state: int = setting(default=256, minimum=1, held="axis")
+    mamba_d_conv: int = setting(default=4, minimum=2, held="axis")
+    mamba_conv_bias: bool = setting(default=True)
+    mamba_proj_bias: bool = setting(default=False)
+    time_steps: tuple = own((0.0, float("inf")))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mamba", self.make_mamba())
+        super().__post_init__()
+
+    def make_mamba(self) -> Mamba2Settings:
+        """The settings of a mixer."""
+        return Mamba2Settings(
+            self.mamba_n_heads, self.mamba_d_head, self.mamba_n_groups, self.mamba_d_state,
+            self.mamba_d_conv, self.mamba_proj_bias, self.mamba_conv_bias, self.time_steps,
+            self.hidden_act, self.rms_norm_eps,
+        )  # fmt: skip
 
 
 def head_dim_of(raw: Mapping[str, Any], heads: int, inner: int | None = None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,16 @@ class Decoder(PretrainedModel):
         super().__init_subclass__(**kwargs)
         if "_logits" in vars(cls) and "logits" not in vars(cls):
             cls.logits = vars(cls)["_logits"]  # its earlier name
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """:meth:`PretrainedModel.of_checkpoint`.
+
+        The layers are not stacked yet, because a checkpoint may give each of them another dtype.
+        """
+        return cls(config, dtype, stacked=False)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the head along the vocabulary, or by columns if that does not divide.
@@ -454,17 +464,8 @@ def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
 
 
 def make(kind: type[Decoder]) -> Any:
-    """``Family.make`` for a decoder of this class.
-
-    The layers are not stacked yet, because a checkpoint may give each of them another dtype.
-    """
-
-    def make_decoder(
-        config: DecoderConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
-    ) -> Decoder:
-        return kind(config, dtype, stacked=False)
-
-    return make_decoder
+    """``Family.make`` for a decoder of this class, as in :meth:`Family.of`."""
+    return kind.of_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ Shapes: B sequences, T tokens, hidden size E.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,17 @@ class Encoder(PretrainedModel):
         self.classifier: Any = None
         if head:
             self.make_head(config, types)
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """:meth:`PretrainedModel.of_checkpoint`, with the parts whose tensors the checkpoint has."""
+        parts = {name.partition(".")[0] for name in names}
+        return cls(
+            config, dtype, reduce_dtype=reduce_dtype,
+            pooler="pooler" in parts, head="classifier" in parts,
+        )  # fmt: skip
 
     def make(self, config: Any, types: Types) -> None:
         """Makes the parts of the model, named as in the files of its family."""
@@ -247,21 +258,6 @@ def in_turn(layers: Iterable[Any], x: jax.Array, tokens: TokenInputs) -> jax.Arr
     return x
 
 
-def make(kind: type[Encoder]) -> Callable[..., Encoder]:
-    """``Family.make`` for an encoder of this class: with the parts whose tensors a checkpoint has."""
-
-    def make_encoder(
-        config: EncoderConfig, names: Collection[str], dtype: DType, reduce_dtype: DType
-    ) -> Encoder:
-        parts = {name.partition(".")[0] for name in names}
-        return kind(
-            config, dtype, reduce_dtype=reduce_dtype,
-            pooler="pooler" in parts, head="classifier" in parts,
-        )  # fmt: skip
-
-    return make_encoder
-
-
 def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Family:
     """The family of the same files with a classification head, which is a part of the model.
 
@@ -276,5 +272,5 @@ def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Famil
         if name not in ("classifier.*", "pre_classifier.*", "head.*")
     )
     return dataclasses.replace(
-        family, architectures=architectures, make=make(kind), ignored=ignored, gguf=None
+        family, architectures=architectures, make=kind.of_checkpoint, ignored=ignored, gguf=None
     )

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointMismatchError
-from ..graph.weights import WeightData
-from .decoder.mamba2 import Mamba2Settings
-from .gguf.config.read import Config, Shapes
-from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
-from .gguf.names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
-from .gguf.pieces import computed, rows
-from .gguf.state_layouts import Both, Flat, Logarithm, Taps
-from .gguf.table import PERMUTED, GGUFTable
-from .granite import GRANITE
+from ....errors import CheckpointMismatchError
+from ....graph.weights import WeightData
+from ...decoder.mamba2 import Mamba2Settings
+from ..config.read import Config, Shapes
+from ..metadata import MAX_EXPERTS, Settings, unsupported
+from ..names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
+from ..pieces import computed, rows
+from ..state_layouts import Both, Flat, Logarithm, Taps
+from ..table import PERMUTED, GGUFTable
+from .granite import GRANITE_GGUF
 
 Tensors = Mapping[str, WeightData]
 
@@ -239,7 +239,7 @@ GRANITE_HYBRID_GGUF = _table(
         **PERMUTED, **_names("mamba"), **expert_names("block_sparse_moe", "router.layer"),
         **{f".ffn_{part}_shexp": f"{_SHARED}{part}_proj" for part in ("gate", "up", "down")},
     },
-    keys={} if GRANITE.gguf is None else GRANITE.gguf.keys,
+    keys=GRANITE_GGUF.keys,
     fixed={"hidden_act": "silu"}, read=_granite_of, write=_granite_to, join=_join, split=_split,
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ssm_conv1d", "ssm_dt"),
     written=(*_WRITTEN, "expert_shared_feed_forward_length", "rope.scaling.finetuned"),

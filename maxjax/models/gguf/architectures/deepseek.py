@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointFormatError
-from ..graph.weights import WeightData
-from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
-from .gguf.names import ROUTED_KEYS, Rule, expert_names
-from .gguf.pieces import computed
-from .gguf.table import GGUFTable
+from ....errors import CheckpointFormatError
+from ....graph.weights import WeightData
+from ..metadata import MAX_EXPERTS, Settings, unsupported
+from ..names import ROUTED_KEYS, Rule, expert_names
+from ..pieces import computed
+from ..table import GGUFTable
 
 _LOG = logging.getLogger("maxjax")
 _BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
@@ -154,7 +154,7 @@ def _to_gguf(config: Any) -> dict[str, Any]:
 
 
 _EXTRA = ("q_a", "q_b", "kv_b", "k_b", "v_b")
-GGUF = GGUFTable(
+DEEPSEEK_GGUF = GGUFTable(
     "deepseek2",
     {
         ".attn_k": None,

@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import DType
-from ..errors import CheckpointFormatError
-from ..graph.weights import WeightData
-from ..nn.rope_scaling import LinearScalingParams
-from .decoder.rope import Proportional
-from .gguf.config.read import rows_of
-from .gguf.layouts import Expert
-from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
-from .gguf.names import Rule, Source, expert_names
-from .gguf.pieces import computed, rows
-from .gguf.sources import Relaid
-from .gguf.table import GGUFTable
+from ....dtype import DType
+from ....errors import CheckpointFormatError
+from ....graph.weights import WeightData
+from ....nn.rope_scaling import LinearScalingParams
+from ...decoder.rope import Proportional
+from ..config.read import rows_of
+from ..layouts import Expert
+from ..metadata import MAX_EXPERTS, Settings, unsupported
+from ..names import Rule, Source, expert_names
+from ..pieces import computed, rows
+from ..sources import Relaid
+from ..table import GGUFTable
 
 Tensors = Mapping[str, WeightData]
 

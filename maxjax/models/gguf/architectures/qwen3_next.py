@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.weights import WeightData
-from .decoder.config import all_but_every
-from .gguf.layouts import Matrix, Plus
-from .gguf.metadata import Settings, unsupported
-from .gguf.names import BARE, NEXT, Rule, expert_names
-from .gguf.pieces import columns, rows
-from .gguf.state_layouts import Logarithm, Taps
-from .gguf.table import GGUFTable
+from ....graph.weights import WeightData
+from ...decoder.config import all_but_every
+from ..layouts import Matrix, Plus
+from ..metadata import Settings, unsupported
+from ..names import BARE, NEXT, Rule, expert_names
+from ..pieces import columns, rows
+from ..state_layouts import Logarithm, Taps
+from ..table import GGUFTable
 
 # G heads of keys of width Dk, H heads of values of width Dv.
 Sizes = tuple[int, int, int, int]

@@ -1,0 +1,60 @@
+"""Sizes of single layers in a ``config.json``: ``per_layer_config``, as transformers writes it (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import UnsupportedModelError
+
+
+def first_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The sizes of the first layer in ``per_layer_config``, by other names; none if it is missing or wrong.
+
+    Args:
+        raw: content of the file.
+        names: key in ``per_layer_config`` → the key that the result has.
+
+    Example:
+        >>> first_sizes({"per_layer_config": {"5": {"head_dim": 512}}}, {"head_dim": "wide"})
+        {'wide': 512}
+    """
+    try:
+        sizes = _first(raw.get("per_layer_config") or {})
+    except ValueError:  # sizes_of_full says so
+        return {}
+    return {names[key]: value for key, value in sizes.items() if key in names}
+
+
+def _first(given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        raise ValueError("'per_layer_config' is not an object of objects")
+    return next(iter(given.values()), {})
+
+
+def sizes_of_full(
+    raw: Mapping[str, Any], slides: Sequence[bool], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The sizes of layers that see all tokens, which ``per_layer_config`` lists one by one.
+
+    Args:
+        raw, names: as for :func:`first_sizes`.
+        slides: whether each layer has a sliding window.
+
+    Raises:
+        ValueError: it is not an object of objects.
+        UnsupportedModelError: other layers have sizes of their own, or these layers differ.
+
+    Example:
+        >>> sizes_of_full({"per_layer_config": {"1": {"head_dim": 512}}}, (True, False), {"head_dim": "wide"})
+        {'wide': 512}
+    """
+    given = raw.get("per_layer_config")
+    if not given:
+        return {}
+    sizes = _first(given)
+    full = {str(i) for i, near in enumerate(slides) if not near}
+    known = not set(sizes) - set(names) and all(one == sizes for one in given.values())
+    if not known or set(given) != full:
+        raise UnsupportedModelError("'per_layer_config' of other layers than those that see all")
+    return {names[key]: value for key, value in sizes.items()}

@@ -1,0 +1,24 @@
+"""GGUF files of Apertus: the numbers of xIELU are metadata, not tensors."""
+
+from __future__ import annotations
+
+from ..table import GGUFTable
+
+# The numbers of xIELU, by the names of the files.
+_SHAPES = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+
+APERTUS_GGUF = GGUFTable(
+    "apertus",
+    {
+        ".attn_norm": "attention_layernorm",
+        ".ffn_norm": "feedforward_layernorm",
+        ".attn_q_norm": "self_attn.q_norm",
+        ".attn_k_norm": "self_attn.k_norm",
+        ".ffn_gate": None,
+    },
+    fixed={"hidden_act": "xielu"},
+    biases=("attn_q", "attn_k", "attn_v", "attn_output"),
+    is_divided=True,
+    has_head=True,
+    numbers={f"xielu.{name}": (f"mlp.act_fn.{name}", shape) for name, shape in _SHAPES.items()},
+)

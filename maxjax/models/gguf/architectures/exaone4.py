@@ -1,0 +1,42 @@
+"""GGUF files of EXAONE 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..metadata import unsupported
+from ..table import GGUFTable
+
+# llama.cpp has the sliding window in models of so many layers alone.
+_LAYERS = 64
+
+
+def _write(config: Any) -> dict[str, Any]:
+    is_plain = not any(config.slides) and all(config.rotates)
+    is_deep = config.slides == config.rotates and any(config.slides)
+    if not (is_deep if config.num_layers == _LAYERS else is_plain):
+        raise unsupported(
+            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file",
+            None,
+        )
+    return {}
+
+
+EXAONE4_GGUF = GGUFTable(
+    "exaone4",
+    {
+        ".attn_norm": None,
+        ".ffn_norm": None,
+        ".attn_q_norm": "self_attn.q_norm",
+        ".attn_k_norm": "self_attn.k_norm",
+        ".post_attention_norm": "post_attention_layernorm",
+        ".post_ffw_norm": "post_feedforward_layernorm",
+    },
+    fixed={"hidden_act": "silu"},
+    read=lambda given, tensors, config: {"sliding_window": config.get("sliding_window")},
+    write=_write,
+    biases=(),
+    period=4,
+    is_divided=True,
+    is_square=True,
+)

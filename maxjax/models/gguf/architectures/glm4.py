@@ -1,0 +1,54 @@
+"""GGUF files of GLM-4, GLM-4-0414 and GLM-4.5, whose files may hold layers that predict further tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..names import NEXT, ROUTED_KEYS, Rule, expert_names
+from ..table import GATE_UP, GGUFTable
+
+GLM_GGUF = GGUFTable(
+    "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
+)
+
+GLM4_GGUF = GGUFTable(
+    "glm4",
+    {
+        **GATE_UP,
+        ".post_attention_norm": "post_self_attn_layernorm",
+        ".post_ffw_norm": "post_mlp_layernorm",
+    },
+    fixed={"hidden_act": "silu"},
+    is_partial=True,
+)
+
+
+def _of_gguf_moe(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the tensors tell; layers that predict further tokens do not count."""
+    more = given.count("nextn_predict_layers", 0, minimum=0)
+    return {
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "num_hidden_layers": config["num_hidden_layers"] - more,
+    }
+
+
+GLM4_MOE_GGUF = GGUFTable(
+    "glm4moe",
+    {
+        ".ffn_norm": None,
+        ".post_attention_norm": "post_attention_layernorm",
+        ".attn_q_norm": "self_attn.q_norm",
+        ".attn_k_norm": "self_attn.k_norm",
+        ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
+        **expert_names(shared="shared_experts"),
+        **NEXT,
+    },
+    keys=ROUTED_KEYS,
+    fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
+    read=_of_gguf_moe,
+    write=lambda config: {"expert_gating_func": 2},
+    written=("expert_gating_func",),
+    biases=("attn_q", "attn_k", "attn_v", "exp_probs_b"),
+    is_partial=True,
+)
