@@ -158,14 +158,15 @@ def model_files(
         if config is not None and names is not None:
             config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
-    if (pooling := getattr(model, "pooling", None)) is not None:
-        files |= sentence_files(pooling)
+    embedder: Any = model
+    if (pooling := getattr(embedder, "pooling", None)) is not None:
+        files |= sentence_files(pooling, embedder.config.hidden_size)
     return files
 
 
-def sentence_files(pooling: Pooling) -> dict[str, bytes]:
-    """The files of sentence-transformers for a pooling: name → content."""
-    found = pooling_files(pooling).items()
+def sentence_files(pooling: Pooling, width: int) -> dict[str, bytes]:
+    """The files of sentence-transformers for a pooling of states of a width: name → content."""
+    found = pooling_files(pooling, width).items()
     return {n: one if isinstance(one, bytes) else json_bytes(one) for n, one in found}
 
 

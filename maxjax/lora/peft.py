@@ -162,6 +162,8 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
         plain = tensor.removeprefix(_FRONT).replace(".base_layer.", ".")
         own = plain if not isinstance(model, PretrainedModel) else model.family.name(plain)
         own = own if own is None else aliases.get(own, own)
+        if own not in weights and isinstance(model, PretrainedModel):
+            own = dict([model.family.tied]).get(own or "")  # a tied head is in no file of a model
         if own in weights:
             found[tensor] = own
     return found

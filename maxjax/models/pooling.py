@@ -150,7 +150,9 @@ def _max(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def _first(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
-    return _at(states, starts)
+    # The first token that is pooled: after a prompt that is not, as in sentence-transformers 6.
+    first = jnp.argmax(mask > 0, axis=1, keepdims=True).astype(jnp.int32)
+    return _at(states, jnp.where(jnp.any(mask > 0, axis=1, keepdims=True), first, starts))
 
 
 def _last(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:

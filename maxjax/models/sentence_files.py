@@ -57,10 +57,11 @@ _SIMILARITIES = {"cos_sim": "cosine", "dot_score": "dot"}
 
 @dataclass(frozen=True)
 class _Module(ModelConfig):
-    """An entry of ``modules.json``."""
+    """An entry of ``modules.json``; of one that maxjax cannot write, ``needs`` says what it was."""
 
     path: str
     type: str
+    needs: str | None = None
 
     @property
     def kind(self) -> str:
@@ -124,7 +125,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
             unsupported = unsupported or (found if isinstance(found, str) else None)
             dense += [found] if isinstance(found, Dense) else []
         elif module.kind != "Dropout":  # which does nothing at inference
-            unsupported = unsupported or f"the module {module.kind}"
+            unsupported = unsupported or module.needs or f"the module {module.kind}"
     settings = _sentence_config(transformer)
     if pooling is None:
         unsupported = unsupported or "a model without a Pooling module"
@@ -211,15 +212,22 @@ def _settings(place: Path) -> Path:
     return flat if is_flat else place / "config.json"
 
 
-def pooling_files(pooling: Pooling) -> dict[str, Any]:
+def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
     """The files that :func:`read_pooling` reads as ``pooling``: name → content as JSON values, or as bytes.
 
+    Args:
+        pooling: the settings.
+        width: length of a token's state, which sentence-transformers reads there.
+
     Example:
-        >>> sorted(pooling_files(Pooling(normalize=True)))
+        >>> sorted(pooling_files(Pooling(normalize=True), 384))
         ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
     """
-    if pooling.unsupported is not None:
-        return {}
+    if pooling.unsupported is not None:  # a saved model must not fall back to the plain mean
+        types = "sentence_transformers.models.Transformer", "maxjax.Unsupported"
+        listed = [{"idx": i, "name": str(i), "path": "", "type": t} for i, t in enumerate(types)]
+        listed[1]["needs"] = pooling.unsupported
+        return {"modules.json": listed}
     kinds = ["", "Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
     places = [f"{i}_{kind}" if kind else "" for i, kind in enumerate(kinds)]
     modules = [
@@ -227,7 +235,11 @@ def pooling_files(pooling: Pooling) -> dict[str, Any]:
          "type": f"sentence_transformers.models.{kind or 'Transformer'}"}
         for i, (path, kind) in enumerate(zip(places, kinds, strict=True))
     ]  # fmt: skip
-    modes = {key: mode in pooling.modes for key, mode in _KEYS.items()}
+    modes: dict[str, Any] = {"word_embedding_dimension": width}
+    if list(pooling.modes) == [mode for mode in POOLINGS if mode in pooling.modes]:
+        modes |= {key: mode in pooling.modes for key, mode in _KEYS.items()}
+    else:  # only newer files say an order
+        modes["pooling_mode"] = list(pooling.modes)
     modes["include_prompt"] = pooling.include_prompt
     prompts: dict[str, Any] = {}
     if pooling.prompts:
@@ -276,7 +288,7 @@ def _modes(file: Path) -> tuple[str, ...] | str:
     """The modes of a Pooling module, or a text that names a mode that maxjax does not have."""
     settings = read_object(file)
     named = settings.get("pooling_mode")
-    if named is not None:  # newer files: a name, or several
+    if named is not None:  # newer files: a name, or several in the order of their results
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointFormatError("'pooling_mode' is not a name", path=file)
@@ -288,12 +300,13 @@ def _modes(file: Path) -> tuple[str, ...] | str:
                     raise CheckpointFormatError(f"'{key}' is not true or false", path=file)
                 if value:
                     names.append(_KEYS.get(key, key))
+        names.sort(key=[*POOLINGS, *names].index)
     unknown = [name for name in names if name not in POOLINGS]
     if unknown:
         return f"the pooling {unknown[0][:80]!r}"
     if not names:
         raise CheckpointFormatError("no pooling mode is set", path=file)
-    return tuple(mode for mode in POOLINGS if mode in names)
+    return tuple(names)
 
 
 def _sentence_config(directory: Path) -> _SentenceConfig:

@@ -5,6 +5,7 @@ The result is the same as that of ``apply_chat_template`` in transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from .template.render import render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# A template that tells a message without content by its None, as DeepSeek R1's does, and not by a missing key.
+_READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
 
 def apply_chat_template(
@@ -29,7 +32,8 @@ def apply_chat_template(
 
     Args:
         tokenizer: the :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer` with the chat template.
-        messages: dicts with "role", "content" and any other keys that the template reads.
+        messages: dicts with "role", "content" and any other keys that the template reads. A key whose
+            value is None is left out, except for "content" where the template compares it with none.
         add_generation_prompt: whether the prompt ends with the header of an answer.
         tools: functions that the model may call, each as a JSON schema.
         documents: documents that the model may use.
@@ -53,10 +57,12 @@ def apply_chat_template(
         raise UserInputError(
             "continue_final_message is not supported: append the beginning of the answer to the prompt"
         )
-    messages = [_message(i, message) for i, message in enumerate(_listed(messages))]
-    if not messages:
+    listed = _listed(messages)
+    if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
     template = _template_source(tokenizer, chat_template, tools)
+    kept = {"content"} if _READS_NONE.search(template) else set()
+    messages = [_message(i, message, kept) for i, message in enumerate(listed)]
     values = {
         **tokenizer.special_tokens,
         **kwargs,
@@ -105,11 +111,12 @@ def _listed(messages: Any) -> list[Any]:
     return list(messages)
 
 
-def _message(index: int, message: Any) -> dict[str, Any]:
+def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
+    """A message with its reasoning under each name, and without keys that are None but for those ``kept``."""
     if not isinstance(message, Mapping):
         raise TypeError(f"messages[{index}] is a {type(message).__name__}, not a dict")
-    found = dict(message)
-    thought = next((found[key] for key in _REASONING if found.get(key) is not None), None)
+    found = {key: at for key, at in message.items() if at is not None or key in kept}
+    thought = next((found[key] for key in _REASONING if key in found), None)
     return found if thought is None else {"thinking": thought, **found, _REASONING[0]: thought}
 
 

@@ -51,7 +51,7 @@ def unit(x):
 
 
 def write(folder, pooling, **more):
-    for name, content in pooling_files(pooling).items():
+    for name, content in pooling_files(pooling, 64).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     for name, content in more.items():

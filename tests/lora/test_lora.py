@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import maxjax
 from maxjax import lora, nn
-from maxjax.errors import CheckpointMissingError, UserInputError
+from maxjax.errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.nn.quantized import QuantizedLinear, QuantLayout, QuantTensor
@@ -229,6 +230,25 @@ def test_experts_are_refused_and_tied_weights_not_merged():
     tied = maxjax.init(Llama(config), jax.random.key(0))
     with pytest.raises(UserInputError, match="one tied weight"):
         lora.merge(lora.add(tied, "lm_head", key=jax.random.key(0)))
+
+
+def test_a_tied_head_as_peft_saves_it(tmp_path):
+    """PEFT puts a copy of the head beside its LoRA weights; in a tied model that is the table."""
+    config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
+    tied = maxjax.init(Llama(config), jax.random.key(0))
+    path = lora.save(tmp_path / "a", lora.add(tied, "lm_head", rank=2, key=jax.random.key(0)))
+    tensors = load_file(path / "adapter_model.safetensors")
+    copied = "base_model.model.lm_head.base_layer.weight"
+    for added, says in ((0, None), (1, "copy of 'model.embed_tokens.weight'")):
+        tensors[copied] = (
+            np.asarray(tied.raw_state_dict()["model.embed_tokens.weight"].value) + added
+        )
+        save_file(tensors, path / "adapter_model.safetensors")
+        if says is None:
+            assert {n for n in lora.load(tied, path).raw_state_dict() if "lora_A" in n}
+        else:
+            with pytest.raises(CheckpointMismatchError, match=says):
+                lora.load(tied, path)
 
 
 def test_labels_are_a_module_for_optax(model):

@@ -9,7 +9,7 @@ import pytest
 
 from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
 from maxjax.models.pooling import POOLINGS, Pooling, pool
-from maxjax.models.sentence_files import read_pooling
+from maxjax.models.sentence_files import pooling_files, read_pooling
 
 LENGTHS = [1, 4, 7, 3]
 
@@ -48,6 +48,13 @@ def test_masked_places_have_no_influence(mode):
     before = pool(x, mask, (mode,))
     x[mask == 0] = 1e3
     np.testing.assert_array_equal(pool(x, mask, (mode,)), before)
+
+
+def test_the_first_token_is_the_first_that_is_pooled():
+    x, mask = states()
+    mask[:, 0] = 0  # a prompt
+    expected = [x[0, 0] if n == 1 else x[i, 1] for i, n in enumerate(LENGTHS)]
+    np.testing.assert_array_equal(pool(x, mask, ("cls",)), expected)
 
 
 def test_several_modes_stand_side_by_side():
@@ -114,12 +121,29 @@ def test_no_files(tmp_path):
         ({"pooling_mode_lasttoken": True}, ("lasttoken",)),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
         ({"embedding_dimension": 5, "pooling_mode": "mean"}, ("mean",)),
-        ({"pooling_mode": ["max", "cls"]}, ("cls", "max")),
+        ({"pooling_mode": ["max", "cls"]}, ("max", "cls")),
     ],
 )
 def test_modes(tmp_path, pooling, modes):
     found, _ = read_pooling(write(tmp_path, pooling=pooling))
     assert found.modes == modes and found.unsupported is None
+
+
+@pytest.mark.parametrize("modes", [("cls", "mean"), ("lasttoken", "cls")])
+def test_the_order_of_modes_and_the_width_are_written(tmp_path, modes):
+    for name, content in pooling_files(Pooling(modes), 7).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_pooling(tmp_path)[0].modes == modes
+    settings = json.loads((tmp_path / "1_Pooling/config.json").read_text())
+    assert settings["word_embedding_dimension"] == 7  # without it sentence-transformers stops
+
+
+def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
+    pooling = Pooling(unsupported="the module LayerNorm")
+    for name, content in pooling_files(pooling, 7).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_pooling(tmp_path)[0] == pooling
 
 
 def test_normalize_and_sentence_config(tmp_path):

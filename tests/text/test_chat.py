@@ -124,6 +124,18 @@ def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
     assert compared >= 12
 
 
+@pytest.mark.parametrize(
+    "template, expected",
+    [  # as in transformers, so that what the OpenAI API returns can be passed on
+        ("{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}.", "False."),
+        ("{% if messages[0]['content'] is none %}call{% endif %}", "call"),  # DeepSeek R1
+    ],
+)
+def test_keys_that_are_none_are_left_out(tokenizer, template, expected):
+    messages = [{"role": "assistant", "content": None, "tool_calls": None}]
+    assert apply_chat_template(tokenizer, messages, chat_template=template) == expected
+
+
 def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):
     options = {"tokenize": True, "return_dict": False}
     templates = (chat_templates.LLAMA3, chat_templates.CHATML, chat_templates.GEMMA)

@@ -165,7 +165,8 @@ def as_hugging_face(found: Opened) -> None:
     found.config = with_blocks(found.config, found.tensors)
     pooling = gguf_pooling(weights.metadata, path=weights._path)
     if pooling is not None:
-        found.made |= sentence_files(pooling)
+        size: Any = find_family(found.config).config.from_dict(found.config)
+        found.made |= sentence_files(pooling, size.hidden_size)
     try:
         tokenizer = gguf_tokenizer(weights.metadata, path=weights._path)
     except UnsupportedModelError as error:

@@ -126,8 +126,8 @@ def test_layers_that_repeat_otherwise(tmp_path):
 def test_a_pooling_that_no_file_can_say_is_told_of(tmp_path, said):
     oracle("Qwen3", tmp_path, head_dim=16)
     pooling = maxjax.models.pooling.Pooling(("mean", "max"), normalize=True)
-    for name, content in maxjax.models.sentence_files.pooling_files(pooling).items():
+    for name, content in maxjax.models.sentence_files.pooling_files(pooling, 64).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
     convert(tmp_path, tmp_path / "x.gguf")
-    assert any("pooled by max, mean" in line for line in said())
+    assert any("pooled by mean, max" in line for line in said())
