@@ -104,6 +104,7 @@ class Operation:
         primitive.def_abstract_eval(lambda *avals, static: list(self._types(static, *avals)))
         primitive.def_impl(self._eager)
         ad.primitive_jvps[primitive] = self._jvp
+        ad.primitive_transposes[primitive] = self._transpose
         batching.primitive_batchers[primitive] = self._batch
         mlir.register_lowering(primitive, self._lower_definition)
         for platform in self.kernels:
@@ -136,6 +137,11 @@ class Operation:
         return jax.jit(functools.partial(self.primitive.bind, static=static))
 
     def _eager(self, *operands: Any, static: Any) -> Any:
+        flags: Any = jax.config
+        if flags.jax_debug_nans or flags.jax_debug_infs:
+            # Where a jitted function makes a NaN, JAX runs its operations one by one to find the one
+            # that does. It would come back to this function again and again.
+            return list(self.definition(static, *operands))
         # Under jax.disable_jit() too it is one operation.
         with jax.disable_jit(False):
             return self._jitted(static)(*operands)
@@ -150,6 +156,20 @@ class Operation:
             return list(self.definition(static, *operands))
 
         return jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    def _transpose(self, cotangents: Sequence[Any], *operands: Any, static: Any) -> Any:
+        moving = [i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+
+        def along(*values: Any) -> Any:
+            known = list(operands)
+            for i, value in zip(moving, values, strict=True):
+                known[i] = value
+            return list(self.definition(static, *known))
+
+        avals = [operands[i].aval for i in moving]
+        results = jax.linear_transpose(along, *avals)(list(map(ad.instantiate_zeros, cotangents)))
+        found = dict(zip(moving, results, strict=True))
+        return [found.get(i) for i in range(len(operands))]
 
     def _batch(self, operands: Sequence[Any], dims: Sequence[Any], *, static: Any) -> Any:
         bind = functools.partial(self.primitive.bind, static=static)
