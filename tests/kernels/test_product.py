@@ -588,6 +588,19 @@ def test_nan_is_found_in_eager_code():
     assert jnp.isnan(want).any()
 
 
+def test_the_matmul_precision_is_that_of_the_call():
+    def run(x, w):
+        with jax.default_matmul_precision("highest"):
+            return matmul(x, w)
+
+    for f in (run, jax.grad(lambda x, w: run(x, w).sum())):
+        lowered = jax.jit(f).trace(X, W).lower(lowering_platforms=("tpu",))
+        assert "precision = [HIGHEST, HIGHEST]" in lowered.as_text()
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(matmul).trace(X, W).lower(lowering_platforms=("tpu",))
+    assert "precision = [HIGHEST, HIGHEST]" in lowered.as_text()
+
+
 def test_saved_products_are_not_done_again():
     def count(policy):
         f = jax.checkpoint(lambda x: jnp.sin(matmul(x, jnp.asarray(W))), policy=policy)
