@@ -131,13 +131,12 @@ class Operation:
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
         """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
-        flags: Any = jax.config
-        precision = flags.jax_default_matmul_precision
+        precision = matmul_precision()
         return self.primitive.bind(*same_varying(operands), static=static, precision=precision)
 
     def _defined(self, static: Any, precision: Any) -> Callable[..., list[Any]]:
         """The definition with the matmul precision of the place where the operation was called."""
-        return _at(precision, lambda *operands: list(self.definition(static, *operands)))
+        return with_precision(precision, lambda *operands: list(self.definition(static, *operands)))
 
     # -- eager code, derivatives, batches
 
@@ -197,7 +196,7 @@ class Operation:
         if any(0 in aval.shape for aval in ctx.avals_out):
             return self._lower_definition(ctx, *operands, **params)
         form = functools.partial(self.forms[platform], params["static"], _device_count(ctx))
-        run = _at(params["precision"], form)
+        run = with_precision(params["precision"], form)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
     def _lower_kernel(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -284,7 +283,13 @@ class Operation:
         return mesh, part, outputs, operands
 
 
-def _at(precision: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_precision() -> Any:
+    """What ``jax.default_matmul_precision`` is set to here."""
+    flags: Any = jax.config
+    return flags.jax_default_matmul_precision
+
+
+def with_precision(precision: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, traced with a matmul precision whatever the present one is."""
 
     def run(*operands: Any) -> Any:
