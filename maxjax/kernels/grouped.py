@@ -7,14 +7,14 @@ mixture of experts can be batched. The product, and what its two derivatives are
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from ..dtype import DType, promote
-from .operation import same_varying
+from .operation import matmul_precision, same_varying, with_precision
 
 # Operands of each kind, for M rows, G groups: what is computed, and which kinds, of the cotangent
 # and the other operand, give the cotangents of the first and the second operand.
@@ -39,14 +39,29 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         [[2. 4. 4.]]
     """
     dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
-    return _bind(_ROWS, x.astype(dtype), w.astype(dtype), sizes)
+    how = _How(_ROWS, matmul_precision())
+    return _bind(how, x.astype(dtype), w.astype(dtype), sizes)
 
 
-def _bind(kind: str, a: Any, b: Any, sizes: Any) -> jax.Array:
-    return _primitive().bind(*same_varying([a, b, sizes]), kind=kind)
+class _How(NamedTuple):
+    """The product and its precision, as ``jax.default_matmul_precision`` was where it was called."""
+
+    kind: str
+    precision: Any
+
+    def of(self, kind: str) -> _How:
+        return self._replace(kind=kind)
 
 
-def _definition(a: Any, b: Any, sizes: Any, *, kind: str) -> jax.Array:
+def _bind(how: _How, a: Any, b: Any, sizes: Any) -> jax.Array:
+    return _primitive().bind(*same_varying([a, b, sizes]), how=how)
+
+
+def _definition(a: Any, b: Any, sizes: Any, *, how: _How) -> jax.Array:
+    return with_precision(how.precision, functools.partial(_product, how.kind))(a, b, sizes)
+
+
+def _product(kind: str, a: Any, b: Any, sizes: Any) -> jax.Array:
     contracted = {_ROWS: ((1,), (2,)), _BACK: ((1,), (1,)), _OUTER: ((0,), (0,))}[kind]
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(contracted, ((), ())),
@@ -64,7 +79,7 @@ def _primitive() -> Any:
 
     primitive = Primitive("maxjax_grouped_matmul")
     primitive.def_abstract_eval(_type)
-    primitive.def_impl(lambda *operands, kind: _eager(kind)(*operands))
+    primitive.def_impl(lambda *operands, how: _eager(how)(*operands))
     ad.primitive_jvps[primitive] = _jvp
     ad.primitive_transposes[primitive] = _transpose
     batching.primitive_batchers[primitive] = _batch
@@ -73,56 +88,56 @@ def _primitive() -> Any:
 
 
 @functools.cache
-def _eager(kind: str) -> Any:
-    return jax.jit(functools.partial(_definition, kind=kind))
+def _eager(how: _How) -> Any:
+    return jax.jit(functools.partial(_definition, how=how))
 
 
-def _type(a: Any, b: Any, sizes: Any, *, kind: str) -> Any:
+def _type(a: Any, b: Any, sizes: Any, *, how: _How) -> Any:
     shape = {
         _ROWS: lambda: (a.shape[0], b.shape[1]),
         _BACK: lambda: (a.shape[0], b.shape[2]),
         _OUTER: lambda: (sizes.shape[0], a.shape[1], b.shape[1]),
-    }[kind]()
+    }[how.kind]()
     return a.update(shape=shape, weak_type=False)
 
 
-def _jvp(primals: Any, tangents: Any, *, kind: str) -> Any:
+def _jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     (a, b, sizes), (da, db, _) = primals, tangents
     parts = []
     if type(da) is not ad.Zero:
-        parts.append(_bind(kind, da, b, sizes))
+        parts.append(_bind(how, da, b, sizes))
     if type(db) is not ad.Zero:
-        parts.append(_bind(kind, a, db, sizes))
-    y = _bind(kind, a, b, sizes)
+        parts.append(_bind(how, a, db, sizes))
+    y = _bind(how, a, b, sizes)
     return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
 
 
-def _transpose(ct: Any, a: Any, b: Any, sizes: Any, *, kind: str) -> Any:
+def _transpose(ct: Any, a: Any, b: Any, sizes: Any, *, how: _How) -> Any:
     if type(ct) is ad.Zero:
         return None, None, None
     of_a = of_b = None
     if ad.is_undefined_primal(a):
         of_a = {
-            _ROWS: lambda: _bind(_BACK, ct, b, sizes),
-            _BACK: lambda: _bind(_ROWS, ct, b, sizes),
-            _OUTER: lambda: _bind(_ROWS, b, ct, sizes),
-        }[kind]()
+            _ROWS: lambda: _bind(how.of(_BACK), ct, b, sizes),
+            _BACK: lambda: _bind(how.of(_ROWS), ct, b, sizes),
+            _OUTER: lambda: _bind(how.of(_ROWS), b, ct, sizes),
+        }[how.kind]()
     if ad.is_undefined_primal(b):
         of_b = {
-            _ROWS: lambda: _bind(_OUTER, ct, a, sizes),
-            _BACK: lambda: _bind(_OUTER, a, ct, sizes),
-            _OUTER: lambda: _bind(_BACK, a, ct, sizes),
-        }[kind]()
+            _ROWS: lambda: _bind(how.of(_OUTER), ct, a, sizes),
+            _BACK: lambda: _bind(how.of(_OUTER), a, ct, sizes),
+            _OUTER: lambda: _bind(how.of(_BACK), a, ct, sizes),
+        }[how.kind]()
     return of_a, of_b, None
 
 
-def _batch(operands: Any, dims: Any, *, kind: str) -> Any:
+def _batch(operands: Any, dims: Any, *, how: _How) -> Any:
     """One after the other."""
     moved = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]
 
     def one(mine: Any) -> jax.Array:
         mine = iter(mine)
         given = [a if d is None else next(mine) for a, d in zip(operands, dims, strict=True)]
-        return _bind(kind, *given)
+        return _bind(how, *given)
 
     return jax.lax.map(one, moved), 0

@@ -101,9 +101,12 @@ class Operation:
 
         primitive = Primitive(self._name)
         primitive.multiple_results = True
-        primitive.def_abstract_eval(lambda *avals, static: list(self._types(static, *avals)))
+        primitive.def_abstract_eval(
+            lambda *avals, static, precision: list(self._types(static, *avals))
+        )
         primitive.def_impl(self._eager)
         ad.primitive_jvps[primitive] = self._jvp
+        ad.primitive_transposes[primitive] = self._transpose
         batching.primitive_batchers[primitive] = self._batch
         mlir.register_lowering(primitive, self._lower_definition)
         for platform in self.kernels:
@@ -128,58 +131,84 @@ class Operation:
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
         """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
-        return self.primitive.bind(*same_varying(operands), static=static)
+        precision = matmul_precision()
+        return self.primitive.bind(*same_varying(operands), static=static, precision=precision)
+
+    def _defined(self, static: Any, precision: Any) -> Callable[..., list[Any]]:
+        """The definition with the matmul precision of the place where the operation was called."""
+        return with_precision(precision, lambda *operands: list(self.definition(static, *operands)))
 
     # -- eager code, derivatives, batches
 
-    def _jit(self, static: Any) -> Any:
-        return jax.jit(functools.partial(self.primitive.bind, static=static))
+    def _jit(self, static: Any, precision: Any) -> Any:
+        return jax.jit(functools.partial(self.primitive.bind, static=static, precision=precision))
 
-    def _eager(self, *operands: Any, static: Any) -> Any:
+    def _eager(self, *operands: Any, static: Any, precision: Any) -> Any:
+        flags: Any = jax.config
+        if flags.jax_debug_nans or flags.jax_debug_infs:
+            # Where a jitted function makes a NaN, JAX runs its operations one by one to find the one
+            # that does. It would come back to this function again and again.
+            return self._defined(static, precision)(*operands)
         # Under jax.disable_jit() too it is one operation.
         with jax.disable_jit(False):
-            return self._jitted(static)(*operands)
+            return self._jitted(static, precision)(*operands)
 
-    def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any], *, static: Any) -> Any:
+    def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
         def along(*values: Any) -> Any:
             operands = list(primals)
             for i, value in zip(moving, values, strict=True):
                 operands[i] = value
-            return list(self.definition(static, *operands))
+            return self._defined(**params)(*operands)
 
         return jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])
 
-    def _batch(self, operands: Sequence[Any], dims: Sequence[Any], *, static: Any) -> Any:
-        bind = functools.partial(self.primitive.bind, static=static)
+    def _transpose(self, cotangents: Sequence[Any], *operands: Any, **params: Any) -> Any:
+        moving = [i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+
+        def along(*values: Any) -> Any:
+            known = list(operands)
+            for i, value in zip(moving, values, strict=True):
+                known[i] = value
+            return self._defined(**params)(*known)
+
+        avals = [operands[i].aval for i in moving]
+        results = jax.linear_transpose(along, *avals)(list(map(ad.instantiate_zeros, cotangents)))
+        found = dict(zip(moving, results, strict=True))
+        return [found.get(i) for i in range(len(operands))]
+
+    def _batch(
+        self, operands: Sequence[Any], dims: Sequence[Any], *, static: Any, precision: Any
+    ) -> Any:
+        bind = functools.partial(self.primitive.bind, static=static, precision=precision)
         outputs = self.batch(static, operands, dims, bind)
         if outputs is None:
-            define = functools.partial(self.definition, static)
-            outputs = list(jax.vmap(define, tuple(dims))(*operands))
+            outputs = jax.vmap(self._defined(static, precision), tuple(dims))(*operands)
         return outputs, [0] * len(outputs)
 
     # -- lowering
 
-    def _lower_definition(self, ctx: Any, *operands: Any, static: Any) -> Any:
-        define = functools.partial(self.definition, static)
-        return mlir.lower_fun(define, multiple_results=True)(ctx, *operands)
+    def _lower_definition(self, ctx: Any, *operands: Any, **params: Any) -> Any:
+        return mlir.lower_fun(self._defined(**params), multiple_results=True)(ctx, *operands)
 
-    def _lower_form(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
+    def _lower_form(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
         if any(0 in aval.shape for aval in ctx.avals_out):
-            return self._lower_definition(ctx, *operands, static=static)
-        form = functools.partial(self.forms[platform], static, _device_count(ctx))
-        return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
+            return self._lower_definition(ctx, *operands, **params)
+        form = functools.partial(self.forms[platform], params["static"], _device_count(ctx))
+        run = with_precision(params["precision"], form)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
-    def _lower_kernel(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
+    def _lower_kernel(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
         # Another process that runs an exported program may not have the library.
         exported = ctx.module_context.lowering_parameters.for_export
         empty = any(0 in aval.shape for aval in ctx.avals_out)
         absent = platform == "cpu" and native.library() is None
         if exported or empty or absent or not _devices_known(ctx):
-            return self._lower_definition(ctx, *operands, static=static)
+            return self._lower_definition(ctx, *operands, **params)
         if platform in _NO_PARTITIONER:
-            return self._lower_divided(platform, ctx, *operands, static=static)
+            return self._lower_divided(platform, ctx, *operands, **params)
+        static = params["static"]
         call = self._partitioned(platform, static, tuple(len(a.shape) for a in ctx.avals_in))
         # JAX's compilation cache compares neither the partitioner nor what it closes over: without
         # this number a program with other static arguments would have the same key.
@@ -187,18 +216,19 @@ class Operation:
         keyed = functools.partial(call, key)
         return mlir.lower_fun(keyed, multiple_results=True)(ctx, *operands)
 
-    def _lower_divided(self, platform: str, ctx: Any, *operands: Any, static: Any) -> Any:
+    def _lower_divided(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
         """The kernel on each device's part, where it is known how the operands are divided."""
+        static = params["static"]
         run: Any = functools.partial(self._part.bind, platform=platform, static=static)
         if _device_count(ctx) > 1:
             division = self._division(static)
             if division is None:
-                return self._lower_definition(ctx, *operands, static=static)
+                return self._lower_definition(ctx, *operands, **params)
             shapes = [aval.shape for aval in ctx.avals_in]
             rest = [[()] * len(shape) for shape in shapes[1:]]
             parts, results, summed = self.shardings([division.entries, *rest])
             if summed or not all(map(division.divides, shapes, parts)):
-                return self._lower_definition(ctx, *operands, static=static)
+                return self._lower_definition(ctx, *operands, **params)
             run = division.on_parts(run, parts, results)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
@@ -251,6 +281,22 @@ class Operation:
             return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
 
         return mesh, part, outputs, operands
+
+
+def matmul_precision() -> Any:
+    """What ``jax.default_matmul_precision`` is set to here."""
+    flags: Any = jax.config
+    return flags.jax_default_matmul_precision
+
+
+def with_precision(precision: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced with a matmul precision whatever the present one is."""
+
+    def run(*operands: Any) -> Any:
+        with jax.default_matmul_precision(precision):
+            return function(*operands)
+
+    return run
 
 
 def _devices_known(ctx: Any) -> bool:

@@ -138,3 +138,14 @@ def test_the_first_question_for_a_kernel_may_come_from_a_shard_map():
     triton._tried.cache_clear()
     text = jax.jit(run).trace(x, w, owner).lower(lowering_platforms=("cuda",)).as_text()
     assert "maxjax_block_matmul" in text
+
+
+def test_the_matmul_precision_is_that_of_the_call():
+    def run(x, w):
+        with jax.default_matmul_precision("highest"):
+            return grouped_matmul(x, w, SIZES)
+
+    x, w = normal(7, 5), normal(3, 4, 5, seed=1)
+    for f in (run, jax.grad(lambda x, w: run(x, w).sum(), (0, 1))):
+        lowered = jax.jit(f).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
+        assert "precision HIGHEST" in lowered and "precision DEFAULT" not in lowered

@@ -499,10 +499,11 @@ DERIVATIVES = {
     "linearize": (lambda x, w: jax.linearize(matmul, x, w)[1](2 * x, w), 3 * X64 @ W64.T),
     "vjp": (lambda x, w: jax.vjp(matmul, x, w)[1](jnp.asarray(C, jnp.float32)), _GRADS),
     "linear_transpose": (
-        lambda x, w: jax.linear_transpose(
-            lambda x: jax.jvp(lambda x: matmul(x, w), (x,), (x,))[1], x
-        )(jnp.asarray(C, jnp.float32))[0],
-        C @ W64,
+        lambda x, w: (
+            jax.linear_transpose(lambda x: matmul(x, w), x)(jnp.asarray(C, jnp.float32))[0],
+            jax.linear_transpose(lambda w: matmul(x, w), w)(jnp.asarray(C, jnp.float32))[0],
+        ),
+        _GRADS,
     ),
     "vmap of grad": (
         lambda x, w: jax.vmap(jax.grad(lambda x, w, c: (matmul(x, w) * c).sum()), (0, None, 0))(
@@ -576,6 +577,28 @@ def test_a_tangent_of_an_index_is_none():
     dx, di = jax.vjp(run, jnp.asarray(X), jnp.int32(1))[1](jnp.asarray(C, jnp.float32))
     near(dx, C @ STACK64[1])
     assert di.dtype == jax.dtypes.float0
+
+
+def test_nan_is_found_in_eager_code():
+    x = jnp.asarray(X).at[0, 0].set(jnp.nan)
+    with jax.debug_nans(False):
+        want = matmul(x, W)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jax.block_until_ready(matmul(x, W))
+    assert jnp.isnan(want).any()
+
+
+def test_the_matmul_precision_is_that_of_the_call():
+    def run(x, w):
+        with jax.default_matmul_precision("highest"):
+            return matmul(x, w)
+
+    for f in (run, jax.grad(lambda x, w: run(x, w).sum())):
+        lowered = jax.jit(f).trace(X, W).lower(lowering_platforms=("tpu",))
+        assert "precision = [HIGHEST, HIGHEST]" in lowered.as_text()
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(matmul).trace(X, W).lower(lowering_platforms=("tpu",))
+    assert "precision = [HIGHEST, HIGHEST]" in lowered.as_text()
 
 
 def test_saved_products_are_not_done_again():

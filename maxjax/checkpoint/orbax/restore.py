@@ -17,6 +17,7 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, closest, some
+from ...graph.placement.arrays import sharding_of
 from ...graph.weights import WeightData
 from ...graph.weights.device_reads import Destination, read_destinations
 from ...nn.layer import Module
@@ -87,13 +88,6 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
     if declared != leaf.dtype and jax.dtypes.canonicalize_dtype(declared) == leaf.dtype:
         target.declared = declared
     return target
-
-
-def sharding_of(leaf: Any) -> Any:
-    """The sharding of a leaf; None if JAX chose the device."""
-    if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
-        return None
-    return getattr(leaf, "sharding", None)
 
 
 # --- a model

@@ -92,7 +92,8 @@ def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
             raise ValueError(
                 f"unsafe cast: {op} of {shown!r} does not fit in {target}, which holds integers from {low} to {high}"
             )
-    return array.astype(target)
+    with np.errstate(over="ignore"):  # as in MAX, what is too large for a float is infinite
+        return array.astype(target)
 
 
 @creator

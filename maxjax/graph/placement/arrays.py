@@ -48,6 +48,13 @@ def default_device() -> Any:
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
+def sharding_of(leaf: Any) -> Any:
+    """The sharding of a leaf; None if JAX chose the device."""
+    if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
+        return None
+    return getattr(leaf, "sharding", None)
+
+
 def platform_of(place: Any) -> str:
     """The platform of the devices that ``Module.to(place)`` puts weights on: "cpu", "gpu" or "tpu".
 

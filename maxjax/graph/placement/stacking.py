@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import put
-from .specs import spec_of
+from .specs import names_in, spec_of
 
 
 def stack(parts: Sequence[Any], sharding: Any, lead: tuple[int, ...] = ()) -> Any:
@@ -83,6 +83,22 @@ def with_leading(sharding: Any, levels: int, split: tuple[str, ...] = ()) -> Any
         return sharding
     lead = spec_of([*[()] * (levels - 1), split])
     spec = PartitionSpec(*lead, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def without_leading(sharding: Any, levels: int) -> Any:
+    """The Sharding of one of a stack's arrays; None if the leading axes of the stack are split.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> tuple(without_leading(NamedSharding(mesh, PartitionSpec(None, "model")), 1).spec)
+        ('model',)
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding if isinstance(sharding, SingleDeviceSharding) else None
+    if any(names_in(entry) for entry in sharding.spec[:levels]):
+        return None
+    spec = PartitionSpec(*sharding.spec[levels:])
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 

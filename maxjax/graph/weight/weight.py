@@ -289,7 +289,7 @@ class Weight(OfWeight, Methods):
 
     @property
     def sharding(self) -> Any:
-        """The jax Sharding that it has, or will be loaded to; None lets JAX choose."""
+        """The jax Sharding that ``Module.to`` gave it; None lets JAX choose, as ``device_put`` may have."""
         return self._sharding if self._home is None else self._home[0].template._sharding
 
     # -- the value

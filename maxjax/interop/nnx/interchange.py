@@ -22,7 +22,7 @@ from ..layouts import AxisLayout
 from ..renaming import Function, Origin, Renaming
 from .filling import arrays
 from .matching import Matching
-from .variables import TargetVariable, targets
+from .variables import TargetVariable, random_paths, targets
 
 # Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
 # of a convolution.
@@ -99,7 +99,7 @@ def load(
     renaming = Renaming(rename, transform)
     with _opened(weights, verify, limits) as (named, path):
         data = {name: data_of(name, value) for name, value in named.items()}
-        match = Matching(targets(module), renaming, data, cast)
+        match = Matching(targets(module), renaming, data, cast, random_paths(module))
         if match.is_refused(strict):
             raise match.error(path, strict)
         found = arrays(match.fillings)

@@ -5,7 +5,7 @@ It uses names, shapes and dtypes only, before any value is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from ...dtype import DType
@@ -55,6 +55,16 @@ class Diff(NamedTuple):
     others: tuple[str, ...]
 
 
+def _path_of(name: str) -> str:
+    """The path of a Variable from the name of its array in an ``nnx.State`` that orbax wrote.
+
+    Example:
+        >>> _path_of("blocks.0.kernel.value")
+        'blocks.0.kernel'
+    """
+    return name.removesuffix(".value")
+
+
 class Matching:
     """The tensors of each Variable.
 
@@ -63,6 +73,7 @@ class Matching:
         renaming: renaming table.
         data: tensors by name.
         cast: whether dtypes may differ.
+        kept: paths of the state of random number generators, for which tensors are left out.
 
     Attributes:
         fillings: Variables with their tensors.
@@ -75,7 +86,9 @@ class Matching:
         renaming: Renaming,
         data: Mapping[str, WeightData],
         cast: bool,
+        kept: Set[str] = frozenset(),
     ):
+        self._kept = kept
         self._targets, self._renaming, self._cast = targets, renaming, cast
         self._paths = {name: target for target in targets.values() for name in target.names}
         self._shapes: list[Different] = []
@@ -98,10 +111,10 @@ class Matching:
         routes = self._renaming.routes(name)
         taken = not routes
         for route in routes:
-            target = self._paths.get(route.target)
+            target = self._paths.get(route.target) or self._paths.get(_path_of(route.target))
+            taken = taken or target is not None or _path_of(route.target) in self._kept
             if target is None:
                 continue
-            taken = True
             layers = self._given.setdefault(target.name, {})
             other = layers.setdefault(route.index or 0, (name, value, route))
             if other[0] != name and not _agree(other, (name, value, route)):

@@ -68,6 +68,11 @@ def targets(module: Any) -> dict[str, TargetVariable]:
     return {one.name: one for one in found.values()}
 
 
+def random_paths(module: Any) -> set[str]:
+    """The paths of the state of random number generators."""
+    return {path for path, _, variable in places(module) if isinstance(variable, nnx.RngState)}
+
+
 def places(module: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, owner, Variable) for every path in a module that leads to a Variable.
 

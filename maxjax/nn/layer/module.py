@@ -7,9 +7,10 @@ that changes while it runs: caches and random keys are arguments and results.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any
 
@@ -192,6 +193,13 @@ class Module(OfModule, Layer, StateDict, ABC):
         vars(self)[name] = value
         self._watch(name, lists)
         structure_changed()
+
+    def _mx_adopt(self) -> None:
+        """Registers attributes that were set past ``__setattr__``, as those of a frozen dataclass are."""
+        known = {*self._mx_locals, *self._mx_children, *self._mx_statics, *self._mx_shards}
+        for name in [n for n in vars(self) if n not in known and not n.startswith("_mx_")]:
+            if not isinstance(getattr(type(self), name, None), cached_property):
+                Module.__setattr__(self, name, vars(self)[name])
 
     def _claim(self, name: str, weight: Weight) -> str:
         """The local name under which ``weight`` is registered when assigned to ``name``."""
@@ -461,6 +469,13 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def _mx_names_below(self) -> call_stack.Names:
         return call_stack.Names(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        # Static values are shared, as by jax.tree.map: a copied function would change the treedef.
+        memo.update({id(value := vars(self)[name]): value for name in self._mx_statics})
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mx_cache": None, "_mx_assigned": {}, "_mx_marks": ()}

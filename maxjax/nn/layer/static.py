@@ -184,6 +184,10 @@ def _freeze_partial(value: functools.partial, where: str) -> tuple[Any, Hashable
     return value, (functools.partial, func, args, keywords)
 
 
+def _freeze_slice(value: slice, where: str) -> tuple[Any, Hashable]:
+    return value, (slice, freeze((value.start, value.stop, value.step), where)[1])
+
+
 def _freeze_namespace(value: types.SimpleNamespace, where: str) -> tuple[Any, Hashable]:
     return _freeze_fields(value, dict(vars(value)), where)
 
@@ -394,5 +398,5 @@ class _Identity:
 _FREEZERS = {
     list: _freeze_sequence, FrozenList: _freeze_sequence, tuple: _freeze_sequence,
     dict: _freeze_dict, FrozenDict: _freeze_dict, set: _freeze_set, frozenset: _freeze_set,
-    functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_namespace,
+    slice: _freeze_slice, functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_namespace,
 }  # fmt: skip

@@ -69,6 +69,7 @@ class Walk:
         """Visits the Modules from that index on, and all that these add."""
         while done < len(self.modules):
             module = self.modules[done]
+            module._mx_adopt()
             is_stack = not self._layers_only and module._mx_is_stack
             if is_stack:
                 self.stacked = True

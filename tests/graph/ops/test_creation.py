@@ -28,6 +28,7 @@ CPU = DeviceRef.CPU()
         ((range(3), DType.int32, CPU), np.int32([0, 1, 2])),
         ((Dim(3), DType.int32, CPU), np.int32(3)),
         ((np.float64(7), "float32", CPU), np.float32(7)),
+        ((1e10, DType.float16, CPU), np.float16(np.inf)),
     ],
 )
 def test_constant(args, want):

@@ -17,6 +17,7 @@ from tests.oracles.models import OracleModel
 from tests.oracles.recorded import recorded, torch
 
 nnx = pytest.importorskip("flax.nnx")
+orbax_checkpoint = pytest.importorskip("orbax.checkpoint")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
 
@@ -351,6 +352,20 @@ def test_three_tables_that_say_the_same(tmp_path):
 def test_a_module_s_own_names_need_no_table(tmp_path):
     model, other = MLP(rngs()), MLP(nnx.Rngs(5))
     load(other, saved(tmp_path / "m.safetensors", tensors(model)))
+    for key, value in snapshot(model).items():
+        if "rngs" not in key:
+            np.testing.assert_array_equal(snapshot(other)[key], value)
+
+
+def test_a_state_that_orbax_wrote(tmp_path):
+    model, other = MLP(rngs()), MLP(nnx.Rngs(5))
+    with orbax_checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(
+            tmp_path / "state", nnx.state(model)
+        )  # arrays at *.value, and those of Rngs
+    stream = other.drop.rngs.key[...]
+    load(other, tmp_path / "state")
+    assert other.drop.rngs.key[...] is stream
     for key, value in snapshot(model).items():
         if "rngs" not in key:
             np.testing.assert_array_equal(snapshot(other)[key], value)

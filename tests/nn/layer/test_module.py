@@ -355,6 +355,26 @@ def test_generic_and_properties():
     assert m(2) == 6 and m._gain == 3.0
 
 
+def test_frozen_dataclasses():
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Scaled(Module):
+        lin: Module
+        gain: float = 2.0
+
+        @functools.cached_property
+        def weight(self):
+            return self.lin.weight.value
+
+        def __call__(self, x):
+            return self.lin(x) * self.gain + self.weight.sum()
+
+    m = Scaled(fill(Lin()))
+    want = m(np.ones(3, np.float32))
+    again = jax.tree.map(lambda w: 2 * w, m)
+    assert list(m.raw_state_dict()) == ["lin.weight"] and again.gain == 2.0
+    np.testing.assert_allclose(again(np.ones(3, np.float32)), 2 * want)
+
+
 # -- pytree
 
 
@@ -423,10 +443,13 @@ def test_leaves_are_not_looked_at():
 
 def test_copies_and_pickles():
     m = fill(tied(False))
-    m.config = Config(3)
+    m.config, m.rows = Config(3), slice(1, 3)
     for clone in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         assert clone.head.weight is clone.embed.weight and clone.head.weight is not m.head.weight
         assert jax.tree.structure(clone) == jax.tree.structure(m)
+    m.function, m.other = jnp.tanh, types.MappingProxyType({})  # copies of them are unequal
+    clone = copy.deepcopy(m)
+    assert clone.function is jnp.tanh and jax.tree.structure(clone) == jax.tree.structure(m)
     shallow = copy.copy(m)
     shallow.extra = Lin()
     assert "extra" not in m.sublayers and shallow.head is m.head

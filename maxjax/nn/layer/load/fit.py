@@ -16,7 +16,8 @@ import numpy as np
 
 from ....driver import Buffer, DLPackArray
 from ....dtype import DType
-from ....graph.placement.arrays import put
+from ....graph.placement.arrays import put, sharding_of
+from ....graph.placement.stacking import without_leading
 from ....graph.quantization import QuantizationEncoding
 from ....graph.shape import Dim, Shape, StaticDim
 from ....graph.weight.weight import Weight
@@ -213,6 +214,21 @@ def final_shape(one: Fit) -> tuple[int, ...]:
     return tuple(int(d) for d in (one.dims if known else shape_of(one.value)))
 
 
+def sharding_for(one: Fit) -> Any:
+    """The Sharding of the value in logical order; None lets JAX choose.
+
+    It is that of the Weight, or else that to which its present value is committed, for example by
+    ``jax.device_put(model, sharding)``.
+    """
+    weight = one.weight
+    if weight.sharding is not None or weight.shape != list(final_shape(one)):
+        return weight.sharding
+    if weight.stored.home is None:
+        return sharding_of(weight.stored.leaf)
+    stack = weight.stored.home[0]
+    return without_leading(sharding_of(stack.leaf), len(stack.lead))
+
+
 def source(one: Fit) -> Source:
     """What a Destination has the value from: its boxes on disk, or all of it at once."""
     reshaped = one.as_bytes or one.loaded_shape is not None
@@ -232,7 +248,7 @@ def bytes_to_read(fits: Sequence[Fit]) -> int:
 
 def _share(one: Fit) -> float:
     """The part of a value that the devices of this process hold."""
-    sharding = one.weight.sharding
+    sharding = sharding_for(one)
     if sharding is None or sharding.is_fully_addressable:
         return 1.0
     shape = final_shape(one)
@@ -251,7 +267,7 @@ def destination(one: Fit, otherwise: Any = None) -> Destination:
         shape if stored.layout is None else stored.layout.shape(shape),
         jax.dtypes.canonicalize_dtype(one.dtype.np),
         [source(one)],
-        stored.leaf_sharding or otherwise,
+        stored.leaf_sharding or sharding_for(one) or otherwise,
         stored.layout,
         convert=lambda _, array: convert(one, array),
         elementwise=True,
@@ -266,7 +282,7 @@ def read_values(fits: Sequence[Fit]) -> list[Any]:
         CheckpointError: a file cannot be read.
     """
     by_device = [
-        is_spread(one.weight.sharding) and not is_on_device(one) or _is_cast(one) for one in fits
+        is_spread(sharding_for(one)) and not is_on_device(one) or _is_cast(one) for one in fits
     ]
     both = list(zip(fits, by_device, strict=True))
     read = read_all([one.value for one, split in both if is_lazy(one) and not split])
@@ -319,4 +335,4 @@ def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
     array = one.weight.stored.arranged(convert(one, array))
     if isinstance(array, np.ndarray) and read is None:
         array = np.array(array, copy=True, order="C")
-    return put(array, one.weight.stored.leaf_sharding, one.name)
+    return put(array, one.weight.stored.leaf_sharding or sharding_for(one), one.name)

@@ -19,7 +19,7 @@ from ....errors import OutOfMemoryError, UserInputError
 from ....graph.placement.arrays import default_device
 from ....graph.placement.specs import axis_of, held_bytes, mesh_of
 from ..place import plan_places
-from .fit import Fit, final_shape
+from .fit import Fit, final_shape, sharding_for
 
 # Smaller loads are not checked.
 SMALL_BYTES = 64 << 20
@@ -51,7 +51,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
 def _part(one: Fit) -> int:
     """The bytes of the weight that one device holds."""
     dims = final_shape(one)
-    sharding = one.weight.sharding
+    sharding = sharding_for(one)
     spread = isinstance(sharding, jax.sharding.NamedSharding)
     home = one.weight.stored.home
     held = held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
@@ -60,7 +60,7 @@ def _part(one: Fit) -> int:
 
 def _devices(fits: Iterable[Fit]) -> list[Any]:
     """The devices of this process that get any of the values."""
-    shardings = {one.weight.sharding for one in fits}
+    shardings = {sharding_for(one) for one in fits}
     found: dict[Any, None] = {}
     for sharding in shardings:
         devices = [default_device()] if sharding is None else sharding.addressable_devices
@@ -115,7 +115,7 @@ def _message(
 ) -> str:
     nbytes, one = largest
     shape = list(final_shape(one))
-    sharding = one.weight.sharding
+    sharding = sharding_for(one)
     part = shape if sharding is None else list(sharding.shard_shape(tuple(shape)))
     where = "the host" if device.platform == "cpu" else f"{device.platform}:{device.id}"
     text = (
@@ -131,7 +131,7 @@ def _message(
 def _changes(module: Any, fits: Sequence[Fit], need: int, free: int, on_host: bool) -> list[str]:
     """The smallest change of the mesh, and of the dtype, with which the load fits."""
     found = []
-    mesh = mesh_of([one.weight.sharding for one in fits])
+    mesh = mesh_of([sharding_for(one) for one in fits])
     if not on_host:
         shape = dict(mesh.shape) if mesh is not None else {"model": 1}
         axis = (axis_of(mesh, "model") if mesh is not None else None) or "model"

@@ -77,7 +77,7 @@ def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
         layer,
         shape=(*lead, *layer.shape),
         sources=[source(one) for one in fits],
-        sharding=sharding or _committed(fits),
+        sharding=sharding or with_leading(layer.sharding, len(lead)) or _committed(fits),
         axis=0,
         levels=len(lead),
         convert=lambda number, array: convert(fits[number], array),

@@ -493,6 +493,18 @@ def test_on_the_device_it_was_placed_on(disk, file, where):
         assert value.tobytes() == given[name].tobytes()
 
 
+def test_on_the_devices_of_the_values_before(file, where):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+    model = fill(Model(linears(3).stack(), head=Lin()))
+    moved = jax.device_put(model, rows)
+    given = values(model)
+    moved.load_state_dict(load_weights(file(given)))
+    assert [leaf.sharding for leaf in jax.tree.leaves(moved)] == [rows, rows]
+    for name, value in state(moved).items():
+        assert value.tobytes() == given[name].tobytes()
+
+
 def test_what_is_placed_nowhere_stays_free(where):
     stack = fill(linears(3).stack())
     assert not jax.tree.leaves(stack)[0].committed
