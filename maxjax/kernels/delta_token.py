@@ -58,11 +58,10 @@ def operation(definition: Callable[..., Any]) -> Operation:
     )
 
 
-def has_kernel(operands: Sequence[Any]) -> bool:
-    """Whether the operation takes operands of these types, and of known shapes."""
-    floats = all(a.dtype in FLOATS for a in operands[:_CONV])
-    states = all(a.dtype == jnp.float32 for a in operands[_CONV:_LAYER])
-    return floats and states and all(isinstance(n, int) for a in operands for n in a.shape)
+def has_kernel(floats: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Whether the operation takes operands and states of these types, and of known shapes."""
+    right = all(a.dtype in FLOATS for a in floats) and all(a.dtype == jnp.float32 for a in states)
+    return right and all(isinstance(n, int) for a in (*floats, *states) for n in a.shape)
 
 
 def _types(_: Delta, x: Any, gate: Any, *rest: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from ...kernels.delta_token import Delta, has_kernel, operation
 from ...nn.activation import activation
 from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
 from ...nn.kv_cache.recurrent import Recurrent
+from ...nn.layer import hooks
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv, causal_conv
 from ...nn.ssm.delta import delta_chunks, delta_step
@@ -204,66 +205,74 @@ class GatedDelta(RecurrentMixer):
             heads = (x.shape[0], self.value_heads)
             delta = jnp.zeros((*heads, self.key_dim, self.value_dim), jnp.float32)
             states = {"delta": delta}
-        y, new = _tokens(
-            self._sizes, [mixed, *rest], self._numbers(), states, counts,
-            activation(self.hidden_act), self.by_heads,
-        )  # fmt: skip
+        parts = _Parts(self.conv1d, activation(self.hidden_act), self.norm, self.by_heads)
+        rates = (jnp.asarray(self.A_log), jnp.asarray(self.dt_bias))
+        y, new = _tokens(self.key_heads, [mixed, *rest], rates, states, counts, parts)
         return self.out_proj(y.reshape(*x.shape[:2], -1)), new
 
     def mix_in_place(
         self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
     ) -> tuple[jax.Array, Recurrent] | None:
-        """As :meth:`RecurrentMixer.mix_in_place`, off meshes."""
-        if self._split(x.shape[0], self.value_heads)[0] is not None or self.hidden_act != "silu":
+        """As :meth:`RecurrentMixer.mix_in_place`, off meshes; hooks want to see the parts apart."""
+        names = ("conv", "delta")
+        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
+        taps, *rest = map(jnp.asarray, weights)
+        stacks = [states.arrays[name] for name in names]
+        if (
+            self._split(x.shape[0], self.value_heads)[0] is not None
+            or self.hidden_act != "silu"
+            or not hooks.is_plain()
+            or not has_kernel([x, taps, *rest], stacks)
+        ):
             return None
         projected = [a[:, 0] for a in self.project(x)]
-        names = ("conv", "delta")
         used = jnp.ones(x.shape[:1], jnp.int32) if counts is None else counts.astype(jnp.int32)
-        stacks = [states.arrays[name] for name in names]
-        number = jnp.asarray(number, jnp.int32)
-        operands = [*projected, *self._numbers(), *stacks, number, used]
-        if not has_kernel(operands):
-            return None
-        y, *after = _OPERATION(operands, self._sizes)
+        operands = [*projected, taps[:, 0], *rest, *stacks, jnp.asarray(number, jnp.int32), used]
+        y, *after = _OPERATION(operands, Delta(self.key_heads, self.norm.epsilon))
         y = self.out_proj(y.reshape(*x.shape[:2], -1))
         return y, Recurrent(dict(zip(names, after, strict=True)))
 
-    @property
-    def _sizes(self) -> Delta:
-        return Delta(self.key_heads, self.norm.epsilon)
 
-    def _numbers(self) -> list[jax.Array]:
-        """The weights of the convolution ``[C, K]``, those of the decay ``[H]``, and of the norm ``[Dv]``."""
-        taps, *rest = map(
-            jnp.asarray, (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        )
-        return [taps[:, 0], *rest]
+class _Parts(NamedTuple):
+    """What a layer computes its tokens with.
+
+    Attributes:
+        conv: the convolution: inputs, last inputs and counts → results and last inputs.
+        act: the activation function after it.
+        norm: the norm: results and gates → results.
+        by_heads: what runs a recurrence, as :meth:`RecurrentMixer.by_heads`.
+    """
+
+    conv: Callable[..., Any]
+    act: Callable[..., Any]
+    norm: Callable[..., Any]
+    by_heads: Callable[..., Any]
 
 
 def _tokens(
-    sizes: Delta, projected: Sequence[jax.Array], numbers: Sequence[jax.Array],
-    states: Mapping[str, jax.Array], counts: jax.Array | None, act: Callable[..., Any], by_heads: Any,
+    key_heads: int, projected: Sequence[jax.Array], rates: Sequence[jax.Array],
+    states: Mapping[str, jax.Array], counts: jax.Array | None, parts: _Parts,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
     """What a layer does between its projections: ``[B, T, H, Dv]`` and the states after.
 
     Args:
-        sizes: G, and the norm's number.
-        projected, numbers: results of :meth:`GatedDelta.project` and of its ``_numbers``.
+        key_heads: G.
+        projected: results of :meth:`GatedDelta.project`.
+        rates: ``A_log`` and ``dt_bias``.
         states: "delta", and "conv" if there were tokens before.
         counts: as of :meth:`RecurrentMixer.mix`.
-        act: the activation function after the convolution.
-        by_heads: what runs a recurrence, as :meth:`RecurrentMixer.by_heads`.
+        parts: what is computed between.
     """
-    (mixed, gate, share, decay), (taps, rate, offset, weight) = projected, numbers
+    mixed, gate, share, decay = projected
     batch, length, _ = mixed.shape
-    delta = states["delta"]
+    dtype, delta = mixed.dtype, states["delta"]
     heads, key_dim = delta.shape[1:3]
-    given, (mixed, conv) = mixed.dtype, causal_conv(mixed, taps, None, states.get("conv"), counts)
-    keys = sizes.key_heads * key_dim
-    q, k, v = jnp.split(act(mixed), (keys, 2 * keys), axis=-1)
+    mixed, conv = parts.conv(mixed, states.get("conv"), counts)
+    keys = key_heads * key_dim
+    q, k, v = jnp.split(parts.act(mixed), (keys, 2 * keys), axis=-1)
     q, k = (a.reshape(batch, length, -1, key_dim) for a in (q, k))
-    q, k = (jnp.repeat(_unit(a), heads // sizes.key_heads, axis=2) for a in (q, k))
-    rate, offset = (w.astype(jnp.float32)[None, None] for w in (rate, offset))
+    q, k = (jnp.repeat(_unit(a), heads // key_heads, axis=2) for a in (q, k))
+    rate, offset = (w.astype(jnp.float32)[None, None] for w in rates)
     g = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
     beta = jax.nn.sigmoid(share.astype(jnp.float32))
     if counts is not None:  # padding changes no state
@@ -272,22 +281,27 @@ def _tokens(
     operands = (q * key_dim**-0.5, k, v.reshape(batch, length, heads, -1), g, beta)
     if length == 1:
         now = (*(a[:, 0] for a in operands), delta)
-        y, delta = by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
+        y, delta = parts.by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
         y = y[:, None]
     else:
         all_ = (*operands, delta)
-        y, delta = by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
-    y = gated_norm(y, gate, weight, sizes.epsilon).astype(given)
-    return y, {"conv": conv, "delta": delta}
+        y, delta = parts.by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
+    return parts.norm(y, gate).astype(dtype), {"conv": conv, "delta": delta}
 
 
-def _token(sizes: Delta, *operands: jax.Array) -> list[jax.Array]:
+def _token(static: Delta, *operands: jax.Array) -> list[jax.Array]:
     """:func:`_tokens` of one token, as ``kernels/delta_token.py`` describes it."""
-    *of_layer, conv, delta, layer, used = operands
-    projected, numbers = [a[:, None] for a in of_layer[:4]], of_layer[4:]
+    *projected, taps, rate, offset, weight, conv, delta, layer, used = operands
     states = Recurrent({"conv": conv, "delta": delta})
-    run = lambda f, operands, *_: f(*operands)
-    y, new = _tokens(sizes, projected, numbers, states.at(layer), used, jax.nn.silu, run)
+    parts = _Parts(
+        lambda x, *rest: causal_conv(x, taps, None, *rest),
+        jax.nn.silu,
+        lambda y, gate: gated_norm(y, gate, weight, static.epsilon),
+        lambda run, now, *_: run(*now),
+    )
+    y, new = _tokens(
+        static.key_heads, [a[:, None] for a in projected], (rate, offset), states.at(layer), used, parts
+    )  # fmt: skip
     y = jnp.where((used > 0)[:, None, None], y[:, 0], 0)
     return [y, *states.replaced(layer, new, used > 0).arrays.values()]
 
