@@ -104,6 +104,16 @@ class Delta(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Ssd(ctypes.Structure):
+    """maxjax::Ssd."""
+
+    _fields_ = [
+        ("x", ctypes.c_uint64), ("kept", ctypes.c_float), ("b", ctypes.c_uint64),
+        ("c", ctypes.c_uint64), ("state", ctypes.c_uint64), ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64), ("y", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
 def compiled(level: str) -> bytes:
     """A program for ARM with no more in it than the level; it begins at the level's table."""
     found = importlib.util.spec_from_file_location("build", CPU / "build.py")
@@ -513,6 +523,26 @@ def check_delta(machine: Machine, rng: np.random.Generator) -> str:
     return f"{count} heads: {worst:.1e}"
 
 
+def check_ssd(machine: Machine, rng: np.random.Generator) -> str:
+    """Mamba 2's recurrence of a head, whole vectors and not."""
+    worst, count = 0.0, 0
+    for rows, size in itertools.product((1, 5, 64), (1, 4, 7, 16, 37, 128)):
+        b, c = rng.standard_normal((2, size)).astype("f4")
+        x, state = (rng.standard_normal(n).astype("f4") for n in (rows, (rows, size)))
+        with machine.room():
+            at, to = machine.put(state), machine.put(x)
+            of = Ssd(machine.put(x), 0.75, *map(machine.put, (b, c)), at, rows, size, to)
+            machine.call("ssd", of)
+            y, after = machine.get(to, x), machine.get(at, state)
+        exact = 0.75 * state.astype("f8") + np.outer(x, b)
+        scale = np.maximum(1, np.abs(exact) @ np.abs(c))
+        worst = max(worst, float((np.abs(y - exact @ c) / scale).max()))
+        worst = max(worst, float(np.abs(after - exact).max()))
+        count += 1
+    assert worst <= 4e-6, worst
+    return f"{count} heads: {worst:.1e}"
+
+
 def check_not_numbers(machine: Machine, rng: np.random.Generator) -> str:
     """A NaN reaches every result that it is part of, and no other; an infinity has its cap."""
     x, w = rng.standard_normal((6, PAD)).astype("f4"), rng.standard_normal((9, PAD)).astype("f4")
@@ -541,6 +571,7 @@ CHECKS: dict[str, Callable[[Machine, np.random.Generator], str]] = {
     "exp": check_exp,
     "attend": check_attend,
     "delta rule": check_delta,
+    "state space": check_ssd,
     "NaN and Inf": check_not_numbers,
 }
 

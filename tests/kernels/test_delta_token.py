@@ -5,9 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax.kernels import native
 from maxjax.kernels.delta_token import Delta
+from maxjax.models import Qwen35, Qwen35Config
 from maxjax.models.decoder import gated_delta
+from maxjax.models.decoder.mixer import GatedNorm
+from maxjax.models.decoder.step import Step
+from maxjax.nn.kv_cache.recurrent import Recurrent
+from maxjax.nn.layer import layer_hook
+from maxjax.nn.ssm.convolution import CausalConv
 
 STACKS = (8, 9)
 
@@ -124,3 +131,30 @@ def test_a_divided_batch_is_not_gathered():
     text = str(program.lower(static, *there).compile().as_text())
     assert "maxjax_delta" in text and "all-gather" not in text
     close(program(static, *there), program(static, *given), "float32")
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_layer_has_it_for_one_token_and_where_nobody_looks_at_its_parts(length):
+    config = Qwen35Config(
+        16, 8, 8, num_layers=1, num_heads=1, linear=(True,), linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=6,
+    )  # fmt: skip
+    layer = maxjax.init(Qwen35(config), jax.random.key(0)).unstack().model.layers[0].linear_attn
+    rng = np.random.default_rng(0)
+    arrays = {"conv": (1, 2, 3, 20), "delta": (1, 2, 2, 4, 6)}
+    before = Recurrent({n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in arrays.items()})
+    x = jnp.asarray(rng.normal(size=(2, length, 8)), jnp.float32)
+    step = Step(jnp.zeros(2, jnp.int32), jnp.array([1, 0]), {})
+
+    def call(layer, x):
+        return layer(x, step, {"linear": before}, 0)
+
+    assert ("maxjax_delta" in jax.jit(call).lower(layer, x).as_text()) == (length == 1)
+    y, after = jax.jit(call)(layer, x)
+    seen = []
+    with layer_hook(lambda of, *_: seen.append(type(of))):
+        apart, other = jax.jit(lambda *a: call(*a))(layer, x)
+    assert {CausalConv, GatedNorm} <= set(seen)
+    np.testing.assert_allclose(y[0, 0], apart[0, 0], atol=2e-5)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)

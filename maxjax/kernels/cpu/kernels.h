@@ -113,6 +113,17 @@ struct Delta {
   float* y;
 };
 
+// One token of Mamba 2's recurrence for one head, with its state S [rows, size]:
+//   S = kept S + x b^T,  y = S c
+struct Ssd {
+  const float* x;
+  float kept;
+  const float *b, *c;
+  float* state;
+  int64_t rows, size;
+  float* y;
+};
+
 // The instruction sets that a level needs.
 struct Cpu {
   bool avx2;    // with FMA and F16C
@@ -144,6 +155,7 @@ struct Level {
   void (*delta)(const Delta& of);
   // x / (1 + exp(-x)) in place; `padded` is a multiple of kPad.
   void (*silu)(float* x, int64_t padded);
+  void (*ssd)(const Ssd& of);
 };
 
 // Up to this number of tokens each row of weights is read once and used for all tokens.

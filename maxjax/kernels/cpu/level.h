@@ -4,6 +4,7 @@
 #include "product.h"
 #include "attend.h"
 #include "delta.h"
+#include "ssd.h"
 #include "packed.h"
 
 namespace {
@@ -23,5 +24,5 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
   extern const Level level_##name;                                                      \
   const Level level_##name = {#name, maxjax::Cpu __VA_ARGS__, kPairs, in_order, widen,         \
                               narrow_row, product, attend, combine, packed_product, quantise, \
-                              delta, silu};                                                    \
+                              delta, silu, ssd};                                               \
   }
