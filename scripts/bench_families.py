@@ -48,12 +48,16 @@ class Family:
         settings: content of ``config.json`` beside :data:`COMMON`.
         period: layers after which the kinds repeat.
         first: name of the setting that says how many layers are of another kind before the others.
+        kinds: the kinds of the layers of a period, where the configuration lists them,
+        listed: and the setting that does.
     """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     period: int = 1
     first: str = ""
+    kinds: tuple[str, ...] = ()
+    listed: str = "layer_types"
 
 
 COMMON = {
@@ -74,6 +78,14 @@ ROWS = [
     Family("DeepseekV2", {**_MOE, **_LATENT, "n_routed_experts": 32}, 1, "first_k_dense_replace"),
     Family("Qwen3Next", {**_MOE, **_DELTA, "num_experts": 32, "shared_expert_intermediate_size": 384}, 4),
     Family("Qwen35", _DELTA, 4),
+    Family("LFM2", {}, 4, kinds=("conv", "conv", "full_attention", "conv")),
+    Family("Mamba2", {"num_heads": 24, "n_groups": 1}),
+    Family("FalconH1", {"mamba_n_heads": 12, "mamba_d_head": 64, "mamba_d_ssm": 768, "mamba_d_state": 128}),
+    Family("GraniteHybrid", {"num_local_experts": 0, "mamba_n_heads": 24, "mamba_d_state": 128,
+                             "shared_intermediate_size": 2048, "attention_multiplier": 0.125},
+           4, kinds=("mamba", "mamba", "attention", "mamba")),
+    Family("NemotronH", {"mamba_num_heads": 24, "n_groups": 1},
+           4, kinds=("linear_attention", "mlp", "full_attention", "mlp"), listed="layers_block_type"),
 ]  # fmt: skip
 
 
@@ -93,6 +105,8 @@ def of(row: Family, each: int, small: dict[str, Any]) -> tuple[dict[str, Any], i
         settings["layer_types"] = [
             "sliding_attention" if one else "full_attention" for one in slides
         ]
+    if row.kinds:
+        settings[row.listed] = [*row.kinds] * each
     return settings | ({row.first: each} if row.first else {}), layers
 
 

@@ -94,6 +94,26 @@ class Attend(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Delta(ctypes.Structure):
+    """maxjax::Delta."""
+
+    _fields_ = [
+        ("q", ctypes.c_uint64), ("k", ctypes.c_uint64), ("v", ctypes.c_uint64),
+        ("kept", ctypes.c_float), ("beta", ctypes.c_float), ("state", ctypes.c_uint64),
+        ("key_dim", ctypes.c_int64), ("value_dim", ctypes.c_int64), ("y", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Ssd(ctypes.Structure):
+    """maxjax::Ssd."""
+
+    _fields_ = [
+        ("x", ctypes.c_uint64), ("kept", ctypes.c_float), ("b", ctypes.c_uint64),
+        ("c", ctypes.c_uint64), ("state", ctypes.c_uint64), ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64), ("y", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
 def compiled(level: str) -> bytes:
     """A program for ARM with no more in it than the level; it begins at the level's table."""
     found = importlib.util.spec_from_file_location("build", CPU / "build.py")
@@ -475,6 +495,54 @@ def check_attend(machine: Machine, rng: np.random.Generator) -> str:
     return f"{count} parts: {worst:.1e} beside values of about 1"
 
 
+def check_delta(machine: Machine, rng: np.random.Generator) -> str:
+    """The delta rule of a head, whole vectors and not, and SiLU."""
+    worst, count = 0.0, 0
+    for key_dim, value_dim in itertools.product((1, 5, 64), (1, 4, 7, 16, 37, 64)):
+        q, k = rng.standard_normal((2, key_dim)).astype("f4") / np.float32(key_dim**0.5)
+        v = rng.standard_normal(value_dim).astype("f4")
+        state = rng.standard_normal((key_dim, value_dim)).astype("f4")
+        with machine.room():
+            at, to = machine.put(state), machine.put(v)
+            machine.call("delta", Delta(
+                *map(machine.put, (q, k, v)), 0.75, 0.5, at, key_dim, value_dim, to
+            ))  # fmt: skip
+            y, after = machine.get(to, v), machine.get(at, state)
+        exact = 0.75 * state.astype("f8")
+        exact += np.outer(k, 0.5 * (v - exact.T @ k))
+        worst = max(worst, float(np.abs(after - exact).max()), float(np.abs(y - exact.T @ q).max()))
+        count += 1
+    x = np.append(rng.standard_normal(PAD - 4) * 20, [0, -200, 200, np.nan]).astype("f4")
+    with machine.room():
+        at = machine.put(x)
+        machine.call("silu", at, x.size)
+        found = machine.get(at, x)
+    exact = x / (1 + np.exp(-np.clip(x.astype("f8"), -700, 700)))
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-30)
+    assert worst <= 4e-6, worst
+    return f"{count} heads: {worst:.1e}"
+
+
+def check_ssd(machine: Machine, rng: np.random.Generator) -> str:
+    """Mamba 2's recurrence of a head, whole vectors and not."""
+    worst, count = 0.0, 0
+    for rows, size in itertools.product((1, 5, 64), (1, 4, 7, 16, 37, 128)):
+        b, c = rng.standard_normal((2, size)).astype("f4")
+        x, state = (rng.standard_normal(n).astype("f4") for n in (rows, (rows, size)))
+        with machine.room():
+            at, to = machine.put(state), machine.put(x)
+            of = Ssd(machine.put(x), 0.75, *map(machine.put, (b, c)), at, rows, size, to)
+            machine.call("ssd", of)
+            y, after = machine.get(to, x), machine.get(at, state)
+        exact = 0.75 * state.astype("f8") + np.outer(x, b)
+        scale = np.maximum(1, np.abs(exact) @ np.abs(c))
+        worst = max(worst, float((np.abs(y - exact @ c) / scale).max()))
+        worst = max(worst, float(np.abs(after - exact).max()))
+        count += 1
+    assert worst <= 4e-6, worst
+    return f"{count} heads: {worst:.1e}"
+
+
 def check_not_numbers(machine: Machine, rng: np.random.Generator) -> str:
     """A NaN reaches every result that it is part of, and no other; an infinity has its cap."""
     x, w = rng.standard_normal((6, PAD)).astype("f4"), rng.standard_normal((9, PAD)).astype("f4")
@@ -502,6 +570,8 @@ CHECKS: dict[str, Callable[[Machine, np.random.Generator], str]] = {
     "below 2^-126": check_small,
     "exp": check_exp,
     "attend": check_attend,
+    "delta rule": check_delta,
+    "state space": check_ssd,
     "NaN and Inf": check_not_numbers,
 }
 

@@ -22,7 +22,10 @@ from ..native_library import library_path as path
 
 _LOG = logging.getLogger("maxjax")
 
-TARGETS = ("maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention", "maxjax_heads")
+TARGETS = (
+    "maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention", "maxjax_heads", "maxjax_delta",
+    "maxjax_ssd",
+)  # fmt: skip
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.strategy import Segment, ShardingStrategy
-from ..nn.linear import Linear, linear_rules
+from ..nn.linear import Linear, linear_rules, linears
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import own
@@ -66,8 +66,10 @@ class Qwen3NextDelta(GatedDelta):
         """As :meth:`GatedDelta.project`."""
         lead, values = x.shape[:-1], self.value_heads // self.key_heads * self.value_dim
         both, rest = (
-            layer(x).astype(x.dtype).reshape(*lead, self.key_heads, width)
-            for layer, width in zip((self.in_proj_qkvz, self.in_proj_ba), self.widths, strict=True)
+            y.astype(x.dtype).reshape(*lead, self.key_heads, width)
+            for y, width in zip(
+                linears([self.in_proj_qkvz, self.in_proj_ba], x), self.widths, strict=True
+            )
         )
         ends = (self.key_dim, 2 * self.key_dim, 2 * self.key_dim + values)
         q, k, v, z = jnp.split(both, ends, axis=-1)

@@ -35,6 +35,8 @@ SOURCES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "handlers.cc": [],
         "packed_handler.cc": [],
+        "delta_handler.cc": [],
+        "ssd_handler.cc": [],
         "level_portable.cc": [],
         "level_avx2.cc": _AVX2,
         "level_avxvnni.cc": [*_AVX2, "-mavxvnni"],
@@ -51,6 +53,8 @@ SOURCES: dict[str, dict[str, list[str]]] = {
     "aarch64": {
         "handlers.cc": [],
         "packed_handler.cc": [],
+        "delta_handler.cc": [],
+        "ssd_handler.cc": [],
         "level_portable.cc": [],
         "level_neon.cc": [],
         "level_neondot.cc": ["-march=armv8.2-a+dotprod"],
@@ -60,7 +64,8 @@ SOURCES: dict[str, dict[str, list[str]]] = {
     },
 }
 _OTHER = {
-    "handlers.cc": [], "packed_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
+    "handlers.cc": [], "packed_handler.cc": [], "delta_handler.cc": [], "ssd_handler.cc": [],
+    "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
 }  # fmt: skip
 # zig names instruction sets by processor.
 _ZIG = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}

@@ -103,6 +103,27 @@ struct Combined {
   int64_t y_stride;
 };
 
+// One token of the gated delta rule for one head, with its state S [key_dim, value_dim]:
+//   change = beta (v - kept S^T k),  y = kept S^T q + (q . k) change,  S = kept S + k change^T
+struct Delta {
+  const float *q, *k, *v;
+  float kept, beta;
+  float* state;
+  int64_t key_dim, value_dim;
+  float* y;
+};
+
+// One token of Mamba 2's recurrence for one head, with its state S [rows, size]:
+//   S = kept S + x b^T,  y = S c
+struct Ssd {
+  const float* x;
+  float kept;
+  const float *b, *c;
+  float* state;
+  int64_t rows, size;
+  float* y;
+};
+
 // The instruction sets that a level needs.
 struct Cpu {
   bool avx2;    // with FMA and F16C
@@ -131,6 +152,10 @@ struct Level {
   void (*packed_product)(const PackedRows& rows);
   // Quantises a row of floats, padded with zeros to a multiple of 256, for `packed_product`.
   void (*quantise)(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums);
+  void (*delta)(const Delta& of);
+  // x / (1 + exp(-x)) in place; `padded` is a multiple of kPad.
+  void (*silu)(float* x, int64_t padded);
+  void (*ssd)(const Ssd& of);
 };
 
 // Up to this number of tokens each row of weights is read once and used for all tokens.

@@ -3,6 +3,8 @@
 #pragma once
 #include "product.h"
 #include "attend.h"
+#include "delta.h"
+#include "ssd.h"
 #include "packed.h"
 
 namespace {
@@ -21,5 +23,6 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
   namespace maxjax {                                                                    \
   extern const Level level_##name;                                                      \
   const Level level_##name = {#name, maxjax::Cpu __VA_ARGS__, kPairs, in_order, widen,         \
-                              narrow_row, product, attend, combine, packed_product, quantise}; \
+                              narrow_row, product, attend, combine, packed_product, quantise, \
+                              delta, silu, ssd};                                               \
   }

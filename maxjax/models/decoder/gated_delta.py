@@ -8,9 +8,9 @@ Source: arXiv:2412.06464; transformers' ``Qwen3NextGatedDeltaNet``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.weight.weight import Weight
+from ...kernels.delta_token import Delta, has_kernel, operation
 from ...nn.activation import activation
 from ...nn.kv_cache.kinds import KeysValues, Shared, State, States
+from ...nn.kv_cache.recurrent import Recurrent
+from ...nn.layer import hooks
 from ...nn.linear import Linear, linear_rules
-from ...nn.ssm.convolution import CausalConv
+from ...nn.ssm.convolution import CausalConv, causal_conv
 from ...nn.ssm.delta import delta_chunks, delta_step
 from ..config import setting
 from .attention import DecoderAttention
@@ -38,7 +41,7 @@ from .config import (
     layers_of,
     own,
 )
-from .mixer import GatedNorm, RecurrentMixer
+from .mixer import GatedNorm, RecurrentMixer, gated_norm
 
 _KINDS = {"linear_attention": True, "full_attention": False}
 
@@ -195,44 +198,115 @@ class GatedDelta(RecurrentMixer):
         self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As :meth:`RecurrentMixer.mix`; the states are "conv" and "delta"."""
-        batch, length, _ = x.shape
-        mixed, gate, share, decay = self.project(x)
+        mixed, *rest = self.project(x)
         # Shards of the projections do not end where queries, keys and values do.
         mixed = replicate_last_axis(mixed, self.out_proj.weight, 1)
-        mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
-        mixed = activation(self.hidden_act)(mixed)
-        keys = self.key_heads * self.key_dim
-        q, k, v = (
-            a.reshape(batch, length, -1, width)
-            for a, width in zip(
-                jnp.split(mixed, (keys, 2 * keys), axis=-1),
-                (self.key_dim, self.key_dim, self.value_dim), strict=True,
-            )
-        )  # fmt: skip
-        each = self.value_heads // self.key_heads
-        q, k = (jnp.repeat(_unit(a), each, axis=2) for a in (q, k))
-        rate, offset = (
-            jnp.asarray(w).astype(jnp.float32)[None, None] for w in (self.A_log, self.dt_bias)
-        )
-        g = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
-        beta = jax.nn.sigmoid(share.astype(jnp.float32))
-        if counts is not None:  # padding changes no state
-            real = jnp.arange(length, dtype=jnp.int32)[None] < counts[:, None]
-            g, beta = (jnp.where(real[..., None], a, 0) for a in (g, beta))
         if states is None:
-            delta = jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
-        else:
-            delta = states["delta"]
-        operands = (q * self.key_dim**-0.5, k, v, g, beta)
-        if length == 1:
-            now = (*(a[:, 0] for a in operands), delta)
-            y, delta = self.by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
-            y = y[:, None]
-        else:
-            all_ = (*operands, delta)
-            y, delta = self.by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
-        y = self.norm(y, gate).astype(x.dtype).reshape(batch, length, -1)
-        return self.out_proj(y), {"conv": conv, "delta": delta}
+            heads = (x.shape[0], self.value_heads)
+            delta = jnp.zeros((*heads, self.key_dim, self.value_dim), jnp.float32)
+            states = {"delta": delta}
+        parts = _Parts(self.conv1d, activation(self.hidden_act), self.norm, self.by_heads)
+        rates = (jnp.asarray(self.A_log), jnp.asarray(self.dt_bias))
+        y, new = _tokens(self.key_heads, [mixed, *rest], rates, states, counts, parts)
+        return self.out_proj(y.reshape(*x.shape[:2], -1)), new
+
+    def mix_in_place(
+        self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
+    ) -> tuple[jax.Array, Recurrent] | None:
+        """As :meth:`RecurrentMixer.mix_in_place`, off meshes; hooks want to see the parts apart."""
+        names = ("conv", "delta")
+        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
+        taps, *rest = map(jnp.asarray, weights)
+        stacks = [states.arrays[name] for name in names]
+        if (
+            self._split(x.shape[0], self.value_heads)[0] is not None
+            or self.hidden_act != "silu"
+            or not hooks.is_plain()
+            or not has_kernel([x, taps, *rest], stacks)
+        ):
+            return None
+        projected = [a[:, 0] for a in self.project(x)]
+        used = jnp.ones(x.shape[:1], jnp.int32) if counts is None else counts.astype(jnp.int32)
+        operands = [*projected, taps[:, 0], *rest, *stacks, jnp.asarray(number, jnp.int32), used]
+        y, *after = _OPERATION(operands, Delta(self.key_heads, self.norm.epsilon))
+        y = self.out_proj(y.reshape(*x.shape[:2], -1))
+        return y, Recurrent(dict(zip(names, after, strict=True)))
+
+
+class _Parts(NamedTuple):
+    """What a layer computes its tokens with.
+
+    Attributes:
+        conv: the convolution: inputs, last inputs and counts → results and last inputs.
+        act: the activation function after it.
+        norm: the norm: results and gates → results.
+        by_heads: what runs a recurrence, as :meth:`RecurrentMixer.by_heads`.
+    """
+
+    conv: Callable[..., Any]
+    act: Callable[..., Any]
+    norm: Callable[..., Any]
+    by_heads: Callable[..., Any]
+
+
+def _tokens(
+    key_heads: int, projected: Sequence[jax.Array], rates: Sequence[jax.Array],
+    states: Mapping[str, jax.Array], counts: jax.Array | None, parts: _Parts,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """What a layer does between its projections: ``[B, T, H, Dv]`` and the states after.
+
+    Args:
+        key_heads: G.
+        projected: results of :meth:`GatedDelta.project`.
+        rates: ``A_log`` and ``dt_bias``.
+        states: "delta", and "conv" if there were tokens before.
+        counts: as of :meth:`RecurrentMixer.mix`.
+        parts: what is computed between.
+    """
+    mixed, gate, share, decay = projected
+    batch, length, _ = mixed.shape
+    dtype, delta = mixed.dtype, states["delta"]
+    heads, key_dim = delta.shape[1:3]
+    mixed, conv = parts.conv(mixed, states.get("conv"), counts)
+    keys = key_heads * key_dim
+    q, k, v = jnp.split(parts.act(mixed), (keys, 2 * keys), axis=-1)
+    q, k = (a.reshape(batch, length, -1, key_dim) for a in (q, k))
+    q, k = (jnp.repeat(_unit(a), heads // key_heads, axis=2) for a in (q, k))
+    rate, offset = (w.astype(jnp.float32)[None, None] for w in rates)
+    g = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
+    beta = jax.nn.sigmoid(share.astype(jnp.float32))
+    if counts is not None:  # padding changes no state
+        real = jnp.arange(length, dtype=jnp.int32)[None] < counts[:, None]
+        g, beta = (jnp.where(real[..., None], a, 0) for a in (g, beta))
+    operands = (q * key_dim**-0.5, k, v.reshape(batch, length, heads, -1), g, beta)
+    if length == 1:
+        now = (*(a[:, 0] for a in operands), delta)
+        y, delta = parts.by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
+        y = y[:, None]
+    else:
+        all_ = (*operands, delta)
+        y, delta = parts.by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
+    return parts.norm(y, gate).astype(dtype), {"conv": conv, "delta": delta}
+
+
+def _token(static: Delta, *operands: jax.Array) -> list[jax.Array]:
+    """:func:`_tokens` of one token, as ``kernels/delta_token.py`` describes it."""
+    *projected, taps, rate, offset, weight, conv, delta, layer, used = operands
+    states = Recurrent({"conv": conv, "delta": delta})
+    parts = _Parts(
+        lambda x, *rest: causal_conv(x, taps, None, *rest),
+        jax.nn.silu,
+        lambda y, gate: gated_norm(y, gate, weight, static.epsilon),
+        lambda run, now, *_: run(*now),
+    )
+    y, new = _tokens(
+        static.key_heads, [a[:, None] for a in projected], (rate, offset), states.at(layer), used, parts
+    )  # fmt: skip
+    y = jnp.where((used > 0)[:, None, None], y[:, 0], 0)
+    return [y, *states.replaced(layer, new, used > 0).arrays.values()]
+
+
+_OPERATION = operation(_token)
 
 
 def _unit(x: jax.Array) -> jax.Array:

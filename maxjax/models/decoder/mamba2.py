@@ -9,7 +9,7 @@ the state, K taps, C = I + 2 G N channels of the convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,8 +22,10 @@ from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
+from ...kernels.ssd_token import has_kernel, operation
 from ...nn.activation import activation
 from ...nn.kv_cache.kinds import State, States
+from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.ssd import ssd_chunks, ssd_step
@@ -221,8 +223,55 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As :meth:`RecurrentMixer.mix`; the states are "conv" and "ssm"."""
         of, (batch, length, _) = self.settings, x.shape
+        if states is None:
+            ssm = jnp.zeros((batch, of.heads, of.head_dim, of.state_size), jnp.float32)
+        else:
+            ssm = states["ssm"]
+
+        def recur(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if length > 1:
+                all_ = (*operands, ssm)
+                return self.by_heads(ssd_chunks, all_, [2] * 4 + [1], [(4, 2), (4, 1)])
+            now = (*(a[:, 0] for a in operands), ssm)
+            y, after = self.by_heads(ssd_step, now, [1] * 5, [(3, 1), (4, 1)])
+            return y[:, None], after
+
+        y, conv, after = self._around(x, None if states is None else states["conv"], counts, recur)
+        return y, {"conv": conv, "ssm": after}
+
+    def mix_in_place(
+        self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
+    ) -> tuple[jax.Array, Recurrent] | None:
+        """As :meth:`RecurrentMixer.mix_in_place`, off meshes."""
+        batch, ssm = x.shape[0], states.arrays["ssm"]
+        if self._split(batch, self.settings.heads)[0] is not None or not has_kernel(ssm):
+            return None
+        used = jnp.ones(batch, jnp.int32) if counts is None else counts.astype(jnp.int32)
+
+        def recur(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+            now = [a[:, 0].astype(jnp.float32) for a in operands]
+            y, after = _OPERATION([*now, ssm, jnp.asarray(number, jnp.int32), used], None)
+            return y[:, None], after
+
+        kept = Recurrent({"conv": states.arrays["conv"]})
+        y, conv, after = self._around(x, kept.at(number)["conv"], counts, recur)
+        kept = kept.replaced(number, {"conv": conv}, None if counts is None else counts > 0)
+        return y, Recurrent({**kept.arrays, "ssm": after})
+
+    def _around(
+        self, x: jax.Array, last: jax.Array | None, counts: jax.Array | None,
+        recur: Callable[..., tuple[jax.Array, jax.Array]],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        """The layer's result, the convolution's last inputs, and the states that ``recur`` gives.
+
+        Args:
+            x, counts: as of :meth:`mix`.
+            last: the convolution's last inputs before.
+            recur: what runs the recurrence: inputs, decays, b and c → results and states.
+        """
+        of, (batch, length, _) = self.settings, x.shape
         gate, mixed, steps = jnp.split(self.project(x), (of.inner, of.inner + of.channels), axis=-1)
-        mixed, conv = self.conv1d(mixed, None if states is None else states["conv"], counts)
+        mixed, conv = self.conv1d(mixed, last, counts)
         mixed = activation(of.act)(mixed)
         ends = (of.inner, of.inner + of.groups * of.state_size)
         inputs, b, c = jnp.split(mixed, ends, axis=-1)
@@ -238,22 +287,24 @@ class Mamba2Mixer(RecurrentMixer):
         if counts is not None:  # padding changes no state
             real = jnp.arange(length, dtype=jnp.int32)[None] < counts[:, None]
             steps = jnp.where(real[..., None], steps, 0)
-        if states is None:
-            ssm = jnp.zeros((batch, of.heads, of.head_dim, of.state_size), jnp.float32)
-        else:
-            ssm = states["ssm"]
-        operands = (inputs * steps[..., None], steps * -jnp.exp(rate), b, c)
-        if length == 1:
-            now = (*(a[:, 0] for a in operands), ssm)
-            y, ssm = self.by_heads(ssd_step, now, [1] * 5, [(3, 1), (4, 1)])
-            y = y[:, None]
-        else:
-            y, ssm = self.by_heads(ssd_chunks, (*operands, ssm), [2] * 4 + [1], [(4, 2), (4, 1)])
+        y, ssm = recur(inputs * steps[..., None], steps * -jnp.exp(rate), b, c)
         y = (y + inputs * skip[..., None]).reshape(batch, length, -1)
-        return self.out_proj(self.gated(y, gate).astype(x.dtype)), {"conv": conv, "ssm": ssm}
+        return self.out_proj(self.gated(y, gate).astype(x.dtype)), conv, ssm
 
     def gated(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         """The heads' results ``[B, T, I]`` after the gate and the norm, in float32."""
         if self.settings.norm == "none":
             return y * jax.nn.silu(gate.astype(jnp.float32))
         return self.norm(y, gate)
+
+
+def _token(_: None, *operands: jax.Array) -> list[jax.Array]:
+    """One token of the recurrence, as ``kernels/ssd_token.py`` describes it."""
+    x, g, b, c, ssm, layer, used = operands
+    states = Recurrent({"ssm": ssm})
+    y, after = ssd_step(x, g, b, c, states.at(layer)["ssm"])
+    y = jnp.where((used > 0)[:, None, None], y, 0)
+    return [y, states.replaced(layer, {"ssm": after}, used > 0).arrays["ssm"]]
+
+
+_OPERATION = operation(_token)

@@ -83,12 +83,20 @@ class GatedNorm(Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """``[..., width]`` → the same shape, in float32."""
-        x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
-        x = x * gate if self.gate_first else x
-        y = unit_rms(x.reshape(*x.shape[:-1], self.groups, -1), self.epsilon)
-        weight = jnp.asarray(self.weight).astype(jnp.float32)
-        y = y.reshape(x.shape) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-        return y if self.gate_first else y * gate
+        weight = jnp.asarray(self.weight)
+        return gated_norm(x, gate, weight, self.epsilon, self.groups, self.gate_first)
+
+
+def gated_norm(
+    x: jax.Array, gate: jax.Array, weight: jax.Array, epsilon: float, groups: int = 1,
+    gate_first: bool = False,
+) -> jax.Array:  # fmt: skip
+    """A :class:`GatedNorm` of a weight ``[width]``: ``[..., width]`` → the same shape, in float32."""
+    x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+    x = x * gate if gate_first else x
+    y = unit_rms(x.reshape(*x.shape[:-1], groups, -1), epsilon)
+    y = y.reshape(x.shape) * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return y if gate_first else y * gate
 
 
 class RecurrentMixer(Module):
@@ -128,6 +136,18 @@ class RecurrentMixer(Module):
             counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define mix")
+
+    def mix_in_place(
+        self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
+    ) -> tuple[jax.Array, Recurrent] | None:
+        """:meth:`mix` of one token ``[B, 1, E]`` where the states of all layers lie, if there is such a way.
+
+        Args:
+            x, counts: as for :meth:`mix`.
+            states: the states of all layers.
+            number: index of this layer among them.
+        """
+        return None
 
     def cache_place(self, batch: int) -> Place:
         """Where the states of ``batch`` sequences lie: rows on the batch axes, channels on ``model``."""
@@ -221,6 +241,10 @@ def _mixed(
     mixer: RecurrentMixer, x: jax.Array, counts: Any, before: Recurrent | None, number: Any
 ) -> tuple[jax.Array, Recurrent | None]:
     tokens = x[:, None] if x.ndim == 2 else x
+    if before is not None and tokens.shape[1] == 1:
+        found = mixer.mix_in_place(tokens, before, number, counts)
+        if found is not None:
+            return found[0].astype(x.dtype).reshape(x.shape), found[1]
     y, new = mixer.mix(tokens, None if before is None else before.at(number), counts)
     y = y.astype(x.dtype).reshape(x.shape)
     if before is None:

@@ -80,7 +80,7 @@ def causal_conv(
     else:
         before = state.astype(x.dtype)
     padded = jnp.concatenate([before, x], axis=1)  # [B, K - 1 + T, C]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     y = jnp.zeros((batch, length, channels), wide)
     for k in range(taps):
         y = y + padded[:, k : k + length].astype(wide) * weight[:, k].astype(wide)[None, None]

@@ -1,0 +1,90 @@
+"""One token of a layer with the gated delta rule, from its projections to its gated norm.
+
+A token's work is small, and XLA for CPUs divides it into some thirty operations, copies the states of all
+layers besides, and computes the decay anew for every number of the state. The kernel reads and writes
+each state once, where it lies in the stack of all layers.
+
+Shapes: L layers, B sequences, G heads of keys, H heads of values, key width Dk, value width Dv,
+C = 2 G Dk + H Dv channels, K taps of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import ArrayMapping
+
+from . import explicit
+from .operation import Operation
+from .product import FLOATS
+
+# Names of the axes of the operands; "b", the sequences, is the only one that may be split.
+_AXES = ("bc", "bhv", "bh", "bh", "ct", "h", "h", "v", "lbtc", "lbhkv", "", "b")
+_CONV, _DELTA, _LAYER = 8, 9, 10
+
+
+class Delta(NamedTuple):
+    """The static arguments.
+
+    Attributes:
+        key_heads: G.
+        epsilon: number that the norm adds to the mean square.
+    """
+
+    key_heads: int
+    epsilon: float
+
+
+def operation(definition: Callable[..., Any]) -> Operation:
+    """The operation whose definition in jnp is given: ``(Delta, *operands)`` → results.
+
+    Operands: inputs of the convolution ``[B, C]``, queries before keys before values; gates
+    ``[B, H, Dv]``; logits of share and of decay ``[B, H]``; weights of the convolution ``[C, K]``,
+    ``A_log`` and ``dt_bias`` ``[H]``, weight of the norm ``[Dv]``; the stacks of states, float32
+    ``[L, B, K - 1, C]`` and ``[L, B, H, Dk, Dv]``; the layer's index; whether a row has a token, int32
+    ``[B]``. Those before the stacks are float32, float16 or bfloat16 (:func:`has_kernel`).
+
+    Results: ``[B, H, Dv]`` in the dtype of the inputs, zeros for rows without a token, and the stacks
+    with the states of the layer replaced, in place where they are donated.
+
+    ``models/decoder/gated_delta.py`` has the definition.
+    """
+    return Operation(
+        "maxjax_delta", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
+    )
+
+
+def has_kernel(floats: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Whether the operation takes operands and states of these types, and of known shapes."""
+    right = all(a.dtype in FLOATS for a in floats) and all(a.dtype == jnp.float32 for a in states)
+    return right and all(isinstance(n, int) for a in (*floats, *states) for n in a.shape)
+
+
+def _types(_: Delta, x: Any, gate: Any, *rest: Any) -> list[Any]:
+    y = x.update(shape=gate.shape, weak_type=False)
+    return [y, *rest[_CONV - 2 : _LAYER - 2]]
+
+
+def _kernel(static: Delta, *operands: Any) -> Any:
+    x, gate = operands[:2]
+    shapes = [(gate.shape, x.dtype), *((a.shape, a.dtype) for a in operands[_CONV:_LAYER])]
+    results = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    call = jax.ffi.ffi_call("maxjax_delta", results, input_output_aliases={_CONV: 1, _DELTA: 2})
+    heads, epsilon = np.int64(static.key_heads), np.float32(static.epsilon)
+    return call(*operands, key_heads=heads, epsilon=epsilon)
+
+
+def _rule(_: Sequence[int]) -> Any:
+    operands = tuple(ArrayMapping(*names) for names in _AXES)
+    return operands, (operands[1], operands[_CONV], operands[_DELTA])
+
+
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Sequences are split as they are in the state, which is by far the largest operand."""
+    rows = specs[_DELTA][1]
+    operands = [[rows if name == "b" else () for name in names] for names in _AXES]
+    return operands, [operands[1], operands[_CONV], operands[_DELTA]], ()

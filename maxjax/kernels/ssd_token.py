@@ -1,0 +1,66 @@
+"""One token of Mamba 2's recurrence, where its states lie in the stack of all layers.
+
+XLA for CPUs copies a layer's states out of the stack, reads them three times and writes them twice, on one
+thread. The kernel reads and writes each once.
+
+Shapes: L layers, B sequences, H heads of P numbers, G groups of heads, state size N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping
+
+from . import explicit
+from .operation import Operation
+
+# Names of the axes of the operands; "b", the sequences, is the only one that may be split.
+_AXES = ("bhp", "bh", "bgn", "bgn", "lbhpn", "", "b")
+_STATE = 4
+
+
+def operation(definition: Callable[..., Any]) -> Operation:
+    """The operation whose definition in jnp is given: ``(None, *operands)`` → results.
+
+    Operands: inputs times the length of their time step ``[B, H, P]``, logarithm of the decay ``[B, H]``,
+    what the inputs are written to and what is read ``[B, G, N]``, the stack of states
+    ``[L, B, H, P, N]``, all float32; the layer's index; whether a row has a token, int32 ``[B]``.
+
+    Results: ``[B, H, P]``, zeros for rows without a token, and the stack with the states of the layer
+    replaced, in place where it is donated.
+
+    ``models/decoder/mamba2.py`` has the definition.
+    """
+    return Operation(
+        "maxjax_ssd", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
+    )
+
+
+def has_kernel(state: Any) -> bool:
+    """Whether the operation takes a stack of states of this type, and of known sizes."""
+    return state.dtype == jnp.float32 and all(isinstance(n, int) for n in state.shape)
+
+
+def _types(_: None, x: Any, *rest: Any) -> list[Any]:
+    return [x.update(weak_type=False), rest[_STATE - 1]]
+
+
+def _kernel(_: None, *operands: Any) -> Any:
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (operands[0], operands[_STATE])]
+    return jax.ffi.ffi_call("maxjax_ssd", results, input_output_aliases={_STATE: 1})(*operands)
+
+
+def _rule(_: Sequence[int]) -> Any:
+    operands = tuple(ArrayMapping(*names) for names in _AXES)
+    return operands, (operands[0], operands[_STATE])
+
+
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Sequences are split as they are in the state, which is by far the largest operand."""
+    rows = specs[_STATE][1]
+    operands = [[rows if name == "b" else () for name in names] for names in _AXES]
+    return operands, [operands[0], operands[_STATE]], ()
