@@ -74,7 +74,7 @@ class PackedRows(ctypes.Structure):
         ("format", ctypes.c_int), ("w", ctypes.c_uint64), ("depth", ctypes.c_int64),
         ("is_int8", ctypes.c_bool),
         ("codes", ctypes.c_uint64), ("scales", ctypes.c_uint64), ("sums", ctypes.c_uint64),
-        ("half_sums", ctypes.c_uint64), ("x_stride", ctypes.c_int64),
+        ("half_sums", ctypes.c_uint64), ("code_sums", ctypes.c_uint64), ("x_stride", ctypes.c_int64),
         ("floats", ctypes.c_uint64), ("stride", ctypes.c_int64), ("tokens", ctypes.c_int64),
         ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
         ("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("scratch", ctypes.c_uint64),
@@ -240,10 +240,12 @@ class Machine:
             return self.get(to, y)
 
     def quantise(self, x: np.ndarray) -> list[np.ndarray]:
-        """Codes, scales, and sums of groups of 32 and of 16, of rows of a multiple of 256 floats."""
+        """Of rows of a multiple of 256 floats: codes, scales, sums of groups of 32 and of 16, and of the
+        codes of 16."""
         count, size = x.shape
         found = [np.zeros((count, size), np.int8)]
         found += [np.zeros((count, size // n), np.float32) for n in (32, 32, 16)]
+        found += [np.zeros((count, size // 16), np.int32)]
         for i, row in enumerate(x):
             with self.room():
                 to = [self.put(one[i]) for one in found]
@@ -271,7 +273,7 @@ class Machine:
             to = self.put(y)
             self.call("packed_product", PackedRows(
                 kind, self.put(w), depth, is_int8,
-                *(map(self.put, parts) if is_int8 else (0, 0, 0, 0)), wide.shape[1],
+                *(map(self.put, parts) if is_int8 else [0] * 5), wide.shape[1],
                 0 if is_int8 else self.put(floats), floats.shape[1], len(x),
                 to, TYPES.index(dtype), len(w), begin, end,
                 0 if is_int8 else self.put(np.zeros(64 * 1024, np.float32)),
@@ -370,7 +372,7 @@ def check_quantise(machine: Machine, rng: np.random.Generator) -> str:
     x = rng.standard_normal((40, 256)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, (40, 1))
     x = x.astype(np.float32)
     x[3, :32] = 0
-    codes, scales, sums, half_sums = machine.quantise(x)
+    codes, scales, sums, half_sums, code_sums = machine.quantise(x)
     groups = x.reshape(40, 8, 32)
     largest = np.abs(groups).max(-1, keepdims=True)
     by = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
@@ -379,6 +381,7 @@ def check_quantise(machine: Machine, rng: np.random.Generator) -> str:
     for found, n in ((sums, 32), (half_sums, 16)):
         of_codes = codes.reshape(40, -1, n).astype(np.float32).sum(-1)
         same(found, (of_codes * np.repeat(scales, 32 // n, 1)).astype(np.float32))
+    same(code_sums, codes.reshape(40, -1, 16).astype(np.int32).sum(-1, dtype=np.int32))
     for bad in (np.nan, np.inf, -np.inf):
         x[5, 40] = bad
         codes, scales, *_ = machine.quantise(x)

@@ -58,7 +58,7 @@ def check(got, x, raw, name, activations, dtype="float32"):
 
 def sizes(name):
     """Rows, weights in a row, tokens: whole units and not, panels that are full and not."""
-    found = [(1, 256, 1), (33, 512, 1), (7, 256, 2), (40, 768, 3), (70, 512, 5), (3, 1280, 131)]
+    found = [(1, 256, 1), (33, 512, 1), (7, 256, 2), (40, 768, 3), (70, 512, 5), (3, 512, 515)]
     if DECODERS[name].elements == 32:
         found += [(5, 32, 1), (9, 96, 2), (34, 352, 7), (2, 576, 1), (36, 64, 130)]
     return found

@@ -125,7 +125,7 @@ inline void expand(Codes c, const float* scales, const float* offsets, float* ou
   }
 }
 
-inline ivec no_sums() { return _mm256_setzero_si256(); }
+inline ivec all_sums(int32_t n) { return _mm256_set1_epi32(n); }
 inline ivec load_codes(const int32_t* p) { return _mm256_load_si256((const __m256i*)p); }
 inline ivec four_of(const int8_t* x) {
   int32_t four;

@@ -136,7 +136,7 @@ inline void expand(Codes c, const float* scales, const float* offsets, float* ou
   }
 }
 
-inline ivec no_sums() { return _mm512_setzero_si512(); }
+inline ivec all_sums(int32_t n) { return _mm512_set1_epi32(n); }
 inline ivec load_codes(const int32_t* p) { return _mm512_load_si512(p); }
 inline ivec four_of(const int8_t* x) {
   int32_t four;

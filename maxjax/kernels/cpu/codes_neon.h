@@ -191,7 +191,7 @@ inline void expand(const Codes& c, const float* scales, const float* offsets, fl
   }
 }
 
-inline ivec no_sums() { return vdupq_n_s32(0); }
+inline ivec all_sums(int32_t n) { return vdupq_n_s32(n); }
 inline ivec load_codes(const int32_t* p) { return vld1q_s32(p); }
 inline ivec four_of(const int8_t* x) {
   int32_t four;

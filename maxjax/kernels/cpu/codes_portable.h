@@ -187,7 +187,11 @@ inline void expand(const Codes& c, const float* scales, const float* offsets, fl
     out[i] = float(code_of<wide>(c.v[i])) * scales[i / G] + offsets[i / G];
 }
 
-inline ivec no_sums() { return {}; }
+inline ivec all_sums(int32_t n) {
+  ivec v;
+  for (int i = 0; i < kLanes; i++) v.v[i] = n;
+  return v;
+}
 inline ivec load_codes(const int32_t* p) {
   ivec v;
   memcpy(v.v, p, sizeof v.v);

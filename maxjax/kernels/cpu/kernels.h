@@ -48,6 +48,7 @@ struct Int8 {
   const float* scales;    // [tokens, stride / 32]
   const float* sums;      // [tokens, stride / 32], of 32 elements each
   const float* half_sums; // [tokens, stride / 16], of 16
+  const int32_t* code_sums;  // [tokens, stride / 16], of the codes of 16, without the scale
   int64_t stride;
 };
 
@@ -151,7 +152,8 @@ struct Level {
   void (*combine)(const Combined& of);
   void (*packed_product)(const PackedRows& rows);
   // Quantises a row of floats, padded with zeros to a multiple of 256, for `packed_product`.
-  void (*quantise)(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums);
+  void (*quantise)(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums,
+                   int32_t* code_sums);
   void (*delta)(const Delta& of);
   // x / (1 + exp(-x)) in place; `padded` is a multiple of kPad.
   void (*silu)(float* x, int64_t padded);

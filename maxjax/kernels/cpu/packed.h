@@ -25,6 +25,11 @@ int64_t row_bytes(int64_t depth) {
   return depth / maxjax::kBlocks[int(F::kFormat)].elements * maxjax::kBlocks[int(F::kFormat)].bytes;
 }
 
+template <class F>
+inline void prefetch_unit(const uint8_t* p) {
+  for (int64_t line = 0; line < unit_bytes<F>(); line += 64) __builtin_prefetch(p + line, 0, 3);
+}
+
 // The rest of a row after its whole units, followed by zeros.
 template <class F>
 struct Rest {
@@ -129,8 +134,7 @@ void rows_of_one(const uint8_t* p, int64_t apart, const Token& x, int64_t depth,
     const Token here = x.at(u * kGroups);
     #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      for (int64_t line = 0; line < unit_bytes<F>(); line += 64)
-        __builtin_prefetch(row + r * apart + kStreamAhead + line, 0, 3);
+      prefetch_unit<F>(row + r * apart + kStreamAhead);
       add_unit<F>(row + r * apart, here, sums[r]);
     }
   }
@@ -162,14 +166,14 @@ void one_token(const PackedRows& rows, int64_t token) {
 // --- several tokens: int8 activations -------------------------------------------------------------
 
 constexpr int kPanel = kPanelVectors * kLanes;  // rows
-constexpr int64_t kPanelBatch = 128;            // tokens for which a unit is unpacked once
+constexpr int64_t kPanelBatch = 512;            // tokens for which a unit is unpacked once
 
 // One unit of kPanel rows: codes with four of each row side by side, and factors and offsets.
 template <class F>
 struct Panel {
   alignas(64) int32_t codes[kUnit / 4][kPanel];
   alignas(64) float factors[kUnit / F::kGroup][kPanel];
-  alignas(64) float offsets[kUnit / F::kGroup][kPanel];
+  alignas(64) float offsets[F::kOffsets ? kGroups : 1][kPanel];
 
   // The first `groups` groups of 32 of the unit at p of each row.
   void unpack(const uint8_t* const* p, int64_t groups) {
@@ -186,12 +190,16 @@ struct Panel {
         if (!F::kOffsets) continue;
         store8(of_row, o[i]);
         #pragma GCC unroll 8
-        for (int g = 0; g < 8; g++) offsets[8 * i + g][r] = of_row[g];
+        for (int g = 0; g < 8; g++) offsets[g][r] = of_row[g];
       }
     }
-    if (!F::kOffsets && F::kZero != 0)
+    // A weight that is too large for a float is infinite, even where integers cancel each other.
+    if (F::kZero != 0)
       for (int g = 0; g < kUnit / F::kGroup; g++)
-        for (int r = 0; r < kPanel; r++) offsets[g][r] = -F::kZero * factors[g][r];
+        for (int r = 0; r < kPanel; r++) {
+          const float zero = F::kZero * factors[g][r];
+          factors[g][r] += zero - zero;
+        }
     chunk<0>(p);
     if (groups > 2) chunk<1>(p);
     if (groups > 4) chunk<2>(p);
@@ -209,46 +217,65 @@ struct Panel {
   }
 
   // Adds the products with T tokens to their totals [T][kPanel].
+  //
+  // The multiplications of floats take the same units of a processor as those of codes. So the zero
+  // of a format is subtracted from the integers, at the start; and of a group that has two factors
+  // the products are added before they are multiplied by the scale of the activations.
   template <int T>
   void add(const Int8& x, int64_t token, int64_t unit, int64_t groups, float* totals) const {
-    constexpr bool kHasOffsets = F::kOffsets || F::kZero != 0;
-    constexpr int kSteps = F::kGroup / 4;
-    const int8_t* at = x.codes + token * x.stride + unit * kUnit;
-    const float* scales = x.scales + (token * x.stride + unit * kUnit) / 32;
-    const float* sums = F::kGroup == 32 ? x.sums + (token * x.stride + unit * kUnit) / 32
-                                        : x.half_sums + (token * x.stride + unit * kUnit) / 16;
+    constexpr int kParts = 32 / F::kGroup, kSteps = F::kGroup / 4;
+    static_assert(kParts == 1 || !F::kOffsets, "no format has offsets of half groups");
+    const int64_t first = (token * x.stride + unit * kUnit) / 32, apart = x.stride / 32;
+    const int8_t* at = x.codes + 32 * first;
+    const float *scales = x.scales + first, *sums = x.sums + first;
+    const int32_t* code_sums = x.code_sums + 2 * first;
     vec sum[T][kPanelVectors];
     #pragma GCC unroll 16
     for (int t = 0; t < T; t++)
       #pragma GCC unroll 4
       for (int v = 0; v < kPanelVectors; v++) sum[t][v] = load(totals + t * kPanel + v * kLanes);
-    for (int64_t g = 0; g < groups * (32 / F::kGroup); g++) {
-      ivec n[T][kPanelVectors];
-      #pragma GCC unroll 16
-      for (int t = 0; t < T; t++)
-        #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; v++) n[t][v] = no_sums();
-      #pragma GCC unroll 8
-      for (int k = 0; k < kSteps; k++) {
-        ivec c[kPanelVectors];
-        #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; v++) c[v] = load_codes(&codes[g * kSteps + k][v * kLanes]);
+    for (int64_t g = 0; g < groups; g++) {
+      vec half[T][kPanelVectors];  // the first half of a group with two factors
+      #pragma GCC unroll 2
+      for (int64_t i = kParts * g; i < kParts * (g + 1); i++) {
+        ivec n[T][kPanelVectors];
         #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
-          const ivec four = four_of(at + t * x.stride + g * F::kGroup + 4 * k);
+          const int32_t* of_x = code_sums + 2 * (t * apart + g);
+          const int32_t counted = F::kZero == 0 ? 0 : kParts == 1 ? of_x[0] + of_x[1] : of_x[i % 2];
+          const ivec start = all_sums(-F::kZero * counted);
           #pragma GCC unroll 4
-          for (int v = 0; v < kPanelVectors; v++) n[t][v] = dot4<F::kWide>(n[t][v], c[v], four);
+          for (int v = 0; v < kPanelVectors; v++) n[t][v] = start;
         }
-      }
-      #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; v++) {
-        const vec factor = load(&factors[g][v * kLanes]);
-        const vec offset = kHasOffsets ? load(&offsets[g][v * kLanes]) : zero();
-        #pragma GCC unroll 16
-        for (int t = 0; t < T; t++) {
-          const float scale = scales[t * x.stride / 32 + g * F::kGroup / 32];
-          sum[t][v] = fma(to_float(n[t][v]), mul(factor, all(scale)), sum[t][v]);
-          if (kHasOffsets) sum[t][v] = fma(offset, all(sums[t * x.stride / F::kGroup + g]), sum[t][v]);
+        #pragma GCC unroll 8
+        for (int k = 0; k < kSteps; k++) {
+          ivec c[kPanelVectors];
+          #pragma GCC unroll 4
+          for (int v = 0; v < kPanelVectors; v++) c[v] = load_codes(&codes[i * kSteps + k][v * kLanes]);
+          #pragma GCC unroll 16
+          for (int t = 0; t < T; t++) {
+            const ivec four = four_of(at + t * x.stride + i * F::kGroup + 4 * k);
+            #pragma GCC unroll 4
+            for (int v = 0; v < kPanelVectors; v++) n[t][v] = dot4<F::kWide>(n[t][v], c[v], four);
+          }
+        }
+        #pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; v++) {
+          const vec factor = load(&factors[i][v * kLanes]);
+          const vec offset = F::kOffsets ? load(&offsets[g][v * kLanes]) : zero();
+          #pragma GCC unroll 16
+          for (int t = 0; t < T; t++) {
+            const vec scale = all(scales[t * apart + g]), number = to_float(n[t][v]);
+            vec& total = sum[t][v];
+            if (kParts == 1) {
+              total = fma(number, mul(factor, scale), total);
+              if (F::kOffsets) total = fma(offset, all(sums[t * apart + g]), total);
+            } else if (i % 2 == 0) {
+              half[t][v] = mul(number, factor);
+            } else {
+              total = fma(fma(number, factor, half[t][v]), scale, total);
+            }
+          }
         }
       }
     }
@@ -287,8 +314,16 @@ void several_tokens(const PackedRows& rows) {
         } else {
           unpack_rest(panel, p, left, groups);
         }
-        for (int64_t c = 0; c < width; c += kPanelTokens)
+        // The units that follow, of these rows or of the next ones, are in places that a processor
+        // does not foresee: they are prefetched beside the work, a part for every tile of tokens.
+        const int64_t ahead = u + 1 < units ? (u + 1) * unit_bytes<F>() : kPanel * bytes;
+        const uint8_t* following = rows.w + o * bytes + ahead;
+        int64_t next = 0;
+        for (int64_t c = 0; c < width; c += kPanelTokens) {
+          for (const int64_t end = kPanel * (c + kPanelTokens) / width; next < end && next < kPanel; next++)
+            prefetch_unit<F>(following + next * bytes);
           panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, totals + c * kPanel);
+        }
       }
       for (int64_t c = 0; c < width; c++)
         put(totals + c * kPanel, height, rows, (t + c) * rows.y_stride + o);
@@ -411,14 +446,19 @@ void packed_product(const PackedRows& rows) {
   }
 }
 
-void quantise(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums) {
+void quantise(const float* x, int64_t stride, int8_t* codes, float* scales, float* sums, float* half_sums,
+              int32_t* code_sums) {
   const Exact exact;
   for (int64_t g = 0; g < stride / 32; g++) {
     const float scale = quantise32(x + 32 * g, codes + 32 * g);
-    int sum[2] = {};
-    for (int i = 0; i < 32; i++) sum[i / 16] += codes[32 * g + i];
+    int32_t* sum = code_sums + 2 * g;
     scales[g] = scale;
-    for (int i = 0; i < 2; i++) half_sums[2 * g + i] = scale * float(sum[i]);
+    for (int i = 0; i < 2; i++) {
+      int all = 0;
+      for (int j = 0; j < 16; j++) all += codes[32 * g + 16 * i + j];
+      sum[i] = all;
+      half_sums[2 * g + i] = scale * float(all);
+    }
     sums[g] = scale * float(sum[0] + sum[1]);
   }
 }

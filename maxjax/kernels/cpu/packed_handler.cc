@@ -18,12 +18,13 @@ const float* floats_of(ffi::ThreadPool& pool, const Level& level, const Tokens& 
 
 // The activations quantised.
 Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
-  const int64_t stride = (x.depth + 255) / 256 * 256, of_row = stride + stride / 2;
+  const int64_t stride = (x.depth + 255) / 256 * 256, of_row = stride + stride * 3 / 4;
   char* memory = scratch<1>(x.count * of_row);
   int8_t* codes = reinterpret_cast<int8_t*>(memory);
   float* scales = reinterpret_cast<float*>(memory + x.count * stride);
   float* sums = scales + x.count * stride / 32;
   float* half_sums = sums + x.count * stride / 32;
+  int32_t* code_sums = reinterpret_cast<int32_t*>(half_sums + x.count * stride / 16);
   const bool as_is = x.type == Type::f32 && x.depth == stride;
   const int64_t chunk = most(1, kChunkBytes / (4 * stride));
   parallel(pool, (x.count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
@@ -32,10 +33,11 @@ Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
       const char* from = x.data + t * x.depth * size_of(x.type);
       if (!as_is) level.widen(from, x.type, x.depth, Type::f32, own, stride);
       level.quantise(as_is ? reinterpret_cast<const float*>(from) : own, stride, codes + t * stride,
-                     scales + t * stride / 32, sums + t * stride / 32, half_sums + t * stride / 16);
+                     scales + t * stride / 32, sums + t * stride / 32, half_sums + t * stride / 16,
+                     code_sums + t * stride / 16);
     }
   });
-  return {codes, scales, sums, half_sums, stride};
+  return {codes, scales, sums, half_sums, code_sums, stride};
 }
 
 // Operands: x [..., depth], then blocks [out, bytes] or stacks [n, out, bytes] of the formats given,
