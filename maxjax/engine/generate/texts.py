@@ -56,7 +56,7 @@ def generate(
         stop: one or more stop strings; they end an answer and are not part of it.
         eos_ids: the token ids that end an answer; by default those of the checkpoint, () for none.
         key: the random key, ``jax.random.key(0)`` by default; greedy sampling uses none. The same
-            key gives the same texts, on any mesh and in any batch.
+            key gives the same texts for the same prompts, whatever the mesh and ``batch_size``.
         sampling: how the next token is chosen; by default as in ``generation_config.json``, or
             greedy without that file.
         batch_size: the maximum number of prompts in one batch.

@@ -205,7 +205,7 @@ class GatedDelta(RecurrentMixer):
             heads = (x.shape[0], self.value_heads)
             delta = jnp.zeros((*heads, self.key_dim, self.value_dim), jnp.float32)
             states = {"delta": delta}
-        parts = _Projected(self.conv1d, activation(self.hidden_act), self.norm, self.by_heads)
+        parts = _LayerParts(self.conv1d, activation(self.hidden_act), self.norm, self.by_heads)
         rates = (jnp.asarray(self.A_log), jnp.asarray(self.dt_bias))
         y, new = _tokens(self.key_heads, [mixed, *rest], rates, states, counts, parts)
         return self.out_proj(y.reshape(*x.shape[:2], -1)), new
@@ -233,7 +233,7 @@ class GatedDelta(RecurrentMixer):
         return y, Recurrent(dict(zip(names, after, strict=True)))
 
 
-class _Projected(NamedTuple):
+class _LayerParts(NamedTuple):
     """What a layer computes its tokens with.
 
     Attributes:
@@ -251,7 +251,7 @@ class _Projected(NamedTuple):
 
 def _tokens(
     key_heads: int, projected: Sequence[jax.Array], rates: Sequence[jax.Array],
-    states: Mapping[str, jax.Array], counts: jax.Array | None, parts: _Projected,
+    states: Mapping[str, jax.Array], counts: jax.Array | None, parts: _LayerParts,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
     """What a layer does between its projections: ``[B, T, H, Dv]`` and the states after.
 
@@ -293,7 +293,7 @@ def _token(static: Delta, *operands: jax.Array) -> list[jax.Array]:
     """:func:`_tokens` of one token, as ``kernels/delta_token.py`` describes it."""
     *projected, taps, rate, offset, weight, conv, delta, layer, used = operands
     states = Recurrent({"conv": conv, "delta": delta})
-    parts = _Projected(
+    parts = _LayerParts(
         lambda x, *rest: causal_conv(x, taps, None, *rest),
         jax.nn.silu,
         lambda y, gate: gated_norm(y, gate, weight, static.epsilon),
