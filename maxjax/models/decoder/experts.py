@@ -262,8 +262,10 @@ class SparseMLP(Module):
 
     def routes(self, config: Any) -> Routing:
         """How experts are chosen and weighed."""
-        kind = "softmax of chosen" if config.norm_topk_prob else "softmax"
-        return Routing(config.num_experts_per_tok, **(self.route or {"shares": kind}))
+        count = config.num_experts_per_tok
+        if self.route:
+            return Routing(count, **self.route)
+        return Routing(count, "softmax of chosen" if config.norm_topk_prob else "softmax")
 
     def kind(self, config: Any) -> Kind:
         """What an expert computes between its projections."""
