@@ -5,7 +5,7 @@ Shapes: L layers, B sequences, T tokens, K KV heads, S slots; whatever follows t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,8 @@ from .decode import step
 from .operation import Operation
 from .pallas import program_device
 from .tpu import cache_write as mosaic
+from .tpu.mosaic import LANES
 from .tpu.mosaic import unavailable as no_mosaic
-
-# TPUs keep heads whose width this does not divide with the slots last in memory, so that no line is padded.
-_LANES = 128
 
 
 def write_tokens(
@@ -188,26 +186,35 @@ def write_token(
         slot: the slot of each sequence, int32 ``[B]``; those beyond S are dropped.
         division: how a mesh divides the keys, if that is known.
     """
+    turned = [n.ndim < 3 or n.shape[2] % LANES > 0 for n in new]
+
+    def those(of: Sequence[jax.Array], kind: bool) -> list[jax.Array]:
+        return [a for a, one in zip(of, turned, strict=True) if one == kind]
+
+    written: dict[bool, Iterator[jax.Array]] = {}
+    if False in turned:
+        plain = step.write_token(those(arrays, False), those(new, False), layer, slot)
+        written[False] = iter(plain)
+    if True in turned:
+        found = _write_turned(those(arrays, True), those(new, True), layer, slot, division)
+        written[True] = iter(found)
+    return [next(written[one]) for one in turned]
+
+
+def _write_turned(
+    arrays: list[jax.Array],
+    new: list[jax.Array],
+    layer: jax.Array,
+    slot: jax.Array,
+    division: explicit.Division | None,
+) -> list[jax.Array]:
+    """:func:`write_token` of arrays whose slots are last."""
     single = arrays[0].ndim == new[0].ndim + 1
-    found: list[Any] = [None] * len(arrays)
-    for is_turned in (False, True):
-        which = [
-            i for i, n in enumerate(new) if (n.ndim < 3 or n.shape[2] % _LANES > 0) == is_turned
-        ]
-        some, tokens = [arrays[i] for i in which], [new[i] for i in which]
-        if not which:
-            continue
-        if not is_turned:
-            some = step.write_token(some, tokens, layer, slot)
-        else:
-            stacked = [a[None] for a in some] if single else some
-            number = jnp.int32(0) if single else layer
-            static = _Token(len(which), _of_layers(division, stacked[0].ndim))
-            some = _TOKEN([*stacked, *tokens, number, slot], static)
-            some = [a[0] for a in some] if single else some
-        for i, a in zip(which, some, strict=True):
-            found[i] = a
-    return found
+    stacked = [a[None] for a in arrays] if single else arrays
+    number = jnp.int32(0) if single else layer
+    static = _Token(len(arrays), _of_layers(division, stacked[0].ndim))
+    found = _TOKEN([*stacked, *new, number, slot], static)
+    return [a[0] for a in found] if single else found
 
 
 def _of_layers(division: explicit.Division | None, rank: int) -> explicit.Division | None:

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping
 
-from . import explicit
-from .operation import Operation
+from .operation import Operation, by_rows
 from .product import FLOATS
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
@@ -53,9 +51,8 @@ def operation(definition: Callable[..., Any]) -> Operation:
 
     ``models/decoder/gated_delta.py`` has the definition.
     """
-    return Operation(
-        "maxjax_delta", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
-    )
+    rules = by_rows(_AXES, (1, _CONV, _DELTA), _DELTA)
+    return Operation("maxjax_delta", _types, definition, {"cpu": _kernel}, *rules, lambda *_: None)
 
 
 def has_kernel(floats: Sequence[Any], states: Sequence[Any]) -> bool:
@@ -76,15 +73,3 @@ def _kernel(static: Delta, *operands: Any) -> Any:
     call = jax.ffi.ffi_call("maxjax_delta", results, input_output_aliases={_CONV: 1, _DELTA: 2})
     heads, epsilon = np.int64(static.key_heads), np.float32(static.epsilon)
     return call(*operands, key_heads=heads, epsilon=epsilon)
-
-
-def _rule(_: Sequence[int]) -> Any:
-    operands = tuple(ArrayMapping(*names) for names in _AXES)
-    return operands, (operands[1], operands[_CONV], operands[_DELTA])
-
-
-def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """Sequences are split as they are in the state, which is by far the largest operand."""
-    rows = specs[_DELTA][1]
-    operands = [[rows if name == "b" else () for name in names] for names in _AXES]
-    return operands, [operands[1], operands[_CONV], operands[_DELTA]], ()

@@ -335,6 +335,27 @@ def _device_count(ctx: Any) -> int:
     return where.num_devices if isinstance(where, mlir.ShardingContext) else 1
 
 
+def by_rows(axes: Sequence[str], results: Sequence[int], state: int) -> tuple[Any, Any]:
+    """``rule`` and ``shardings`` of an operation on a stack of states, where sequences alone may be split.
+
+    Args:
+        axes: a letter for each axis of each operand; "b" are the sequences.
+        results: the operands that results have the axes of.
+        state: the operand with the states, which is by far the largest: the others are split as it is.
+    """
+
+    def rule(_: Sequence[int]) -> Any:
+        operands = tuple(ArrayMapping(*names) for names in axes)
+        return operands, tuple(operands[i] for i in results)
+
+    def shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+        rows = specs[state][axes[state].index("b")]
+        operands = [[rows if name == "b" else () for name in names] for names in axes]
+        return operands, [operands[i] for i in results], ()
+
+    return rule, shardings
+
+
 def same_varying(operands: Sequence[Any]) -> list[Any]:
     """The operands, cast inside ``shard_map`` to vary over the same axes, as a primitive requires."""
     varying = [_varying(jax.typeof(a)) for a in operands]

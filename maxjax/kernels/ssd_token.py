@@ -8,15 +8,13 @@ Shapes: L layers, B sequences, H heads of P numbers, G groups of heads, state si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping
 
-from . import explicit
-from .operation import Operation
+from .operation import Operation, by_rows
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
 _AXES = ("bhp", "bh", "bgn", "bgn", "lbhpn", "", "b")
@@ -35,9 +33,8 @@ def operation(definition: Callable[..., Any]) -> Operation:
 
     ``models/decoder/mamba2.py`` has the definition.
     """
-    return Operation(
-        "maxjax_ssd", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None
-    )
+    rules = by_rows(_AXES, (0, _STATE), _STATE)
+    return Operation("maxjax_ssd", _types, definition, {"cpu": _kernel}, *rules, lambda *_: None)
 
 
 def has_kernel(state: Any) -> bool:
@@ -52,15 +49,3 @@ def _types(_: None, x: Any, *rest: Any) -> list[Any]:
 def _kernel(_: None, *operands: Any) -> Any:
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (operands[0], operands[_STATE])]
     return jax.ffi.ffi_call("maxjax_ssd", results, input_output_aliases={_STATE: 1})(*operands)
-
-
-def _rule(_: Sequence[int]) -> Any:
-    operands = tuple(ArrayMapping(*names) for names in _AXES)
-    return operands, (operands[0], operands[_STATE])
-
-
-def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """Sequences are split as they are in the state, which is by far the largest operand."""
-    rows = specs[_STATE][1]
-    operands = [[rows if name == "b" else () for name in names] for names in _AXES]
-    return operands, [operands[0], operands[_STATE]], ()

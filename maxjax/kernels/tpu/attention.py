@@ -23,11 +23,10 @@ import numpy as np
 
 from ..key_ranges import NO_KEY, NO_QUERY, key_ranges
 from ..pallas import attention_lacks, result
+from .mosaic import LANES
 
 _FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
 _LOWEST = float(np.finfo(np.float32).min)
-# Numbers in one line of a vector register.
-_LANES = 128
 # Ranges of tiles lie in memory for scalars, of 1 MiB.
 _MOST_TILES = 1 << 16
 
@@ -78,11 +77,11 @@ def tiles(group: int, queries: int, keys: int, width: int) -> AttentionTiles:
         AttentionTiles(group=1, rows=128, block=128, turned=True)
     """
     heads = max(n for n in range(1, 5) if group % n == 0)
-    rows = {1: 4, 2: 2, 3: 1, 4: 1}[heads] * _LANES
-    whole = lambda n: -(-n // _LANES) * _LANES
+    rows = {1: 4, 2: 2, 3: 1, 4: 1}[heads] * LANES
+    whole = lambda n: -(-n // LANES) * LANES
     # XLA keeps heads of other widths in memory with the slots last, so that no line is padded. A kernel
     # that reads them otherwise has all of the cache copied.
-    turned = width % _LANES != 0
+    turned = width % LANES != 0
     return AttentionTiles(heads, min(rows, whole(queries)), min(512, whole(keys)), turned)
 
 
@@ -197,8 +196,8 @@ def _call(attending: Any, size: AttentionTiles, interpret: Any) -> Any:
                 ],
                 out_specs=[queries_spec, sums_spec],
                 scratch_shapes=[
-                    tpu.VMEM((seen.shape[3], rows, _LANES), jnp.int32),
-                    float_rows(_LANES), float_rows(_LANES), float_rows(width),
+                    tpu.VMEM((seen.shape[3], rows, LANES), jnp.int32),
+                    float_rows(LANES), float_rows(LANES), float_rows(width),
                 ],
             ),
             out_shape=(result(q.shape, q, q.dtype), sums),
@@ -231,7 +230,7 @@ def _program(
         total[...] = jnp.zeros(total.shape, jnp.float32)
         mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
         for i in range(positions.shape[0]):  # from a row to columns
-            positions[i] = jnp.broadcast_to(seen[i : i + 1], (_LANES, rows)).T
+            positions[i] = jnp.broadcast_to(seen[i : i + 1], (LANES, rows)).T
 
     @pl.when(number < high[tile])
     def _() -> None:
@@ -279,9 +278,9 @@ def _program(
 
 def _lanes(column: jax.Array, width: int) -> jax.Array:
     """A column ``[rows, 128]``, whose numbers are equal in each row, ``width`` wide."""
-    if width <= _LANES:
+    if width <= LANES:
         return column[:, :width]
-    return jnp.tile(column, (1, -(-width // _LANES)))[:, :width]
+    return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
 
 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_LANES = 128
+from .mosaic import LANES
 
 
 def write_token(
@@ -37,7 +37,7 @@ def write_token(
         interpret: as for ``pallas_call``: how to run the kernel on another platform.
     """
     turned = [a.swapaxes(3, 4) if a.ndim == 5 else a for a in arrays]
-    wide = [jnp.broadcast_to(n[..., None], (*n.shape, _LANES)) for n in new]
+    wide = [jnp.broadcast_to(n[..., None], (*n.shape, LANES)) for n in new]
     found = _call(len(arrays), interpret)(layer.reshape(1), slot, *wide, *turned)
     return [a.swapaxes(3, 4) if a.ndim == 5 else a for a in found]
 
@@ -56,14 +56,14 @@ def _call(count: int, interpret: Any) -> Any:
 
         def of_cache(rank: int) -> Any:
             def place(b: Any, layer: Any, slot: Any) -> Any:
-                number = jax.lax.div(jnp.minimum(slot[b], slots - 1), _LANES)
+                number = jax.lax.div(jnp.minimum(slot[b], slots - 1), LANES)
                 return layer[0], b, *(0,) * (rank - 3), number
 
             return place
 
         one = pl.squeezed
         news = [pl.BlockSpec((one, *a.shape[1:]), of_new(a.ndim)) for a in new]
-        parts = [pl.BlockSpec((one, one, *a.shape[2:-1], _LANES), of_cache(a.ndim)) for a in caches]
+        parts = [pl.BlockSpec((one, one, *a.shape[2:-1], LANES), of_cache(a.ndim)) for a in caches]
         # Otherwise XLA may copy a small cache, of all layers, to the memory that the kernel computes in.
         if not interpret:
             caches = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in caches]
@@ -86,7 +86,7 @@ def _program(slots: int, layer: Any, slot: Any, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     place = slot[pl.program_id(0)]
-    begin = jax.lax.div(jnp.minimum(place, slots - 1), _LANES) * _LANES
+    begin = jax.lax.div(jnp.minimum(place, slots - 1), LANES) * LANES
     count = len(refs) // 3
     for new, old, out in zip(refs[:count], refs[count : 2 * count], refs[2 * count :], strict=True):
         found = begin + jax.lax.broadcasted_iota(jnp.int32, old.shape, old.ndim - 1) == place

@@ -6,6 +6,9 @@ import functools
 import re
 from typing import Any
 
+# Numbers in one line of a vector register. XLA keeps heads whose width this does not divide with the slots
+# last in memory, so that no line is padded.
+LANES = 128
 # Pallas for TPUs begins with v4.
 _OLDEST = 4
 

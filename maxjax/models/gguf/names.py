@@ -162,7 +162,14 @@ NEXT = {
         "shared_head_norm",
     )
 }
-_HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
+# Norms after attention and MLP, and none before.
+AFTER_NORMS = {
+    ".attn_norm": None,
+    ".ffn_norm": None,
+    ".post_attention_norm": "post_attention_layernorm",
+    ".post_ffw_norm": "post_feedforward_layernorm",
+}
+HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
 _QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
     ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
@@ -186,12 +193,12 @@ ARCHITECTURES: MutableMapping[str, Table] = {
             ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
         }
     ),
-    "qwen3": _decoder(_HEAD_NORMS),
-    "qwen3moe": _decoder({**_HEAD_NORMS, **_QWEN_EXPERTS}),
+    "qwen3": _decoder(HEAD_NORMS),
+    "qwen3moe": _decoder({**HEAD_NORMS, **_QWEN_EXPERTS}),
     "gemma": _decoder({}, norm=_ONE_ADDED),
     "gemma2": _decoder(_GEMMA2_NORMS, norm=_ONE_ADDED),
     "gemma3": _decoder(
-        {**_GEMMA2_NORMS, **{k: Rule(v, _ONE_ADDED) for k, v in _HEAD_NORMS.items()}},
+        {**_GEMMA2_NORMS, **{k: Rule(v, _ONE_ADDED) for k, v in HEAD_NORMS.items()}},
         norm=_ONE_ADDED,
     ),
     "gemma-embedding": _decoder(
@@ -199,7 +206,7 @@ ARCHITECTURES: MutableMapping[str, Table] = {
             **_GEMMA2_NORMS,
             "dense_2": "dense_2",
             "dense_3": "dense_3",
-            **{k: Rule(v, _ONE_ADDED) for k, v in _HEAD_NORMS.items()},
+            **{k: Rule(v, _ONE_ADDED) for k, v in HEAD_NORMS.items()},
         },
         norm=_ONE_ADDED,
     ),

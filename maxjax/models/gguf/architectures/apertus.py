@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..names import HEAD_NORMS
 from ..table import GGUFTable
 
 # The numbers of xIELU, by the names of the files.
@@ -12,8 +13,7 @@ APERTUS_GGUF = GGUFTable(
     {
         ".attn_norm": "attention_layernorm",
         ".ffn_norm": "feedforward_layernorm",
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
+        **HEAD_NORMS,
         ".ffn_gate": None,
     },
     fixed={"hidden_act": "xielu"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import unsupported
+from ..names import HEAD_NORMS
 from ..table import GGUFTable
 
 _EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
@@ -23,8 +24,7 @@ COHERE_GGUF = GGUFTable(
     "command-r",
     {
         ".ffn_norm": None,
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
+        **HEAD_NORMS,
     },
     keys={"logit_scale": "logit_scale"},
     fixed={"hidden_act": "silu"},

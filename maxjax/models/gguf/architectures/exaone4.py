@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import unsupported
+from ..names import AFTER_NORMS, HEAD_NORMS
 from ..table import GGUFTable
 
 # llama.cpp has the sliding window in models of so many layers alone.
@@ -25,12 +26,8 @@ def _write(config: Any) -> dict[str, Any]:
 EXAONE4_GGUF = GGUFTable(
     "exaone4",
     {
-        ".attn_norm": None,
-        ".ffn_norm": None,
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
-        ".post_attention_norm": "post_attention_layernorm",
-        ".post_ffw_norm": "post_feedforward_layernorm",
+        **HEAD_NORMS,
+        **AFTER_NORMS,
     },
     fixed={"hidden_act": "silu"},
     read=lambda given, tensors, config: {"sliding_window": config.get("sliding_window")},

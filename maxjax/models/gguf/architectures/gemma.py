@@ -25,7 +25,7 @@ from ...decoder.rope import Proportional
 from ..config.read import rows_of
 from ..layouts import Expert
 from ..metadata import MAX_EXPERTS, Settings, unsupported
-from ..names import Rule, Source, expert_names
+from ..names import HEAD_NORMS, Rule, Source, expert_names
 from ..pieces import computed, rows
 from ..sources import Relaid
 from ..table import GGUFTable
@@ -50,8 +50,7 @@ _NAMES: Mapping[str, str | Rule] = {
     ".ffn_norm": "pre_feedforward_layernorm",
     ".post_attention_norm": "post_attention_layernorm",
     ".post_ffw_norm": "post_feedforward_layernorm",
-    ".attn_q_norm": "self_attn.q_norm",
-    ".attn_k_norm": "self_attn.k_norm",
+    **HEAD_NORMS,
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..names import NEXT, ROUTED_KEYS, Rule, expert_names
+from ..names import HEAD_NORMS, NEXT, ROUTED_KEYS, Rule, expert_names
 from ..table import GATE_UP, GGUFTable
 
 GLM_GGUF = GGUFTable(
@@ -38,8 +38,7 @@ GLM4_MOE_GGUF = GGUFTable(
     {
         ".ffn_norm": None,
         ".post_attention_norm": "post_attention_layernorm",
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
+        **HEAD_NORMS,
         ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
         **expert_names(shared="shared_experts"),
         **NEXT,

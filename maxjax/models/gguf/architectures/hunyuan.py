@@ -6,17 +6,17 @@ from ..names import expert_names
 from ..table import GGUFTable
 
 # Its norms by the names of GGUF and of the files.
-HEAD_NORMS = {
+_HEAD_NORMS = {
     ".attn_q_norm": "self_attn.query_layernorm",
     ".attn_k_norm": "self_attn.key_layernorm",
 }
 
-HUNYUAN_GGUF = GGUFTable("hunyuan-dense", HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=())
+HUNYUAN_GGUF = GGUFTable("hunyuan-dense", _HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=())
 
 HUNYUAN_MOE_GGUF = GGUFTable(
     "hunyuan-moe",
     {
-        **HEAD_NORMS,
+        **_HEAD_NORMS,
         **expert_names(router="gate.wg", shared="shared_mlp"),
     },
     keys={

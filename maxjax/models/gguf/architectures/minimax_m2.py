@@ -6,7 +6,7 @@ from typing import Any
 
 from ...decoder.experts import MAPS_W
 from ..metadata import unsupported
-from ..names import Rule, expert_names
+from ..names import HEAD_NORMS, Rule, expert_names
 from ..table import GGUFTable
 
 
@@ -20,8 +20,7 @@ def _to_gguf(config: Any) -> dict[str, Any]:
 MINIMAX_M2_GGUF = GGUFTable(
     "minimax-m2",
     {
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
+        **HEAD_NORMS,
         ".exp_probs_b": Rule("block_sparse_moe.e_score_correction_bias", only="bias"),
         **expert_names("block_sparse_moe", maps=MAPS_W),
     },

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...decoder.rope import Rope
 from ..metadata import Settings, unsupported
-from ..names import expert_names
+from ..names import AFTER_NORMS, HEAD_NORMS, expert_names
 from ..table import PERMUTED, GGUFTable
 
 
@@ -29,12 +29,8 @@ def _write(config: Any) -> dict[str, Any]:
 OLMO2_GGUF = GGUFTable(
     "olmo2",
     {
-        ".attn_norm": None,
-        ".ffn_norm": None,
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
-        ".post_attention_norm": "post_attention_layernorm",
-        ".post_ffw_norm": "post_feedforward_layernorm",
+        **HEAD_NORMS,
+        **AFTER_NORMS,
     },
     fixed={"hidden_act": "silu"},
     read=_read,
@@ -58,8 +54,7 @@ OLMO_GGUF = GGUFTable(
 OLMOE_GGUF = GGUFTable(
     "olmoe",
     {
-        ".attn_q_norm": "self_attn.q_norm",
-        ".attn_k_norm": "self_attn.k_norm",
+        **HEAD_NORMS,
         ".ffn_gate": None,
         ".ffn_up": None,
         ".ffn_down": None,
