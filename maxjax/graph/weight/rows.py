@@ -291,6 +291,7 @@ class OfWeight(Rendered):
     def _mx_title(self: Any, row: Row) -> str:
         stored = self.stored
         extra = f", {stored.encoding}" if stored.encoding is not None else ""
+        extra += ", a gradient" if stored.is_gradient else ""
         if not stored.is_lazy:
             state = state_of(stored.leaf)
             extra += f", {state.text or state.foreign or state.note or 'loaded'}"
@@ -308,6 +309,8 @@ class OfWeight(Rendered):
         more = {"declared on": str(self.device), "encoding": encoding, "reason": stored.why}
         if stored.home is not None:
             more["stack"] = f"number {stored.home[1]} of {stored.home[0].count}"
+        if stored.is_gradient:
+            more["part of"] = "a gradient"
         if stored.source is not None:
             more["source"] = "data of a checkpoint, read when it is used"
         return array_html(self.name, weight_row(self, ""), **more)

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
+from ...graph.weight.gradient import is_made_by_vjp
 from ...graph.weight.stored import around, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
@@ -70,6 +71,29 @@ class Valued(NamedTuple):
     definition: Definition
 
 
+class OfGradient:
+    """The treedef data of a gradient. It equals that of the model, so that ``jax.tree.map`` takes both."""
+
+    __slots__ = ("definition",)
+
+    def __init__(self, definition: Definition):
+        self.definition = definition
+
+    def __eq__(self, other: object) -> bool:
+        return (other.definition if isinstance(other, OfGradient) else other) is self.definition
+
+    def __hash__(self) -> int:
+        return hash(self.definition)
+
+
+Found = Definition | Valued | OfGradient
+
+
+def plain(found: Found) -> Definition:
+    """The Definition in what :func:`flatten` returns."""
+    return found if isinstance(found, Definition) else found.definition
+
+
 watch(wrap_edited)
 watch(structure_changed)
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
@@ -112,8 +136,8 @@ class Cache:
     """The cached result of the last walk below a Module, and the epochs for which it is valid."""
 
     __slots__ = (
-        "structure", "definition", "weights", "sliced", "values", "leaves", "table", "assigned",
-        "__weakref__",
+        "structure", "definition", "treedef", "weights", "sliced", "values", "leaves", "table",
+        "assigned", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +150,8 @@ class Cache:
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
         self.assigned = assigned
+        is_gradient = bool(weights) and weights[0].stored.is_gradient
+        self.treedef = OfGradient(definition) if is_gradient else definition
         # Whether leaves are slices of stacks: they are kept as such, and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
@@ -283,7 +309,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
         name: full name of the Module for the plan; those below it have theirs under it.
     """
     leaves, found = flatten(root)
-    definition = found.definition if isinstance(found, Valued) else found
+    definition = plain(found)
     start = f"{name}." if name else ""
     marks = tuple(
         (*module._mx_marks, (plan, f"{start}{prefix}".rstrip(".")))
@@ -309,27 +335,31 @@ def _named(root: Any) -> tuple[list[Any], list[str]]:
 def unmarked(tree: Any, plan: Hashable) -> Any:
     """The tree with no Module in it that is observed for a plan."""
 
-    def plain(value: Any) -> Any:
+    def unobserved(value: Any) -> Any:
         if not getattr(value, "_mx_marks", ()):
             return value
         leaves, found = flatten(value)
-        definition = found.definition if isinstance(found, Valued) else found
         modules = _named(value)[0]
-        copy = rebuild(definition, leaves)
+        copy = rebuild(found, leaves)
         for module, one in zip(modules, _named(copy)[0], strict=True):
             vars(one)["_mx_marks"] = tuple(mark for mark in module._mx_marks if mark[0] != plan)
         vars(copy)["_mx_cache"] = None
         return copy
 
-    return jax.tree.map(plain, tree, is_leaf=lambda value: hasattr(value, "_mx_marks"))
+    return jax.tree.map(unobserved, tree, is_leaf=lambda value: hasattr(value, "_mx_marks"))
 
 
-def rebuild(definition: Definition | Valued, leaves: Iterator[Any] | Any) -> Any:
+def unflatten(found: Found, leaves: Any) -> Any:
+    """The Module that JAX creates: an argument, a result, or a gradient."""
+    return rebuild(found, leaves, is_made_by_vjp())
+
+
+def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False) -> Any:
     """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
-    if isinstance(definition, Valued):
-        definition = definition.definition
+    definition = plain(found)
+    is_gradient = is_gradient or type(found) is OfGradient
     holders = tuple(
-        around(w, leaf, name)
+        around(w, leaf, name, is_gradient)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
     modules = [object.__new__(node.kind) for node in definition.nodes]
@@ -390,7 +420,7 @@ def cache_of(module: Any) -> Cache:
     return cache
 
 
-def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
+def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
     # This is the dispatch path of every jitted call: a few look-ups when nothing has changed.
     # Leaves are read before the count, because other threads count before they release leaves.
     cache = module._mx_cache
@@ -403,7 +433,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Definition | Valued]:
         cache_of(module)
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    return leaves, Valued(cache.definition) if KIND.values else cache.definition
+    return leaves, Valued(cache.definition) if KIND.values else cache.treedef
 
 
 def weight_values(module: Any) -> list[Any]:
@@ -413,7 +443,7 @@ def weight_values(module: Any) -> list[Any]:
     return list(map(stack_of, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
-def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Definition | Valued]:
+def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Found]:
     leaves, definition = flatten(module)
     keys = map(jax.tree_util.GetAttrKey, cache_of(module).definition.names)
     return list(zip(keys, leaves, strict=True)), definition

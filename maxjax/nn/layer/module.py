@@ -28,7 +28,7 @@ from ...graph.weight.weight import Weight
 from . import call_stack, calls, hooks
 from . import place as placing
 from .assigned_list import AssignedList
-from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, rebuild
+from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, unflatten
 from .hooks import Layer
 from .rows import OfModule
 from .state import StateDict
@@ -126,7 +126,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         cls._mx_is_container = stands_for is not None
         if stands_for is not None:
             Module._mx_containers[stands_for] = cls
-        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, rebuild, flatten)
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
     @classmethod
     def _wrap_call(cls, call: Callable[..., Any]) -> Callable[..., Any]:

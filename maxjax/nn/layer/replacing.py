@@ -14,7 +14,7 @@ from ...errors import UserInputError, closest, some
 from ...graph.placement.arrays import put
 from ...graph.value import unwrap
 from ...kernels import QuantArray, explicit
-from .definition import Valued, cache_of, flatten, rebuild
+from .definition import cache_of, flatten, rebuild
 from .walk import Walk
 
 M = TypeVar("M")
@@ -90,7 +90,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     result = list(leaves)
     for i, at in new.items():
         result[i] = _put(cache.weights[i].stored, leaves[i], at)
-    return rebuild(found.definition if isinstance(found, Valued) else found, result)
+    return rebuild(found, result)
 
 
 def _unknown(name: Any, names: list[str], count: int) -> str:

@@ -1,5 +1,7 @@
 """How Modules show themselves: what is said, how little of it, and what is never done for it."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +107,40 @@ def test_leaves_of_all_kinds_are_named(tiny):
     jax.jit(lambda m: jax.tree.map(lambda a: a + 1, m), donate_argnums=0)(copied)
     assert "deleted" in repr(copied) and "deleted" in copied._repr_html_()
     assert "derivatives of integers" in first(lambda a: np.zeros(a.shape, jax.dtypes.float0))
+
+
+def test_a_gradient_is_named_and_maps_with_its_model():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.LayerStack([nn.Linear(2, 2, "float32", CPU) for _ in range(3)])
+            self.gain = Weight("gain", "float32", (2,), CPU)
+
+        def __call__(self, x):
+            return self.layers(x) * self.gain[None]
+
+    def loss(model):
+        return (model(jnp.ones((1, 2))) ** 2).sum()
+
+    def first(tree):
+        return repr(tree).splitlines()[0]
+
+    model = maxjax.init(Scale(), jax.random.key(0))
+    gradient = jax.grad(loss)(model)
+    _, pull = jax.vjp(loss, model)
+    jitted = jax.jit(jax.value_and_grad(loss))(model)[1]
+    same = copy.deepcopy(gradient), jax.tree.map(lambda g: 2 * g, gradient), pull(1.0)[0]
+    for tree in (gradient, jitted, *same, gradient.layers, gradient.layers[1]):
+        assert ", a gradient" in first(tree) and "a gradient" in tree._repr_html_()
+    assert ", a gradient, loaded" in repr(gradient.layers[1].weight)
+    assert "a gradient" in repr(jax.grad(lambda w: (w * 2).sum())(model.gain))
+    step = jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
+    for tree in (model, step, step.layers[1], jax.jit(lambda g: step)(gradient)):
+        assert "gradient" not in first(tree)
+    assert jax.tree.structure(gradient) == jax.tree.structure(model)
+    assert hash(jax.tree.structure(gradient)) == hash(jax.tree.structure(model))
+    program = jax.jit(loss)
+    assert program(model) != program(gradient) and program._cache_size() == 1
 
 
 def test_placement_and_parts_on_a_mesh(tiny):
