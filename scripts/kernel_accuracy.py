@@ -155,11 +155,11 @@ def draw(rng: np.random.Generator) -> Product:
 def takes_small_as_zero(level: str, product: Product) -> bool:
     """Whether numbers below 2^-126 and such sums are zeros, as everywhere in XLA on a CPU.
 
-    The instruction of ``avx512bf16`` for products of bfloat16 with bfloat16 does that, and
+    The instructions of ``amx`` and ``avx512bf16`` for products of bfloat16 with bfloat16 does that, and
     ``portable`` leaves the processor as XLA has set it.
     """
     pairs = product.types == ("bfloat16", "bfloat16")
-    return level == "portable" or (level == "avx512bf16" and pairs)
+    return level == "portable" or (level in ("amx", "avx512bf16") and pairs)
 
 
 def _float64(array: np.ndarray, flushed: bool) -> np.ndarray:

@@ -73,7 +73,7 @@ def levels() -> list[str]:
     """The instruction sets that were compiled and that this processor supports, the best first.
 
     Example:
-        >>> known = "avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split()
+        >>> known = "amx avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split()
         >>> set(levels()) <= set(known)
         True
     """

@@ -21,7 +21,9 @@ FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 _MANY_ROWS, _SMALL_WEIGHT = 256, 1 << 22
 # Rows of weights that XLA's matmuls for GPUs compute at a time, at least.
 _TILE = 64
-_FASTER_IN_XLA = {"avx512bf16": ("float32", "bfloat16"), "avx512": ("float32",)}
+_FASTER_IN_XLA = {
+    "amx": ("float32",), "avx512bf16": ("float32", "bfloat16"), "avx512": ("float32",),
+}  # fmt: skip
 
 
 def definition(

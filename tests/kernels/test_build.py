@@ -44,7 +44,7 @@ def _compiler(folder, text):
 
 # --- what is run
 
-X86 = {"portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "crc_clmul", "crc_wide"}
+X86 = {"portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "crc_clmul", "crc_wide"}
 X86 |= {"encode_avx2", "encode_avx512"}
 
 
@@ -80,7 +80,7 @@ def test_only_a_level_may_use_more_than_every_processor_has(commands, tmp_path):
     for command in commands:
         beyond = [flag for flag in command if flag.startswith("-m")]
         sources = [part for part in command if part.endswith(".cc")]
-        beyond_all = ("level_avx", "level_crc", "level_encode")
+        beyond_all = ("level_avx", "level_amx", "level_crc", "level_encode")
         assert bool(beyond) == any(part in s for s in sources for part in beyond_all)
 
 

@@ -19,7 +19,7 @@ from maxjax.cli import environment
 from maxjax.kernels import decode_attention, matmul, native
 
 LEVELS = native.levels()
-KERNELS = set("avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split())
+KERNELS = set("amx avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split())
 
 # What a user's program does: products, an attention, and what it runs on, in one document.
 PROGRAM = """

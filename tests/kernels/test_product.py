@@ -142,8 +142,8 @@ def test_results_are_rounded_to_the_nearest_and_even(dtype):
 @pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_numbers_below_the_least_normal_one(level, x, w, tokens):
     """They count, also where XLA has told the processor to take them as zeros; but not for the
-    instruction of avx512bf16, nor on the portable level, which does not know the processor."""
-    pairs = (x, w) == ("bfloat16", "bfloat16") and level == "avx512bf16"
+    instructions of amx and avx512bf16, nor on the portable level, which does not know the processor."""
+    pairs = (x, w) == ("bfloat16", "bfloat16") and level in ("amx", "avx512bf16")
     small = 2.0**-24 if x == "float16" else 2.0**-133
     a, b = np.full((tokens, 40), small, TYPES[x]), np.ones((18, 40), TYPES[w])
     with native.level(level):

@@ -26,6 +26,7 @@ LIBRARY = HERE / f"libmaxjax_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+_AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 _CLMUL = ["-msse4.1", "-mpclmul"]
 # The encoders of blocks give the same bytes on every processor, so nothing may be fused.
 _EXACT = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
@@ -43,6 +44,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "level_avx512.cc": _AVX512,
         "level_avx512vnni.cc": [*_AVX512, "-mavx512vnni"],
         "level_avx512bf16.cc": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
+        "level_amx.cc": [*_AVX512, "-mavx512vnni", "-mavx512bf16", *_AMX],
         "crc.cc": [],
         "level_crc_clmul.cc": _CLMUL,
         "level_crc_wide.cc": [*_AVX512, *_CLMUL, "-mvpclmulqdq"],

@@ -14,14 +14,14 @@ namespace maxjax {
 
 extern const Level level_portable;
 #if defined(__x86_64__)
-extern const Level level_avx2, level_avxvnni, level_avx512, level_avx512vnni, level_avx512bf16;
+extern const Level level_avx2, level_avxvnni, level_avx512, level_avx512vnni, level_avx512bf16, level_amx;
 #elif defined(__aarch64__)
 extern const Level level_neon, level_neondot;
 #endif
 
 const Level* const levels[] = {
 #if defined(__x86_64__)
-    &level_avx512bf16, &level_avx512vnni, &level_avx512, &level_avxvnni, &level_avx2,
+    &level_amx, &level_avx512bf16, &level_avx512vnni, &level_avx512, &level_avxvnni, &level_avx2,
 #elif defined(__aarch64__)
     &level_neondot, &level_neon,
 #endif
@@ -35,7 +35,8 @@ bool is_supported(const Level& level) {
   const Cpu cpu = this_cpu();
   return (cpu.avx2 || !level.needs.avx2) && (cpu.avx512 || !level.needs.avx512) &&
          (cpu.bf16 || !level.needs.bf16) && (cpu.vnni || !level.needs.vnni) &&
-         (cpu.avx_vnni || !level.needs.avx_vnni) && (cpu.neon_dot || !level.needs.neon_dot);
+         (cpu.avx_vnni || !level.needs.avx_vnni) && (cpu.neon_dot || !level.needs.neon_dot) &&
+         (cpu.amx || !level.needs.amx);
 }
 
 const Level* best() {
@@ -57,11 +58,20 @@ namespace {
 // --- matmul ------------------------------------------------------------------------------------
 
 Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type,
-                     int64_t tokens, int64_t depth, Type w_type) {
+                     int64_t tokens, int64_t depth, Type w_type, bool may_tile = false) {
   const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.pairs;
   const bool as_is = narrow || (x_type == Type::f32 && level.in_order(w_type));
-  if (as_is && depth % kPad == 0) return {x, depth, narrow};
   const int64_t stride = padded(depth), item = narrow ? 2 : 4;
+  if (narrow && may_tile && level.tile_rows && tokens > kFew) {
+    const int64_t blocks = (tokens + kTokensOfTile - 1) / kTokensOfTile;
+    char* tiles = scratch<0>(blocks * kTokensOfTile * stride * item);
+    parallel(pool, blocks, pool.num_threads(), [&](int64_t i) {
+      const int64_t t = i * kTokensOfTile;
+      level.tile_rows(x + t * depth * item, least(tokens - t, kTokensOfTile), depth, tiles + t * stride * item);
+    });
+    return {tiles, stride, narrow, true};
+  }
+  if (as_is && depth % kPad == 0) return {x, depth, narrow, false};
   char* rows = scratch<0>(tokens * stride * item);
   const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
   parallel(pool, (tokens + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
@@ -76,7 +86,7 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
       }
     }
   });
-  return {rows, stride, narrow};
+  return {rows, stride, narrow, false};
 }
 
 // Operands: x [..., depth], then weights [out, depth] or stacks [n, out, depth], all of one type,
@@ -104,8 +114,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   if (rows == 0 || x.count == 0) return ffi::Error::Success();
 
   const Level& level = active_level();
-  const Activations activations = prepared(pool, level, x.data, x.type, x.count, x.depth, w_type);
-  parallel_rows(pool, weights, x.count, 16, 64, [&](const Weights& w, int64_t begin, int64_t end) {
+  const Activations activations = prepared(pool, level, x.data, x.type, x.count, x.depth, w_type, true);
+  parallel_rows(pool, weights, x.count, activations.tiled ? 32 : 16, 64, [&](const Weights& w, int64_t begin, int64_t end) {
     level.product({activations, x.count, w.data, w_type, x.depth, w.y, w.y_type, w.rows, begin, end});
   });
   return ffi::Error::Success();
@@ -146,7 +156,7 @@ ffi::Error heads(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
     const int64_t item = all.narrow ? 2 : 4;
     parallel(pool, count, helpers, [&](int64_t h) {
       const char* own = static_cast<const char*>(all.data) + h * all.stride * item;
-      level.product({{own, count * all.stride, all.narrow}, batch, matrix(h), w_type, depth,
+      level.product({{own, count * all.stride, all.narrow, false}, batch, matrix(h), w_type, depth,
                      to + h * rows * size_of(y_type), y_type, count * rows, 0, rows});
     });
     return ffi::Error::Success();

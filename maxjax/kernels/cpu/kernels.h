@@ -10,11 +10,13 @@ enum class Type : int { f32, f16, bf16 };
 inline int64_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 // Activations as the matmuls read them: rows of `stride` elements, padded with zeros after `depth`.
-// Either floats, in the order in which the weights' type is widened to float, or plain bf16.
+// Either floats, in the order in which the weights' type is widened to float, or plain bf16, or bf16 in
+// the order of `Level::tile_rows`, 16 rows after the other.
 struct Activations {
   const void* data;
   int64_t stride;
   bool narrow;  // bf16, for the instruction that multiplies pairs of them
+  bool tiled;
 };
 
 // y[t][o] = sum over k of x[t][k] w[o][k], for the rows from `begin` to `end` of w.
@@ -133,6 +135,7 @@ struct Cpu {
   bool vnni;    // AVX-512 VNNI
   bool avx_vnni;
   bool neon_dot;  // dot products of bytes
+  bool amx;       // AMX, with products of int8 and of bf16
 };
 
 struct Level {
@@ -158,7 +161,12 @@ struct Level {
   // x / (1 + exp(-x)) in place; `padded` is a multiple of kPad.
   void (*silu)(float* x, int64_t padded);
   void (*ssd)(const Ssd& of);
+  // Arranges bf16 activations [tokens, depth] of up to kTokensOfTile tokens as the products of many tokens
+  // read them, in kTokensOfTile * padded(depth) numbers; null if they read rows.
+  void (*tile_rows)(const void* x, int64_t tokens, int64_t depth, void* out);
 };
+
+constexpr int64_t kTokensOfTile = 16;
 
 // Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;

@@ -2,6 +2,9 @@
 // name.
 #pragma once
 #include "product.h"
+#ifdef MAXJAX_TILES
+#include "tiles.h"
+#endif
 #include "attend.h"
 #include "delta.h"
 #include "ssd.h"
@@ -15,6 +18,10 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
+#ifndef MAXJAX_TILES
+constexpr void (*tile_rows)(const void*, int64_t, int64_t, void*) = nullptr;
+#endif
+
 bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1; }
 
 }  // namespace
@@ -24,5 +31,5 @@ bool in_order(Type w_type) { return w_type != Type::bf16 || place<bf16>(1) == 1;
   extern const Level level_##name;                                                      \
   const Level level_##name = {#name, maxjax::Cpu __VA_ARGS__, kPairs, in_order, widen,         \
                               narrow_row, product, attend, combine, packed_product, quantise, \
-                              delta, silu, ssd};                                               \
+                              delta, silu, ssd, tile_rows};                                    \
   }

@@ -168,16 +168,18 @@ void one_token(const PackedRows& rows, int64_t token) {
 constexpr int kPanel = kPanelVectors * kLanes;  // rows
 constexpr int64_t kPanelBatch = 512;            // tokens for which a unit is unpacked once
 
-// One unit of kPanel rows: codes with four of each row side by side, and factors and offsets.
-template <class F>
+// One unit of kPanel rows: codes with four of each row side by side, and factors and offsets. For tiles
+// the codes are signed, without the zero of the format.
+template <class F, bool is_tiled>
 struct Panel {
+  static constexpr int kParts = 32 / F::kGroup, kSteps = F::kGroup / 4;
+  static_assert(kParts == 1 || !F::kOffsets, "no format has offsets of half groups");
   alignas(64) int32_t codes[kUnit / 4][kPanel];
   alignas(64) float factors[kUnit / F::kGroup][kPanel];
   alignas(64) float offsets[F::kOffsets ? kGroups : 1][kPanel];
 
   // The first `groups` groups of 32 of the unit at p of each row.
   void unpack(const uint8_t* const* p, int64_t groups) {
-    constexpr int kParts = 32 / F::kGroup;
     for (int r = 0; r < kPanel; r++) {
       eight s[kParts], o[kParts];
       F::factors(p[r], s, o);
@@ -211,8 +213,27 @@ struct Panel {
     for (int v = 0; v < kPanel; v += kLanes) {
       Codes rows[kLanes];
       #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; r++) rows[r] = F::template codes<I>(p[v + r]);
+      for (int r = 0; r < kLanes; r++) {
+        rows[r] = F::template codes<I>(p[v + r]);
+#ifdef MAXJAX_TILES
+        if (is_tiled && F::kZero) rows[r] = less(rows[r], F::kZero);
+#endif
+      }
       transposed(rows, &codes[16 * I][v], kPanel);
+    }
+  }
+
+  // Adds the integer product of part i of a group with a token to its total. `half` is the first half of
+  // a group with two factors.
+  static inline __attribute__((always_inline)) void weigh(int64_t i, vec number, vec factor, vec offset, float scale,
+                                                          float sum, vec& half, vec& total) {
+    if (kParts == 1) {
+      total = fma(number, mul(factor, all(scale)), total);
+      if (F::kOffsets) total = fma(offset, all(sum), total);
+    } else if (i % 2 == 0) {
+      half = mul(number, factor);
+    } else {
+      total = fma(fma(number, factor, half), all(scale), total);
     }
   }
 
@@ -223,8 +244,6 @@ struct Panel {
   // the products are added before they are multiplied by the scale of the activations.
   template <int T>
   void add(const Int8& x, int64_t token, int64_t unit, int64_t groups, float* totals) const {
-    constexpr int kParts = 32 / F::kGroup, kSteps = F::kGroup / 4;
-    static_assert(kParts == 1 || !F::kOffsets, "no format has offsets of half groups");
     const int64_t first = (token * x.stride + unit * kUnit) / 32, apart = x.stride / 32;
     const int8_t* at = x.codes + 32 * first;
     const float *scales = x.scales + first, *sums = x.sums + first;
@@ -235,7 +254,7 @@ struct Panel {
       #pragma GCC unroll 4
       for (int v = 0; v < kPanelVectors; v++) sum[t][v] = load(totals + t * kPanel + v * kLanes);
     for (int64_t g = 0; g < groups; g++) {
-      vec half[T][kPanelVectors];  // the first half of a group with two factors
+      vec half[T][kPanelVectors];
       #pragma GCC unroll 2
       for (int64_t i = kParts * g; i < kParts * (g + 1); i++) {
         ivec n[T][kPanelVectors];
@@ -264,18 +283,8 @@ struct Panel {
           const vec factor = load(&factors[i][v * kLanes]);
           const vec offset = F::kOffsets ? load(&offsets[g][v * kLanes]) : zero();
           #pragma GCC unroll 16
-          for (int t = 0; t < T; t++) {
-            const vec scale = all(scales[t * apart + g]), number = to_float(n[t][v]);
-            vec& total = sum[t][v];
-            if (kParts == 1) {
-              total = fma(number, mul(factor, scale), total);
-              if (F::kOffsets) total = fma(offset, all(sums[t * apart + g]), total);
-            } else if (i % 2 == 0) {
-              half[t][v] = mul(number, factor);
-            } else {
-              total = fma(fma(number, factor, half[t][v]), scale, total);
-            }
-          }
+          for (int t = 0; t < T; t++)
+            weigh(i, to_float(n[t][v]), factor, offset, scales[t * apart + g], sums[t * apart + g], half[t][v], sum[t][v]);
         }
       }
     }
@@ -291,12 +300,51 @@ struct Panel {
       if (tokens < T) return add_up_to<T - 1>(tokens, x, token, unit, groups, totals);
     add<T>(x, token, unit, groups, totals);
   }
+
+#ifdef MAXJAX_TILES
+  // As `add`, for up to kTileSide tokens: the integers of up to eight parts of all rows and tokens come
+  // first, then what is done with them, as both take about as long.
+  void add_tiles(const Int8& x, int64_t token, int64_t tokens, int64_t unit, int64_t groups, float* totals) const {
+    static_assert(kPanel == 2 * kTileSide, "two tiles are the rows of a panel");
+    constexpr int64_t kBatch = 8;
+    const int64_t first = (token * x.stride + unit * kUnit) / 32, apart = x.stride / 32;
+    const int8_t* at = x.codes + 32 * first;
+    alignas(64) int32_t numbers[kBatch][kTileSide][kPanel];
+    for (int64_t begin = 0; begin < kParts * groups; begin += kBatch) {
+      const int64_t end = begin + kBatch < kParts * groups ? begin + kBatch : kParts * groups;
+      for (int64_t i = begin; i < end; i++) {
+        const int8_t* part = at + i * F::kGroup;
+        (i % 2 ? products_of_part<true> : products_of_part<false>)(part, x.stride, codes[i * kSteps], numbers[i - begin][0]);
+      }
+      for (int64_t t = 0; t < tokens; t++) {
+        const float *scales = x.scales + first + t * apart, *sums = x.sums + first + t * apart;
+        vec sum[kPanelVectors], half[kPanelVectors];
+        for (int v = 0; v < kPanelVectors; v++) sum[v] = load(totals + t * kPanel + v * kLanes);
+        for (int64_t i = begin; i < end; i++)
+          #pragma GCC unroll 4
+          for (int v = 0; v < kPanelVectors; v++) {
+            const int64_t g = i / kParts;
+            const vec offset = F::kOffsets ? load(&offsets[g][v * kLanes]) : zero();
+            weigh(i, to_float(load_codes(&numbers[i - begin][t][v * kLanes])), load(&factors[i][v * kLanes]), offset,
+                  scales[g], sums[g], half[v], sum[v]);
+          }
+        for (int v = 0; v < kPanelVectors; v++) store(totals + t * kPanel + v * kLanes, sum[v]);
+      }
+    }
+  }
+#endif
 };
 
-template <class F>
+template <class F, bool is_tiled>
 void several_tokens(const PackedRows& rows) {
+#ifdef MAXJAX_TILES
+  constexpr int64_t kTokens = is_tiled ? kTileSide : kPanelTokens;
+  const Tiles tiles(kTileSide, F::kGroup);
+#else
+  constexpr int64_t kTokens = kPanelTokens;
+#endif
   const int64_t bytes = row_bytes<F>(rows.depth), units = (rows.depth + kUnit - 1) / kUnit;
-  Panel<F> panel;
+  Panel<F, is_tiled> panel;
   alignas(64) float totals[kPanelBatch * kPanel];
   for (int64_t o = rows.begin; o < rows.end; o += kPanel) {
     const int64_t height = rows.end - o < kPanel ? rows.end - o : kPanel;
@@ -319,10 +367,20 @@ void several_tokens(const PackedRows& rows) {
         const int64_t ahead = u + 1 < units ? (u + 1) * unit_bytes<F>() : kPanel * bytes;
         const uint8_t* following = rows.w + o * bytes + ahead;
         int64_t next = 0;
-        for (int64_t c = 0; c < width; c += kPanelTokens) {
-          for (const int64_t end = kPanel * (c + kPanelTokens) / width; next < end && next < kPanel; next++)
+#ifdef MAXJAX_TILES
+        written();
+#endif
+        for (int64_t c = 0; c < width; c += kTokens) {
+          for (const int64_t end = kPanel * (c + kTokens) / width; next < end && next < kPanel; next++)
             prefetch_unit<F>(following + next * bytes);
-          panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, totals + c * kPanel);
+          float* to = totals + c * kPanel;
+#ifdef MAXJAX_TILES
+          if constexpr (is_tiled) {
+            panel.add_tiles(rows.x, t + c, width - c < kTokens ? width - c : kTokens, u, groups, to);
+            continue;
+          }
+#endif
+          panel.template add_up_to<kPanelTokens>(width - c, rows.x, t + c, u, groups, to);
         }
       }
       for (int64_t c = 0; c < width; c++)
@@ -331,8 +389,8 @@ void several_tokens(const PackedRows& rows) {
   }
 }
 
-template <class F>
-__attribute__((noinline)) void unpack_rest(Panel<F>& panel, const uint8_t** p, int64_t depth, int64_t groups) {
+template <class F, bool is_tiled>
+__attribute__((noinline)) void unpack_rest(Panel<F, is_tiled>& panel, const uint8_t** p, int64_t depth, int64_t groups) {
   Rest<F> rest[kPanel];
   for (int r = 0; r < kPanel; r++) {
     rest[r] = Rest<F>(p[r], depth);
@@ -410,11 +468,16 @@ void float_activations(const PackedRows& rows) {
 
 // From this number of tokens on a unit's codes are transposed for all of them.
 constexpr int64_t kTransposedFrom = 4;
+// From this number on they are multiplied in tiles, where there are any.
+constexpr int64_t kTiledFrom = 8;
 
 template <class F>
 void packed_product_of(const PackedRows& rows) {
   if (!rows.is_int8) return float_activations<F>(rows);
-  if (rows.tokens >= kTransposedFrom) return several_tokens<F>(rows);
+#ifdef MAXJAX_TILES
+  if (rows.tokens >= kTiledFrom) return several_tokens<F, true>(rows);
+#endif
+  if (rows.tokens >= kTransposedFrom) return several_tokens<F, false>(rows);
   for (int64_t t = 0; t < rows.tokens; t++) one_token<F>(rows, t);
 }
 

@@ -19,9 +19,11 @@ const float* floats_of(ffi::ThreadPool& pool, const Level& level, const Tokens& 
 // The activations quantised.
 Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
   const int64_t stride = (x.depth + 255) / 256 * 256, of_row = stride + stride * 3 / 4;
-  char* memory = scratch<1>(x.count * of_row);
+  // Tiles read the codes of whole tiles of tokens; what is in those that are not there does not matter.
+  const int64_t count = (x.count + kTokensOfTile - 1) / kTokensOfTile * kTokensOfTile;
+  char* memory = scratch<1>(x.count * (of_row - stride) + count * stride);
   int8_t* codes = reinterpret_cast<int8_t*>(memory);
-  float* scales = reinterpret_cast<float*>(memory + x.count * stride);
+  float* scales = reinterpret_cast<float*>(memory + count * stride);
   float* sums = scales + x.count * stride / 32;
   float* half_sums = sums + x.count * stride / 32;
   int32_t* code_sums = reinterpret_cast<int32_t*>(half_sums + x.count * stride / 16);

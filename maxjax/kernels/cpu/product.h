@@ -207,8 +207,15 @@ void one_or_several(const Rows& rows) {
   rows.tokens == 1 ? one<P>(rows) : several<P>(rows);
 }
 
+#ifdef MAXJAX_TILES
+void many(const Rows& rows);
+#endif
+
 void product(const Rows& rows) {
   const Exact exact;
+#ifdef MAXJAX_TILES
+  if (rows.x.tiled) return many(rows);
+#endif
 #ifdef MAXJAX_PAIRS
   if (rows.x.narrow) return one_or_several<Pairs>(rows);
 #endif
