@@ -50,7 +50,7 @@ kernels: native explicit operation blocks encode int8_rows stack_slice product
 kernels: pallas key_ranges
 kernels/gpu: __init__ triton attention packed_product
 kernels/tpu: __init__ mosaic attention cache_write
-kernels: packed_product quant_array matmul embed head_products delta_token ssd_token blocked_attention
+kernels: packed_product quant_array matmul embed head_products delta_token ssd_token cache_read blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: cache_write decode_attention attention grouped block_matmul
 kernels: __init__

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
+from .cache_read import slots_of
 from .gpu import attention as gpu_attention
 from .gpu.triton import unavailable as no_triton
 from .int8_rows import restored
@@ -37,6 +38,8 @@ _LOG = logging.getLogger("maxjax")
 QUERIES, KEYS = 512, 1024
 # Least number of keys in a block: fewer make the loop longer than what it saves.
 LEAST_KEYS = 128
+# The same on a CPU, where the scores of a block stay in the caches of the cores.
+CPU_QUERIES, CPU_KEYS = 256, 256
 
 
 class Attending(NamedTuple):
@@ -222,31 +225,6 @@ def _read(
     return _Keys(keys, values, sees[:, None, None], start)
 
 
-def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
-    """Some slots of one layer of a cache ``[L, B, K, S, ...]``: ``[B, K, count, ...]``."""
-    index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
-    shape = (1, *array.shape[1:3], count, *array.shape[4:])
-
-    def cut(array: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
-
-    # Before a slice of bfloat16, XLA for CPUs converts the whole array to float32.
-    as_bits = lambda array: from_bits(cut(bits(array)), array.dtype)
-    return jax.lax.platform_dependent(array, cpu=as_bits, default=cut)
-
-
-def bits(array: jax.Array) -> jax.Array:
-    """A 16-bit float array as integers of the same bits; any other as it is. It has no derivative."""
-    if array.dtype.itemsize == 2 and jnp.issubdtype(array.dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(array, jnp.uint16)
-    return array
-
-
-def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
-    """The array of this dtype of which :func:`bits` gave ``array``."""
-    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
-
-
 def _range(
     at: jax.Array, key_positions: jax.Array, block: int, attending: Attending
 ) -> tuple[jax.Array, jax.Array]:
@@ -320,10 +298,11 @@ def _in_jnp(
     layer: jax.Array,
     at: jax.Array,
     key_positions: jax.Array,
+    most_keys: int = KEYS,
 ) -> tuple[jax.Array, jax.Array]:
-    """:func:`_forward` in jnp, which defines it."""
+    """:func:`_forward` in jnp, which defines it; ``most_keys`` is the largest number of keys in a block."""
     count, *_, size, width = queries.shape
-    block = _key_block(size, key_positions.shape[1])
+    block = min(most_keys, _key_block(size, key_positions.shape[1]))
     dtype = attending.dtype
 
     def run(_: None, each: Any) -> tuple[None, Any]:
@@ -448,6 +427,27 @@ def _with_batch(at: jax.Array, key_positions: jax.Array) -> tuple[jax.Array, jax
     return at, key_positions if key_positions.ndim == 2 else key_positions[None]
 
 
+def _on_cpu(attending: Attending, devices: int, *operands: Any) -> Any:
+    queries, keys, values, layer, at, key_positions, *scales = operands
+    count, *between, size, width = queries.shape
+    parts = -(-size // CPU_QUERIES)
+    if devices > 1 or size % parts:
+        return _definition(attending, *operands)
+    at, key_positions = _with_batch(at, key_positions)
+    cut = lambda a, axis: jnp.moveaxis(
+        a.reshape(*a.shape[:axis], parts, size // parts, *a.shape[axis + 1 :]), axis, 1
+    ).reshape(count * parts, *a.shape[1:axis], size // parts, *a.shape[axis + 1 :])
+    found = _in_jnp(
+        attending, cut(queries, 4), (keys, values, *scales), layer, cut(at, 2), key_positions, CPU_KEYS
+    )  # fmt: skip
+
+    def joined(a: jax.Array) -> jax.Array:
+        a = jnp.moveaxis(a.reshape(count, parts, *a.shape[1:]), 1, 4)
+        return a.reshape(count, *between, size, *a.shape[6:])
+
+    return [joined(a) for a in found]
+
+
 def _on_cuda(attending: Attending, *operands: Any) -> Any:
     why = gpu_attention.lacks(attending.dtype, *operands[:2]) or no_triton(program_device())
     return _by_kernel(None if why else gpu_attention.kernel, "GPU", why, attending, *operands)
@@ -494,5 +494,5 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _OPERATION = Operation(
     "maxjax_attention", _types, _definition, {"cuda": _on_cuda, "tpu": _on_tpu}, _rule, _shardings,
-    lambda *_: None, division=lambda attending: attending.division,
+    lambda *_: None, forms={"cpu": _on_cpu}, division=lambda attending: attending.division,
 )  # fmt: skip

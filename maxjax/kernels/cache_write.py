@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from . import explicit
-from .blocked_attention import bits, from_bits
+from .cache_read import bits, from_bits
 from .decode import step
 from .operation import Operation
 from .pallas import program_device
@@ -59,9 +59,7 @@ def write_tokens(
     fits = all(isinstance(n, int) for n in sizes) and place.shape[1] <= array.shape[3]
 
     def run(*operands: jax.Array) -> jax.Array:
-        if consecutive and fits:
-            return _OPERATION(operands, division)[0]
-        return _scattered(*operands)
+        return _OPERATION(operands, _Tokens(consecutive and fits, division))[0]
 
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(array))
@@ -98,15 +96,30 @@ def _set(
     return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop", **options)
 
 
-# -- rows at once, on TPUs
+# -- in place on CPUs, rows at once on TPUs
 
 
-def _definition(division: explicit.Division | None, *operands: jax.Array) -> list[jax.Array]:
+class _Tokens(NamedTuple):
+    """Static arguments: whether each row can be written at once, and how a mesh divides the array."""
+
+    at_once: bool
+    division: explicit.Division | None
+
+
+def _definition(static: _Tokens, *operands: jax.Array) -> list[jax.Array]:
     return [_scattered(*operands)]
 
 
+def _kernel(
+    static: _Tokens, array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array
+) -> Any:
+    result = [jax.ShapeDtypeStruct(array.shape, array.dtype)]
+    call = jax.ffi.ffi_call("maxjax_write_tokens", result, input_output_aliases={0: 0})
+    return call(array, new, layer, place)
+
+
 def _row_by_row(
-    division: explicit.Division | None,
+    static: _Tokens,
     array: jax.Array,
     new: jax.Array,
     layer: jax.Array,
@@ -114,6 +127,8 @@ def _row_by_row(
 ) -> list[jax.Array]:
     """XLA for TPUs scatters into an array whose last axis is that of the heads' width, and copies the
     cache where the slots are last."""
+    if not static.at_once:
+        return _definition(static, array, new, layer, place)
     slots, length = array.shape[3], place.shape[1]
     new = new.swapaxes(1, 2)  # [B, K, T, ...]
     zero, tail = jnp.int32(0), [jnp.int32(0)] * (array.ndim - 4)
@@ -141,7 +156,7 @@ def _row_by_row(
     return [jax.lax.fori_loop(0, place.shape[0], write, array)]
 
 
-def _types(division: Any, array: Any, *rest: Any) -> list[Any]:
+def _types(static: _Tokens, array: Any, *rest: Any) -> list[Any]:
     return [array]
 
 
@@ -150,13 +165,9 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     return [cache, [batch, (), heads, *rest], [], [batch, ()]], [cache], ()
 
 
-def _no_rule(*_: Any) -> Any:
-    raise NotImplementedError("XLA for TPUs divides no kernel")
-
-
 _OPERATION = Operation(
-    "maxjax_write_tokens", _types, _definition, {"tpu": _row_by_row}, _no_rule, _shardings, lambda *_: None,
-    division=lambda division: division,
+    "maxjax_write_tokens", _types, _definition, {"cpu": _kernel, "tpu": _row_by_row}, None, _shardings,
+    lambda *_: None, division=lambda static: static.division if static.at_once else None,
 )  # fmt: skip
 
 
@@ -250,6 +261,6 @@ def _token_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _TOKEN = Operation(
     "maxjax_write_token", lambda static, *operands: operands[: static.count], _token_definition,
-    {"tpu": _token_on_tpu}, _no_rule, _token_shardings, lambda *_: None,
+    {"tpu": _token_on_tpu}, None, _token_shardings, lambda *_: None,
     division=lambda static: static.division,
 )  # fmt: skip

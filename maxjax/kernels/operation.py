@@ -56,7 +56,7 @@ class Operation:
         kernels: by platform ("cpu", "cuda", ...), ``(static, *operands)`` → results, for one device's
             part. Those of "cpu" use the library of ``native``.
         rule: ``(ranks of the operands)`` → the ArrayMappings of the operands and those of the results,
-            which axes are split alike.
+            which axes are split alike. None if XLA divides no kernel of it: then ``division`` says how.
         shardings: ``(entries of the operands)`` → entries of the operands and of the results,
             consistent with each other, and the mesh axes over which results are to be summed.
         batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
@@ -66,7 +66,7 @@ class Operation:
         forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
             kernel where the definition is not the best; XLA divides it between so many devices.
         division: ``(static)`` → the ``explicit.Division`` of the first operand, or None if it is not known.
-            It is asked only where XLA divides no kernels itself.
+            It is asked only where XLA divides no kernels itself; the definition runs if it is not known.
         lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number that its
             parts must divide, if an axis may be divided at some places only.
 
@@ -79,8 +79,8 @@ class Operation:
         types: Callable[..., Sequence[Any]],
         definition: Callable[..., Any],
         kernels: Mapping[str, Callable[..., Any]],
-        rule: Callable[..., Any],
-        shardings: Callable[..., Any],
+        rule: Callable[..., Any] | None,
+        shardings: Callable[..., Any] | None,
         batch: Callable[..., Any],
         summand: Callable[[Any, str], Any] = lambda static, _: static,
         forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
@@ -206,7 +206,7 @@ class Operation:
         absent = platform == "cpu" and native.library() is None
         if exported or empty or absent or not _devices_known(ctx):
             return self._lower_definition(ctx, *operands, **params)
-        if platform in _NO_PARTITIONER:
+        if platform in _NO_PARTITIONER or self.rule is None:
             return self._lower_divided(platform, ctx, *operands, **params)
         static = params["static"]
         call = self._partitioned(platform, static, tuple(len(a.shape) for a in ctx.avals_in))

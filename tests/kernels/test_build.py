@@ -44,7 +44,17 @@ def _compiler(folder, text):
 
 # --- what is run
 
-X86 = {"portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "crc_clmul", "crc_wide"}
+X86 = {
+    "portable",
+    "avx2",
+    "avxvnni",
+    "avx512",
+    "avx512vnni",
+    "avx512bf16",
+    "amx",
+    "crc_clmul",
+    "crc_wide",
+}
 X86 |= {"encode_avx2", "encode_avx512"}
 
 

@@ -38,6 +38,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "packed_handler.cc": [],
         "delta_handler.cc": [],
         "ssd_handler.cc": [],
+        "cache_handler.cc": [],
         "level_portable.cc": [],
         "level_avx2.cc": _AVX2,
         "level_avxvnni.cc": [*_AVX2, "-mavxvnni"],
@@ -57,6 +58,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "packed_handler.cc": [],
         "delta_handler.cc": [],
         "ssd_handler.cc": [],
+        "cache_handler.cc": [],
         "level_portable.cc": [],
         "level_neon.cc": [],
         "level_neondot.cc": ["-march=armv8.2-a+dotprod"],
@@ -67,7 +69,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
 }
 _OTHER = {
     "handlers.cc": [], "packed_handler.cc": [], "delta_handler.cc": [], "ssd_handler.cc": [],
-    "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
+    "cache_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
 }  # fmt: skip
 # zig names instruction sets by processor.
 _ZIG = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..blocked_attention import slots_of
+from ..cache_read import slots_of
 from ..int8_rows import restored
 from ..operation import varying_with
 from .step import Options, mean, seen, write_token, written

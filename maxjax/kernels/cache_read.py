@@ -1,0 +1,69 @@
+"""Reads slots of one layer of a cache, without a copy or a conversion of the others.
+
+Shapes: L layers, B sequences, K KV heads, S slots; whatever follows the slots is one token's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .operation import Operation
+
+
+def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """Some slots of one layer of a cache ``[L, B, K, S, ...]``: ``[B, K, count, ...]``.
+
+    Args:
+        start: the first of them, an int32 scalar; the last is within S in any case.
+
+    Example:
+        >>> cache = jnp.arange(8).reshape(2, 1, 1, 4)
+        >>> slots_of(cache, jnp.int32(1), jnp.int32(1), 2)[0, 0].tolist()
+        [5, 6]
+    """
+    if not all(isinstance(n, int) for n in (*array.shape, count)):
+        return _definition(count, array, layer, start)[0]
+    return _OPERATION([array, layer, start], count)[0]
+
+
+def bits(array: jax.Array) -> jax.Array:
+    """A 16-bit float array as integers of the same bits; any other as it is. It has no derivative."""
+    if array.dtype.itemsize == 2 and jnp.issubdtype(array.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(array, jnp.uint16)
+    return array
+
+
+def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    """The array of this dtype of which :func:`bits` gave ``array``."""
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _definition(count: int, array: jax.Array, layer: jax.Array, start: jax.Array) -> list[Any]:
+    index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
+    shape = (1, *array.shape[1:3], count, *array.shape[4:])
+
+    def cut(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
+
+    # Before a slice of bfloat16, XLA for CPUs converts the whole array to float32.
+    as_bits = lambda array: from_bits(cut(bits(array)), array.dtype)
+    return [jax.lax.platform_dependent(array, cpu=as_bits, default=cut)]
+
+
+def _types(count: int, array: Any, *_: Any) -> list[Any]:
+    shape = (*array.shape[1:3], count, *array.shape[4:])
+    return [array.update(shape=shape, weak_type=False)]
+
+
+def _kernel(count: int, array: Any, layer: Any, start: Any) -> Any:
+    shape = (*array.shape[1:3], count, *array.shape[4:])
+    call = jax.ffi.ffi_call("maxjax_read_slots", [jax.ShapeDtypeStruct(shape, array.dtype)])
+    return call(array, layer, start)
+
+
+_OPERATION = Operation(
+    "maxjax_read_slots", _types, _definition, {"cpu": _kernel}, None, None, lambda *_: None
+)
