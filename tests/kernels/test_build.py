@@ -77,6 +77,7 @@ def test_every_processor_has_its_levels(machine, levels, commands, tmp_path):
         "packed_handler.cc",
         "delta_handler.cc",
         "ssd_handler.cc",
+        "cache_handler.cc",
         "crc.cc",
         "encode.cc",
     }
