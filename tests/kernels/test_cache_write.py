@@ -1,11 +1,12 @@
-"""Tokens written row by row, as TPUs do it, are those that a scatter writes."""
+"""Tokens written in place on a CPU, or row by row, as TPUs do it, are those that a scatter writes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.kernels import explicit
+from maxjax.kernels import explicit, native
+from maxjax.kernels.cache_read import slots_of
 from maxjax.kernels.cache_write import _row_by_row, _scattered, _Tokens, write_tokens
 
 L, B, K, S, T, D = 2, 4, 2, 11, 5, 3
@@ -26,6 +27,46 @@ def test_row_by_row(width):
     operands = given(width)
     (found,) = _row_by_row(_Tokens(True, None), *operands)
     np.testing.assert_array_equal(found, _scattered(*operands))
+
+
+@pytest.mark.parametrize("width", [(D,), ()], ids=["keys", "scales"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_in_place_on_a_cpu(width, dtype):
+    array, new, layer, place = given(width)
+    array, new = (10 * array).astype(dtype), (10 * new).astype(dtype)
+    place = place.at[2, :2].set(place[2, 1::-1])  # in any order
+    wanted = np.asarray(_scattered(array, new, layer, place))
+
+    @jax.jit
+    def run(array, new, layer, place, start):
+        array = write_tokens(array, new, layer, place)
+        return array, slots_of(array, layer, start, 4)
+
+    for layer_, start in [(layer, 0), (layer, 5), (jnp.int32(0), S)]:
+        found, slots = run(array, new, layer_, place, jnp.int32(start))
+        start = min(start, S - 4)
+        np.testing.assert_array_equal(slots, found[layer_, :, :, start : start + 4])
+    found, _ = run(array, new, layer, place, jnp.int32(0))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loop_over_layers_converts_no_cache(dtype):
+    shape = (4, 1, 2, 512, 32)
+
+    def run(cache, new, place):
+        def layer(i, state):
+            cache, total = state
+            cache = write_tokens(cache, new, i, place)
+            return cache, total + slots_of(cache, i, place[0, 0], 8).astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, shape[0], layer, (cache, jnp.zeros((1, 2, 8, 32))))
+
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+    operands = of(shape, dtype), of((1, 8, 2, 32), dtype), of((1, 8), jnp.int32)
+    compiled = jax.jit(run, donate_argnums=0).trace(*operands).lower().compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1 * 2 * 512 * 32
 
 
 def test_the_derivative():

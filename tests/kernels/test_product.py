@@ -137,6 +137,24 @@ def test_results_are_rounded_to_the_nearest_and_even(dtype):
 
 
 @pytest.mark.slow
+def test_many_tokens_of_bfloat16():
+    """Whole and partial tiles of tokens, rows and depth; sums that are kept in float and in double."""
+    shapes = [(33, 34, 4500), (48, 16, 64), (17, 1, 4128), (64, 50, 2)]
+    each = [product(*shape, "bfloat16", "bfloat16") for shape in shapes]
+    given = [(one.x, np.stack([one.w, one.w + 1, -one.w])) for one in each]
+    layer, dtypes = [jnp.int32(2)] * len(TYPES), [np.dtype(TYPES[name]) for name in TYPES]
+
+    @jax.jit
+    def together(given):
+        return [kernels_product.products(x, [w] * len(dtypes), layer, dtypes) for x, w in given]
+
+    for level in LEVELS[:2]:
+        with native.level(level):
+            results = jax.device_get(together(given))
+        for one, found in zip(each, results, strict=True):
+            assert all(right(y, one.x, -one.w) for y in found), (level, one.w.shape)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("x", "w"), PAIRS)
