@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -51,7 +52,8 @@ import maxjax
 from maxjax import checkpoint
 from maxjax.cli.bench import weight_bytes
 from maxjax.engine.generate.batch import Batch, bucket
-from maxjax.kernels import decode_attention, matmul, native, product
+from maxjax.kernels import QuantArray, StackSlice, decode_attention, matmul, native, product
+from maxjax.kernels.encode import encode
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]
 
@@ -405,7 +407,32 @@ def parts(pairs: int) -> list[str]:
         lines.append(
             f"bfloat16 attention of 30 layers over {context} tokens: jnp form / kernel {ratio:.1f}"
         )
+    return lines + (tiles(pairs) if native.status() == "amx" else [])
+
+
+def tiles(pairs: int) -> list[str]:
+    """Products of many tokens with the kernels for AVX-512 and for AMX, with weights in a stack."""
+    lines = []
+    x, w = jnp.ones((512, 2048)), jax.random.normal(jax.random.key(0), (2048, 2048))
+    first = jnp.int32(0)
+    dense = jax.jit(lambda x, w: matmul(x, StackSlice(w, first)))
+    bits = x.astype("bfloat16"), w.astype("bfloat16")[None]
+    rows = {"bfloat16": (dense, bits)}
+    for kind in ("Q8_0", "Q4_K", "Q6_K"):
+        quantised = lambda x, w, kind=kind: matmul(
+            x, QuantArray(StackSlice(w, first), kind, "int8")
+        )
+        rows[kind] = jax.jit(quantised), (x, encode(kind, w)[None])
+    for kind, (run, operands) in rows.items():
+        levels = [functools.partial(_at_level, name, run) for name in ("avx512bf16", "amx")]
+        ratio = against(*levels, operands, pairs)
+        lines.append(f"{kind} product of 512 x 2048 with 2048 x 2048: avx512bf16 / amx {ratio:.1f}")
     return lines
+
+
+def _at_level(name: str, run: Any, *operands: Any) -> Any:
+    with native.level(name):
+        return jax.block_until_ready(run(*operands))
 
 
 def _attention(q: Any, new: Any, cache: Any, lengths: Any) -> Any:

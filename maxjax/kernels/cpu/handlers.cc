@@ -62,7 +62,7 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
   const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.pairs;
   const bool as_is = narrow || (x_type == Type::f32 && level.in_order(w_type));
   const int64_t stride = padded(depth), item = narrow ? 2 : 4;
-  if (narrow && may_tile && level.tile_rows && tokens > kFew) {
+  if (narrow && may_tile && level.tile_rows && tokens >= kTiledFrom) {
     const int64_t blocks = (tokens + kTokensOfTile - 1) / kTokensOfTile;
     char* tiles = scratch<0>(blocks * kTokensOfTile * stride * item);
     parallel(pool, blocks, pool.num_threads(), [&](int64_t i) {

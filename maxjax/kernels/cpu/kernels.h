@@ -168,6 +168,9 @@ struct Level {
 
 constexpr int64_t kTokensOfTile = 16;
 
+// From this number of tokens on bf16 is multiplied in tiles, where there are any.
+constexpr int64_t kTiledFrom = 4;
+
 // Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;
 

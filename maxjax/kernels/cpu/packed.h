@@ -469,13 +469,13 @@ void float_activations(const PackedRows& rows) {
 // From this number of tokens on a unit's codes are transposed for all of them.
 constexpr int64_t kTransposedFrom = 4;
 // From this number on they are multiplied in tiles, where there are any.
-constexpr int64_t kTiledFrom = 8;
+constexpr int64_t kTilesFrom = 24;
 
 template <class F>
 void packed_product_of(const PackedRows& rows) {
   if (!rows.is_int8) return float_activations<F>(rows);
 #ifdef MAXJAX_TILES
-  if (rows.tokens >= kTiledFrom) return several_tokens<F, true>(rows);
+  if (rows.tokens >= kTilesFrom) return several_tokens<F, true>(rows);
 #endif
   if (rows.tokens >= kTransposedFrom) return several_tokens<F, false>(rows);
   for (int64_t t = 0; t < rows.tokens; t++) one_token<F>(rows, t);
