@@ -80,7 +80,6 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("proxies", "endpoint"), "the environment: HTTPS_PROXY, HF_ENDPOINT"),
     "variant": "filename= of maxjax.load, with the whole name of the file",
-    "truncate_dim": "embeddings[:, :n]",
     "sampling_params": "sampling=maxjax.Sampling(…)",
     "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
     **dict.fromkeys(("stream", "streamer"), "maxjax.stream(…)"),

@@ -134,7 +134,7 @@ models: __init__
 text/template: thread budget caps sandbox files render
 text: stream_decoders
 text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
-text: chat stream
+text: function_schema chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults
 engine: hub load packing embed rerank perplexity session api memory

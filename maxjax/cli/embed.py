@@ -65,6 +65,12 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="put the prompt with this name, from the model's files, before each text",
     )
+    parser.add_argument(
+        "--truncate-dim",
+        type=int,
+        metavar="N",
+        help="keep the first N numbers of each vector (for models trained for it)",
+    )
     batch_arguments(parser, "texts")
 
 
@@ -93,10 +99,11 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     try:
         embeddings = embed_texts(
             model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
-            pooling=options.pooling, prompt_name=options.prompt_name,
+            pooling=options.pooling, prompt_name=options.prompt_name, truncate_dim=options.truncate_dim,
         )  # [n, d] float32  # fmt: skip
     except UserInputError as error:
         text = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
+        text = text.replace("truncate_dim is", "--truncate-dim is")
         raise UserInputError(text) from error
     if options.output is not None:
         _save_npy(options.output, embeddings)

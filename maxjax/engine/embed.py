@@ -23,7 +23,7 @@ from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import Decoder, Encoder
-from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool
+from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..progress import compiling, task
@@ -32,7 +32,9 @@ from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, place
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
-_ARGUMENTS = ("batch_size", "truncate", "normalize", "pooling", "prompt", "prompt_name")
+_ARGUMENTS = (
+    "batch_size", "truncate", "normalize", "pooling", "prompt", "prompt_name", "truncate_dim",
+)  # fmt: skip
 
 
 def embed(
@@ -46,6 +48,7 @@ def embed(
     pooling: Pooling | str | None = None,
     prompt: str | None = None,
     prompt_name: str | None = None,
+    truncate_dim: int | None = None,
     **unknown: Any,
 ) -> np.ndarray:
     """Computes one vector per text, pooled as the checkpoint's sentence-transformers files say.
@@ -68,16 +71,20 @@ def embed(
         prompt: a text to put before every text.
         prompt_name: the name of a prompt in the files, used as ``prompt``. Without either, the
             files' default prompt is used if they have one.
+        truncate_dim: how many of the first numbers of each vector are kept, for a model that was trained
+            for it (A. Kusupati et al., Matryoshka representation learning, arXiv:2205.13147). As in
+            sentence-transformers, only ``normalize=True`` gives the rest length 1 again.
 
     Returns:
-        The vectors, float32 ``[len(texts), d]``, in the order of the texts.
+        The vectors, float32 ``[len(texts), d]``, in the order of the texts; d is ``truncate_dim`` if it
+        is given.
 
     Raises:
         TypeError: a text is not a str; or an argument is unknown, and the message suggests the right
             name if it can.
         UserInputError: there is no tokenizer; a text is too long; the model's weights are not
             loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
-            known; the files do not have the named prompt.
+            known; the files do not have the named prompt; ``truncate_dim`` is not between 1 and d.
         UnsupportedModelError: the files configure a module that maxjax does not support.
         ProgramMismatchError: the model, a text or an option is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
@@ -91,7 +98,15 @@ def embed(
             prompt=prompt, prompt_name=prompt_name,
         )  # fmt: skip
         together.finish()
-    return found
+    return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
+
+
+def _truncated(vectors: np.ndarray, count: Any, normalize: bool | None) -> np.ndarray:
+    width = vectors.shape[1]
+    if not isinstance(count, (int, np.integer)) or not 1 <= count <= width:
+        raise UserInputError(f"truncate_dim is a number from 1 to {width}, not {str(count)[:60]}")
+    vectors = np.ascontiguousarray(vectors[:, :count])
+    return unit(vectors) if normalize else vectors
 
 
 def _embed(

@@ -229,12 +229,13 @@ def normalized(pooled: jax.Array) -> jax.Array:
     return pooled / _above(length, 1e-12)
 
 
-def _unit(a: np.ndarray) -> np.ndarray:
+def unit(a: np.ndarray) -> np.ndarray:
+    """The same for arrays of NumPy."""
     return a / np.maximum(np.linalg.norm(a, axis=-1, keepdims=True), 1e-12)
 
 
 SIMILARITIES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "cosine": lambda a, b: _unit(a) @ _unit(b).T,
+    "cosine": lambda a, b: unit(a) @ unit(b).T,
     "dot": lambda a, b: a @ b.T,
     "euclidean": lambda a, b: -np.sqrt(np.square(a[:, None] - b[None]).sum(-1)),
     "manhattan": lambda a, b: -np.abs(a[:, None] - b[None]).sum(-1),

@@ -6,14 +6,17 @@ The result is the same as that of ``apply_chat_template`` in transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import UserInputError, some
+from .function_schema import function_schema
 from .template.render import render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Marks the end of a message that is to be continued. The blank shows whether a template trims messages.
+_END = "END_OF_THE_MESSAGE_TO_CONTINUE "
 # A template that tells a message without content by its None, as DeepSeek R1's does, and not by a missing key.
 _READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
@@ -23,9 +26,10 @@ def apply_chat_template(
     messages: Iterable[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
+    continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
     """Formats the messages of a chat as a prompt.
@@ -35,15 +39,19 @@ def apply_chat_template(
         messages: dicts with "role", "content" and any other keys that the template reads. A key whose
             value is None is left out, except for "content" where the template compares it with none.
         add_generation_prompt: whether the prompt ends with the header of an answer.
-        tools: functions that the model may call, each as a JSON schema.
+        tools: functions that the model may call: the JSON schema of each, or the Python function with
+            type hints and a docstring that describes its arguments (``function_schema``).
         documents: documents that the model may use.
         chat_template: the name of one of the tokenizer's templates, or the source of a template. By
             default "tool_use" if there are tools and such a template, else the unnamed one.
+        continue_final_message: whether the prompt ends with the content of the last message, which the
+            model is to go on with, instead of with the header of an answer.
         kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
-        UserInputError: there is no message or no template; or the template rejects the messages,
-            fails, or exceeds its time or memory.
+        UserInputError: there is no message or no template; the template rejects the messages, fails, or
+            exceeds its time or memory; a function cannot be described; or the template does not show
+            the last message, which is to be continued, as it is.
         TypeError: a message is not a dict.
 
     Example:
@@ -53,10 +61,6 @@ def apply_chat_template(
         >>> apply_chat_template(Tiny(), [{"role": "user", "content": "Hi"}])
         '<s>Hi'
     """
-    if "continue_final_message" in kwargs:
-        raise UserInputError(
-            "continue_final_message is not supported: append the beginning of the answer to the prompt"
-        )
     listed = _listed(messages)
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
@@ -67,11 +71,41 @@ def apply_chat_template(
         **tokenizer.special_tokens,
         **kwargs,
         "messages": messages,
-        "tools": _dicts("tools", tools),
+        "tools": _dicts("tools", tools if tools is None else _schemas(tools)),
         "documents": _dicts("documents", documents),
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
+    if continue_final_message:
+        return _continued(template, values)
     return render(template, values)
+
+
+def _continued(template: str, values: dict[str, Any]) -> str:
+    """The prompt up to the end of the last message's text."""
+    *before, last = values["messages"]
+    content = last.get("content")
+    marked: Any = None
+    if isinstance(content, str):
+        marked = content + _END
+    elif isinstance(content, (list, tuple)):
+        places = [
+            i for i, block in enumerate(content) if isinstance(block, Mapping) and "text" in block
+        ]
+        if places:
+            i = places[-1]
+            block = {**content[i], "text": content[i]["text"] + _END}
+            marked = [*content[:i], block, *content[i + 1 :]]
+    if marked is None:
+        raise UserInputError("continue_final_message: the last message has no text to go on with")
+    text = render(template, {**values, "messages": [*before, {**last, "content": marked}]})
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise UserInputError(
+            "continue_final_message: the template does not show the last message as it is: append the "
+            "beginning of the answer to the prompt"
+        )
+    # A template that trims the message trims the blank after the mark.
+    return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
 
 
 def chat_tokens(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -105,6 +139,10 @@ def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     )
 
 
+def _schemas(tools: Any) -> list[Any]:
+    return [function_schema(one) if callable(one) else one for one in _listed(tools)]
+
+
 def _listed(messages: Any) -> list[Any]:
     if isinstance(messages, (str, bytes, Mapping)):
         raise TypeError("messages must be a list of dicts with 'role' and 'content'")
@@ -126,6 +164,5 @@ def _dicts(name: str, items: Any) -> list[Any] | None:
     items = _listed(items)
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):
-            hint = ": pass its JSON schema" if callable(item) else ""
-            raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict{hint}")
+            raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict")
     return items

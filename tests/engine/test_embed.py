@@ -131,6 +131,20 @@ def test_normalize(loaded):
 
 
 @pytest.mark.slow
+def test_truncated_vectors(loaded):
+    texts = ["one", "two words"]
+    whole = maxjax.embed(*loaded, texts)
+    part = maxjax.embed(*loaded, texts, truncate_dim=16)
+    np.testing.assert_array_equal(part, whole[:, :16])
+    again = maxjax.embed(*loaded, texts, truncate_dim=16, normalize=True)
+    np.testing.assert_allclose(np.linalg.norm(again, axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(again, part / np.linalg.norm(part, axis=1, keepdims=True), atol=1e-6)
+    assert maxjax.embed(*loaded, [], truncate_dim=16).shape == (0, 16)
+    for wrong in (0, whole.shape[1] + 1, "16", 1.5):
+        with pytest.raises(UserInputError, match="truncate_dim is a number from 1 to 384"):
+            maxjax.embed(*loaded, texts, truncate_dim=wrong)
+
+
 def test_a_model_without_pooling_files_gives_the_plain_mean(minilm, loaded):
     weights = load_weights(minilm)
     model = build(weights)

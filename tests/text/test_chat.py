@@ -306,10 +306,66 @@ def test_a_chat_without_messages(tokenizer):
 
 
 def test_tools_that_are_none(tokenizer):
-    with pytest.raises(TypeError, match=r"tools\[0\] is a function"):
+    with pytest.raises(TypeError, match=r"tools\[0\] is a str"):
+        apply_chat_template(tokenizer, [USER], tools=["f"], chat_template="x")
+    with pytest.raises(UserInputError, match="no docstring"):
         apply_chat_template(tokenizer, [USER], tools=[lambda: 0], chat_template="x")
-    with pytest.raises(UserInputError, match="continue_final_message"):
-        apply_chat_template(tokenizer, [USER], continue_final_message=True, chat_template="x")
+
+
+def test_a_python_function_as_a_tool(tokenizer):
+    template = (
+        "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}"
+    )
+    found = apply_chat_template(tokenizer, [USER], tools=[weather], chat_template=template)
+    assert json.loads(found)["days"] == {"type": "integer", "description": "how many days"}
+
+
+def weather(city: str, days: int = 1):
+    """Tells the weather.
+
+    Args:
+        city: name of the city
+        days: how many days
+    """
+
+
+EVERY = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content, template, wanted",
+    [
+        ("It is", EVERY, "<assistant>It is"),
+        ("It is ", EVERY, "<assistant>It is "),
+        ("It is ", EVERY.replace("m.content", "m.content | trim"), "<assistant>It is"),
+        ("", EVERY, "<assistant>"),
+        (
+            [{"type": "text", "text": "It is"}],
+            EVERY.replace("m.content", "m.content[0].text"),
+            "<assistant>It is",
+        ),
+    ],
+)
+def test_the_last_message_is_continued(tokenizer, content, template, wanted):
+    user = {"role": "user", "content": [{"type": "text", "text": "It is"}]}
+    user = USER if isinstance(content, str) else user
+    messages = [user, {"role": "assistant", "content": content}]
+    found = apply_chat_template(
+        tokenizer, messages, continue_final_message=True, chat_template=template
+    )
+    assert found.endswith(f"</>{wanted}") and found.startswith("<user>")
+
+
+def test_a_last_message_that_cannot_be_continued(tokenizer):
+    use = functools.partial(apply_chat_template, tokenizer, continue_final_message=True)
+    with pytest.raises(UserInputError, match="does not show the last message"):
+        use([USER], chat_template="x")
+    for content in (None, [{"type": "image"}]):
+        with pytest.raises(UserInputError, match="no text to go on with"):
+            use([{"role": "assistant", "content": content}], chat_template="x")
 
 
 def test_a_message_in_itself(tokenizer):
