@@ -138,17 +138,26 @@ def _lazy_name(entry: GraphWeight) -> str | None:
 
 def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
     """The value of a weight from the registry, stacked for a stack of layers; None if it is absent."""
-    if registry is None or all(registry.get(name) is None for name in entry.names):
+    if registry is None:
         return None
     names = [name for other in graph.entries for name in other.names]
+    paths = [path for other in graph.entries for path in other.paths]
+    keys = [
+        path
+        if registry.get(name) is None and path not in names and paths.count(path) == 1
+        else name
+        for name, path in zip(entry.names, entry.paths, strict=True)
+    ]
+    if all(registry.get(key) is None for key in keys):
+        return None
     values = []
-    for name in entry.names:
-        if names.count(name) > 1:
+    for name, key in zip(entry.names, keys, strict=True):
+        if names.count(key) > 1:
             raise ValueError(
-                f"Graph '{graph.name}' has several weights named '{name}', so the weights registry "
+                f"Graph '{graph.name}' has several weights named '{key}', so the weights registry "
                 "is ambiguous: call state_dict() on the model first, which gives them full names"
             )
-        value = registry.get(name)
+        value = registry.get(key)
         if value is None:
             value = entry.find(name)
             if value is not None and value.stored.is_missing:
