@@ -72,8 +72,11 @@ class GraphWeight:
     def __init__(self, weight: Weight | StackedWeight):
         self.weight, stored = weight, weight.stored
         self.names = [RUNNING.name_of(one) for one in stored.weights]
-        # A registry may use these too: the names in the state dict of a child are shorter.
-        self.paths = [RUNNING.path_of(one) or one.name for one in stored.weights]
+        # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
+        self.keys = [
+            (name, RUNNING.path_of(one) or name, one.name)
+            for name, one in zip(self.names, stored.weights, strict=True)
+        ]
         self.shape = tuple(map(int, stored.dims if stored.leaf is None else stored.leaf.shape))
         dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
         # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,13 +142,12 @@ def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any]
     if registry is None:
         return None
     names = [name for other in graph.entries for name in other.names]
-    paths = [path for other in graph.entries for path in other.paths]
+    uses = Counter(key for other in graph.entries for one in other.keys for key in set(one))
     keys = [
-        path
-        if registry.get(name) is None and path not in names and paths.count(path) == 1
-        else name
-        for name, path in zip(entry.names, entry.paths, strict=True)
-    ]
+        next((key for key in one if registry.get(key) is not None
+              and (key == one[0] or uses[key] == 1)), one[0])
+        for one in entry.keys
+    ]  # fmt: skip
     if all(registry.get(key) is None for key in keys):
         return None
     values = []

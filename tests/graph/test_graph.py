@@ -232,6 +232,16 @@ def test_a_renamed_weight_has_its_new_name_in_a_graph():
     assert layers[0].weight.name == "weight"
 
 
+def test_a_registry_may_have_the_own_names_of_weights():
+    """As in MAX before the first state dict: a Weight that a checkpoint allocated is named after its tensor."""
+    model = Net()
+    for i, layer in enumerate(model.layers):
+        layer.weight = Weight(f"model.{i}.w", "float32", (3, 3), CPU)
+    graph = Graph("g", model, [F23])
+    registry = {f"model.{i}.w": np.full((3, 3), i + 1, np.float32) for i in range(2)}
+    np.testing.assert_array_equal(Model(graph, registry)(ONES)[0], ONES * 18)
+
+
 def test_inputs_and_output_types_that_are_not_there_yet():
     graph = Graph("g", input_types=[F23])
     with pytest.raises(ValueError, match="inputs exist inside the with block"):
