@@ -212,7 +212,7 @@ class Buffer:
     @classmethod
     def _of(cls, array: np.ndarray) -> Buffer:
         """A Buffer on this array without a copy; ValueError for a dtype that DType does not have."""
-        DType.from_numpy(array.dtype)
+        DType.of(array.dtype)
         self = object.__new__(cls)
         self._array = array
         return self
@@ -279,7 +279,7 @@ class Buffer:
 
     @property
     def dtype(self) -> DType:
-        return DType.from_numpy(self._array.dtype)
+        return DType.of(self._array.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

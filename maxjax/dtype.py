@@ -157,15 +157,15 @@ class DType(Enum):
 
     @classmethod
     def from_numpy(cls, dtype: Any) -> DType:
-        """The type of a NumPy dtype or scalar type (ml_dtypes too); ValueError for any other."""
-        if isinstance(dtype, type) and issubclass(dtype, np.generic):
-            found = _FROM_SCALAR_TYPE.get(dtype)
-        else:
-            native = isinstance(dtype, np.dtype) and dtype.newbyteorder("=")
-            found = _FROM_NUMPY.get(native) if native else None
-        if found is not None:
-            return found
-        raise ValueError(f"unsupported NumPy dtype: {dtype}")
+        """The type of a NumPy dtype or scalar type (ml_dtypes too).
+
+        Raises:
+            ValueError: there is no such type; or it is complex, which MAX does not have: ``DType.of`` accepts that.
+        """
+        found = _of_numpy(dtype)
+        if found is None or found.is_complex():
+            raise ValueError(f"unsupported NumPy dtype: {dtype}")
+        return found
 
     @classmethod
     def of(cls, dtype: Any) -> DType:
@@ -195,7 +195,11 @@ class DType(Enum):
         inner = getattr(dtype, "dtype", None)
         if isinstance(inner, cls | np.dtype) or type(inner).__module__ == "torch":
             return cls.of(inner)
-        return cls.from_numpy(np.dtype(dtype))
+        native = np.dtype(dtype)
+        found = _of_numpy(native)
+        if found is None:
+            raise ValueError(f"unsupported NumPy dtype: {native}")
+        return found
 
     # --- properties ---
 
@@ -295,6 +299,12 @@ _SAFETENSORS = {
     DType.complex64: "C64",
 }
 _FROM_SAFETENSORS = {name: d for d, name in _SAFETENSORS.items()}
+
+
+def _of_numpy(dtype: Any) -> DType | None:
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
+        return _FROM_SCALAR_TYPE.get(dtype)
+    return _FROM_NUMPY.get(dtype.newbyteorder("=")) if isinstance(dtype, np.dtype) else None
 
 
 def _from_text(text: str) -> DType:

@@ -282,3 +282,16 @@ def some(items: Sequence[Any], limit: int = 10) -> str:
     shown = ", ".join(str(item) for item in items[:limit])
     more = len(items) - limit
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def differs(name: str, problem: str) -> str:
+    """The message for a value whose shape or dtype is not that of the weight ``name``.
+
+    Args:
+        problem: what differs, and how.
+
+    Example:
+        >>> differs("norm", "dtype (expected=float32, actual=int8)")
+        "Value provided to weight 'norm' had different dtype (expected=float32, actual=int8)"
+    """
+    return f"Value provided to weight '{name}' had different {problem}"

@@ -71,7 +71,12 @@ class GraphWeight:
 
     def __init__(self, weight: Weight | StackedWeight):
         self.weight, stored = weight, weight.stored
-        self.names = [_name_of(one) for one in stored.weights]
+        self.names = [RUNNING.name_of(one) for one in stored.weights]
+        # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
+        self.keys = [
+            (name, RUNNING.path_of(one) or name, one.name)
+            for name, one in zip(self.names, stored.weights, strict=True)
+        ]
         self.shape = tuple(map(int, stored.dims if stored.leaf is None else stored.leaf.shape))
         dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
         # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
@@ -130,10 +135,6 @@ def program_row(
     return Row(short(f"{name}({of}){to}", 300), notes=(count,), children=rows)
 
 
-def _name_of(weight: Weight) -> str:
-    return RUNNING.name_of(weight) or weight.name
-
-
 class Graph(Rendered, metaclass=_Meta):
     """A traced computation with typed inputs, outputs and named weights.
 
@@ -147,8 +148,6 @@ class Graph(Rendered, metaclass=_Meta):
         args, kwargs: further arguments of ``forward``, after the inputs.
 
     Attributes:
-        inputs: a TensorValue, or a BufferValue, for each input.
-        output_types: a TensorType for each output.
         jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until it is finished.
 
     Raises:
@@ -197,7 +196,9 @@ class Graph(Rendered, metaclass=_Meta):
         self._by_name: dict[str, GraphWeight] = {}
         # Weights that were requested by name only: they get values from a registry alone.
         self.orphans: list[Weight] = []
+        self._inputs: tuple[Any, ...] | None = None
         self._outputs: tuple[Any, ...] | None = None
+        self._output_types: list[TensorType] | None = None
         self._greenlet: Any = None
         self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
         # Facts about sizes that the trace assumed, for the Model to check.
@@ -237,7 +238,7 @@ class Graph(Rendered, metaclass=_Meta):
 
         self._greenlet = greenlet.greenlet(run)
         tracers = self._greenlet.switch()
-        self.inputs: tuple[Any, ...] = tuple(
+        self._inputs = tuple(
             (BufferValue if isinstance(kind, BufferType) else TensorValue)(x)
             for kind, x in zip(self.input_types, tracers, strict=True)
         )
@@ -250,7 +251,7 @@ class Graph(Rendered, metaclass=_Meta):
         try:
             if finished:
                 buffers = [x for x in self.inputs if isinstance(x, BufferValue)]
-                self.output_types += [x.type.as_tensor() for x in buffers]
+                self._output_types = self.output_types + [x.type.as_tensor() for x in buffers]
                 self.jaxpr = reroll(
                     writer.switch((*(self._outputs or ()), *(x.value for x in buffers)))
                 )
@@ -288,8 +289,30 @@ class Graph(Rendered, metaclass=_Meta):
                     f"Graph '{self.name}': an output must be a tensor, not {type(value).__name__}"
                 )
             arrays.append(array)
-        self.output_types = [TensorValue(a).type for a in arrays]
+        self._output_types = [TensorValue(a).type for a in arrays]
         self._outputs = tuple(arrays)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """A TensorValue, or a BufferValue, for each input.
+
+        Raises:
+            ValueError: the ``with`` block has not begun, in which the inputs exist.
+        """
+        if self._inputs is None:
+            raise ValueError(f"Graph '{self.name}': the inputs exist inside the with block")
+        return self._inputs
+
+    @property
+    def output_types(self) -> list[TensorType]:
+        """A TensorType for each output.
+
+        Raises:
+            TypeError: the output is not set yet.
+        """
+        if self._output_types is None:
+            raise TypeError(f"Graph '{self.name}' is not yet terminated by a call to output")
+        return self._output_types
 
     # -- weights
 
@@ -375,9 +398,7 @@ class Graph(Rendered, metaclass=_Meta):
         return f"Graph {self.name}\n{self.jaxpr if self.jaxpr is not None else '(not finished)'}"
 
     def _mx_row(self) -> Row:
-        return program_row(
-            self.name, self.input_types, vars(self).get("output_types"), self.entries
-        )
+        return program_row(self.name, self.input_types, self._output_types, self.entries)
 
     def _mx_title(self, row: Row) -> str:
         if self.jaxpr is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,17 +139,25 @@ def _lazy_name(entry: GraphWeight) -> str | None:
 
 def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
     """The value of a weight from the registry, stacked for a stack of layers; None if it is absent."""
-    if registry is None or all(registry.get(name) is None for name in entry.names):
+    if registry is None:
         return None
     names = [name for other in graph.entries for name in other.names]
+    uses = Counter(key for other in graph.entries for one in other.keys for key in set(one))
+    keys = [
+        next((key for key in one if registry.get(key) is not None
+              and (key == one[0] or uses[key] == 1)), one[0])
+        for one in entry.keys
+    ]  # fmt: skip
+    if all(registry.get(key) is None for key in keys):
+        return None
     values = []
-    for name in entry.names:
-        if names.count(name) > 1:
+    for name, key in zip(entry.names, keys, strict=True):
+        if names.count(key) > 1:
             raise ValueError(
-                f"Graph '{graph.name}' has several weights named '{name}', so the weights registry "
+                f"Graph '{graph.name}' has several weights named '{key}', so the weights registry "
                 "is ambiguous: call state_dict() on the model first, which gives them full names"
             )
-        value = registry.get(name)
+        value = registry.get(key)
         if value is None:
             value = entry.find(name)
             if value is not None and value.stored.is_missing:

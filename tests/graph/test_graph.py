@@ -206,6 +206,53 @@ def test_a_weight_and_a_module_enter_any_number_of_graphs():
     assert model.trace(F23).name == "Net" and model.trace(F23, name="n").name == "n"
 
 
+def test_children_called_alone_have_the_names_of_the_state_dict():
+    """As in MAX: a registry for the model also decides for a Graph that calls its layers one by one."""
+    model, other = Net(), fill(Net(), seed=1)
+    model.load_state_dict(fill(model))
+    graph = Graph("g", lambda x: model.layers[1](model.layers[0](x)), [F23])
+    assert [entry.names for entry in graph.entries] == [["layers.0.weight"], ["layers.1.weight"]]
+    want = ONES @ other["layers.0.weight"].T @ other["layers.1.weight"].T
+    np.testing.assert_allclose(Model(graph, other)(ONES)[0], want, rtol=1e-4, atol=1e-5)
+    # The child's own state dict has the short names.
+    graph = Graph("g", model.layers[0], [F23])
+    value = np.full((3, 3), 2, np.float32)
+    np.testing.assert_array_equal(Model(graph, {"weight": value})(ONES)[0], ONES * 6)
+
+
+def test_a_renamed_weight_has_its_new_name_in_a_graph():
+    layers = [Lin(), Lin()]
+    for i, layer in enumerate(layers):
+        layer.weight.name = f"w{i}"
+    graph = Graph("g", lambda x: layers[1](layers[0](x)), [F23])
+    registry = {f"w{i}": np.full((3, 3), i + 1, np.float32) for i in range(2)}
+    np.testing.assert_array_equal(Model(graph, registry)(ONES)[0], ONES * 18)
+    assert list(layers[0].raw_state_dict()) == ["weight"]
+    layers[0].state_dict()
+    assert layers[0].weight.name == "weight"
+
+
+def test_a_registry_may_have_the_own_names_of_weights():
+    """As in MAX before the first state dict: a Weight that a checkpoint allocated is named after its tensor."""
+    model = Net()
+    for i, layer in enumerate(model.layers):
+        layer.weight = Weight(f"model.{i}.w", "float32", (3, 3), CPU)
+    graph = Graph("g", model, [F23])
+    registry = {f"model.{i}.w": np.full((3, 3), i + 1, np.float32) for i in range(2)}
+    np.testing.assert_array_equal(Model(graph, registry)(ONES)[0], ONES * 18)
+
+
+def test_inputs_and_output_types_that_are_not_there_yet():
+    graph = Graph("g", input_types=[F23])
+    with pytest.raises(ValueError, match="inputs exist inside the with block"):
+        _ = graph.inputs
+    with graph:
+        with pytest.raises(TypeError, match="not yet terminated by a call to output"):
+            _ = graph.output_types
+        graph.output(graph.inputs[0])
+    assert len(graph.inputs) == 1 and graph.output_types == [F23]
+
+
 def test_modules_are_compiled_before_and_after_they_are_loaded():
     model = Net()
     values = fill(model)

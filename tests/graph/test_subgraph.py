@@ -252,3 +252,33 @@ def test_inputs_that_are_no_tensors(net):
         net.layers[0].build_subgraph("b", [[X, X], 3])
     with pytest.raises(TypeError, match="inputs"):
         net.layers[0].build_subgraph("b")
+
+
+class Outer(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = LayerList([Stacked()])
+
+    def __call__(self, x):
+        return self.net(x)
+
+
+class Stacked(Module):
+    """Its prefixes are those of the whole model, as MAX writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = LayerList(Block() for _ in range(2))
+
+    def __call__(self, x):
+        sub = self.layers[0].build_subgraph("b", [[x, x], x], weight_prefix="net.0.layers.0.")
+        for i in range(2):
+            x = call(sub, [x, x], x, prefix=f"net.0.layers.{i}.")[0].tensor
+        return x
+
+
+def test_a_child_called_alone_finds_prefixes_of_the_whole_model():
+    model = init(Outer(), jax.random.key(0))
+    want = np.asarray(model(jnp.asarray(X)))
+    model.state_dict()
+    np.testing.assert_allclose(np.asarray(model.net[0](jnp.asarray(X))), want, atol=1e-5)

@@ -122,7 +122,7 @@ class ByModule(_Ranges):
 
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         raise NotImplementedError(
-            f"{self.kind} is for whole layers; use rowwise, columnwise, … for a weight"
+            f"{self.kind} is a placeholder for whole layers; use rowwise, columnwise, … for a weight"
         )
 
 
@@ -152,7 +152,7 @@ class StackedQkv(_Ranges):
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         third, rest = divmod(extent, 3)
         if rest:
-            raise ValueError(f"stacked_qkv: {extent} rows do not divide into three equal parts")
+            raise ValueError(f"stacked_qkv: {extent} rows do not divide into 3 equal parts")
         if third != self.num_heads * self.head_dim:
             raise ValueError(
                 f"stacked_qkv: {extent} rows are not 3 x {self.num_heads} heads of {self.head_dim}"

@@ -37,9 +37,20 @@ class Running(threading.local):
             known = self.known[id(module)] = module._mx_names_below()
         return known
 
-    def name_of(self, weight: Any) -> str | None:
-        """The full name of a Weight below the outermost running Module."""
+    def path_of(self, weight: Any) -> str | None:
+        """The path of a Weight below the outermost running Module; None if it is not below it."""
         return self.names_below(self.modules[0]).names.get(id(weight)) if self.modules else None
+
+    def name_of(self, weight: Any) -> str:
+        """The name of a Weight in a program.
+
+        It is the path below the outermost running Module, unless its own name begins further outside: a child that
+        is called alone has the names of the state dict of its parent. A Weight that was renamed has its new name.
+        """
+        name, path = weight.name, self.path_of(weight)
+        if path is None or name.endswith(f".{path}") or weight.stored.is_renamed:
+            return name
+        return path
 
     def is_below(self, stack: Any) -> bool:
         """Whether a StackedWeight is below the outermost running Module."""
@@ -53,6 +64,8 @@ class Running(threading.local):
         """
         for module in reversed(self.modules):
             known = self.names_below(module).weights
+            if not all(name in known for name in names):
+                known = {self.name_of(weight): weight for weight in known.values()}
             if all(name in known for name in names):
                 return [known[name] for name in names]
         if not self.graphs:

@@ -219,7 +219,12 @@ class StoredWeight:
         """Records the full name. A child's state dict does not shorten the name from the parent's."""
         known = self.weight._full_name
         if known is None or not known.endswith(f".{name}"):
-            self.weight._full_name = name
+            self.weight._full_name, self.weight._renamed = name, False
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether ``name`` was set after the latest state dict, if there was one."""
+        return self.weight._renamed and self.weight._home is None
 
     @property
     def packing(self) -> QuantizationEncoding | None:
@@ -359,7 +364,7 @@ class StoredWeight:
         return value
 
     def _no_value(self) -> str:
-        name = RUNNING.name_of(self.weight) or self.weight.name
+        name = RUNNING.name_of(self.weight)
         return (
             f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
             "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"

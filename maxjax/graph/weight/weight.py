@@ -94,7 +94,7 @@ class Weight(OfWeight, Methods):
         _placeholder: bool = False,
         _has_alias: bool = False,
     ):
-        self._local_name = name
+        self._local_name, self._renamed = name, False
         self._full_name: str | None = None
         self._device = device
         self._quantization_encoding = quantization_encoding
@@ -161,7 +161,7 @@ class Weight(OfWeight, Methods):
     @name.setter
     def name(self, name: str) -> None:
         self.stored.refuse_in_stack("a name")
-        self._local_name, self._full_name = name, None
+        self._local_name, self._full_name, self._renamed = name, None, True
         structure_changed()
 
     @property

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
-from ...errors import closest
+from ...errors import closest, differs
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row
 from ...storage import TensorTable, open_checkpoint
@@ -279,14 +279,20 @@ class Weights(Rendered):
             self._check_encoding(data, quantization_encoding)
         stored_shape = data.logical_shape
         if shape is not None and list(Shape(shape)) != list(stored_shape):
-            raise ValueError(f"'{self.name}' has shape {_sizes(stored_shape)}, not {_sizes(shape)}")
+            raise ValueError(
+                differs(
+                    self.name, f"shape (expected={_sizes(shape)}, actual={_sizes(stored_shape)})"
+                )
+            )
         if dtype is not None:
             wanted = DType.of(dtype)
             floats = data.dtype.is_float() or data.is_packed
             if wanted is not data.dtype and not (wanted.is_float() and floats):
                 raise ValueError(
-                    f"'{self.name}' is {data.dtype} and cannot be allocated as {wanted}: "
-                    "only floats are cast"
+                    differs(
+                        self.name,
+                        f"dtype (expected={wanted}, actual={data.dtype}): only floats are cast",
+                    )
                 )
             data = data.astype(wanted)
         return self._new_weight(data, device)

@@ -452,9 +452,9 @@ class Module(OfModule, Layer, StateDict, ABC):
             )
         slots: list[str | Weight] = []
         for weight in weights:
-            full = RUNNING.name_of(weight) or weight.name
-            local = bool(weight_prefix) and full.startswith(weight_prefix)
-            slots.append(full.removeprefix(weight_prefix) if local else weight)
+            names = (RUNNING.name_of(weight), RUNNING.path_of(weight) or "")
+            named = [one for one in names if weight_prefix and one.startswith(weight_prefix)]
+            slots.append(named[0].removeprefix(weight_prefix) if named else weight)
         treedef = jax.tree.structure(self)
         return Subgraph(name, treedef, given, slots, definition.weights)
 

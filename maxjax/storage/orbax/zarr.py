@@ -151,7 +151,7 @@ def _sizes(value: Any, path: str, what: str, name: str) -> tuple[int, ...]:
 def _dtype(value: Any, path: str, what: str, name: str) -> Any:
     try:
         if isinstance(value, str) and _ZARR2.fullmatch(value):
-            return DType.from_numpy(np.dtype(value))
+            return DType.of(np.dtype(value))
         if isinstance(value, str) and value in DType.__members__:
             return DType[value]
     except (TypeError, ValueError):

@@ -85,7 +85,7 @@ def test_stacked_qkv_keeps_heads_whole(n):
         (S.head_aware_columnwise(2, 2, 4), (4, 7), ValueError, "there are 7"),
         (S.gate_up(2, axis=0), (5, 4), ValueError, "an axis of 5"),
         (S.segmented(2, 0, [Segment.even(4)]), (5, 4), ValueError, "have 4 values, the axis 5"),
-        (S.tensor_parallel(2), (4, 4), NotImplementedError, "for whole layers"),
+        (S.tensor_parallel(2), (4, 4), NotImplementedError, "placeholder for whole layers"),
         (S.expert_parallel(2), (4, 4), NotImplementedError, "for whole layers"),
     ],
 )

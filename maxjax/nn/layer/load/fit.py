@@ -16,6 +16,7 @@ import numpy as np
 
 from ....driver import Buffer, DLPackArray
 from ....dtype import DType
+from ....errors import differs
 from ....graph.placement.arrays import put, sharding_of
 from ....graph.placement.stacking import without_leading
 from ....graph.quantization import QuantizationEncoding
@@ -85,7 +86,7 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         shape = (*shape[:-1], Dim(int(shape[-1]) * data.dtype.size_in_bytes))
         fitted.as_bytes = True
         if weight.stored.dtype is not DType.uint8:
-            return _different(name, dtype=(DType.uint8, weight.stored.dtype))
+            return differs(name, _dtypes(DType.uint8, weight.stored.dtype))
     packed = data.dtype is DType.uint8 and weight.stored.dtype is DType.uint8
     form = weight.stored.form
     if _is_remade(form, data.dtype, tuple(map(int, shape))):
@@ -95,7 +96,7 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
     elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
         fitted.loaded_shape = tuple(int(d) for d in shape)
     elif problem := _shape_problem(shape, declared):
-        return f"Value provided to weight '{name}' had different {problem}."
+        return differs(name, f"{problem}.")
     if override and data.quantization_encoding is not None:
         fitted.encoding = data.quantization_encoding
     return fitted
@@ -118,9 +119,9 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         return fitted
     problem = _shape_problem(shape, weight.stored.dims)
     if problem and dtype is not weight.stored.dtype:
-        problem += f" and dtype (expected={weight.stored.dtype}, actual={dtype})"
+        problem += f" and {_dtypes(weight.stored.dtype, dtype)}"
     if problem:
-        return f"Value provided to weight '{name}' had different {problem}."
+        return differs(name, f"{problem}.")
     return _new(name, weight, value, weight.stored.dims)
 
 
@@ -145,8 +146,8 @@ def _shape_problem(shape: Sequence[Any], declared: Sequence[Dim]) -> str | None:
     return f"shape ({', '.join(wrong)})" if wrong else None
 
 
-def _different(name: str, dtype: tuple[DType, DType]) -> str:
-    return f"Value provided to weight '{name}' had different dtype (expected={dtype[0]}, actual={dtype[1]})"
+def _dtypes(expected: DType, actual: DType) -> str:
+    return f"dtype (expected={expected}, actual={actual})"
 
 
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
@@ -155,7 +156,7 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     expected, form = fitted.dtype, fitted.weight.stored.form
     if form is not None and form.elementwise:
         filed = DType.of(form.to_file(np.zeros(0, expected.np)).dtype)
-        return None if actual is filed else _different(fitted.name, (filed, actual))
+        return None if actual is filed else differs(fitted.name, _dtypes(filed, actual))
     if actual is not expected:
         same_kind = any(
             of(actual) and of(expected)
@@ -163,7 +164,7 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
         )
         if not (cast and same_kind):
             hint = "; cast=True converts it" if same_kind and not cast else ""
-            return _different(fitted.name, dtype=(expected, actual)) + hint
+            return differs(fitted.name, _dtypes(expected, actual)) + hint
     narrow = DType.of(jax.dtypes.canonicalize_dtype(expected.np))
     if narrow is not expected and not expected.is_integral() and not cast:
         return (
