@@ -148,7 +148,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "mla_kpool_compress mla_kpool_expand_topk mla_kpool_ring_close mla_kpool_seed_tail": _PAGED,
         "mla_decode_graph mla_prefill_decode_graph mla_fp8_index_top_k mla_fp8_index_top_k_physical "
         "mla_fp8_index_top_k_with_physical": _LATENT,
-        "quantize_dynamic_scaled_float8 block_scales_interleave grouped_matmul_block_scaled dynamic_scaled_matmul "
+        "block_scales_interleave grouped_matmul_block_scaled "
         "grouped_quantize_nvfp4_row_scaled grouped_quantize_dynamic_block_scaled": _PACKED,
         "_moe_sigmoid_gemv_router_unsupported _moe_sigmoid_gemv_router moe_sink_gate_router": _EXPERTS,
     },

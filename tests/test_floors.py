@@ -91,7 +91,7 @@ nn/attention: multi_latent_attention multi_latent_attention_fp8
 nn/comm: allreduce __init__
 nn/transformer: sequence outputs transformer distributed_transformer __init__
 nn/moe: routing gate algorithms experts assignments exchange moe sigmoid_router stacked_moe expert_parallel __init__
-nn: grids kernels
+nn: float8_matmul grids kernels
 nn/attention: multihead_attention
 nn/comm/ep: ep_config ep_kernels ep_manager __init__
 nn/data_parallelism: split_batch __init__

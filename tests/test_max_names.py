@@ -33,7 +33,7 @@ def test_what_there_is_of_the_surveyed_names():
     for one in found:
         uses[one["status"]] += one["uses"]
     # A name that is given up is seen here; raise the numbers when there are more.
-    assert names["there"] >= 418 and uses["there"] / uses.total() >= 0.994
+    assert names["there"] >= 420 and uses["there"] / uses.total() >= 0.994
     assert (ROOT / "docs" / "coming-from-max.md").read_text().count(table(found)) == 1, (
         "run `python scripts/max_files.py --table` for the page's table"
     )

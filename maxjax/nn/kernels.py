@@ -18,6 +18,10 @@ from ..graph.ops.lift import lift
 from ..graph.value import TensorValue
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant as MHAMaskVariant
+from .float8_matmul import dynamic_scaled_matmul as dynamic_scaled_matmul
+from .float8_matmul import matmul_static_scaled_float8 as matmul_static_scaled_float8
+from .float8_matmul import quantize_dynamic_scaled_float8 as quantize_dynamic_scaled_float8
+from .float8_matmul import quantize_static_scaled_float8 as quantize_static_scaled_float8
 from .grids import learnable_2d_interp_pos_emb as learnable_2d_interp_pos_emb
 from .grids import spatial_merge as spatial_merge
 from .grids import tpool_patch_merger as tpool_patch_merger
