@@ -340,8 +340,11 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
         new = jnp.take_along_axis(new.astype(array.dtype), jnp.maximum(each, 0), axis=1)
         merged = jnp.where(each < 0, old[0].swapaxes(1, 2), new).swapaxes(1, 2)
         start = (layer, *(jnp.int32(0),) * (array.ndim - 1))
+        # Behind the barrier all of `old` has been read. XLA for TPUs would otherwise compute this in one
+        # operation with the write, or with what the next layer reads, and copy the array of all layers for it.
+        merged, array = jax.lax.optimization_barrier((merged[None], array))
         return jax.lax.dynamic_update_slice(
-            array, merged[None], start, allow_negative_indices=False
+            array, merged, start, allow_negative_indices=False
         )
 
     return _changed(run, array, old, new, jnp.asarray(layer, jnp.int32), source)
