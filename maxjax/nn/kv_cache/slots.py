@@ -343,9 +343,7 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
         # Behind the barrier all of `old` has been read. XLA for TPUs would otherwise compute this in one
         # operation with the write, or with what the next layer reads, and copy the array of all layers for it.
         merged, array = jax.lax.optimization_barrier((merged[None], array))
-        return jax.lax.dynamic_update_slice(
-            array, merged, start, allow_negative_indices=False
-        )
+        return jax.lax.dynamic_update_slice(array, merged, start, allow_negative_indices=False)
 
     return _changed(run, array, old, new, jnp.asarray(layer, jnp.int32), source)
 
