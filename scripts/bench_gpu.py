@@ -241,7 +241,8 @@ def measure(name: str, config: dict[str, Any], quick: bool) -> None:
     rows = [(batch, context) for batch in (1, 8) for context in ((128,) if quick else (128, 2048))]
     prompts = [CHUNK] if quick else [2048, 32768]
     hand = times_by_hand(config, rows, prompts, steps)
-    model = init(Llama(LlamaConfig.from_dict(config), "bfloat16").stack_for(), jax.random.key(0))
+    model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
+    model.stack_for()  # as maxjax.load does
     tokens = jnp.zeros((1, 1), jnp.int32)
     program = step.lower(model, tokens, model.cache(1, 2048, "bfloat16")).compile()
     least = config["hidden_size"] * config["num_key_value_heads"] * config["head_dim"]
