@@ -169,7 +169,7 @@ def watch(phase: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
+    except _TRANSLATED as error:
         found = translated(phase, error)
         if found is None:
             raise
@@ -178,7 +178,7 @@ def watch(phase: str) -> Iterator[None]:
 
 def translated(phase: str, error: BaseException) -> Exception | None:
     """The error that :func:`watch` raises instead of JAX's; None for an error that passes."""
-    if not isinstance(error, (RuntimeError, ValueError)):
+    if not isinstance(error, _TRANSLATED):
         return None
     text = str(error)
     kind = _error_class(error, text)
@@ -195,6 +195,8 @@ def translated(phase: str, error: BaseException) -> Exception | None:
     )
 
 
+# jax.errors.JaxRuntimeError is a RuntimeError; orbax makes a TimeoutError of one, which quotes it.
+_TRANSLATED = (RuntimeError, ValueError, TimeoutError)
 _RESTART = "Its own output says why; start all processes again."
 _COMPARE = "maxjax.distributed.same_program compares programs before they run."
 

@@ -22,9 +22,9 @@ from maxjax import checkpoint
 from maxjax.engine.generate.batch import Batch
 from maxjax.errors import PeerLostError
 from maxjax.graph.weights.gathering import Gathering
+from maxjax.lockstep import Lockstep
 from maxjax.storage.files import OpenFile
 from maxjax.text.stream import TextStream
-from maxjax.text.tokenizer.tokenizer import Tokenizer
 from scripts.minilm import minilm_directory
 
 Tell = Callable[..., None]
@@ -243,8 +243,8 @@ def die_in_a_step(tell: Tell) -> None:
 def die_embedding(tell: Tell) -> None:
     """It dies before the second batch."""
     model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(_settings()["axes"]))
-    call = lambda: maxjax.embed(model, tokenizer, SENTENCES, batch_size=1)
-    _dying(tell, Tokenizer, "pad", 2, call)
+    call = lambda: maxjax.embed(model, tokenizer, 40 * SENTENCES, batch_size=1)
+    _dying(tell, Lockstep, "decide", 2, call)
 
 
 SCENARIOS = (

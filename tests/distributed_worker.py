@@ -159,6 +159,7 @@ def differ(tell: Tell) -> None:
             distributed.same_program("late", timeout=1)
         except PeerLostError as error:
             tell(late=str(error))
+    multihost_utils.sync_global_devices("process 0 does not end before")
 
 
 def compute(tell: Tell) -> None:

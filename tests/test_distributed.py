@@ -250,6 +250,13 @@ def test_every_spelling_of_a_loss(monkeypatch, text):
     assert "process 1 is gone" in lost(monkeypatch, text, (0, 2), jax.errors.JaxRuntimeError)
 
 
+def test_a_loss_that_orbax_tells(monkeypatch):
+    text = "Timeout waiting at barrier '1'. The original error: INTERNAL: Task 3 heartbeat timeout."
+    assert "process 3 is gone" in lost(monkeypatch, text, (0, 4), TimeoutError)
+    with pytest.raises(TimeoutError, match="no answer"), distributed.watch("saving"):
+        raise TimeoutError("no answer")
+
+
 def test_a_silent_peer_may_run_something_else(monkeypatch):
     text = "UNKNOWN: Gloo all-reduce failed: [buffer.cc:72] Read timeout [127.0.0.1]:1"
     assert "Or it runs another program" in lost(monkeypatch, text, (0, 2))

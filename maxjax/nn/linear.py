@@ -14,6 +14,7 @@ from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.ops.collectives import allgather
+from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import TENSOR, Split
 from ..graph.placement.strategy import ShardingStrategy
@@ -284,7 +285,8 @@ class ColumnParallelLinear(Linear):
         return {"weight": Split(rows, fallback=columns), "bias": rows, **super().sharding_rules()}
 
     def _product(self, x: Any, weight: Any) -> Any:
-        x = jnp.asarray(unwrap(x))
+        # Where the weight is split by columns, what comes before would be split too, layer by layer.
+        x = replicate_last_axis(jnp.asarray(unwrap(x)), self.weight, 1)
         if weight is not self.weight or x.ndim < 2 or not can_be_in_place(weight, x):
             return matmul(x, weight)
         rows, columns = map(int, weight.logical_shape)

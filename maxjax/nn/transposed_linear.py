@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
+from ..graph.placement.specs import split_over
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
 from .linear import add_bias
@@ -47,7 +49,7 @@ class TransposedLinear(LowRank):
         """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
         if (layout := self.weight.stored.layout) is not None:
             return explicit.concatenate(self.apart(x, layout.segments), -1)
-        return self.updated(add_bias(_matmul(x, jnp.asarray(self.weight)), self.bias), x)
+        return self.updated(add_bias(self._product(x), self.bias), x)
 
     def apart(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         """The parts of the result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
@@ -69,6 +71,14 @@ class TransposedLinear(LowRank):
             return parts
         return jnp.split(self.updated(explicit.concatenate(parts, -1), x), ends, axis=-1)
 
+    def _product(self, x: jax.Array) -> jax.Array:
+        weight = jnp.asarray(self.weight)
+        if x.dtype.itemsize != 2 or x.dtype != weight.dtype or not split_over(self.weight, 0):
+            return _matmul(x, weight)
+        # As in the product of a Linear, GPUs send the 16 bits of the activations.
+        narrow = partial(_matmul, narrow=True)
+        return jax.lax.platform_dependent(x, weight, cuda=narrow, rocm=narrow, default=_matmul)
+
     def initializer(self, name: str) -> Any:
         """A normal distribution with standard deviation 0.02 for the weight, zeros for the bias."""
         init = jax.nn.initializers
@@ -76,19 +86,22 @@ class TransposedLinear(LowRank):
         return super().initializer(name) or own
 
 
-def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul(x: jax.Array, weight: jax.Array, narrow: bool = False) -> jax.Array:
+    """``x @ weight``; the sums that devices add up are ``narrow``, of the dtype of ``x``, or float32."""
     mesh = explicit.mesh_of(x, weight)
+    run = partial(_product, narrow)
     if mesh is None:
-        return _product(x, weight)
+        return run(x, weight)
     spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
-    return explicit.automatic(_product, mesh, spec)(x, weight)
+    return explicit.automatic(run, mesh, spec)(x, weight)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(narrow: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = promote(DType.of(x.dtype), promote(DType.of(weight.dtype), DType.float32)).np
     common = promote(DType.of(x.dtype), DType.of(weight.dtype)).np
     contraction = (((x.ndim - 1,), (0,)), ((), ()))
     y = jax.lax.dot_general(
-        x.astype(common), weight.astype(common), contraction, preferred_element_type=wide
-    )
+        x.astype(common), weight.astype(common), contraction,
+        preferred_element_type=common if narrow else wide,
+    )  # fmt: skip
     return y.astype(x.dtype)

@@ -338,3 +338,14 @@ def test_c_attn_is_stored_in_the_order_of_the_devices(tmp_path, sizes, stacked, 
     assert weight.stored.layout == DeviceMajor(n, (32, 32, 32), 1)
     if "fsdp" not in sizes:  # the rows of the table, and two of the block
         assert sorted(one.kind for one in compiled(call, placed, ids)) == ["all-reduce"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
+    config = GPT2Config.from_dict({**SMALL, "vocab_size": 131, "tie_word_embeddings": tied})
+    mesh = maxjax.make_mesh(model=4, devices=jax.devices()[:4])
+    model = maxjax.init(GPT2(config, stacked=False).to(mesh), jax.random.key(0))
+    found = sorted(one.kind for one in compiled(call, model, ids_of(2, LENGTH)))
+    # The rows of the table, two sums a layer, the logits.
+    assert found == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)

@@ -340,9 +340,16 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
         new = jnp.take_along_axis(new.astype(array.dtype), jnp.maximum(each, 0), axis=1)
         merged = jnp.where(each < 0, old[0].swapaxes(1, 2), new).swapaxes(1, 2)
         start = (layer, *(jnp.int32(0),) * (array.ndim - 1))
-        return jax.lax.dynamic_update_slice(
-            array, merged[None], start, allow_negative_indices=False
-        )
+
+        def write(array: jax.Array, merged: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(array, merged, start, allow_negative_indices=False)
+
+        def write_apart(array: jax.Array, merged: jax.Array) -> jax.Array:
+            # Behind the barrier all of `old` has been read. XLA for TPUs would otherwise compute `merged` in
+            # one operation with the write, or with what the next layer reads, and copy the array for it.
+            return write(*jax.lax.optimization_barrier((array, merged)))
+
+        return jax.lax.platform_dependent(array, merged[None], tpu=write_apart, default=write)
 
     return _changed(run, array, old, new, jnp.asarray(layer, jnp.int32), source)
 
