@@ -183,7 +183,8 @@ def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]
     A model without its head is another class in transformers, whose names begin later.
     """
     front = ""
-    if isinstance(model, PretrainedModel) and getattr(model, "lm_head", model) is None:
+    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
+    if isinstance(model, PretrainedModel) and is_bare:
         front = model.family.bare[0]
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
 
@@ -214,7 +215,10 @@ def config_of(
     config = getattr(model, "hf_config", None) or {}
     task = None
     if isinstance(model, PretrainedModel):
-        task = "CAUSAL_LM" if getattr(model, "lm_head", None) is not None else "FEATURE_EXTRACTION"
+        has = lambda head: getattr(model, head, None) is not None
+        task = (
+            "CAUSAL_LM" if has("lm_head") else "SEQ_CLS" if has("score") else "FEATURE_EXTRACTION"
+        )
     return {
         "peft_type": "LORA",
         "task_type": task,
