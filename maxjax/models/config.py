@@ -181,7 +181,7 @@ def short(value: Any, limit: int = 60) -> str:
 
 
 def labels_of(raw: Mapping[str, Any]) -> int:
-    """The number of labels of a classification head: those that are listed, or ``num_labels``; 2 if the file does not say."""
+    """The labels of a classification head: those that are listed, or ``num_labels``; 2 if the file does not say."""
     listed = raw.get("id2label")
     if isinstance(listed, Mapping) and 0 < len(listed) <= _MAX_LABELS:
         return len(listed)
