@@ -110,7 +110,7 @@ models/gguf/tokenizer: splits tokens bpe wordpiece unigram read write
 models/gguf/tensors: types read
 models: pooling sentence_files family ties
 models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 short_conv altup block
-models/decoder: model positions layer_sizes experts scaled_experts
+models/decoder: score model positions layer_sizes experts scaled_experts
 models/decoder: expert_files
 models/encoder: config alternating attention disentangled block model
 models/quantized: settings layouts methods __init__

@@ -46,8 +46,8 @@ def rerank(
     make the call.
 
     Args:
-        model: an encoder with a classification head of one label (``…ForSequenceClassification``), or a
-            decoder, as returned by ``maxjax.load``.
+        model: an encoder or decoder with a classification head of one label (``…ForSequenceClassification``), or
+            another decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer.
         query: the query.
         documents: the documents; an empty one is allowed.
@@ -55,9 +55,10 @@ def rerank(
         truncate: whether to truncate pairs longer than the model's limit, the longer text first;
             otherwise they are an error. A template is never truncated.
         activation: "sigmoid" or "linear"; None follows the model's files, and without them
-            sentence-transformers: "sigmoid" for an encoder, "linear" for a decoder.
+            sentence-transformers: "sigmoid" for a classification head, "linear" for answers.
         template: the text that a decoder reads, with ``{query}`` and ``{document}`` in it. Special tokens
-            are written as text, and the tokenizer adds none.
+            are written as text, and the tokenizer adds none. With a classification head it may be left out: then
+            the decoder reads the two texts as the tokenizer's pair.
         answers: two texts of one token each. A decoder's score is the logit of the first as the next token,
             minus that of the second: ``("yes", "no")`` for Qwen3-Reranker.
 
@@ -88,21 +89,21 @@ def rerank(
             raise UserInputError("texts cannot be reranked without a tokenizer")
         documents = _texts(documents)
         limit = text_limit(model, tokenizer, getattr(model, "pooling", None) or Pooling())
-        if isinstance(model, Decoder):
-            modes = ("lasttoken",)
-            options = _answer_ids(model, tokenizer, answers)
+        by_answer = isinstance(model, Decoder) and model.score is None
+        options = _answer_ids(model, tokenizer, answers) if by_answer else {}
+        modes = ("lasttoken",) if by_answer else (_head_pooling(model),)
+        if answers is not None and not by_answer:
+            raise UserInputError("answers are for decoders without a classification head")
+        if by_answer or (template is not None and isinstance(model, Decoder)):
             rows = _in_template(model, tokenizer, query, documents, template)
         else:
-            modes, options = (_checked_head(model).head_pooling,), {}
-            if template is not None or answers is not None:
-                raise UserInputError("template and answers are for decoders: this is an encoder")
+            if template is not None:
+                raise UserInputError("template is for decoders: this is an encoder")
             pairs = [(query, document) for document in documents]
             rows = tokenizer.pairs(pairs, max_length=limit if truncate else None)
         for i, row in enumerate(rows):
             if len(row.ids) > limit:
-                hint = "shorten it" + (
-                    "" if isinstance(model, Decoder) else ", or pass truncate=True"
-                )
+                hint = "shorten it" + ("" if by_answer or template else ", or pass truncate=True")
                 raise UserInputError(
                     f"the query with documents[{i}] has {len(row.ids)} tokens and the model takes {limit}: {hint}"
                 )
@@ -126,17 +127,20 @@ def _texts(documents: Iterable[str]) -> list[str]:
     return documents
 
 
-def _checked_head(model: Any) -> Encoder:
-    if not isinstance(model, Encoder) or model.classifier is None:
+def _head_pooling(model: Any) -> str:
+    """The pooling of the states that the model's head of one label takes."""
+    is_scored = isinstance(model, Decoder)
+    if not is_scored and (not isinstance(model, Encoder) or model.classifier is None):
         raise UserInputError(
             f"{type(model).__name__} has no classification head: rerank needs a model of a class "
             "'…ForSequenceClassification', or a decoder with template= and answers="
         )
-    if model.config.num_labels != 1:
+    labels = int(model.score.weight.shape[0]) if is_scored else model.config.num_labels
+    if labels != 1:
         raise UserInputError(
-            f"the model's classification head has {model.config.num_labels} labels: rerank needs one label"
+            f"the model's classification head has {labels} labels: rerank needs one label"
         )
-    return model
+    return "lasttoken" if is_scored else model.head_pooling
 
 
 def _default_activation(model: Any) -> str:
@@ -148,7 +152,7 @@ def _default_activation(model: Any) -> str:
     kind = name.rpartition(".")[2] if isinstance(name, str) else None
     if kind in ("Identity", "Sigmoid"):
         return "linear" if kind == "Identity" else "sigmoid"
-    return "linear" if isinstance(model, Decoder) else "sigmoid"
+    return "linear" if isinstance(model, Decoder) and model.score is None else "sigmoid"
 
 
 # --- decoders -------------------------------------------------------------------------------

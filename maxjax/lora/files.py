@@ -29,6 +29,7 @@ from .peft import (
     read_settings,
     tensor,
     tensor_names,
+    trained_tensors,
 )
 
 M = TypeVar("M", bound=Module)
@@ -96,6 +97,8 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     """Loads an adapter, which PEFT or :func:`save` wrote, into a new model.
 
+    Modules that were trained completely (``modules_to_save``) replace those of the base model.
+
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
             stacked and on a mesh.
@@ -107,7 +110,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
-            not supported (DoRA, trained biases, complete modules).
+            not supported (DoRA, trained biases).
         NotImplementedError: it has weights for layers that are not linear.
     """
     directory = Path(path)
@@ -124,8 +127,10 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
         data = dict(weights._named_data())
         layers = by_layer(model, data, os.fspath(file))
-        _check_base(model, data, os.fspath(file))
-        adapters, values = {}, {}
+        trained = trained_tensors(model, data, settings, os.fspath(file))
+        copies = {name: one for name, one in data.items() if name not in trained}
+        _check_base(model, copies, os.fspath(file))
+        adapters, values = {}, {own: data[name] for name, own in trained.items()}
         for name, (layer, which, theirs) in layers.items():
             adapters[layer] = settings.adapter(theirs)
             values[f"{layer}.{which}.weight"] = data[name]

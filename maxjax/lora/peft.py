@@ -26,7 +26,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.we
 _HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Settings that change what is computed, and their values that do not.
 _UNSUPPORTED = {
-    "use_dora": (False, None), "bias": ("none", None), "modules_to_save": (None, []), "lora_bias": (False, None),
+    "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
@@ -40,6 +40,7 @@ class AdapterSettings(NamedTuple):
         rank, alpha: r and alpha of layers that no pattern names.
         ranks, alphas: those of layers by PEFT's patterns of names.
         rslora: whether scales are ``alpha / √r``.
+        trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
     rank: int
@@ -47,6 +48,7 @@ class AdapterSettings(NamedTuple):
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rslora: bool
+    trained: tuple[str, ...] = ()
 
     def adapter(self, name: str) -> Adapter:
         """The settings of one layer, by its name in the base model's files.
@@ -107,9 +109,12 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     for name, value in [("lora_alpha", alpha), *alphas.items()]:
         if type(value) not in (int, float):
             raise CheckpointFormatError(f"alpha {name!r} must be a number", path=path, found=value)
+    trained = config.get("modules_to_save") or []
+    if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
+        raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True
-    )
+        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True, tuple(trained)
+    )  # fmt: skip
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
@@ -169,6 +174,30 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def trained_tensors(
+    model: Module, names: Iterable[str], settings: AdapterSettings, path: str
+) -> dict[str, str]:
+    """Those of :func:`base_tensors` that replace the model's weights, with the model's names.
+
+    Raises:
+        CheckpointMismatchError: it is one of two modules that share the model's embedding table.
+    """
+    found = {
+        tensor: own
+        for tensor, own in base_tensors(model, names).items()
+        if tensor.rpartition(".")[0].endswith(settings.trained or ("\0",))
+    }
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if is_tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None:
+        for tensor, own in found.items():
+            if own == model.family.tied[1]:
+                raise CheckpointMismatchError(
+                    "modules_to_save has trained the head or the embedding table, which are one weight of "
+                    "this model: not supported", path=path, tensor=tensor,
+                )  # fmt: skip
+    return found
+
+
 def _own_name(model: Module, name: str) -> str | None:
     """The model's name of a layer of its family's files."""
     if not isinstance(model, PretrainedModel):
@@ -183,7 +212,8 @@ def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]
     A model without its head is another class in transformers, whose names begin later.
     """
     front = ""
-    if isinstance(model, PretrainedModel) and getattr(model, "lm_head", model) is None:
+    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
+    if isinstance(model, PretrainedModel) and is_bare:
         front = model.family.bare[0]
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
 
@@ -214,7 +244,10 @@ def config_of(
     config = getattr(model, "hf_config", None) or {}
     task = None
     if isinstance(model, PretrainedModel):
-        task = "CAUSAL_LM" if getattr(model, "lm_head", None) is not None else "FEATURE_EXTRACTION"
+        has = lambda head: getattr(model, head, None) is not None
+        task = (
+            "CAUSAL_LM" if has("lm_head") else "SEQ_CLS" if has("score") else "FEATURE_EXTRACTION"
+        )
     return {
         "peft_type": "LORA",
         "task_type": task,

@@ -14,8 +14,8 @@ from ..nn.low_rank import LowRank
 from ..nn.moe.moe import MoE
 
 _MIXTURES = (SparseMLP, MoE)
-# The attribute that holds the head of a language model, as in PEFT's "all-linear" left out.
-_HEAD = "lm_head"
+# The attributes that hold a head, which PEFT's "all-linear" leaves out too.
+_HEADS = ("lm_head", "score")
 
 
 class TargetLayer(NamedTuple):
@@ -82,7 +82,7 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
     every = targets(model)
     if patterns is None:
         names = [name for one in every if not one.in_mixture for name in one.names]
-        names = [name for name in names if name.rsplit(".", 1)[-1] != _HEAD]
+        names = [name for name in names if name.rsplit(".", 1)[-1] not in _HEADS]
         if not names:
             raise UserInputError(
                 f"{type(model).__name__} has no linear layer to add LoRA weights to"

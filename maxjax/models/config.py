@@ -16,6 +16,9 @@ from ..storage.strict_json import load_json
 # JAX indexes with 32-bit integers, so no size in a configuration can be larger.
 MAX_SIZE = 2**31 - 1
 
+# Of so many labels a head has one score each.
+_MAX_LABELS = 1 << 20
+
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a JSON file that holds one object ``{…}``, read strictly.
@@ -175,3 +178,12 @@ def short(value: Any, limit: int = 60) -> str:
     # Cut before repr: a string of a file can be megabytes long.
     text = repr(value[:limit] if isinstance(value, str) else value)
     return text if len(str(value)) <= limit else f"{text[:limit]}…"
+
+
+def labels_of(raw: Mapping[str, Any]) -> int:
+    """The labels of a classification head: those that are listed, or ``num_labels``; 2 if the file does not say."""
+    listed = raw.get("id2label")
+    if isinstance(listed, Mapping) and 0 < len(listed) <= _MAX_LABELS:
+        return len(listed)
+    found = raw.get("num_labels")
+    return found if type(found) is int and 0 < found <= _MAX_LABELS else 2

@@ -15,8 +15,9 @@ from ..graph.weights.given import data_of
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from .bounds import check_bounds
-from .config import read_object
+from .config import labels_of, read_object
 from .decoder.model import Decoder
+from .decoder.score import has_score
 from .family import PretrainedModel, one_head, tensors, unwrapped
 from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
@@ -96,6 +97,8 @@ def build(
         packed = quantization.apply(model, found, main)
     if isinstance(model, Decoder) and headless:
         model.lm_head = None
+    if isinstance(model, Decoder) and has_score(raw):
+        model.make_score(labels_of(raw), main)
     model.hf_config = raw
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})

@@ -281,7 +281,8 @@ class PretrainedModel(Module):
 
     @hf_config.setter
     def hf_config(self, config: Mapping[str, Any] | None) -> None:
-        if config is not None and "architectures" in config:
+        has_score = getattr(self, "score", None) is not None
+        if config is not None and "architectures" in config and not has_score:
             named = self.family.architectures
             has_head = getattr(self, "lm_head", self) is not None
             config = {**config, "architectures": [named[0 if has_head else -1]]}

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, closest
+from .decoder.config import DecoderConfig
+from .decoder.score import ENDING
 from .family import Family
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
@@ -54,6 +56,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         for family in all_families():
             if architectures[0] in family.architectures and family.claims(config):
                 return family
+        if (own := _with_score(architectures[0], config)) is not None:
+            return own
         what = f"the architecture {architectures[0]!r}"
         raise _unsupported(what, architectures[0], path, model_type)
     if model_type:
@@ -66,6 +70,16 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     raise CheckpointFormatError(
         "neither 'architectures' nor 'model_type' says what the model is", path=path
     )
+
+
+def _with_score(architecture: str, config: Mapping[str, Any]) -> Family | None:
+    """The family of a decoder's files with a classification head: that of the decoder itself."""
+    base = architecture.removesuffix(ENDING) + "Model"
+    for family in all_families() if architecture.endswith(ENDING) else ():
+        is_decoder = issubclass(family.config, DecoderConfig)
+        if is_decoder and base in family.architectures and family.claims(config):
+            return family
+    return None
 
 
 def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:

@@ -131,7 +131,7 @@ def llama(tmp_path_factory):
     [
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "bias='all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be"),
         ({"peft_type": "IA3"}, "type 'IA3'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"r": "4"}, "rank 'r' must be"),
@@ -169,3 +169,29 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, says):
     safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointMismatchError, match=says):
         lora.load(model, tmp_path)
+
+
+def test_modules_to_save_replace_those_of_the_base_model(llama, tmp_path):
+    model, path, _ = llama
+    tensors = safetensors.numpy.load_file(path / "adapter_model.safetensors")
+    name, before = "lm_head.weight", np.asarray(model.lm_head.weight.value)
+    head = np.random.default_rng(0).normal(size=before.shape).astype(np.float32)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(config | {"modules_to_save": ["lm_head", "score"]})
+    )
+    file = tmp_path / "adapter_model.safetensors"
+    safetensors.numpy.save_file(tensors | {f"base_model.model.{name}": head}, file)
+    found = lora.load(model, tmp_path)
+    np.testing.assert_array_equal(found.raw_state_dict()[name].value, head)
+    np.testing.assert_array_equal(model.lm_head.weight.value, before)
+
+    safetensors.numpy.save_file(tensors | {f"base_model.model.{name}": head[:-1]}, file)
+    with pytest.raises(CheckpointMismatchError, match=r"lm_head\.weight"):
+        lora.load(model, tmp_path)
+    safetensors.numpy.save_file(tensors | {f"base_model.model.{name}": head}, file)
+    values = {n: w.value for n, w in model.raw_state_dict().items() if n != name}
+    tied = maxjax.models.build(values, model.hf_config | {"tie_word_embeddings": True})
+    tied.load_state_dict(values)
+    with pytest.raises(CheckpointMismatchError, match="one weight"):
+        lora.load(tied, tmp_path)

@@ -31,7 +31,7 @@ from ...nn.kv_cache.cache import KVCache
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
-from ..family import Family, PretrainedModel
+from ..family import Family
 from ..multimodal import PLACES
 from ..weights import beside
 from .aliases import spelling
@@ -39,6 +39,7 @@ from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig, groups_of_config, pattern, shares
 from .norm import norm
+from .score import Scored
 from .step import nan_beyond
 
 # Tables of RoPE frequencies: old files hold them, and here they are computed.
@@ -113,7 +114,7 @@ class DecoderModel(Module):
         return x
 
 
-class Decoder(PretrainedModel):
+class Decoder(Scored):
     """A decoder-only language model.
 
     Args:
@@ -438,8 +439,8 @@ class Decoder(PretrainedModel):
         """
         if self.lm_head is None:
             raise UserInputError(
-                "the checkpoint holds the model without its head, so there are no logits, only hidden "
-                "states (model.states(ids), maxjax.embed). Load a checkpoint that has the head"
+                "the checkpoint has no language-model head, so there are no logits, only hidden states "
+                "(model.states(ids), maxjax.embed). Load a checkpoint that has the head"
             )
         logits = self.lm_head(x).astype(jnp.float32)
         if self.config.logit_scale != 1.0:

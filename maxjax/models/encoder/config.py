@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
-from ..config import ModelConfig, setting
+from ..config import ModelConfig, labels_of, setting
 from ..decoder.config import check_activation, own
 from ..decoder.rope import Rope
-
-# Of so many labels a head has one score each.
-_MAX_LABELS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class EncoderConfig(ModelConfig):
         hidden = {field.name for field in dataclasses.fields(cls) if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
         try:
-            given |= {"num_labels": _labels(raw), **cls.derived({**cls.unsaid, **raw})}
+            given |= {"num_labels": labels_of(raw), **cls.derived({**cls.unsaid, **raw})}
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
         return super().from_dict(given, path=path)
@@ -124,12 +121,3 @@ def refuse(raw: Mapping[str, Any], usual: Mapping[str, Any], what: str) -> None:
             raise UnsupportedModelError(
                 f"{what} with '{key}' {str(raw[key])[:60]}: only {known} is supported"
             )
-
-
-def _labels(raw: Mapping[str, Any]) -> int:
-    """The number of labels: those that are listed, or ``num_labels``; 2 if the file does not say."""
-    listed = raw.get("id2label")
-    if isinstance(listed, Mapping) and 0 < len(listed) <= _MAX_LABELS:
-        return len(listed)
-    found = raw.get("num_labels")
-    return found if type(found) is int and 0 < found <= _MAX_LABELS else 2

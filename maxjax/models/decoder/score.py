@@ -1,0 +1,71 @@
+"""The classification head of a decoder: ``score``, which takes the state of a text's last token.
+
+Source: ``GenericForSequenceClassification`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...nn.linear import Linear
+from ..family import PretrainedModel
+
+ENDING = "ForSequenceClassification"
+"""How the architecture of a model with this head ends in ``config.json``."""
+
+
+def has_score(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a decoder with a classification head.
+
+    Example:
+        >>> has_score({"architectures": ["Qwen2ForSequenceClassification"]}), has_score({})
+        (True, False)
+    """
+    return (config.get("architectures") or [""])[0].endswith(ENDING)
+
+
+class Scored(PretrainedModel):
+    """A model that may have a classification head.
+
+    Attributes:
+        score: the head, or None.
+    """
+
+    lm_head: Any
+    score: Any = None
+
+    def make_score(self, labels: int, dtype: DType) -> None:
+        """Makes the head, which takes the place of the one that computes logits.
+
+        Args:
+            labels: number of scores of a text.
+            dtype: dtype of the weight.
+        """
+        width = self.lm_head.weight.shape[1]
+        self.lm_head = None
+        self.score = Linear(int(width), labels, dtype)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: states of the last tokens ``[B, E]`` → scores ``[B, labels]``.
+
+        Raises:
+            UserInputError: the model has no classification head.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from maxjax.models import Decoder, DecoderConfig
+            >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
+            >>> model.make_score(3, model.dtype)
+            >>> jax.eval_shape(lambda m, x: m.scores(x), model, jnp.zeros((2, 8))).shape
+            (2, 3)
+        """
+        if self.score is None:
+            raise UserInputError(
+                f"{type(self).__name__} has no classification head: its class in config.json is none of '…{ENDING}'"
+            )
+        return self.score(pooled.astype(self.score.weight.dtype.np))
