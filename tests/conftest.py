@@ -47,13 +47,15 @@ def _kernels() -> str:
 def _few_dialects() -> None:
     """JAX makes a context of MLIR with every dialect for each program: 5 ms, of 15 for an eager operation.
 
-    Programs for CPUs need a few dialects, and share a thread's context until it has had so many of
-    them; what a context has uniqued lives as long as it does. Programs of other platforms, and
-    those for which JAX makes a context elsewhere, have their own with all.
+    Programs for CPUs need a few. Those of the main thread share a context until it has had so many
+    of them, as what it has uniqued lives as long as it does. In other threads, of which some are
+    XLA's, each has its own; programs of other platforms, and where JAX has it otherwise, have all.
     """
     mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
     make, lower = mlir.make_ir_context, mlir.lower_jaxpr_to_module
     asked = threading.local()
+    numbers = itertools.count()
+    shared: list[Any] = [None]
 
     def few() -> Any:
         made = mlir.JaxIrContext()
@@ -70,10 +72,11 @@ def _few_dialects() -> None:
         is_cpu, asked.is_cpu = getattr(asked, "is_cpu", False), False
         if not is_cpu:
             return make()
-        number = asked.number = getattr(asked, "number", -1) + 1
-        if number % PROGRAMS_OF_A_CONTEXT == 0:
-            asked.kept = few()
-        return asked.kept
+        if threading.get_ident() != threading.main_thread().ident:
+            return few()
+        if next(numbers) % PROGRAMS_OF_A_CONTEXT == 0:
+            shared[0] = few()
+        return shared[0]
 
     def lowered(*args: Any, **options: Any) -> Any:
         asked.is_cpu = tuple(options["platforms"]) == ("cpu",)
