@@ -148,7 +148,9 @@ def test_loading(tmp_path, stacked, cast, sizes):
     from_file, from_arrays = Net(stacked).to(mesh), Net(stacked).to(mesh)
     with maxjax.load_weights(path) as weights:
         from_file.load_state_dict(weights, cast=cast)
-    from_arrays.load_state_dict({n: v.astype(dtype).astype(np.float32) for n, v in values().items()})
+    from_arrays.load_state_dict(
+        {n: v.astype(dtype).astype(np.float32) for n, v in values().items()}
+    )
     first = jax.tree.leaves(from_file)
     for one, other in zip(first, jax.tree.leaves(from_arrays), strict=True):
         np.testing.assert_array_equal(one, other)
