@@ -226,23 +226,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line("left out: " + ("; ".join(parts) or "nothing"))
 
 
-@pytest.fixture(autouse=True)
-def no_hook_left() -> Iterator[None]:
-    """Layer hooks are a process-wide list: what one test adds must not reach the next."""
-    yield
-    clear_hooks = getattr(sys.modules.get("maxjax.nn.layer"), "clear_hooks", None)
-    if clear_hooks is not None:
-        clear_hooks()
-
-
 _finished = itertools.count(1)
 MAPS_EVERY, MOST_MAPS = 50, 25_000
 
 
-@pytest.fixture(autouse=True)
-def programs_let_go() -> Iterator[None]:
+@pytest.hookimpl(
+    trylast=True
+)  # after the fixtures; a fixture for it would take longer than it does
+def pytest_runtest_teardown() -> None:
+    """Takes away the hooks of layers that a test left, and programs where they have become too many."""
+    clear_hooks = getattr(sys.modules.get("maxjax.nn.layer"), "clear_hooks", None)
+    if clear_hooks is not None:
+        clear_hooks()
+    _let_programs_go()
+
+
+def _let_programs_go() -> None:
     """Each program XLA compiles takes several maps of memory, of which Linux gives a process 65,530."""
-    yield
     maps = Path("/proc/self/maps")
     if next(_finished) % MAPS_EVERY or "jax" not in sys.modules or not maps.exists():
         return
