@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,34 +25,41 @@ class Import(NamedTuple):
     when: str
 
 
-def imports(tree: ast.AST, package: str) -> Iterator[Import]:
+@cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a file's text, parsed once."""
+    return ast.parse(text)
+
+
+@cache
+def imports(tree: ast.AST, package: str) -> list[Import]:
     """Each import in a file of ``package``, those inside functions as well."""
-    yield from _imports(tree, package, "load")
+    found: list[Import] = []
+    _imports(tree, package, "load", found)
+    return found
 
 
-def _imports(node: ast.AST, package: str, when: str) -> Iterator[Import]:
+def _imports(node: ast.AST, package: str, when: str, found: list[Import]) -> None:
     if isinstance(node, ast.Import):
-        yield from (Import(node.lineno, alias.name, "", when) for alias in node.names)
+        found += [Import(node.lineno, alias.name, "", when) for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         module = node.module or ""
         if node.level:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1]
             module = ".".join([*parents, module] if module else parents)
-        yield from (Import(node.lineno, module, alias.name, when) for alias in node.names)
+        found += [Import(node.lineno, module, alias.name, when) for alias in node.names]
     elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
         if node.args and isinstance(node.args[0], ast.Constant):
-            yield Import(node.lineno, str(node.args[0].value), "", when)
+            found.append(Import(node.lineno, str(node.args[0].value), "", when))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when == "load":
         when = "call"
+    typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     for field, value in ast.iter_fields(node):
-        typing = (
-            isinstance(node, ast.If)
-            and field == "body"
-            and "TYPE_CHECKING" in ast.unparse(node.test)
-        )
+        inner = "types" if typing and field == "body" else when
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from _imports(child, package, "types" if typing else when)
+            # Names and constants, which most nodes are, have nothing in them.
+            if isinstance(child, ast.AST) and not isinstance(child, ast.Name | ast.Constant):
+                _imports(child, package, inner, found)
 
 
 def _called(call: ast.Call) -> str:
@@ -71,7 +79,7 @@ class House:
     def __init__(self, root: Path):
         self.root = root
         self.trees = {
-            path.relative_to(root).as_posix(): ast.parse(path.read_text())
+            path.relative_to(root).as_posix(): parsed(path.read_text())
             for path in sorted(root.rglob("*.py"))
         }
         self.files = list(self.trees)
@@ -168,6 +176,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@cache
 def _members(tree: ast.Module) -> set[str]:
     """Names of methods and attributes of the classes in a file."""
     found = set[str]()

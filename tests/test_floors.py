@@ -7,7 +7,6 @@ it is loaded needs no place: names it shows count as imported from where they ar
 does is listed, and runs for everyone who imports anything below its folder.
 """
 
-import ast
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.house import code_lines, family_files
-from tests.house import House, imports, private_uses, slots
+from tests.house import House, imports, parsed, private_uses, slots
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -231,7 +230,7 @@ def foreign(root: Path, names: Sequence[str]) -> list[str]:
     return [
         f"{path.relative_to(root).as_posix()}:{one.line}: imports {one.module}"
         for path in sorted(root.rglob("*.py"))
-        for one in imports(ast.parse(path.read_text()), root.name)
+        for one in imports(parsed(path.read_text()), root.name)
         if one.module.split(".")[0] in names
     ]
 

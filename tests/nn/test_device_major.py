@@ -1,6 +1,7 @@
 """A stacked projection on a mesh: stored in the order of the devices, seen in logical order."""
 
 import copy
+import functools
 import itertools
 import pickle
 
@@ -51,8 +52,16 @@ def initialized(stacked=False):
     return maxjax.init(Net(stacked), jax.random.key(0))
 
 
-WANTED = np.asarray(initialized()(X))
-VALUES = {name: np.asarray(value) for name, value in initialized().state_dict().items()}
+@functools.cache
+def wanted():
+    return np.asarray(initialized()(X))
+
+
+@functools.cache
+def values():
+    return {name: np.asarray(value) for name, value in initialized().state_dict().items()}
+
+
 QKV = "layers.1.qkv_proj.weight"
 
 
@@ -112,18 +121,18 @@ def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
     layout = qkv(model).stored.layout
     assert layout == (None if sizes["model"] == 8 else DeviceMajor(sizes["model"], (16, 8, 8)))
     run = lambda m: (m(X), jnp.asarray(qkv(m)) + 0, X @ qkv(m).T)
-    result, values, product = jax.jit(run)(model)
-    np.testing.assert_allclose(result, WANTED, atol=1e-5)
+    result, rows, product = jax.jit(run)(model)
+    np.testing.assert_allclose(result, wanted(), atol=1e-5)
     if sizes["model"] == 4:
-        np.testing.assert_allclose(model(X), WANTED, atol=1e-5)
+        np.testing.assert_allclose(model(X), wanted(), atol=1e-5)
     weight = qkv(model)
     assert tuple(weight.shape) == (32, 16) and weight.rank == 2
     if kind is AxisType.Auto:  # of an explicitly placed array JAX cuts no such rows
-        np.testing.assert_array_equal(weight[3:5], VALUES[QKV][3:5])
-    np.testing.assert_array_equal(values, VALUES[QKV])
-    np.testing.assert_allclose(product, X @ VALUES[QKV].T, atol=1e-5)
+        np.testing.assert_array_equal(weight[3:5], values()[QKV][3:5])
+    np.testing.assert_array_equal(rows, values()[QKV])
+    np.testing.assert_allclose(product, X @ values()[QKV].T, atol=1e-5)
     for name, value in model.state_dict().items():
-        np.testing.assert_array_equal(value, VALUES[name])
+        np.testing.assert_array_equal(value, values()[name])
 
 
 @pytest.mark.slow
@@ -134,18 +143,20 @@ def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
 def test_loading(tmp_path, stacked, cast, sizes):
     dtype = ml_dtypes.bfloat16 if cast else np.float32
     path = tmp_path / "model.safetensors"
-    save_file({name: value.astype(dtype) for name, value in VALUES.items()}, path)
+    save_file({name: value.astype(dtype) for name, value in values().items()}, path)
     mesh = maxjax.make_mesh(**sizes)
     from_file, from_arrays = Net(stacked).to(mesh), Net(stacked).to(mesh)
     with maxjax.load_weights(path) as weights:
         from_file.load_state_dict(weights, cast=cast)
-    from_arrays.load_state_dict({n: v.astype(dtype).astype(np.float32) for n, v in VALUES.items()})
+    from_arrays.load_state_dict(
+        {n: v.astype(dtype).astype(np.float32) for n, v in values().items()}
+    )
     first = jax.tree.leaves(from_file)
     for one, other in zip(first, jax.tree.leaves(from_arrays), strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.sharding == other.sharding
     for name, value in from_file.state_dict().items():
-        np.testing.assert_array_equal(value, VALUES[name].astype(dtype).astype(np.float32))
+        np.testing.assert_array_equal(value, values()[name].astype(dtype).astype(np.float32))
 
 
 def test_one_device_holds_its_heads():
@@ -153,14 +164,14 @@ def test_one_device_holds_its_heads():
     stored = weight.stored.leaf
     (mine,) = {s.device.id: s.data for s in stored.addressable_shards}[2]
     rows = [r for a, b in weight.stored.layout.rows(2) for r in range(a, b)]
-    np.testing.assert_array_equal(mine, VALUES[QKV][rows])
+    np.testing.assert_array_equal(mine, values()[QKV][rows])
 
 
 @pytest.mark.slow
 def test_drawn_on_the_mesh_it_is_the_same():
     for stacked in (False, True):
         model = maxjax.init(Net(stacked).to(maxjax.make_mesh(model=4)), jax.random.key(0))
-        np.testing.assert_allclose(model.state_dict()[QKV], VALUES[QKV], **EXACT)
+        np.testing.assert_allclose(model.state_dict()[QKV], values()[QKV], **EXACT)
 
 
 @pytest.mark.campaign
@@ -169,24 +180,24 @@ def test_moved_assigned_copied():
     model, run = placed(False, model=4), jax.jit(call)
     for sizes in ({"model": 2}, {"data": 2}, {"model": 4}):
         model.to(maxjax.make_mesh(**sizes))
-        np.testing.assert_array_equal(qkv(model).value, VALUES[QKV])
+        np.testing.assert_array_equal(qkv(model).value, values()[QKV])
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        np.testing.assert_allclose(run(again, X), WANTED, atol=1e-5)
+        np.testing.assert_allclose(run(again, X), wanted(), atol=1e-5)
     assert qkv(copy.deepcopy(model)).sharding == qkv(model).sharding
     assert qkv(pickle.loads(pickle.dumps(model))).sharding is None
-    qkv(model).value = 2 * VALUES[QKV]
-    np.testing.assert_array_equal(qkv(model).value, 2 * VALUES[QKV])
+    qkv(model).value = 2 * values()[QKV]
+    np.testing.assert_array_equal(qkv(model).value, 2 * values()[QKV])
     model.to(CPU)
     assert qkv(model).stored.layout is None and tuple(jax.tree.leaves(model)[2].shape) != (4, 8, 16)
-    np.testing.assert_array_equal(qkv(model).value, 2 * VALUES[QKV])
+    np.testing.assert_array_equal(qkv(model).value, 2 * values()[QKV])
     stack = placed(True, model=4)
     for again in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        np.testing.assert_allclose(run(again, X), WANTED, atol=1e-5)
+        np.testing.assert_allclose(run(again, X), wanted(), atol=1e-5)
     lazy = pickle.loads(pickle.dumps(Net(True).to(maxjax.make_mesh(model=4))))
-    lazy.load_state_dict(VALUES)
-    np.testing.assert_allclose(run(lazy, X), WANTED, atol=1e-5)
+    lazy.load_state_dict(values())
+    np.testing.assert_allclose(run(lazy, X), wanted(), atol=1e-5)
     stack.to(maxjax.make_mesh(model=2)).to(CPU)
-    np.testing.assert_array_equal(qkv(stack).value, VALUES[QKV])
+    np.testing.assert_array_equal(qkv(stack).value, values()[QKV])
     assert "qkv_proj.weight" in stack.layers.unstack()[1].raw_state_dict()
 
 
@@ -207,10 +218,10 @@ def test_gradients():
 def test_compiled_before_it_is_loaded(stacked):
     model = Net(stacked).to(maxjax.make_mesh(model=4))
     program = model.compile(jax.ShapeDtypeStruct(X.shape, jnp.float32))
-    model.load_state_dict(VALUES)
-    np.testing.assert_allclose(program(X), WANTED, atol=1e-5)
-    fixed = model.compile(jax.ShapeDtypeStruct(X.shape, jnp.float32), weights=VALUES)
-    np.testing.assert_allclose(fixed(X), WANTED, atol=1e-5)
+    model.load_state_dict(values())
+    np.testing.assert_allclose(program(X), wanted(), atol=1e-5)
+    fixed = model.compile(jax.ShapeDtypeStruct(X.shape, jnp.float32), weights=values())
+    np.testing.assert_allclose(fixed(X), wanted(), atol=1e-5)
 
 
 def test_in_a_graph():
@@ -219,8 +230,8 @@ def test_in_a_graph():
         graph.output(qkv(model) @ graph.inputs[0])
     from maxjax.engine import InferenceSession
 
-    (got,) = InferenceSession().load(graph, weights_registry=VALUES)(X[0, 0])
-    np.testing.assert_allclose(got, VALUES[QKV] @ X[0, 0], atol=1e-5)
+    (got,) = InferenceSession().load(graph, weights_registry=values())(X[0, 0])
+    np.testing.assert_allclose(got, values()[QKV] @ X[0, 0], atol=1e-5)
 
 
 @pytest.mark.default("True")
@@ -231,4 +242,4 @@ def test_in_shard_map(stacked):
     model = initialized(stacked).to(mesh)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     run = jax.shard_map(call, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
-    np.testing.assert_allclose(jax.jit(run)(model, X), WANTED, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(run)(model, X), wanted(), atol=1e-5)

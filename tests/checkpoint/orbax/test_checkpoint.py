@@ -194,7 +194,7 @@ def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
     model = device_major.placed(stacked, model=4)
     assert any(weight.stored.layout is not None for weight in model.raw_state_dict().values())
     found = read_by_orbax(save(tmp_path, model, same=model))
-    expected = device_major.VALUES
+    expected = device_major.values()
     assert_same(found["model"], {name: expected[name] for name in found["model"]})
     assert found["model"].keys() == found["same"].keys() == expected.keys()
     again = device_major.placed(not stacked, model=2)
