@@ -430,7 +430,9 @@ class _Definition:
         self.is_gradient = weight.stored.is_gradient
 
     def around(self, leaf: Any, is_gradient: bool) -> Any:
-        return around(self.weight, leaf, self.weight._full_name, self.is_gradient or is_gradient)
+        # A function is traced for gradients and models alike.
+        kept = self.is_gradient and not isinstance(leaf, Tracer)
+        return around(self.weight, leaf, self.weight._full_name, kept or is_gradient)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _Definition) and self.key == other.key

@@ -350,8 +350,15 @@ def unmarked(tree: Any, plan: Hashable) -> Any:
 
 
 def unflatten(found: Found, leaves: Any) -> Any:
-    """The Module that JAX creates: an argument, a result, or a gradient."""
-    return rebuild(found, leaves, is_made_by_vjp())
+    """The Module that JAX creates: an argument, a result, or a gradient.
+
+    What a function is traced with is no gradient, whatever it was called with: the compiled program
+    serves a model as well, and its results must not say otherwise.
+    """
+    is_gradient = is_made_by_vjp()
+    if type(found) is OfGradient and any(isinstance(leaf, Tracer) for leaf in leaves):
+        found = found.definition
+    return rebuild(found, leaves, is_gradient)
 
 
 def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False) -> Any:

@@ -135,7 +135,12 @@ def test_a_gradient_is_named_and_maps_with_its_model():
     assert ", a gradient, loaded" in repr(gradient.layers[1].weight)
     assert "a gradient" in repr(jax.grad(lambda w: (w * 2).sum())(model.gain))
     step = jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
-    for tree in (model, step, step.layers[1], jax.jit(lambda g: step)(gradient)):
+    # A program that was compiled for a gradient serves a model too.
+    half = jax.jit(lambda tree: jax.tree.map(lambda a: a / 2, tree))
+    halves = half(gradient), half(model)
+    half_gain = jax.jit(lambda w: jax.tree.map(lambda a: a / 2, w))
+    assert "gradient" not in repr([half_gain(gradient.gain), half_gain(model.gain)])
+    for tree in (model, step, step.layers[1], *halves, jax.jit(lambda g: step)(gradient)):
         assert "gradient" not in first(tree)
     assert jax.tree.structure(gradient) == jax.tree.structure(model)
     assert hash(jax.tree.structure(gradient)) == hash(jax.tree.structure(model))
