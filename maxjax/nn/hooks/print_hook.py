@@ -42,13 +42,13 @@ class PrintHook:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from maxjax import nn
-        >>> layer = nn.LayerNorm(2, devices=[None], dtype="float32")
-        >>> _ = layer.load_state_dict({"weight": jnp.ones(2), "bias": jnp.zeros(2)})
+        >>> layer = nn.Linear(2, 1)
+        >>> _ = layer.load_state_dict({"weight": jnp.array([[2.0, 1.0]])})
         >>> hook = nn.hooks.PrintHook()
         >>> hook.name_layers(layer)
         >>> y = layer(jnp.array([1.0, 3.0]))
         model-input_0 = [1. 3.]
-        model-output = [-0.999995  0.999995]
+        model-output = [5.]
         >>> hook.summarize()
         Printed 2 tensors for step 0.
         >>> hook.remove()
