@@ -259,7 +259,7 @@ def test_unknown_ones_are_named_with_those_there_are(config, named):
     [
         ("qwen4_omni_moe", "'qwen3_moe' (qwen3_moe)"),
         ("Qwen4OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
-        ("Qwen2ForSequenceClassification", "'qwen2' (Qwen2ForCausalLM)"),
+        ("Qwen2ForTokenClassification", "'qwen2' (Qwen2ForCausalLM)"),
         ("Gemma4ForTokenClassification", "'gemma4_text' (Gemma4ForCausalLM)"),
         ("DeepseekV32ForCausalLM", "'deepseek_v3' (DeepseekV3ForCausalLM)"),
         ("glm_moe_dsa", "'glm4_moe' (glm4_moe)"),
