@@ -43,7 +43,7 @@ def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
 
 def _definition(count: int, array: jax.Array, layer: jax.Array, start: jax.Array) -> list[Any]:
     index = (layer, jnp.int32(0), jnp.int32(0), start, *[jnp.int32(0)] * (array.ndim - 4))
-    shape = (1, *array.shape[1:3], count, *array.shape[4:])
+    shape = (1, *_shape(count, array))
 
     def cut(array: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice(array, index, shape, allow_negative_indices=False)[0]
@@ -53,14 +53,17 @@ def _definition(count: int, array: jax.Array, layer: jax.Array, start: jax.Array
     return [jax.lax.platform_dependent(array, cpu=as_bits, default=cut)]
 
 
+def _shape(count: int, array: Any) -> tuple[int, ...]:
+    return (*array.shape[1:3], count, *array.shape[4:])
+
+
 def _types(count: int, array: Any, *_: Any) -> list[Any]:
-    shape = (*array.shape[1:3], count, *array.shape[4:])
-    return [array.update(shape=shape, weak_type=False)]
+    return [array.update(shape=_shape(count, array), weak_type=False)]
 
 
 def _kernel(count: int, array: Any, layer: Any, start: Any) -> Any:
-    shape = (*array.shape[1:3], count, *array.shape[4:])
-    call = jax.ffi.ffi_call("maxjax_read_slots", [jax.ShapeDtypeStruct(shape, array.dtype)])
+    result = jax.ShapeDtypeStruct(_shape(count, array), array.dtype)
+    call = jax.ffi.ffi_call("maxjax_read_slots", [result])
     return call(array, layer, start)
 
 

@@ -339,7 +339,6 @@ template <class F, bool is_tiled>
 void several_tokens(const PackedRows& rows) {
 #ifdef MAXJAX_TILES
   constexpr int64_t kTokens = is_tiled ? kTileSide : kPanelTokens;
-  const Tiles tiles(kTileSide, F::kGroup);
 #else
   constexpr int64_t kTokens = kPanelTokens;
 #endif
@@ -475,7 +474,10 @@ template <class F>
 void packed_product_of(const PackedRows& rows) {
   if (!rows.is_int8) return float_activations<F>(rows);
 #ifdef MAXJAX_TILES
-  if (rows.tokens >= kTilesFrom) return several_tokens<F, true>(rows);
+  if (rows.tokens >= kTilesFrom) {
+    const Tiles tiles(kTileSide, F::kGroup);
+    return several_tokens<F, true>(rows);
+  }
 #endif
   if (rows.tokens >= kTransposedFrom) return several_tokens<F, false>(rows);
   for (int64_t t = 0; t < rows.tokens; t++) one_token<F>(rows, t);

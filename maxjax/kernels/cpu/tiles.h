@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t kTileSide = 16, kTileStep = 32, kTileBytes = 1024;
+constexpr int64_t kTileSide = maxjax::kTokensOfTile, kTileStep = 32, kTileBytes = 1024;
 
 // The shapes of the eight tiles of this thread, which are given back at the end of the scope. Tiles 0
 // to 3 are sums, 4 and 5 left operands of `rows` rows of `width` bytes, 6 and 7 right ones.
@@ -120,6 +120,23 @@ inline void put_tile(Sums& sums, bool has_before, int64_t height, int64_t tokens
   }
 }
 
+// Adds the products of 32 numbers of R times 16 rows of weights at w and C times 16 tokens at x.
+template <int R, int C>
+inline __attribute__((always_inline)) void step_of_tiles(const char* w, int64_t w_stride, const char* x, int64_t x_stride) {
+  _tile_loadd(4, w, w_stride);
+  _tile_loadd(6, x, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  if (C > 1) {
+    _tile_loadd(7, x + x_stride, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (R > 1) {
+    _tile_loadd(5, w + kTileSide * w_stride, w_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if (C > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // The products of R times 16 rows of weights at w and C times 16 tokens at x, for `steps` steps of 32
 // numbers, in tiles.
 template <int R, int C>
@@ -131,18 +148,7 @@ inline void run_of_tiles(const char* w, int64_t w_stride, const char* x, int64_t
   for (int64_t s = 0; s < steps; s++, w += 2 * kTileStep, x += kTileBytes) {
     if (is_ahead)
       for (int r = 0; r < R * kTileSide; r++) __builtin_prefetch(w + r * w_stride + 512, 0, 2);
-    _tile_loadd(4, w, w_stride);
-    _tile_loadd(6, x, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (C > 1) {
-      _tile_loadd(7, x + x_stride, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (R > 1) {
-      _tile_loadd(5, w + kTileSide * w_stride, w_stride);
-      _tile_dpbf16ps(2, 5, 6);
-      if (C > 1) _tile_dpbf16ps(3, 5, 7);
-    }
+    step_of_tiles<R, C>(w, w_stride, x, x_stride);
   }
 }
 
@@ -152,18 +158,7 @@ inline void rest_of_tiles(const char* w, int64_t w_stride, int64_t height, int64
   alignas(64) char padded[2 * kTileBytes] = {};
   for (int64_t r = 0; r < height; r++) memcpy(padded + r * 64, w + r * w_stride, 2 * left);
   written();
-  _tile_loadd(4, padded, 64);
-  _tile_loadd(6, x, 64);
-  _tile_dpbf16ps(0, 4, 6);
-  if (C > 1) {
-    _tile_loadd(7, x + x_stride, 64);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  if (R > 1) {
-    _tile_loadd(5, padded + kTileBytes, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    if (C > 1) _tile_dpbf16ps(3, 5, 7);
-  }
+  step_of_tiles<R, C>(padded, 64, x, x_stride);
 }
 
 template <int R, int C>
