@@ -1,4 +1,4 @@
-"""Figures of the layout: `python scripts/house.py [FOLDER]`.
+"""Figures of the layout: `python scripts/house.py [FOLDER]`. Fails where one is over its limit.
 
 The longest chain of imports, files that only a sibling imports, names of classes that stand twice,
 private members of Weight that others use, attributes assigned from a higher floor, lines of code, and
@@ -14,6 +14,7 @@ import statistics
 import sys
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -133,40 +134,40 @@ def family_files(house: House) -> list[str]:
     ]
 
 
-def main(root: Path) -> None:
-    """Prints the figures of the package at `root`."""
+def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
+    """Each figure of the package at `root`, its limit, what it is, and which files or names it counts."""
     house = House(root)
-    graph = direct(house)
-    chain = longest_chain(graph)
-    print(
-        f"{len(chain):6d}  files in the longest chain of imports (wanted: 18): {' > '.join(chain)}"
-    )
-    alone = lonely(house)
-    print(
-        f"{len(alone):6d}  files that one sibling alone imports (wanted: 21): {', '.join(file for file, _ in alone)}"
-    )
+    chain = longest_chain(direct(house))
+    yield len(chain), 18, "files in the longest chain of imports", " > ".join(chain)
+    alone = [file for file, _ in lonely(house)]
+    yield len(alone), 21, "files that one sibling alone imports", ", ".join(alone)
     twice = classes_twice(house)
-    print(f"{len(twice):6d}  names of classes that stand twice (wanted: 5): {', '.join(twice)}")
+    yield len(twice), 5, "names of classes that stand twice", ", ".join(twice)
     uses = private_uses(house, "graph/weight/")
-    print(f"{len(uses):6d}  uses of private members of Weight elsewhere: {', '.join(uses)}")
+    yield len(uses), 0, "uses of private members of Weight elsewhere", ", ".join(uses)
     found = slots(house)
-    print(f"{len(found):6d}  attributes assigned from another file: {', '.join(found)}")
+    yield len(found), 0, "attributes assigned from another file", ", ".join(found)
     long = [file for file in house.files if len((root / file).read_text().splitlines()) > 500]
-    print(f"{len(long):6d}  files over 500 lines (wanted: 0): {', '.join(long)}")
-    print(
-        f"{sum(code_lines(root / file) for file in house.files):6d}  lines of code in {len(house.files)} files"
-    )
+    yield len(long), 0, "files over 500 lines", ", ".join(long)
+    lines = sum(code_lines(root / file) for file in house.files)
+    yield lines, None, f"lines of code in {len(house.files)} files", ""
     families = {file: code_lines(root / file) for file in family_files(house)}
     if families:
-        middle, largest = (
-            statistics.median(families.values()),
-            max(families, key=families.__getitem__),
-        )
-        print(
-            f"{middle:6.0f}  lines of code in the median of {len(families)} files of model families "
-            f"(wanted: under 60), {families[largest]} in the largest (wanted: at most 120): {largest}"
-        )
+        middle = statistics.median(families.values())
+        yield middle, 60, f"lines of code in the median of {len(families)} model families", ""
+        largest = max(families, key=families.__getitem__)
+        yield families[largest], 120, "lines of code in the largest model family", largest
+
+
+def main(root: Path) -> int:
+    """Prints the figures of the package at `root`."""
+    failed = False
+    for count, limit, what, names in figures(root):
+        failed |= limit is not None and count > limit
+        at_most = "" if limit is None else f" (at most {limit})"
+        print(f"{count:6.0f}  {what}{at_most}{': ' * bool(names)}{names}")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "maxjax").resolve())
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "maxjax").resolve()))

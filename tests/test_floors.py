@@ -46,7 +46,7 @@ storage/safetensors: writer
 # 2 kernels: arithmetic on values
 kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice product
-kernels: pallas key_ranges
+kernels: pallas key_ranges sinks
 kernels/gpu: __init__ triton attention packed_product
 kernels/tpu: __init__ mosaic attention cache_write
 kernels: packed_product quant_array matmul embed head_products delta_token ssd_token cache_read blocked_attention
@@ -130,10 +130,10 @@ models/gguf: write_metadata
 models: __init__
 
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
-text/template: thread budget caps sandbox files render
+text/template: thread budget caps sandbox files function_schema render
 text: stream_decoders
 text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
-text: function_schema chat stream
+text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults
 engine: hub load packing embed rerank perplexity session api memory

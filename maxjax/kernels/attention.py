@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from ..dtype import DType
 from . import explicit
 from .blocked_attention import NO_KEY as NO_KEY
-from .blocked_attention import Attending, blocked_attention, with_sinks
+from .blocked_attention import Attending, blocked_attention
 from .int8_rows import restored
+from .sinks import with_sinks
 
 # Scores that are computed at once: 32 MiB in float32.
 MOST_SCORES = 1 << 23

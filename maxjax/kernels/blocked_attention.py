@@ -139,24 +139,6 @@ def blocked_attention(
     return out, sums
 
 
-def with_sinks(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Attention to keys and a sink, from attention to the keys alone.
-
-    Args:
-        out: the result ``[..., H, D]``.
-        sums: logarithm of each query's sum, ``[..., H]``.
-        sinks: for each head a score that takes part in the softmax and has no value (gpt-oss,
-            arXiv:2508.10925); its shape broadcasts to that of ``sums``.
-
-    Example:
-        >>> with_sinks(jnp.ones((1, 2, 4)), jnp.zeros((1, 2)), jnp.zeros(2))[0, 0, 0].item()
-        0.5
-    """
-    scores = jnp.broadcast_to(sinks.astype(sums.dtype), sums.shape)
-    kept = jax.nn.sigmoid(sums - scores)
-    return (out.astype(sums.dtype) * kept[..., None]).astype(out.dtype)
-
-
 def _blocks(array: jax.Array, count: int, strided: bool) -> jax.Array:
     """``[B, T, ...]`` → ``[n, B, C, ...]``."""
     batch, length, *rest = array.shape

@@ -59,7 +59,7 @@ def write_tokens(
     fits = all(isinstance(n, int) for n in sizes) and place.shape[1] <= array.shape[3]
 
     def run(*operands: jax.Array) -> jax.Array:
-        return _OPERATION(operands, _Tokens(consecutive and fits, division))[0]
+        return _OPERATION(operands, _Write(consecutive and fits, division))[0]
 
     if mesh is not None:
         run = explicit.automatic(run, mesh, explicit.entries(array))
@@ -99,19 +99,19 @@ def _set(
 # -- in place on CPUs, rows at once on TPUs
 
 
-class _Tokens(NamedTuple):
+class _Write(NamedTuple):
     """Static arguments: whether each row can be written at once, and how a mesh divides the array."""
 
     at_once: bool
     division: explicit.Division | None
 
 
-def _definition(static: _Tokens, *operands: jax.Array) -> list[jax.Array]:
+def _definition(static: _Write, *operands: jax.Array) -> list[jax.Array]:
     return [_scattered(*operands)]
 
 
 def _kernel(
-    static: _Tokens, array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array
+    static: _Write, array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array
 ) -> Any:
     result = [jax.ShapeDtypeStruct(array.shape, array.dtype)]
     call = jax.ffi.ffi_call("maxjax_write_tokens", result, input_output_aliases={0: 0})
@@ -119,7 +119,7 @@ def _kernel(
 
 
 def _row_by_row(
-    static: _Tokens,
+    static: _Write,
     array: jax.Array,
     new: jax.Array,
     layer: jax.Array,
@@ -156,7 +156,7 @@ def _row_by_row(
     return [jax.lax.fori_loop(0, place.shape[0], write, array)]
 
 
-def _types(static: _Tokens, array: Any, *rest: Any) -> list[Any]:
+def _types(static: _Write, array: Any, *rest: Any) -> list[Any]:
     return [array]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..absent import absent as _absent
-from ..dtype import DType, promote
+from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.ops.collectives import allgather
@@ -27,6 +27,7 @@ from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded, strategy_by, tensor_parallel
 from .low_rank import LowRank, all_updated
+from .product import add_bias
 from .product import linear as linear
 
 # A weight is [out, in]: its last axis is the fan-in.
@@ -209,16 +210,6 @@ def linear_rules(
         f"{path}.weight": rule,
         f"{path}.bias": rule._replace(strategy=bias_strategy(strategy)),
     }
-
-
-def add_bias(y: jax.Array, bias: Any) -> jax.Array:
-    """``y + bias`` along the last axis, in the dtype of ``y``."""
-    bias = jnp.asarray(bias)
-    bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
-    if bias.dtype == y.dtype:
-        return y + bias
-    wide = promote(DType.of(y.dtype), promote(DType.of(bias.dtype), DType.float32)).np
-    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
 
 
 class ColumnParallelLinear(Linear):

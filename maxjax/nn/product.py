@@ -1,11 +1,13 @@
-"""MAX's ``nn.linear.linear``: the product with a transposed weight, also a packed one."""
+"""What linear layers compute: the product with a transposed weight, also a packed one, and the bias."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from ..dtype import DType, promote
 from ..graph.operands import refuse_integers
 from ..graph.ops.packed import qmatmul
 from ..graph.quantization import QuantizationEncoding
@@ -49,3 +51,13 @@ def linear(
     refuse_integers(x, weight)
     y = matmul(jnp.asarray(unwrap(x)), weight)
     return TensorValue(y) if wraps(x) or wraps(weight) else y
+
+
+def add_bias(y: jax.Array, bias: Any) -> jax.Array:
+    """``y + bias`` along the last axis, in the dtype of ``y``."""
+    bias = jnp.asarray(bias)
+    bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+    if bias.dtype == y.dtype:
+        return y + bias
+    wide = promote(DType.of(y.dtype), promote(DType.of(bias.dtype), DType.float32)).np
+    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)

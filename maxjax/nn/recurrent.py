@@ -24,7 +24,7 @@ from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from ..kernels.operation import varying_with
 from .layer import Module
-from .linear import add_bias
+from .product import add_bias
 
 # The hidden state ``[B, H]``, and for an LSTM the cell state.
 State = tuple[jax.Array, ...]

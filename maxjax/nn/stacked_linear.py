@@ -19,8 +19,9 @@ from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
 from .layer.sharded import sharded
-from .linear import Linear, add_bias, bias_strategy, linears
+from .linear import Linear, bias_strategy, linears
 from .low_rank import LowRank
+from .product import add_bias
 
 
 class StackedLinear(LowRank):

@@ -16,8 +16,8 @@ from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.specs import split_over
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
-from .linear import add_bias
 from .low_rank import LowRank
+from .product import add_bias
 
 
 class TransposedLinear(LowRank):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import UserInputError, some
-from .function_schema import function_schema
+from .template.function_schema import function_schema
 from .template.render import render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.

@@ -7,7 +7,7 @@ import pytest
 
 from maxjax.kernels import explicit, native
 from maxjax.kernels.cache_read import slots_of
-from maxjax.kernels.cache_write import _row_by_row, _scattered, _Tokens, write_tokens
+from maxjax.kernels.cache_write import _row_by_row, _scattered, _Write, write_tokens
 
 L, B, K, S, T, D = 2, 4, 2, 11, 5, 3
 FIRST = np.array([0, 4, 8, S], np.int32)
@@ -25,7 +25,7 @@ def given(width=(D,), seed=0):
 @pytest.mark.parametrize("width", [(D,), ()], ids=["keys", "scales"])
 def test_row_by_row(width):
     operands = given(width)
-    (found,) = _row_by_row(_Tokens(True, None), *operands)
+    (found,) = _row_by_row(_Write(True, None), *operands)
     np.testing.assert_array_equal(found, _scattered(*operands))
 
 

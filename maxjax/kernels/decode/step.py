@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..blocked_attention import with_sinks
 from ..explicit import Division
 from ..int8_rows import quantised
+from ..sinks import with_sinks
 
 
 class Options(NamedTuple):

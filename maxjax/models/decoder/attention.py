@@ -33,7 +33,8 @@ from ...kernels.attention import (
     partial_attention,
     weighted_values,
 )
-from ...kernels.blocked_attention import Attending, with_sinks
+from ...kernels.blocked_attention import Attending
+from ...kernels.sinks import with_sinks
 from ...nn.kv_cache.kinds import Place
 from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout
 from ...nn.kv_cache.slots import Slots

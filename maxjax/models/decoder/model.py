@@ -31,7 +31,7 @@ from ...nn.kv_cache.cache import KVCache
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
-from ..family import Family
+from ..family import Family, PretrainedModel
 from ..multimodal import PLACES
 from ..weights import beside
 from .aliases import spelling
@@ -114,7 +114,7 @@ class DecoderModel(Module):
         return x
 
 
-class Decoder(Scored):
+class Decoder(Scored, PretrainedModel):
     """A decoder-only language model.
 
     Args:

@@ -13,7 +13,6 @@ import jax
 from ...dtype import DType
 from ...errors import UserInputError
 from ...nn.linear import Linear
-from ..family import PretrainedModel
 
 ENDING = "ForSequenceClassification"
 """How the architecture of a model with this head ends in ``config.json``."""
@@ -29,8 +28,8 @@ def has_score(config: Mapping[str, Any]) -> bool:
     return (config.get("architectures") or [""])[0].endswith(ENDING)
 
 
-class Scored(PretrainedModel):
-    """A model that may have a classification head.
+class Scored:
+    """A part of models that may have a classification head.
 
     Attributes:
         score: the head, or None.

@@ -13,7 +13,8 @@ from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import matmul
 from ..layer import Module
-from ..linear import Linear, add_bias
+from ..linear import Linear
+from ..product import add_bias
 from .tapped_attention import tapped_attention
 
 

@@ -15,8 +15,8 @@ from ...graph.placement.specs import names_in, spec_of
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import explicit, matmul
-from ..linear import add_bias
 from ..low_rank import LowRank
+from ..product import add_bias
 from .formats import QuantLayout
 from .forms import Bits
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from maxjax.errors import UserInputError
-from maxjax.text.function_schema import function_schema
+from maxjax.text.template.function_schema import function_schema
 from tests.oracles.recorded import transformers
 
 

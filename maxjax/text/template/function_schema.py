@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import UserInputError
+from ...errors import UserInputError
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 _CONTAINERS = {list: "array", tuple: "array", dict: "object"}
