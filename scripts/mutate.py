@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import itertools
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -165,42 +168,76 @@ def reaching(mutant: Mutant, contexts: Path) -> list[str]:
     return [case for test in order for case in cases[test][:3]][:80]
 
 
+class Checkouts:
+    """Copies of the checkout, one for each mutant that is tried at a time; they keep their bytecode."""
+
+    def __init__(self, place: Path, count: int) -> None:
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        # Bytecode is known to be old by the second in which its source was written.
+        self._times = itertools.count(int(time.time()) + 1)
+        ignored = (".git", ".venv", "__pycache__", ".compile-cache", "build")
+        for number in range(count):
+            copy = place / str(number) / "checkout"
+            shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*ignored))
+            (ROOT / ".compile-cache").mkdir(exist_ok=True)
+            (copy / ".compile-cache").symlink_to(ROOT / ".compile-cache")
+            self._free.put(copy)
+
+    @contextlib.contextmanager
+    def having(self, mutant: Mutant) -> Iterator[Path]:
+        """A copy in which the mistake is."""
+        copy = self._free.get()
+        code = (ROOT / mutant.file).read_text()
+        try:
+            self._write(copy / mutant.file, mutant.source(code))
+            yield copy
+        finally:
+            self._write(copy / mutant.file, code)
+            self._free.put(copy)
+
+    def _write(self, path: Path, code: str) -> None:
+        path.write_text(code)
+        moment = next(self._times)
+        os.utime(path, (moment, moment))
+
+
 def killed(
-    mutant: Mutant, seconds: float, wide: bool, contexts: Path | None = None, chosen: str = DEFAULT
+    mutant: Mutant,
+    checkouts: Checkouts,
+    seconds: float,
+    wide: bool,
+    contexts: Path | None = None,
+    chosen: str = DEFAULT,
 ) -> bool:
     """Whether a test fails on it."""
     runs = [tests_of(mutant.file), *([[]] if wide else [])]
     # No test reaches what runs when the file is imported.
     if contexts is not None and (found := reaching(mutant, contexts)):
         runs = [found]
-    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
-        copy = Path(place) / "checkout"
-        shutil.copytree(
-            ROOT, copy, symlinks=True,
-            ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".compile-cache", "build"),
-        )  # fmt: skip
-        path = copy / mutant.file
-        path.write_text(mutant.source(path.read_text()))
+    with checkouts.having(mutant) as copy:
         environment = os.environ | {
             "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
-            "MAXJAX_COMPILE_CACHE": str(ROOT / ".compile-cache"),
+            "PYTHONPYCACHEPREFIX": str(copy.parent / "bytecode"),
         }  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-m",
+            chosen,
+            "-p",
+            "no:cacheprovider",
+        ]
         for tests in runs:
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-m",
-                chosen,
-                "-p",
-                "no:cacheprovider",
-                *tests,
-            ]
             try:
                 done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, timeout=seconds
+                    [*command, *tests],
+                    cwd=copy,
+                    env=environment,
+                    capture_output=True,
+                    timeout=seconds,
                 )
             except subprocess.TimeoutExpired:
                 return True
@@ -254,14 +291,18 @@ def main() -> int:
         return 0
 
     def run(one: Mutant) -> bool:
-        dead = killed(one, options.seconds, options.wide, options.contexts, options.tests)
+        dead = killed(
+            one, checkouts, options.seconds, options.wide, options.contexts, options.tests
+        )
         word = "killed" if dead else "survived"
         change = f"{one.was.strip()!r} -> {one.text.strip()!r}"
         print(f"{word}: {one.file}:{one.line} {one.kind}: {change}", flush=True)
         return dead
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(run, drawn))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        checkouts = Checkouts(Path(place), options.jobs)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(run, drawn))
     print(
         f"{sum(results)} of {len(drawn)} killed ({100 * sum(results) / max(1, len(drawn)):.1f} %)"
     )
