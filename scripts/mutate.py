@@ -4,14 +4,15 @@
     python scripts/mutate.py --again before.json --json after.json    # those that were killed
     python scripts/mutate.py --show 20                                # which ones, without running
     pytest -m "not campaign and not oracle" --cov=maxjax --cov-context=test && \
-        python scripts/mutate.py --contexts .coverage                 # only tests that reach the line
+        python scripts/mutate.py --contexts .coverage --json default.json  # only tests that reach the line
+    python scripts/mutate.py --survivors default.json --tests "campaign or oracle" --contexts .coverage
 
 A mutant has one small mistake: a comparison, a constant, an operator, a condition turned round, a
 flush or rename left out or exchanged with the statement after it. It is made in a copy of the
 package, and the tests of that file run first (the mirrored file or folder), then with ``--wide`` the
 whole default set. With ``--contexts``, a file of pytest-cov, those tests run that reach the line, at
-most 80, which is much quicker. Killed means that a test failed or did not end in time. Prints the
-survivors.
+most 80, which is much quicker; with other ``--tests`` than the default set, all cases of these tests, and
+those of that file. Killed means that a test failed or did not end in time. Prints the survivors.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _contexts_of(file: str, contexts: Path) -> dict[int, list[str]]:
     return data.contexts_by_lineno(measured) if measured else {}
 
 
-def reaching(mutant: Mutant, contexts: Path) -> list[str]:
-    """The tests that reach a mutant's line: of each test function a few cases, its own file's first."""
+def reaching(mutant: Mutant, contexts: Path, few: bool) -> list[str]:
+    """The tests that reach a mutant's line, its own file's first: a few cases of each, or all."""
     by_line = _contexts_of(mutant.file, contexts)
     # A statement of several lines may be recorded at its first.
     line = next((at for at in range(mutant.line, mutant.line - 8, -1) if by_line.get(at)), 0)
@@ -165,6 +166,8 @@ def reaching(mutant: Mutant, contexts: Path) -> list[str]:
             cases.setdefault(test.split("[", 1)[0], []).append(test)
     own = tuple(tests_of(mutant.file))
     order = sorted(cases, key=lambda test: (not test.startswith(own), test))
+    if not few:  # with all their cases, also those that the run left out
+        return [*own, *(test for test in order if not test.startswith(own))]
     return [case for test in order for case in cases[test][:3]][:80]
 
 
@@ -212,7 +215,7 @@ def killed(
     """Whether a test fails on it."""
     runs = [tests_of(mutant.file), *([[]] if wide else [])]
     # No test reaches what runs when the file is imported.
-    if contexts is not None and (found := reaching(mutant, contexts)):
+    if contexts is not None and (found := reaching(mutant, contexts, chosen == DEFAULT)):
         runs = [found]
     with checkouts.having(mutant) as copy:
         environment = os.environ | {
