@@ -9,6 +9,8 @@ import hashlib
 import importlib
 import itertools
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 DEVICES = 8
 PROGRAMS_OF_A_CONTEXT = 100
+MEMORY_FOR_FILES = 12 << 30
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -88,6 +91,19 @@ def _few_dialects() -> None:
     mlir.make_ir_context, mlir.lower_jaxpr_to_module = context, lowered
 
 
+def _in_memory() -> None:
+    """Files of tests lie in memory where there is plenty, as saves wait for a disk; those of campaigns do not."""
+    disk, memory = Path("/dev/shm"), Path("/proc/meminfo")
+    if ALL or "PYTEST_DEBUG_TEMPROOT" in os.environ or not os.path.ismount(disk):
+        return
+    available = re.search(r"MemAvailable:\s+(\d+) kB", memory.read_text())
+    room = 1024 * int(available[1]) if available else 0
+    if min(room, shutil.disk_usage(disk).free) > MEMORY_FOR_FILES:
+        place = disk / f"maxjax-tests-{os.getuid()}"
+        place.mkdir(mode=0o700, exist_ok=True)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(place)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--oracles``: who answers what torch and transformers are asked."""
     parser.addoption(
@@ -112,6 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the backend before anything starts it; child processes inherit the choice."""
     absent = "not oracle" in config.option.markexpr
     recorded.start(config.getoption("oracles"), absent=absent)
+    _in_memory()
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -157,7 +157,7 @@ for path in {[str(path), str(closed / "inside")]!r}:
         print(error)
 """
     for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and str(parent).startswith("/tmp/"):
+        if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
             parent.chmod(parent.stat().st_mode | 0o055)
     tmp_path.chmod(0o755)
     try:

@@ -290,7 +290,7 @@ for end in {ends!r}:
         print(type(error).__name__, error)
 """
     for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and str(parent).startswith("/tmp/"):
+        if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
             parent.chmod(parent.stat().st_mode | 0o055)
     tmp_path.chmod(0o755)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
