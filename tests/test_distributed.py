@@ -314,7 +314,7 @@ def test_two_processes_multiply_and_load_a_model(tmp_path):
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
             assert "initialize was called before" in told["again"]
             for name in ("list", "stack"):
-                assert nbytes / 2 <= told[name] <= 0.51 * nbytes
+                assert told[f"{name} announced"] == nbytes / 2 <= told[name] <= 0.51 * nbytes
                 assert told[f"{name} equal"] == [True, True]
                 np.testing.assert_allclose(
                     np.load(tmp_path / f"{name}-{number}.npy"), model(x), atol=1e-5
