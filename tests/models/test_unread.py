@@ -82,7 +82,9 @@ def test_layers_alternate_as_published_where_no_list_says_so():
     seen = set()
     for name, config in PUBLISHED.items():
         text = config if "layer_types" in config else config.get("text_config", {})
-        if "layer_types" in text and "granite" not in text["model_type"]:  # its layers have no order
+        if (
+            "layer_types" in text and "granite" not in text["model_type"]
+        ):  # its layers have no order
             family = find_family(text)
             unsaid = {key: value for key, value in text.items() if key != "layer_types"}
             assert family.config.from_dict(unsaid) == family.config.from_dict(text), name
