@@ -277,8 +277,8 @@ def standard_gumbel(bits: jax.Array) -> jax.Array:
     """Standard Gumbel noise of 32 random bits each, finite for all of them.
 
     Example:
-        >>> standard_gumbel(jnp.uint32(1 << 31)).round(4).tolist()
-        0.3665
+        >>> f"{standard_gumbel(jnp.uint32(1 << 31)):.4f}"
+        '0.3665'
     """
     # The numbers near 0 decide which of many tokens wins, and floats are dense there.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
