@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -155,20 +156,28 @@ def _contexts_of(file: str, contexts: Path) -> dict[int, list[str]]:
 
 
 def reaching(mutant: Mutant, contexts: Path, few: bool) -> list[str]:
-    """The tests that reach a mutant's line, its own file's first: a few cases of each, or all."""
+    """The tests that reach a mutant's line, its own file's first: cases that differ in it, or all."""
     by_line = _contexts_of(mutant.file, contexts)
     # A statement of several lines may be recorded at its first.
     line = next((at for at in range(mutant.line, mutant.line - 8, -1) if by_line.get(at)), 0)
-    cases: dict[str, list[str]] = {}
-    for context in sorted(by_line.get(line, ())):
-        test = context.rsplit("|", 1)[0]
-        if test:
-            cases.setdefault(test.split("[", 1)[0], []).append(test)
+    # Case → the lines of the file that it reaches.
+    reached: dict[str, set[int]] = {}
+    for number, contexts_there in by_line.items():
+        for context in contexts_there:
+            reached.setdefault(context.rsplit("|", 1)[0], set()).add(number)
+    cases = [case for case, lines in reached.items() if case and line in lines]
     own = tuple(tests_of(mutant.file))
-    order = sorted(cases, key=lambda test: (not test.startswith(own), test))
     if not few:  # with all their cases, also those that the run left out
-        return [*own, *(test for test in order if not test.startswith(own))]
-    return [case for test in order for case in cases[test][:3]][:80]
+        others = {case.split("[", 1)[0] for case in cases if not case.startswith(own)}
+        return [*own, *sorted(others)]
+    # First one of those that reach the same lines, then another: what few lines decide is tested apart.
+    cases.sort(key=lambda case: (not case.startswith(own), len(reached[case]), case))
+    seen: Counter[frozenset[int]] = Counter()
+    turns: dict[str, int] = {}
+    for case in cases:
+        lines = frozenset(reached[case])
+        turns[case], seen[lines] = seen[lines], seen[lines] + 1
+    return sorted(cases, key=turns.__getitem__)[:80]
 
 
 class Checkouts:

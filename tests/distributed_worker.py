@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import maxjax
 from maxjax import distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError
+from maxjax.nn.layer import state
 from maxjax.storage.files import OpenFile
 from tests import distributed_calls as calls
 from tests import distributed_model as models
@@ -191,7 +192,9 @@ def own_error(tell: Tell) -> None:
 def load(tell: Tell) -> None:
     """A model on a mesh of both processes' devices: each reads its own bytes, and they agree."""
     directory = Path(sys.argv[-1])
-    read = []
+    read: list[int] = []
+    announced: list[int] = []
+    state.reading = announced.append
     scatter = OpenFile.pread_some
 
     def counted(self: OpenFile, *args: Any, **options: Any) -> int:
@@ -212,6 +215,7 @@ def load(tell: Tell) -> None:
         mine = np.asarray(y.addressable_data(0))
         gathered = multihost_utils.process_allgather(mine)
         np.save(directory / f"{name}-{jax.process_index()}.npy", mine)
+        tell(**{f"{name} announced": announced.pop()})
         tell(**{name: sum(read), f"{name} equal": [np.array_equal(one, mine) for one in gathered]})
     parts = [
         leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in jax.tree.leaves(model)

@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import maxjax
-from maxjax import distributed
+from maxjax import agreement, distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
 from tests.blocks import blocks
 
@@ -314,7 +314,7 @@ def test_two_processes_multiply_and_load_a_model(tmp_path):
             assert told["reduces"] and told["right"] and told["equal"] == [True, True]
             assert "initialize was called before" in told["again"]
             for name in ("list", "stack"):
-                assert nbytes / 2 <= told[name] <= 0.51 * nbytes
+                assert told[f"{name} announced"] == nbytes / 2 <= told[name] <= 0.51 * nbytes
                 assert told[f"{name} equal"] == [True, True]
                 np.testing.assert_allclose(
                     np.load(tmp_path / f"{name}-{number}.npy"), model(x), atol=1e-5
@@ -351,6 +351,18 @@ def test_one_process_compares_nothing():
     distributed.same_program("alone", config={"a": 1}, file=Path(__file__), raw=b"x")
     with pytest.raises(TypeError, match="things is a set, which cannot be compared"):
         distributed.same_program("alone", things={1, 2})
+
+
+def test_who_is_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(agreement, "coordinator", lambda: SimpleNamespace(process=1, count=3))
+    monkeypatch.setattr(agreement, "_compare", lambda _, members, *more: compared.append(members))
+    distributed.same_program("all")
+    distributed.same_program("two", processes=iter([2, 1]))
+    distributed.same_program("alone", processes=[1])
+    assert compared == [[0, 1, 2], [1, 2]]
+    with pytest.raises(UserInputError, match=r"process 1, which is not among processes=\[0, 2\]"):
+        distributed.same_program("others", processes=[2, 0])
 
 
 # --- calls that all make together ---------------------------------------------------------

@@ -28,7 +28,7 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
 def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Declares how an encoder computes texts, which the help calls ``what``."""
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
-                        help=f"{what} computed at a time (default 32)")  # fmt: skip
+                        help=f"{what} computed at a time (default %(default)s)")  # fmt: skip
     parser.add_argument(
         "--truncate",
         action="store_true",

@@ -61,7 +61,7 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
     request = Request(
         opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values
     )
-    ids = request.tokens(_text(options, prompt, opened.tokenizer), 0, True)
+    ids = request.tokens(_text(options, prompt, opened.tokenizer))
     seed, key = chosen_key(options, request.sampling)
     batch = request.batch(ids, key, options.chunk, options.cache_dtype)
     stream = Stream(request, batch, ids)

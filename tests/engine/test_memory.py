@@ -12,6 +12,7 @@ import safetensors.numpy
 
 import maxjax
 from maxjax import nn
+from maxjax.engine.memory import DeviceMemory, Memory
 from maxjax.errors import OutOfMemoryError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy, Weight
 from maxjax.graph.weights import device_reads
@@ -197,6 +198,13 @@ def test_how_it_looks():
     parser.feed(found._repr_html_())
     assert "<td>Linear</td>" in found._repr_html_()
     del model
+    gpus = [
+        DeviceMemory("cuda:0", 6_000, 3_000, 0, 10_000, 11_000, 80_000),
+        DeviceMemory("cuda:1", 500, 0, 0, 10_000, 11_000),
+    ]
+    lines = repr(Memory(tuple(gpus), (), 1000, None)).splitlines()
+    assert lines[1].split() == "cuda:0 6.0 kB 3.0 kB 0 B 10.0 kB 11.0 kB 70.0 kB".split()
+    assert lines[2].split() == "cuda:1 500 B 0 B 0 B 10.0 kB 11.0 kB".split()  # no limit is known
 
 
 # --- out of memory --------------------------------------------------------------------------

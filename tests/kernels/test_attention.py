@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 import maxjax
 from maxjax.kernels import attention as door
 from maxjax.kernels import blocked_attention as blocks
-from maxjax.kernels.attention import NO_KEY, attention, causal_attention
+from maxjax.kernels.attention import (
+    NO_KEY,
+    attention,
+    attention_weights,
+    causal_attention,
+    weighted_values,
+)
 from maxjax.kernels.int8_rows import quantised, restored
 from maxjax.models.decoder.config import DecoderConfig
 from maxjax.models.decoder.model import Decoder
@@ -226,6 +232,16 @@ def test_without_an_order_and_with_a_mask_of_keys(small, monkeypatch, mask):
     np.testing.assert_allclose(found, attention(q, k, v, which, soft_cap=3.0), atol=2e-6)
     want = jax.grad(lambda k: jnp.sum(attention(q, k, v, which) ** 2))(k)
     np.testing.assert_allclose(gradient, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_weights_give_what_attention_gives(masked):
+    q, k, v = normal(B, T, H, D), normal(B, S, K, D), normal(B, S, K, D)
+    mask = RNG.random((B, 1, T, S)) < 0.8 if masked else None
+    options = {"bias": 3 * normal(B, H, T, S), "soft_cap": 2.0, "sinks": normal(H)}
+    weights = attention_weights(q, k, mask, **options)
+    found = weighted_values(weights, jnp.asarray(v))
+    np.testing.assert_allclose(found, attention(q, k, v, mask, **options), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -15,3 +15,6 @@ def test_each_sequence_has_its_own():
     assert low[0].tolist() == [[0, 0], [0, 0]] and high[0].tolist() == [[2, 18], [4, 20]]
     low, high = key_ranges(attending._replace(window=100), 128, 64, at, keys)
     assert low[0].tolist() == [[0, 14], [0, 16]] and high[0].tolist() == [[2, 18], [4, 20]]
+    # Of block 14 the first query of the second sequence sees the last key alone.
+    low, high = key_ranges(attending._replace(window=42), 128, 64, at, keys)
+    assert low[0].tolist() == [[0, 14], [1, 16]] and high[0].tolist() == [[2, 18], [4, 20]]

@@ -985,9 +985,13 @@ def test_what_gpus_add_up_has_the_dtype_of_the_result(platform, count, found):
     assert jax.eval_shape(matmul, x, w).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("platform", "groups"), [("cuda", 3), ("tpu", 0)])
-def test_gpus_multiply_weights_apart_that_are_no_whole_tiles(platform, groups):
-    x, *weights = (jnp.ones((n, 8)) for n in (1, 64, 128, 32, 7))
+@pytest.mark.parametrize(
+    ("platform", "count", "groups"), [("cuda", 1, 3), ("cuda", 2, 4), ("tpu", 1, 0)]
+)
+def test_gpus_multiply_weights_apart_that_are_no_whole_tiles(platform, count, groups):
+    rows = NamedSharding(maxjax.make_mesh(model=count), P("model"))
+    x = jnp.ones((1, 8))
+    weights = [jax.device_put(jnp.ones((n, 8)), rows) for n in (64, 128, 32, 6)]
     run = jax.jit(lambda x, ws: kernels_product.products(x, ws, [0] * 4, [x.dtype] * 4))
     text = run.trace(x, weights).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("optimization_barrier") == groups

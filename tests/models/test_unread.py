@@ -78,6 +78,20 @@ def test_published_files_have_no_such_key(said, tmp_path, name):
     assert not said()
 
 
+def test_layers_alternate_as_published_where_no_list_says_so():
+    seen = set()
+    for name, config in PUBLISHED.items():
+        text = config if "layer_types" in config else config.get("text_config", {})
+        if (
+            "layer_types" in text and "granite" not in text["model_type"]
+        ):  # its layers have no order
+            family = find_family(text)
+            unsaid = {key: value for key, value in text.items() if key != "layer_types"}
+            assert family.config.from_dict(unsaid) == family.config.from_dict(text), name
+            seen.add(family.model_type)
+    assert {"gpt_oss", "olmo3", "exaone4", "smollm3", "gemma3n_text", "qwen3_5_text"} <= seen
+
+
 @pytest.mark.slow
 def test_files_of_transformers_have_no_such_key(said):
     """Whatever it writes for a family that there is, the family looks at it."""

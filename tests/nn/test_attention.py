@@ -218,6 +218,15 @@ def test_mask_and_variant_both_count():
             np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_each_head_may_have_a_mask_of_its_own():
+    layer, w = layer_of(num_attention_heads=8, hidden_size=32)  # 8 heads of 4 features
+    x, mask = random(6, 32), np.random.default_rng(3).random((8, 6, 6)) < 0.7
+    mask |= np.eye(6, dtype=bool)
+    found = layer(jnp.asarray(x)[None], jnp.asarray(mask)[None])[0]
+    expected = oracle(x, w, mask & causal(6), heads=8)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("variant", ["CAUSAL_MASK", "SLIDING_WINDOW_CAUSAL_MASK"])
 def test_sliding_window(variant):
     layer, w = layer_of(mask_variant=MHAMaskVariant[variant], sliding_window=2)

@@ -129,6 +129,13 @@ def test_routers_choose_from_the_best_groups():
         wanted = sorted(allowed, key=lambda e: -(row + bias)[e])[:3]
         assert one.tolist() == wanted
         close(share, row[wanted] / row[wanted].sum() * 2.5)
+    for groups in (1, 4):
+        chosen, shares = kernels.moe_router_group_limited(
+            scores, bias, 12, 3, groups, 1, False, 2.5
+        )
+        best = np.take_along_axis(scores, np.asarray(chosen), -1)
+        # Of one group they are always normed, as in MAX.
+        close(shares, (best / best.sum(-1, keepdims=True) if groups == 1 else best) * 2.5)
     with pytest.raises(ValueError, match="12 experts"):
         kernels.moe_router_group_limited(scores[:, :8], bias, 12, 3, 4, 2, True, 1.0)
 

@@ -101,6 +101,7 @@ def test_drawings_of_a_division_have_all_devices():
         division = Division.of((3 * rows, 2 * columns), "t", boxes)
         assert division.counts == (rows, columns)
         assert sum(map(division.size_on, boxes)) == copies * 6 * rows * columns
+        assert len(set(map(len, division.text().splitlines()))) == 1  # the edges are straight
         for drawing in (
             division.text(),
             division.line(),

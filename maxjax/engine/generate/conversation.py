@@ -203,7 +203,7 @@ class Conversation(Rendered):
             stream.close()
 
     def _prompt(self, message: list[dict[str, Any]]) -> list[int]:
-        return self._request.tokens(self._ids(message, self._start), 0, True)
+        return self._request.tokens(self._ids(message, self._start))
 
     def _ids(self, message: list[dict[str, Any]], start: int) -> list[int]:
         """Token ids of the chat: the system messages, then the messages from ``start`` on."""

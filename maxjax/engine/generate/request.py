@@ -63,9 +63,13 @@ class Request:
         self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
         PartialCompletion(None, (), (), self.stops)  # raises for invalid stop strings
 
-    def tokens(self, prompt: Any, index: int, single: bool) -> list[int]:
-        """The token ids of a prompt, checked against the vocabulary and the context length."""
-        which = "the prompt" if single else f"prompts[{index}]"
+    def tokens(self, prompt: Any, which: str = "the prompt") -> list[int]:
+        """The token ids of a prompt, checked against the vocabulary and the context length.
+
+        Args:
+            prompt: text or token ids.
+            which: what messages call it.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserInputError(

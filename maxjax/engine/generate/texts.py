@@ -89,7 +89,8 @@ def generate(
     with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         single, several = listed(prompts)
-        rows = [request.tokens(prompt, i, single) for i, prompt in enumerate(several)]
+        name = "the prompt" if single else "prompts[{}]"
+        rows = [request.tokens(prompt, name.format(i)) for i, prompt in enumerate(several)]
         batch_size = positive("batch_size", batch_size)
         request.agree(
             together, rows, key, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype
@@ -365,7 +366,7 @@ def stream(
     """
     with Lockstep("stream", shardings_of(model)) as together:
         request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-        ids = request.tokens(prompt, 0, True)
+        ids = request.tokens(prompt)
         request.agree(together, [ids], key, chunk=chunk, cache_dtype=cache_dtype)
         return Stream(request, request.batch(ids, key, chunk, cache_dtype, together), ids)
 

@@ -270,7 +270,16 @@ def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
     folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, tokens)
     # A folded key is itself 64 random bits, so none are drawn from it.
-    bits = jax.random.key_data(folded)[..., 0]
+    return standard_gumbel(jax.random.key_data(folded)[..., 0])
+
+
+def standard_gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise of 32 random bits each, finite for all of them.
+
+    Example:
+        >>> f"{standard_gumbel(jnp.uint32(1 << 31)):.4f}"
+        '0.3665'
+    """
     # The numbers near 0 decide which of many tokens wins, and floats are dense there.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))

@@ -24,7 +24,12 @@ _QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})[+?]?")
 _ESCAPE = re.compile(
     r"\\(?:[pPkgx]\{[^}]*\}|[kg]<[^>]*>|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|.)", re.S
 )
-_OPEN = re.compile(r"\((\?(?:<?[=!]|#|<\w+>|>|~|[a-zA-Z-]*:|[a-zA-Z-]*\)))?")
+# A group, a comment, or options; no other group of Oniguruma's is in any published file.
+_OPEN = re.compile(
+    r"\((\?(?:<?[=!]|#(?:\\.|[^\\)])*\)|<\w+>|'\w+'|>|~|[a-zA-Z-]*:|[a-zA-Z-]*\)))?", re.S
+)
+_FREE_SPACING = re.compile(r"\?[a-wyzA-Z]*x[a-zA-Z-]*[:)]")
+_UNKNOWN = re.compile(r"\?[^<#]|\*[a-zA-Z]")
 _ANCHORS = frozenset(("\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K"))
 
 
@@ -106,9 +111,10 @@ def _read(pattern: str) -> _Part:
             match = _OPEN.match(pattern, at)
             assert match is not None  # a parenthesis alone matches
             mark, at = match[1] or "", match.end()
-            if mark == "?#":
-                at = (pattern.find(")", at) + 1) or len(pattern)
-            elif not mark.endswith(")"):
+            if _FREE_SPACING.fullmatch(mark) or not mark and _UNKNOWN.match(pattern, at):
+                what = f"a group that begins with '({mark or pattern[at : at + 2]}'"
+                raise UserInputError(f"{what}: {_short(pattern)}")
+            if not mark.endswith(")"):  # not a comment, nor options of what follows
                 open_groups.append((kind, done, current))
                 kind, done, current = mark, None, _Part()
             continue

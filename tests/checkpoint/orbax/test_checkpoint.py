@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import zlib
 from pathlib import Path
 
 import jax
@@ -407,6 +408,19 @@ def test_the_sums_are_those_of_the_arrays(tmp_path):
         n: f"{crc32_of_boxes(a.shape, [(whole(a.shape), a)]):08x}" for n, a in arrays.items()
     }
     assert record == {"size": 0, "tensors": expected}
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_the_sums_of_several_processes_are_those_of_the_whole(tmp_path, monkeypatch, count):
+    whole_array, each = np.arange(1, 13, dtype=np.uint8), []
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    for process in range(count):
+        own = np.where(np.arange(12) % count == process, whole_array, 0).astype(np.uint8)
+        each.append(saving.ArraySums({}))
+        each[-1]._sums, each[-1]._shapes = {"a": zlib.crc32(own)}, {"a": 12}
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        each[-1].share(str(tmp_path))
+    assert each[0].all(str(tmp_path)) == {"a": zlib.crc32(whole_array)}
 
 
 def test_a_flipped_bit_is_found(tmp_path):

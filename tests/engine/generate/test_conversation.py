@@ -165,6 +165,9 @@ def test_no_room_for_more_than_what_is_said(model):
     "".join(chat.say("a"))
     assert chat.make_room("x" * 200, 100) == 2
     assert len("".join(chat.say("x" * 200))) > 0
+    empty = maxjax.apply_chat_template(characters(), [{"role": "user", "content": ""}])
+    assert chat.make_room("x" * (256 - len(empty)), 100) == 0  # no token of an answer would fit
+    assert chat.make_room("x" * (255 - len(empty)), 100) == 2
 
 
 def test_variables_of_the_template(model):

@@ -96,6 +96,15 @@ def test_of_experts_those_are_read_that_can_be_chosen():
     assert eight.bytes_read - eight.cache_bytes_per_device == rest + experts + 8 * 64 * 2
 
 
+def test_what_a_device_sends():
+    row, layers = 64 * 2, 3  # bytes of a hidden state in bfloat16
+    found = plan(mixtral(), device="v5e:2x2", batch=4, length=8)
+    # The rows of the three others are gathered before the experts of each layer, and scattered after.
+    assert choice(found, expert=4).bytes_sent == layers * 2 * 3 * row
+    # Two all-reduces of four rows in each layer and one of the embedding; each sends 2 * 3 / 4 of them.
+    assert choice(found, model=4).bytes_sent == (layers * 2 + 1) * 4 * row * 2 * 3 // 4
+
+
 @pytest.mark.default("llama-sizes0", "llama-sizes2", "mixtral-sizes4")
 @pytest.mark.slow
 @pytest.mark.parametrize(

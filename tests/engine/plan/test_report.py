@@ -16,7 +16,7 @@ from maxjax.engine.plan.options import parse_bytes
 from maxjax.engine.plan.report import Plan, _memory_of, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
-from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig
+from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig, Mamba2, Mamba2Config
 from maxjax.models import name_rules as names
 from maxjax.nn.attention import AttentionWithRope
 from maxjax.nn.rotary_embedding import RotaryEmbedding
@@ -318,6 +318,14 @@ def test_a_cache_of_which_a_part_goes_round():
         cache = jax.eval_shape(lambda d=dtype: model.cache(2, 32, d))
         held = jax.tree.leaves((cache.full, cache.sliding))
         assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
+
+
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
+def test_states_of_a_recurrence_are_split_over_both_axes(sizes):
+    model = Mamba2(Mamba2Config(32, 64, num_layers=3, ssm_heads=8, ssm_head_dim=8, n_groups=2))
+    found = plan(model, sizes, batch=4, length=16)
+    states = model.to(real_mesh(sizes)).cache(4, 16).states
+    assert found.cache_bytes_per_device == held_by_the_first(states)
 
 
 def test_latent_attention_has_widths_of_its_own():

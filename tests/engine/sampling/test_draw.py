@@ -19,6 +19,7 @@ from maxjax.engine.sampling.draw import (
     largest,
     process_logits,
     sample,
+    standard_gumbel,
     threshold_among,
     threshold_of,
 )
@@ -200,6 +201,13 @@ def gumbel(key, rows, position, width):
         bits = np.asarray(jax.random.key_data(folded))[:, 0].astype(np.float64)
         out.append(-np.log(-np.log1p(-(bits + 0.5) / 2**32)))
     return np.stack(out)
+
+
+def test_the_noise_of_any_bits_is_finite():
+    # Half a step from 0, and from 1 the last float32 before it.
+    found = standard_gumbel(jnp.array([0, 1, 1 << 31, 2**32 - 1], jnp.uint32))
+    uniform = np.array([2.0**-33, 1.5 * 2.0**-32, 0.5 + 2.0**-33, 1 - 2.0**-24])
+    np.testing.assert_allclose(found, -np.log(-np.log1p(-uniform)), rtol=1e-6)
 
 
 DRAWS = {

@@ -81,6 +81,7 @@ def test_conv3d():
         ).permute(0, 2, 3, 4, 1),
         x, w, **LOOSE,
     )  # fmt: skip
+    assert ops.conv3d(x, w, groups=2).shape == (1, 2, 2, 4, 6)
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,8 @@ def test_a_family_of_ones_own():
         assert find_family({"model_type": "mine"}) is again
         with pytest.raises(UserInputError, match="LlamaForCausalLM"):
             register(dataclasses.replace(family, architectures=("LlamaForCausalLM",)))
+        register(ours := dataclasses.replace(Llama.family, prefixes=("x.",)))
+        assert find_family({"architectures": ["LlamaForCausalLM"]}) is ours
     finally:
         models.FAMILIES[:] = before
     with pytest.raises(UnsupportedModelError, match=r"qwen3.*maxjax\.models\.register"):

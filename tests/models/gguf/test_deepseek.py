@@ -11,6 +11,7 @@ from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
+from maxjax.models.gguf import hf_config
 from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.save.outgoing import outgoing
 from tests.models.decoders import call, ids_of, same
@@ -82,6 +83,14 @@ def test_keys_and_values_are_those_of_the_converter(folder, model):
         "rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": np.float32(0.0707),
     }  # fmt: skip
     assert {key: metadata[f"deepseek2.{key}"] for key in expected} == expected
+
+
+def test_shares_are_normed_where_the_file_says_so(folder):
+    metadata, arrays = files.read(folder / "model.gguf")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    assert hf_config(metadata, shapes)["norm_topk_prob"] is True
+    del metadata["deepseek2.expert_weights_norm"]
+    assert hf_config(metadata, shapes)["norm_topk_prob"] is False
 
 
 def test_files_from_before_the_split(folder, model, tmp_path):

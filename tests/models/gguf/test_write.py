@@ -405,6 +405,7 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' 0.5"),
     ("llama", {"rope_parameters": {**files.YARN, "attention_factor": 3.0}}, "attention_factor"),
     ("llama", {"rope_parameters": {**files.YARN, "mscale": 3.0, "mscale_all_dim": 1.0}}, "mscale"),
+    ("llama", {"layer_types": ["sliding_attention"] * 2}, "'layer_types' with 'sliding_attention'"),
     ("qwen2", {"use_sliding_window": True}, "'use_sliding_window' True"),
     ("qwen2moe", {"norm_topk_prob": True}, "'norm_topk_prob' True"),
     ("qwen3moe", {"norm_topk_prob": False}, "'norm_topk_prob' False"),
@@ -443,6 +444,13 @@ def test_what_no_gguf_file_says_is_refused(checkpoints, case_, change, says):
         config = {key: value for key, value in config.items() if key != "rope_parameters"}
     with pytest.raises(UnsupportedModelError, match=says):
         gguf_metadata({**config, **change}, tensors)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_layers_that_are_all_alike_need_no_list(checkpoints, kind):
+    config, tensors = checkpoints("mistral")
+    found = gguf_metadata({**config, "layer_types": [kind] * 2}, tensors)
+    assert found == gguf_metadata(config, tensors)
 
 
 @pytest.mark.parametrize(

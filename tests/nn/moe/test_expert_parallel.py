@@ -77,6 +77,10 @@ def test_several_devices_compute_what_one_does(count, shared):
         compare(one, block, [np.zeros((0, E), np.float32)] * count)
 
 
+def test_one_device_has_all_experts():
+    compare(*both(1))
+
+
 def test_eagerly_each_result_is_on_its_device():
     one, block, xs = both(2)
     xs = [TensorValue(jax.device_put(x, at)) for x, at in zip(xs, jax.devices(), strict=False)]

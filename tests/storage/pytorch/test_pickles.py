@@ -103,6 +103,14 @@ def test_what_python_2_wrote():
     assert read(b"I01\n.")[0] is True and read(b"L-12L\n.")[0] == -12
 
 
+def test_bytes_as_text_are_text_of_bytes():
+    call = b"\x80\x02c_codecs\nencode\n(%bX\x06\0\0\0latin1tR."
+    assert read(call % b"X\x02\0\0\0\xc3\xbf")[0] == b"\xff"
+    for wrong in (b"K\1", b"X\x02\0\0\0\xc4\x80", b""):  # a number, no byte, nothing
+        with pytest.raises(CheckpointFormatError, match="arguments of encode"):
+            read(call % wrong)
+
+
 def test_shared_values_stay_shared():
     inner = [1]
     found, _ = read(pickle.dumps({"a": inner, "b": inner}, 4))

@@ -129,6 +129,15 @@ HOSTILE = {
     "loops": regex("(a+)+$"),
     "loops_in_a_normalizer": regex("(?:a*b?)*c", "normalizer"),
     "loops_deep": regex("((((a+))))+$"),
+    "loops_after_a_comment": regex("(?#c)(a+)+$"),
+    "loops_after_a_bracket_in_a_comment": regex(r"(?#\))(a+)+$"),
+    "loops_of_a_name_in_quotes": regex("(?'n'a+)+$"),
+    "loops_between_spaces": regex("(?x)(a+) +$"),
+    "loops_after_a_comment_on_a_line": regex("(?ix: # [\n (a+) +)$"),
+    "loops_under_a_condition": regex("(a)?(?(1)a+|b)+$"),
+    "loops_before_a_call": regex("(a+(*SKIP))+$"),
+    "loops_after_a_class": regex("[ab](c+)+$"),
+    "loops_after_a_bracket_in_a_class": regex("[^](](c+)+$"),
     "loops_counted": regex("(?:a{0,5000}){0,5000}b"),
     "loops_in_a_look": regex("b(?=(a+)+c)"),
     "loops_in_a_row": regex("a*a*a*a*a*[cd]"),
@@ -317,6 +326,7 @@ PATTERNS = [
     r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?",
     r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>|\*|\$|\%[0-9]{2}|[0-9])",
     r"(?:\p{L}\p{M}*)+", r"[A-Z][a-z]*", r"(?>a+)+", "(?#comment(a+)+)a", "[](a+)+]x", r"\(a+\)+",
+    "(?i)ex (?-x:x)+ (?#(?x)a+)+", "(?<x>x+)",
 ]  # fmt: skip
 
 

@@ -125,8 +125,6 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     model = FamilyConfig(architecture, values, read, table)
     if model.has_rope:
         values["rope_theta"] = read.rope.theta
-    if model.experts:
-        values["num_experts"] = model.experts
     if model.experts > MAX_EXPERTS:
         raise CheckpointFormatError(
             "'num_experts' is out of range", path=path,

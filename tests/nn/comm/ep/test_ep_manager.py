@@ -7,6 +7,7 @@ import pytest
 from maxjax.dtype import DType
 from maxjax.graph import TensorValue
 from maxjax.nn.comm.ep import EPBatchManager, EPCommBuffers, EPCommInitializer, EPConfig
+from maxjax.nn.comm.ep.ep_kernels import fused_silu
 from maxjax.nn.quant_config import QuantConfig
 
 IDS = [jnp.array([[3, 0], [0, -1]]), jnp.zeros((0, 2), jnp.int32)]  # -1 is no expert
@@ -154,3 +155,15 @@ def test_what_is_refused(monkeypatch):
         EPBatchManager(config(experts=3))
     with pytest.raises(NotImplementedError, match="input_scales are for quantised tokens"):
         manager().ep_dispatch_async(TOKENS[0], IDS[0], 0, jnp.ones(1))
+
+
+def test_the_activation_is_of_received_rows_alone():
+    gates, ups = np.array([[1.0, -2.0]], np.float32), np.array([[3.0, 4.0]], np.float32)
+    other, starts = np.full((1, 4), np.nan, np.float32), np.array([0, 1, 1], np.uint32)
+    expected = np.concatenate([gates / (1 + np.exp(-gates)) * ups, np.zeros((1, 2))])
+    for rows, options in (
+        (np.concatenate([gates, ups], axis=1), {}),
+        (np.stack([gates, ups], axis=2).reshape(1, 4), {"interleaved": True}),
+    ):
+        found = fused_silu(np.concatenate([rows, other]), starts, **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from maxjax import nn
+from maxjax.engine.plan.report import plan
 from maxjax.errors import OutOfMemoryError
 from maxjax.graph import DeviceRef
 from maxjax.graph.placement.mesh import make_mesh
+from maxjax.models import Mixtral, MixtralConfig
 from maxjax.nn.layer.load import memory as room
 
 
@@ -91,6 +93,17 @@ def test_a_stack_counts_all_layers(free):
     model = layers.stack().to(make_mesh(model=2))
     free(24_575, Gpu())
     with pytest.raises(OutOfMemoryError, match=r"need 24,576; .* mesh of model=4 \(12,288"):
+        model.load_state_dict(state(model))
+
+
+def test_a_device_holds_some_of_the_experts(free):
+    sizes = {"num_layers": 2, "num_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    model = Mixtral(MixtralConfig(32, 16, 32, **sizes)).to(make_mesh(expert=2))
+    larger = plan(model, {"expert": 2, "model": 2}).bytes_per_device
+    free(larger, Gpu())
+    with pytest.raises(
+        OutOfMemoryError, match=rf"mesh of expert=2, model=2 \({larger:,} bytes for each device"
+    ):
         model.load_state_dict(state(model))
 
 
