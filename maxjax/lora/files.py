@@ -75,11 +75,11 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         names = tensor_names(model, found)
         weights = model.raw_state_dict()
         data = {
-            tensor(names[name], which): weight_data(full, weights[full], gathering)
+            tensor(names[name], part): weight_data(full, weights[full], gathering)
             for one in found
             for name in one.names
-            for which in ("lora_A", "lora_B")
-            for full in (f"{name}.{which}.weight",)
+            for part in one.parts.values()
+            for full in (f"{name}.{part}",)
         }
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, base))
@@ -110,7 +110,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
-            not supported (DoRA, trained biases).
+            not supported (trained biases).
         NotImplementedError: it has weights for layers that are not linear.
     """
     directory = Path(path)
@@ -131,11 +131,12 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         copies = {name: one for name, one in data.items() if name not in trained}
         _check_base(model, copies, os.fspath(file))
         adapters, values = {}, {own: data[name] for name, own in trained.items()}
-        for name, (layer, which, theirs) in layers.items():
+        for name, (layer, part, theirs) in layers.items():
             adapters[layer] = settings.adapter(theirs)
-            values[f"{layer}.{which}.weight"] = data[name]
-            rank = int(data[name].shape[0 if which == "lora_A" else -1]) if data[name].shape else 0
-            if rank != adapters[layer].rank:
+            values[f"{layer}.{part}"] = data[name]
+            shape = data[name].shape
+            rank = int(shape[0 if part.endswith("A.weight") else -1]) if shape else 0
+            if part.endswith(".weight") and rank != adapters[layer].rank:
                 raise CheckpointMismatchError(
                     "has another rank than adapter_config.json says", path=file, tensor=name,
                     expected=adapters[layer].rank, found=rank,
@@ -155,6 +156,20 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
                 path=file,
                 tensor=min(without),
             )
+        parts = {
+            f"{name}.{part}"
+            for one in adapted(new)
+            for name in one.names
+            for part in one.parts.values()
+        }
+        given = {f"{layer}.{part}" for layer, part, _ in layers.values()}
+        if parts != given:
+            what = "a tensor is missing" if parts - given else "its layer has no such LoRA weight"
+            use = ", and use_dora" if settings.dora else ", and not use_dora"
+            raise CheckpointMismatchError(
+                f"{what} (adapter_config.json has peft_type LORA{use})",
+                path=file, tensor=min(parts - given or given - parts),
+            )  # fmt: skip
         try:
             Module.load_state_dict(new, values, strict=False, cast=True)
         except ValueError as error:

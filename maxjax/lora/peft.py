@@ -21,12 +21,16 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
 OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight", re.DOTALL)
+# In memory PEFT puts the adapter's name behind the part, and some files have it.
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight|(lora_magnitude_vector)(?:\.[^.]+){0,2})",
+    re.DOTALL,
+)
 # How A and B were initialised, where that did not change the base weights.
 _HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Settings that change what is computed, and their values that do not.
 _UNSUPPORTED = {
-    "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
+    "bias": ("none", None), "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
@@ -40,6 +44,7 @@ class AdapterSettings(NamedTuple):
         rank, alpha: r and alpha of layers that no pattern names.
         ranks, alphas: those of layers by PEFT's patterns of names.
         rslora: whether scales are ``alpha / √r``.
+        dora: whether the norms of rows are trained.
         trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
@@ -48,6 +53,7 @@ class AdapterSettings(NamedTuple):
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rslora: bool
+    dora: bool = False
     trained: tuple[str, ...] = ()
 
     def adapter(self, name: str) -> Adapter:
@@ -61,7 +67,7 @@ class AdapterSettings(NamedTuple):
             next((v for p, v in of.items() if _matches(p, name)), default)
             for of, default in ((self.ranks, self.rank), (self.alphas, self.alpha))
         )
-        return Adapter(int(rank), float(alpha), self.rslora)
+        return Adapter(int(rank), float(alpha), self.rslora, self.dora)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -89,8 +95,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         )
     for name, fine in _UNSUPPORTED.items():
         if config.get(name) not in fine:
-            shown = "DoRA" if name == "use_dora" else f"{name}={config[name]!r}"
-            raise UnsupportedModelError(f"{path}: {shown} is not supported")
+            raise UnsupportedModelError(f"{path}: {name}={config[name]!r} is not supported")
     start = config.get("init_lora_weights")
     if start not in _HARMLESS:
         raise UnsupportedModelError(
@@ -113,17 +118,18 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True, tuple(trained)
+        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True,
+        config.get("use_dora") is True, tuple(trained),
     )  # fmt: skip
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
-    """For each LoRA tensor of PEFT's: the model's name of the layer, "lora_A" or "lora_B", and the name in files.
+    """For each LoRA tensor of PEFT's: the model's name of the layer, the part's name in it, and the layer's in files.
 
-    Tensors that :func:`base_tensors` finds are left out.
+    The part is "lora_A.weight", for example. Tensors that :func:`base_tensors` finds are left out.
 
     Raises:
-        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers, or one of a pair is missing.
+        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers, or repeats one.
     """
     found: dict[str, tuple[str, str, str]] = {}
     others = []
@@ -137,20 +143,15 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
         if match is None or layer is None:
             others.append(tensor)
         else:
-            found[tensor] = layer, match[2], match[1]
+            found[tensor] = layer, match[3] or f"{match[2]}.weight", match[1]
     if others:
-        what = (
-            "DoRA is"
-            if any("lora_magnitude_vector" in name for name in others)
-            else "these tensors are"
+        raise CheckpointMismatchError(
+            f"these tensors are not supported: {some(others, 3)}", path=path
         )
-        raise CheckpointMismatchError(f"{what} not supported: {some(others, 3)}", path=path)
-    pairs = Counter((layer, which) for layer, which, _ in found.values())
-    for layer, _ in pairs:
-        if [pairs[layer, which] for which in ("lora_A", "lora_B")] != [1, 1]:
-            raise CheckpointMismatchError(
-                "has not one lora_A and one lora_B", path=path, tensor=layer
-            )
+    counts = Counter((layer, part) for layer, part, _ in found.values())
+    for (layer, part), count in counts.items():
+        if count > 1:
+            raise CheckpointMismatchError(f"has {count} tensors {part}", path=path, tensor=layer)
     if not found:
         raise CheckpointMismatchError("holds no LoRA weights", path=path)
     return found
@@ -218,14 +219,14 @@ def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
 
 
-def tensor(name: str, which: str) -> str:
+def tensor(name: str, part: str) -> str:
     """PEFT's name of a tensor.
 
     Example:
-        >>> tensor("model.layers.0.self_attn.q_proj", "lora_A")
+        >>> tensor("model.layers.0.self_attn.q_proj", "lora_A.weight")
         'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return f"{_FRONT}{name}.{which}.weight"
+    return f"{_FRONT}{name}.{part}"
 
 
 def config_of(
@@ -260,7 +261,7 @@ def config_of(
         "rank_pattern": {n: a.rank for n, a in adapters.items() if a.rank != rank},
         "alpha_pattern": {n: number(a.alpha) for n, a in adapters.items() if a.alpha != alpha},
         "use_rslora": any(a.rslora for a in adapters.values()),
-        "use_dora": False,
+        "use_dora": any(a.dora for a in adapters.values()),
         "bias": "none",
         "fan_in_fan_out": all(isinstance(one.layer, TransposedLinear) for one in chosen),
         "init_lora_weights": True,

@@ -36,15 +36,25 @@ class TargetLayer(NamedTuple):
     in_mixture: str
 
     @property
+    def parts(self) -> dict[str, str]:
+        """For the attributes of the layer's LoRA weights, their names within the layer, as PEFT's files have them."""
+        names = self.layer.update_names.items()
+        return {attr: name for attr, name in names if getattr(self.layer, attr) is not None}
+
+    @property
     def base_names(self) -> list[str]:
         """The full name of each layer's base weight."""
         local = self.base.stored.local_name.removeprefix(self.front)
         return [f"{name}.{local}".removeprefix(".") for name in self.names]
 
 
-def targets(model: Module) -> list[TargetLayer]:
-    """All layers of a model that may have LoRA weights, in the order of its state dict."""
-    walk = Walk(model, stacked=True)
+def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
+    """All layers of a model that may have LoRA weights, in the order of its state dict.
+
+    Args:
+        walk: the model's Walk; None for one in which one layer of a stack stands for all equal ones.
+    """
+    walk = walk or Walk(model, stacked=True)
     mixtures = [
         path for path, m in zip(walk.paths, walk.modules, strict=True) if isinstance(m, _MIXTURES)
     ]

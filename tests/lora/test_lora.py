@@ -164,6 +164,38 @@ def test_over_blocks_gradients_reach_a_and_b_only(model):
     assert error(again) < error(base) / 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_dora_trains_the_norms_of_rows(model, packed):
+    """Each row is scaled to its magnitude, in a stack and over blocks; at the start nothing changes."""
+    base = maxjax.quantize(model, "q8_0", activations="float")[0] if packed else model
+    added = lora.add(
+        base, ["q_proj", "down_proj"], rank=4, alpha=12, dora=True, key=jax.random.key(1)
+    )
+    np.testing.assert_allclose(run(added, IDS), run(base, IDS), rtol=1e-4, atol=1e-4)
+    tuned = drawn(added)
+    merged = lora.merge(tuned, requantize=packed)
+    layer, after = (one.model.layers[1].mlp.down_proj for one in (tuned, merged))
+    floats = lambda w: np.asarray(jnp.asarray(w.stored.operand()), np.float64)
+    a, b, m = (
+        np.asarray(w.value, np.float64)
+        for w in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    )
+    rows = floats(layer.weight) + 3 * b @ a
+    expected = rows * (m / np.linalg.norm(rows, axis=1))[:, None]
+    close = {"atol": 1e-2} if packed else {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(floats(after.weight), expected, **close)
+    x = np.random.default_rng(0).normal(size=(5, 128)).astype(np.float32)
+    np.testing.assert_allclose(layer(x), x @ expected.T, rtol=1e-3, atol=1e-3)
+    if not packed:
+        np.testing.assert_allclose(run(tuned, IDS), run(merged, IDS), rtol=1e-4, atol=1e-4)
+        assert jax.tree.structure(lora.remove(tuned)) == jax.tree.structure(model)
+        with pytest.raises(NotImplementedError, match="dora=True"):
+            lora.merge(tuned, keep=True)
+        with pytest.raises(UserInputError, match="norms of the base weights"):
+            maxjax.init(lora.add(model, dora=True), jax.random.key(0))
+
+
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
@@ -337,5 +369,11 @@ def test_over_the_tensors_of_a_quantised_format():
     one = tuned[1]
     update = x @ one.lora_A.value.T @ one.lora_B.value.T
     np.testing.assert_allclose(one(x), stack[1](x) + update, rtol=1e-5, atol=1e-6)
+    rows = np.asarray(stack[1].weight.__jax_array__())
+    dora = lora.add(stack, rank=2, dora=True, key=jax.random.key(0))[1]
+    np.testing.assert_allclose(
+        dora.lora_magnitude_vector.value, np.linalg.norm(rows, axis=1), rtol=1e-5
+    )
+    np.testing.assert_allclose(dora(x), stack[1](x), rtol=1e-5)
     with pytest.raises(NotImplementedError, match="several tensors of a quantised format"):
         lora.merge(tuned)

@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ CASES = {
     "one layer": ("qwen3", {
         "r": 4, "lora_alpha": 6, "target_modules": ["o_proj"], "layers_to_transform": [1], "lora_dropout": 0.1}),
     "gpt2": ("gpt2", {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "fan_in_fan_out": True}),
+    "dora": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True}),
+    "dora gpt2": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
 }  # fmt: skip
 
 
@@ -68,21 +72,38 @@ def theirs(name):
             logits = model(torch.tensor(IDS).long()).logits.numpy()
         model.save_pretrained(out)
         files = {path.name: path.read_bytes() for path in Path(out).glob("adapter_*")}
-    return {"files": files, "logits": logits}
+        answer = {"files": files, "logits": logits}
+        if name.startswith("dora"):
+            model(torch.tensor(IDS).long()).logits.square().mean().backward()
+            answer["gradients"] = {
+                full.removeprefix("base_model.model.").replace(".default", ""): weight.grad.numpy()
+                for full, weight in model.named_parameters()
+                if weight.grad is not None
+            }
+    return answer
 
 
 def opened(name, tmp_path):
     """The base model here, PEFT's adapter as a directory, and PEFT's logits."""
-    answer = recorded(lambda: theirs(name), f"tests/lora/test_peft.py::{name}", is_compared=False)
+    answer = answer_of(name)
+    model, path = written(answer, name, tmp_path)
+    return model, path, answer["logits"]
+
+
+def answer_of(name):
+    return recorded(lambda: theirs(name), f"tests/lora/test_peft.py::{name}", is_compared=False)
+
+
+def written(answer, name, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
     for file, content in answer["files"].items():
         (tmp_path / "adapter" / file).write_bytes(content)
     model, _ = maxjax.load(base_of(name, tmp_path / "base"))
-    return model, tmp_path / "adapter", answer["logits"]
+    return model, tmp_path / "adapter"
 
 
-@pytest.mark.default("one layer", "gpt2")
+@pytest.mark.default("one layer", "gpt2", "dora gpt2")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
@@ -101,8 +122,31 @@ def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
         np.testing.assert_array_equal(value, kept[full])
     np.testing.assert_array_equal(call(lora.load(model, again), jnp.asarray(IDS)), found)
     settings = json.loads((again / "adapter_config.json").read_text())
-    assert settings["fan_in_fan_out"] == (name == "gpt2")
+    assert settings["fan_in_fan_out"] == ("gpt2" in name)
+    assert settings["use_dora"] == ("dora" in name)
     assert settings["base_model_name_or_path"] == "base"
+
+
+@pytest.mark.default("dora")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dora", "dora gpt2"])
+def test_dora_has_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
+    """The norms are constants of a derivative, as in PEFT."""
+    answer = answer_of(name)
+    model, path = written(answer, name, tmp_path)
+    tuned, ids = lora.load(model, path), jnp.asarray(IDS)
+    merged = call(lora.merge(tuned), ids)
+    np.testing.assert_allclose(merged, answer["logits"], atol=2e-5)
+    tuned.to(maxjax.make_mesh(model=2))
+    np.testing.assert_allclose(call(tuned, ids), answer["logits"], atol=2e-5)
+    trained, rest = maxjax.partition(tuned, "*.lora_*")
+    loss = lambda t, r: jnp.square(maxjax.merge(t, r)(ids)).mean()
+    gradients = jax.jit(jax.grad(loss))(trained, rest).raw_state_dict()
+    found = {n: np.asarray(w.value) for n, w in gradients.items() if "lora_" in n}
+    theirs = {n.replace("vector.weight", "vector"): v for n, v in answer["gradients"].items()}
+    assert set(found) == set(theirs)
+    for full, value in found.items():
+        np.testing.assert_allclose(value, theirs[full], rtol=1e-3, atol=1e-5, err_msg=full)
 
 
 @pytest.mark.oracle
@@ -129,7 +173,8 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "a tensor is missing .* and use_dora"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be"),
         ({"peft_type": "IA3"}, "type 'IA3'"),
@@ -154,8 +199,10 @@ def test_settings_that_cannot_be_read_are_named(llama, tmp_path, setting, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: {n: v for n, v in t.items() if "0.self_attn.q_proj.lora_B" not in n}, "has not one lora_A"),
-        (lambda t: t | {"base_model.model.x.lora_magnitude_vector": np.ones(2, np.float32)}, "DoRA is not"),
+        (lambda t: {n: v for n, v in t.items() if "0.self_attn.q_proj.lora_B" not in n}, "a tensor is missing"),
+        (lambda t: t | {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": np.ones(2, np.float32)},
+         "no such LoRA weight .* not use_dora"),
+        (lambda t: t | {"base_model.model.x.lora_other": np.ones(2, np.float32)}, "these tensors are not supported"),
         (lambda t: {n.replace("layers.1", "layers.7"): v for n, v in t.items()}, "not one of this model's"),
         (lambda t: {n: v[..., :-1] if "lora_A" in n else v for n, v in t.items()}, "shape"),
         (lambda t: {}, "no LoRA weights"),
