@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 
 from ..checkpoint.file_set import json_bytes, write_with
 from ..checkpoint.pretrained import METADATA
-from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..errors import (
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    UserInputError,
+)
 from ..graph.weights import WeightData, load_weights
 from ..graph.weights.gathering import Gathering
 from ..graph.weights.same import same_content
@@ -26,6 +31,7 @@ from .peft import (
     base_tensors,
     by_layer,
     config_of,
+    is_tied,
     read_settings,
     tensor,
     tensor_names,
@@ -111,7 +117,6 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
             not supported (trained biases).
-        NotImplementedError: it has weights for layers that are not linear.
     """
     directory = Path(path)
     file = next((directory / n for n in (WEIGHTS, OLD_WEIGHTS) if (directory / n).is_file()), None)
@@ -127,6 +132,12 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
         data = dict(weights._named_data())
         layers = by_layer(model, data, os.fspath(file))
+        tables = any(part.startswith("lora_embedding") for _, part, _ in layers.values())
+        if settings.tied and tables and is_tied(model):
+            raise UnsupportedModelError(
+                f"{directory / CONFIG}: ensure_weight_tying=True is not supported for an update of the table that is "
+                "tied to the head"
+            )
         trained = trained_tensors(model, data, settings, os.fspath(file))
         copies = {name: one for name, one in data.items() if name not in trained}
         _check_base(model, copies, os.fspath(file))
@@ -135,8 +146,8 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             adapters[layer] = settings.adapter(theirs)
             values[f"{layer}.{part}"] = data[name]
             shape = data[name].shape
-            rank = int(shape[0 if part.endswith("A.weight") else -1]) if shape else 0
-            if part.endswith(".weight") and rank != adapters[layer].rank:
+            rank = int(shape[0 if "_A" in part else -1]) if shape else 0
+            if part != "lora_magnitude_vector" and rank != adapters[layer].rank:
                 raise CheckpointMismatchError(
                     "has another rank than adapter_config.json says", path=file, tensor=name,
                     expected=adapters[layer].rank, found=rank,
@@ -152,7 +163,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         without = set(adapters) - {name for one in adapted(new) for name in one.names}
         if without:
             raise CheckpointMismatchError(
-                "LoRA weights for a layer that is not one of this model's linear layers",
+                "LoRA weights for a layer that is not one of this model's linear layers and embeddings",
                 path=file,
                 tensor=min(without),
             )

@@ -40,16 +40,20 @@ def add(
 ) -> M:
     """Adds LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
 
+    Embedding tables that a pattern names look up rows of ``W + scale · (B @ A).T``. A head that is tied to the table
+    does not change, as in PEFT.
+
     The base weights and their sharding do not change. They may be quantised: then gradients flow to
     A and B only (QLoRA). In a LayerStack A and B are stacked, and on a mesh they are split like the
-    base weight. The new weights are named ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``,
-    so that ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
+    base weight. The new weights are named ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``
+    (of a table, ``lora_embedding_A`` and ``lora_embedding_B``), so that
+    ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
 
     Args:
         model: any Module; it is not changed, and shares its arrays with the result.
         patterns: glob patterns (``"layers.*.q_proj"``) or endings (``"q_proj"``) of the names of
-            linear layers; None means all except a language model's head and those in mixtures of
-            experts.
+            linear layers and embedding tables; None means all linear layers except a language model's
+            head and those in mixtures of experts.
         rank: r, the rank of the updates.
         alpha: the scale of the updates is ``alpha / r``; None means r, so a scale of 1.
         rslora: whether the scale is ``alpha / √r``.
@@ -57,14 +61,14 @@ def add(
             ``<layer>.lora_magnitude_vector``. Every call computes the norms of the base weights with their
             updates; :func:`merge` for inference.
         dtype: dtype of A and B. Their products are added in the wider of it and the result's.
-        key: random key; A is uniform in ±1/√in, B zero, so that the result computes the same as the
-            model. Without a key, the new weights are placeholders, for a load or a plan, and A and B for
-            ``maxjax.init``.
+        key: random key; A is uniform in ±1/√in, B zero (of a table, A zero and B normal), so that the
+            result computes the same as the model. Without a key, the new weights are placeholders, for a load
+            or a plan, and A and B for ``maxjax.init``.
 
     Raises:
-        UserInputError: a pattern names no linear layer, an option cannot be used, the model has LoRA weights
+        UserInputError: a pattern names no such layer, an option cannot be used, the model has LoRA weights
             already, or a ``key`` is given and the model is not loaded.
-        NotImplementedError: a pattern names experts, or layers that are not linear; or DoRA is for a layer with
+        NotImplementedError: a pattern names experts or layers of other kinds; or DoRA is for a layer with
             ``clip_weight``.
 
     Example:

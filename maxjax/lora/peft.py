@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, some
 from ..models.family import PretrainedModel
+from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
@@ -23,7 +24,8 @@ OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
 # In memory PEFT puts the adapter's name behind the part, and some files have it.
 _TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight|(lora_magnitude_vector)(?:\.[^.]+){0,2})",
+    r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight"
+    r"|(lora_magnitude_vector|lora_embedding_[AB])(?:\.[^.]+){0,2})",
     re.DOTALL,
 )
 # How A and B were initialised, where that did not change the base weights.
@@ -45,6 +47,7 @@ class AdapterSettings(NamedTuple):
         ranks, alphas: those of layers by PEFT's patterns of names.
         rslora: whether scales are ``alpha / √r``.
         dora: whether the norms of rows are trained.
+        tied: whether the update of a table is also that of a head that is tied to it (``ensure_weight_tying``).
         trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
@@ -54,6 +57,7 @@ class AdapterSettings(NamedTuple):
     alphas: Mapping[str, float]
     rslora: bool
     dora: bool = False
+    tied: bool = False
     trained: tuple[str, ...] = ()
 
     def adapter(self, name: str) -> Adapter:
@@ -119,7 +123,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
     return AdapterSettings(
         rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True,
-        config.get("use_dora") is True, tuple(trained),
+        config.get("use_dora") is True, config.get("ensure_weight_tying") is True, tuple(trained),
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
     The part is "lora_A.weight", for example. Tensors that :func:`base_tensors` finds are left out.
 
     Raises:
-        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers, or repeats one.
+        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers and embeddings, or repeats one.
     """
     found: dict[str, tuple[str, str, str]] = {}
     others = []
@@ -188,8 +192,7 @@ def trained_tensors(
         for tensor, own in base_tensors(model, names).items()
         if tensor.rpartition(".")[0].endswith(settings.trained or ("\0",))
     }
-    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if is_tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None:
+    if is_tied(model) and isinstance(model, PretrainedModel):
         for tensor, own in found.items():
             if own == model.family.tied[1]:
                 raise CheckpointMismatchError(
@@ -197,6 +200,12 @@ def trained_tensors(
                     "this model: not supported", path=path, tensor=tensor,
                 )  # fmt: skip
     return found
+
+
+def is_tied(model: Module) -> bool:
+    """Whether the head of a language model and its embedding table are one weight."""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    return tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None
 
 
 def _own_name(model: Module, name: str) -> str | None:
@@ -239,6 +248,7 @@ def config_of(
         base: name or path of the base model.
     """
     adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
+    linear = [one.layer for one in chosen if not isinstance(one.layer, Embedding)]
     rank = Counter(a.rank for a in adapters.values()).most_common(1)[0][0]
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
     number = lambda value: int(value) if float(value).is_integer() else value
@@ -263,7 +273,7 @@ def config_of(
         "use_rslora": any(a.rslora for a in adapters.values()),
         "use_dora": any(a.dora for a in adapters.values()),
         "bias": "none",
-        "fan_in_fan_out": all(isinstance(one.layer, TransposedLinear) for one in chosen),
+        "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
         "modules_to_save": None,
     }

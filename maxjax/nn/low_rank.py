@@ -1,9 +1,10 @@
-"""LowRank: what a linear layer shares with others that may have a low-rank update (LoRA).
+"""LowRank: what linear layers and embedding tables share, which may have a low-rank update (LoRA).
 
-The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``.
-``maxjax.lora`` adds it to the layers of a model, so that the base weight, whether it holds floats or
-quantised blocks, stays as it is; a layer without it computes what it did. With DoRA each output is then
-scaled, so that the norm of its row of ``W + scale · B @ A`` becomes a number that is trained.
+The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``; for a
+table ``x @ A.T`` is a lookup in ``A.T``. ``maxjax.lora`` adds it to the layers of a model, so that the base
+weight, whether it holds floats or quantised blocks, stays as it is; a layer without it computes what it
+did. With DoRA each output is then scaled, so that the norm of its row of ``W + scale · B @ A`` becomes a
+number that is trained.
 
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685; the scale
 of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732; DoRA is S. Liu et al.'s, arXiv:2402.09353.
@@ -57,7 +58,7 @@ class Adapter:
 
 
 class LowRank(Module):
-    """A linear layer that may have a low-rank update.
+    """A linear layer or an embedding table that may have a low-rank update.
 
     Attributes:
         lora: settings of the update, or None.
@@ -165,12 +166,19 @@ def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> 
     if chosen:
         inner = matmul(unwrap(x), [layers[i].lora_A for i in chosen])  # [..., r]
         for i, h in zip(chosen, inner, strict=True):
-            found[i] = _sum(layers[i], found[i], matmul(h * layers[i].lora.scale, layers[i].lora_B))
+            found[i] = added(layers[i], found[i], h)
     return found
 
 
-def _sum(layer: LowRank, y: jax.Array, update: jax.Array) -> jax.Array:
-    """``y + update`` in the wider of the two types, with DoRA's factors, rounded to the type of ``y``."""
+def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
+    """``y + scale · h @ B.T`` in the wider of the two types, with DoRA's factors, rounded to the type of ``y``.
+
+    Args:
+        y: ``[..., out]``, the layer's result without its update.
+        h: ``[..., r]``, the product of the input with A.
+    """
+    assert layer.lora is not None and layer.lora_B is not None
+    update = matmul(h * layer.lora.scale, layer.lora_B)
     wide = promote(DType.of(y.dtype), DType.of(update.dtype)).np
     found = y.astype(wide) + update.astype(wide)
     if layer.lora_magnitude_vector is not None:

@@ -196,6 +196,43 @@ def test_dora_trains_the_norms_of_rows(model, packed):
             maxjax.init(lora.add(model, dora=True), jax.random.key(0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_table_gets_updates_too(model, dora, tmp_path):
+    added = lora.add(model, "embed_tokens", rank=4, dora=dora, key=jax.random.key(1))
+    np.testing.assert_allclose(run(added, IDS), run(model, IDS), rtol=1e-4, atol=1e-4)
+    assert not np.any(added.model.embed_tokens.lora_A.value)
+    assert 0.5 < np.std(added.model.embed_tokens.lora_B.value) < 2
+    tuned, ids = drawn(added), jnp.arange(64)
+    table = tuned.model.embed_tokens
+    w, a, b = (np.asarray(x.value, np.float64) for x in (table.weight, table.lora_A, table.lora_B))
+    rows = w + (b @ a).T
+    if dora:
+        rows *= np.asarray(table.lora_magnitude_vector.value) / np.linalg.norm(rows, axis=0)
+    np.testing.assert_allclose(table(ids), rows, rtol=1e-4, atol=1e-5)
+    assert np.isnan(table(jnp.asarray([64]))).all()
+    merged = lora.merge(tuned)
+    np.testing.assert_allclose(merged.model.embed_tokens.weight.value, rows, rtol=1e-4, atol=1e-5)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    if not dora:
+        back = lora.unmerge(lora.merge(tuned, keep=True))
+        np.testing.assert_allclose(back.model.embed_tokens.weight.value, w, rtol=1e-4, atol=1e-5)
+    kind = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), axis_types=kind, devices=jax.devices()[:4])
+    lora.save(tmp_path, tuned)
+    placed = lora.load(jax.tree.map(lambda leaf: leaf, model).to(mesh), tmp_path)
+    spread = placed.model.embed_tokens
+    assert [tuple(x.sharding.spec) for x in (spread.lora_A, spread.lora_B)] == [
+        (None, "model"),
+        ("fsdp", None),
+    ]
+    np.testing.assert_allclose(run(placed, IDS), run(tuned, IDS), rtol=1e-4, atol=1e-4)
+    packed, _ = maxjax.quantize(model, "q8_0", activations="float")
+    packed = lora.load(packed, tmp_path)
+    assert packed.model.embed_tokens.weight.dtype == maxjax.DType.uint8
+    np.testing.assert_allclose(packed.model.embed_tokens(ids), rows, atol=2e-2)
+
+
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
@@ -227,7 +264,6 @@ def test_16_bits_are_added_in_the_wider_type():
     [
         (lambda m: lora.add(m, "q_prj"), UserInputError, "did you mean 'q_proj'"),
         (lambda m: lora.add(m, "*.input_layernorm"), NotImplementedError, "a RMSNorm"),
-        (lambda m: lora.add(m, "embed_tokens"), NotImplementedError, "'model.embed_tokens', a Embed"),
         (lambda m: lora.add(m, 3), UserInputError, "names or glob patterns of layers, not 3"),
         (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
         (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),

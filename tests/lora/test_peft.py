@@ -14,7 +14,12 @@ import safetensors.numpy
 
 import maxjax
 from maxjax import lora
-from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    UnsupportedModelError,
+    UserInputError,
+)
 from tests.models import goldens
 from tests.models.decoders import call
 from tests.oracles.recorded import recorded
@@ -32,7 +37,12 @@ CASES = {
     "dora": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True}),
     "dora gpt2": ("gpt2", {
         "r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
+    "table": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "v_proj"], "use_dora": True}),
+    "tied table": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["wte", "wpe", "c_attn"], "fan_in_fan_out": True}),
 }  # fmt: skip
+
+TRAINED = ("dora", "dora gpt2", "table", "tied table")
 
 
 def base_of(name, folder):
@@ -73,7 +83,7 @@ def theirs(name):
         model.save_pretrained(out)
         files = {path.name: path.read_bytes() for path in Path(out).glob("adapter_*")}
         answer = {"files": files, "logits": logits}
-        if name.startswith("dora"):
+        if name in TRAINED:
             model(torch.tensor(IDS).long()).logits.square().mean().backward()
             answer["gradients"] = {
                 full.removeprefix("base_model.model.").replace(".default", ""): weight.grad.numpy()
@@ -103,7 +113,7 @@ def written(answer, name, tmp_path):
     return model, tmp_path / "adapter"
 
 
-@pytest.mark.default("one layer", "gpt2", "dora gpt2")
+@pytest.mark.default("one layer", "gpt2", "dora gpt2", "tied table")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
@@ -122,21 +132,29 @@ def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
         np.testing.assert_array_equal(value, kept[full])
     np.testing.assert_array_equal(call(lora.load(model, again), jnp.asarray(IDS)), found)
     settings = json.loads((again / "adapter_config.json").read_text())
-    assert settings["fan_in_fan_out"] == ("gpt2" in name)
-    assert settings["use_dora"] == ("dora" in name)
+    assert settings["fan_in_fan_out"] == ("fan_in_fan_out" in CASES[name][1])
+    assert settings["use_dora"] == ("use_dora" in CASES[name][1])
     assert settings["base_model_name_or_path"] == "base"
 
 
-@pytest.mark.default("dora")
+@pytest.mark.default("dora", "tied table")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dora", "dora gpt2"])
-def test_dora_has_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
-    """The norms are constants of a derivative, as in PEFT."""
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
+    """The norms of DoRA are constants of a derivative, as in PEFT."""
     answer = answer_of(name)
     model, path = written(answer, name, tmp_path)
     tuned, ids = lora.load(model, path), jnp.asarray(IDS)
-    merged = call(lora.merge(tuned), ids)
-    np.testing.assert_allclose(merged, answer["logits"], atol=2e-5)
+    if name == "tied table":
+        with pytest.raises(UserInputError, match="one tied weight"):
+            lora.merge(tuned)
+        file = path / "adapter_config.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(settings | {"ensure_weight_tying": True}))
+        with pytest.raises(UnsupportedModelError, match="ensure_weight_tying=True"):
+            lora.load(model, path)
+    else:
+        np.testing.assert_allclose(call(lora.merge(tuned), ids), answer["logits"], atol=2e-5)
     tuned.to(maxjax.make_mesh(model=2))
     np.testing.assert_allclose(call(tuned, ids), answer["logits"], atol=2e-5)
     trained, rest = maxjax.partition(tuned, "*.lora_*")
