@@ -29,6 +29,7 @@ from .peft import (
     OLD_WEIGHTS,
     WEIGHTS,
     base_tensors,
+    biases,
     by_layer,
     config_of,
     is_tied,
@@ -44,8 +45,9 @@ M = TypeVar("M", bound=Module)
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
     """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
-    The base weights are not written. An adapter that the directory holds already stays valid until the new one
-    is complete. Several processes that share the model's mesh make the call together.
+    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`). An
+    adapter that the directory holds already stays valid until the new one is complete. Several processes that
+    share the model's mesh make the call together.
 
     Args:
         path: path of the directory, made if it does not exist.
@@ -87,6 +89,10 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
             for part in one.parts.values()
             for full in (f"{name}.{part}",)
         }
+        data |= {
+            theirs: weight_data(full, weights[full], gathering)
+            for full, theirs in biases(model, found).items()
+        }
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, base))
         if together.is_shared:
@@ -103,7 +109,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     """Loads an adapter, which PEFT or :func:`save` wrote, into a new model.
 
-    Modules that were trained completely (``modules_to_save``) replace those of the base model.
+    Modules that were trained completely (``modules_to_save``) and trained biases replace those of the base model.
 
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
@@ -116,7 +122,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
-            not supported (trained biases).
+            not supported; the message names the setting.
     """
     directory = Path(path)
     file = next((directory / n for n in (WEIGHTS, OLD_WEIGHTS) if (directory / n).is_file()), None)

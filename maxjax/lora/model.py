@@ -26,6 +26,9 @@ from .targets import TargetLayer, chosen, targets
 
 M = TypeVar("M", bound=Module)
 
+# PEFT's values of the setting "bias".
+BIASES = ("none", "lora_only", "all")
+
 
 def add(
     model: M,
@@ -35,6 +38,7 @@ def add(
     alpha: float | None = None,
     rslora: bool = False,
     dora: bool = False,
+    bias: str = "none",
     dtype: Any = "float32",
     key: jax.Array | None = None,
 ) -> M:
@@ -60,6 +64,9 @@ def add(
         dora: whether to train the norm of each row of the sum too (DoRA, PEFT's ``use_dora``), as
             ``<layer>.lora_magnitude_vector``. Every call computes the norms of the base weights with their
             updates; :func:`merge` for inference.
+        bias: the biases that :func:`save` writes too, because they are trained: "none", "lora_only" (those of the
+            layers with LoRA weights) or "all". They stay weights of the model, as ``<layer>.bias``; so
+            ``maxjax.partition`` needs their names.
         dtype: dtype of A and B. Their products are added in the wider of it and the result's.
         key: random key; A is uniform in ±1/√in, B zero (of a table, A zero and B normal), so that the
             result computes the same as the model. Without a key, the new weights are placeholders, for a load
@@ -84,13 +91,15 @@ def add(
     alpha = float(rank) if alpha is None else alpha
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise UserInputError(f"alpha must be a number, not {alpha!r}")
+    if bias not in BIASES:
+        raise UserInputError(f"bias must be one of {', '.join(map(repr, BIASES))}, not {bias!r}")
     kind = named_dtype("dtype", dtype)
     if not kind.is_float() or kind.size_in_bits < 16:
         raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
     names = chosen(model, patterns)
     if key is not None:
         check_loaded(model)
-    adapter = Adapter(rank, float(alpha), bool(rslora), bool(dora))
+    adapter = Adapter(rank, float(alpha), bool(rslora), bool(dora), bias=bias)
     new = attached(model, dict.fromkeys(names, adapter), kind)
     if key is None:
         return new
@@ -167,6 +176,8 @@ def _set_magnitudes(new: Module, model: Module) -> None:
 
 def remove(model: M) -> M:
     """Removes the LoRA weights: returns a new model with the unchanged base weights.
+
+    Biases that were trained with them (``bias="all"``) stay as they are.
 
     Raises:
         UserInputError: the model has no LoRA weights.

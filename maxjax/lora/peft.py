@@ -16,6 +16,7 @@ from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
+from .model import BIASES
 from .targets import TargetLayer, targets
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -32,7 +33,7 @@ _TENSOR = re.compile(
 _HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Settings that change what is computed, and their values that do not.
 _UNSUPPORTED = {
-    "bias": ("none", None), "lora_bias": (False, None),
+    "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
@@ -48,6 +49,7 @@ class AdapterSettings(NamedTuple):
         rslora: whether scales are ``alpha / √r``.
         dora: whether the norms of rows are trained.
         tied: whether the update of a table is also that of a head that is tied to it (``ensure_weight_tying``).
+        bias: which biases the adapter replaces.
         trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
@@ -58,6 +60,7 @@ class AdapterSettings(NamedTuple):
     rslora: bool
     dora: bool = False
     tied: bool = False
+    bias: str = "none"
     trained: tuple[str, ...] = ()
 
     def adapter(self, name: str) -> Adapter:
@@ -71,7 +74,7 @@ class AdapterSettings(NamedTuple):
             next((v for p, v in of.items() if _matches(p, name)), default)
             for of, default in ((self.ranks, self.rank), (self.alphas, self.alpha))
         )
-        return Adapter(int(rank), float(alpha), self.rslora, self.dora)
+        return Adapter(int(rank), float(alpha), self.rslora, self.dora, bias=self.bias)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -100,6 +103,9 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     for name, fine in _UNSUPPORTED.items():
         if config.get(name) not in fine:
             raise UnsupportedModelError(f"{path}: {name}={config[name]!r} is not supported")
+    bias = config.get("bias") or "none"
+    if bias not in BIASES:
+        raise UnsupportedModelError(f"{path}: bias={bias!r} is not supported")
     start = config.get("init_lora_weights")
     if start not in _HARMLESS:
         raise UnsupportedModelError(
@@ -123,7 +129,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
     return AdapterSettings(
         rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True,
-        config.get("use_dora") is True, config.get("ensure_weight_tying") is True, tuple(trained),
+        config.get("use_dora") is True, config.get("ensure_weight_tying") is True, bias, tuple(trained),
     )  # fmt: skip
 
 
@@ -191,6 +197,7 @@ def trained_tensors(
         tensor: own
         for tensor, own in base_tensors(model, names).items()
         if tensor.rpartition(".")[0].endswith(settings.trained or ("\0",))
+        or (settings.bias != "none" and own.endswith(".bias"))
     }
     if is_tied(model) and isinstance(model, PretrainedModel):
         for tensor, own in found.items():
@@ -217,15 +224,15 @@ def _own_name(model: Module, name: str) -> str | None:
 
 
 def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """The layers' names in the base model's files, by the model's names.
-
-    A model without its head is another class in transformers, whose names begin later.
-    """
-    front = ""
-    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
-    if isinstance(model, PretrainedModel) and is_bare:
-        front = model.family.bare[0]
+    """The layers' names in the base model's files, by the model's names."""
+    front = _front(model)
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
+
+
+def _front(model: Module) -> str:
+    """What the names in files lack: a model without its head is another class in transformers."""
+    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
+    return model.family.bare[0] if isinstance(model, PretrainedModel) and is_bare else ""
 
 
 def tensor(name: str, part: str) -> str:
@@ -236,6 +243,27 @@ def tensor(name: str, part: str) -> str:
         'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
     """
     return f"{_FRONT}{name}.{part}"
+
+
+def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
+    """PEFT's names of the biases that are trained with LoRA weights in some layers, by the model's names."""
+    chosen = list(chosen)
+    adapted = {f"{name}.bias" for one in chosen for name in one.names}
+    kind, front = bias_of(chosen), _front(model)
+    names = [n for n in model.raw_state_dict() if n.endswith(".bias") and kind != "none"]
+    return {
+        name: tensor(
+            name.removeprefix(front).removesuffix(".bias"),
+            "base_layer.bias" if name in adapted else "bias",
+        )
+        for name in names
+        if kind == "all" or name in adapted
+    }
+
+
+def bias_of(chosen: Iterable[TargetLayer]) -> str:
+    """Which biases are trained with the LoRA weights of some layers, as PEFT's setting ``bias``."""
+    return next((one.layer.lora.bias for one in chosen), "none")
 
 
 def config_of(
@@ -272,7 +300,7 @@ def config_of(
         "alpha_pattern": {n: number(a.alpha) for n, a in adapters.items() if a.alpha != alpha},
         "use_rslora": any(a.rslora for a in adapters.values()),
         "use_dora": any(a.dora for a in adapters.values()),
-        "bias": "none",
+        "bias": bias_of(chosen),
         "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
         "modules_to_save": None,

@@ -39,6 +39,8 @@ class Adapter:
         rslora: whether the scale is ``alpha / √r`` in place of ``alpha / r``.
         dora: whether the norms of the rows of the sum are weights too.
         merged: whether the base weight has the update in it already.
+        bias: the biases of the model that are trained too, and saved with the update: those of layers with an
+            update ("lora_only"), "all", or "none".
 
     Example:
         >>> Adapter(16, 32.0).scale, Adapter(16, 32.0, rslora=True).scale
@@ -50,6 +52,7 @@ class Adapter:
     rslora: bool = False
     dora: bool = False
     merged: bool = False
+    bias: str = "none"
 
     @property
     def scale(self) -> float:

@@ -267,6 +267,7 @@ def test_16_bits_are_added_in_the_wider_type():
         (lambda m: lora.add(m, 3), UserInputError, "names or glob patterns of layers, not 3"),
         (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
         (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),
+        (lambda m: lora.add(m, bias="some"), UserInputError, "bias must be one of 'none', 'lora_only', 'all'"),
         (lambda m: lora.add(m, dtype="int8"), UserInputError, "dtype must be"),
         (lambda m: lora.add(lora.add(m)), UserInputError, "LoRA weights already"),
         (lambda m: lora.add(Llama(m.config), key=jax.random.key(0)), UserInputError, "not loaded"),
@@ -379,6 +380,27 @@ def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
         maxjax.load(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors", "maxjax_digests.json"]
+
+
+@pytest.mark.parametrize(
+    ("bias", "saved"),
+    [("none", []), ("lora_only", ["0.base_layer"]), ("all", ["0.base_layer", "1"])],
+)
+def test_trained_biases_are_saved_and_loaded(bias, saved, tmp_path):
+    layers = nn.Sequential([nn.Linear(4, 4, has_bias=True), nn.Linear(4, 4, has_bias=True)])
+    base = maxjax.init(layers, jax.random.key(0))
+    tuned = lora.add(base, "0", rank=2, bias=bias, key=jax.random.key(1))
+    tuned.load_state_dict(
+        {f"{i}.bias": np.full(4, 2 + i, np.float32) for i in (0, 1)}, strict=False
+    )
+    files = load_file(lora.save(tmp_path, tuned) / "adapter_model.safetensors")
+    assert sorted(n for n in files if "lora_" not in n) == [
+        f"base_model.model.{name}.bias" for name in saved
+    ]
+    found = lora.load(base, tmp_path)
+    values = [float(found.raw_state_dict()[f"{i}.bias"].value[0]) for i in (0, 1)]
+    assert values == [2.0 * bool(saved), 3.0 * (bias == "all")]
+    assert not np.any(base[0].bias.value)
 
 
 def test_over_the_tensors_of_a_quantised_format():

@@ -1,6 +1,7 @@
 """Adapters in PEFT's files: PEFT's own opened here, ours opened by PEFT, and what is refused."""
 
 import contextlib
+import fnmatch
 import json
 import tempfile
 import warnings
@@ -40,9 +41,12 @@ CASES = {
     "table": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "v_proj"], "use_dora": True}),
     "tied table": ("gpt2", {
         "r": 2, "lora_alpha": 4, "target_modules": ["wte", "wpe", "c_attn"], "fan_in_fan_out": True}),
+    "biases": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "bias": "all", "fan_in_fan_out": True}),
+    "own biases": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
 }  # fmt: skip
 
-TRAINED = ("dora", "dora gpt2", "table", "tied table")
+TRAINED = ("dora", "dora gpt2", "table", "tied table", "biases")
 
 
 def base_of(name, folder):
@@ -77,7 +81,7 @@ def theirs(name):
         model = peft.get_peft_model(base, peft.LoraConfig(**CASES[name][1])).eval()
         with torch.no_grad():
             for full, weight in model.named_parameters():
-                if "lora_" in full:
+                if weight.requires_grad:
                     weight.copy_(torch.tensor(goldens.values(full, tuple(weight.shape), "") / 3))
             logits = model(torch.tensor(IDS).long()).logits.numpy()
         model.save_pretrained(out)
@@ -113,7 +117,7 @@ def written(answer, name, tmp_path):
     return model, tmp_path / "adapter"
 
 
-@pytest.mark.default("one layer", "gpt2", "dora gpt2", "tied table")
+@pytest.mark.default("one layer", "gpt2", "dora gpt2", "tied table", "own biases")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
@@ -127,17 +131,18 @@ def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
     ours, kept = (
         safetensors.numpy.load_file(p / "adapter_model.safetensors") for p in (again, path)
     )
-    assert set(ours) == {n for n in kept if "lora_" in n}
+    assert set(ours) == {n for n in kept if "lora_" in n or n.endswith(".bias")}
     for full, value in ours.items():
         np.testing.assert_array_equal(value, kept[full])
     np.testing.assert_array_equal(call(lora.load(model, again), jnp.asarray(IDS)), found)
     settings = json.loads((again / "adapter_config.json").read_text())
     assert settings["fan_in_fan_out"] == ("fan_in_fan_out" in CASES[name][1])
+    assert settings["bias"] == CASES[name][1].get("bias", "none")
     assert settings["use_dora"] == ("use_dora" in CASES[name][1])
     assert settings["base_model_name_or_path"] == "base"
 
 
-@pytest.mark.default("dora", "tied table")
+@pytest.mark.default("dora", "tied table", "biases")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
@@ -157,11 +162,14 @@ def test_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
         np.testing.assert_allclose(call(lora.merge(tuned), ids), answer["logits"], atol=2e-5)
     tuned.to(maxjax.make_mesh(model=2))
     np.testing.assert_allclose(call(tuned, ids), answer["logits"], atol=2e-5)
-    trained, rest = maxjax.partition(tuned, "*.lora_*")
+    patterns = ["*.lora_*", "*.bias"] if name == "biases" else ["*.lora_*"]
+    trained, rest = maxjax.partition(tuned, patterns)
     loss = lambda t, r: jnp.square(maxjax.merge(t, r)(ids)).mean()
     gradients = jax.jit(jax.grad(loss))(trained, rest).raw_state_dict()
-    found = {n: np.asarray(w.value) for n, w in gradients.items() if "lora_" in n}
-    theirs = {n.replace("vector.weight", "vector"): v for n, v in answer["gradients"].items()}
+    is_trained = lambda full: any(fnmatch.fnmatch(full, one) for one in patterns)
+    found = {n: np.asarray(w.value) for n, w in gradients.items() if is_trained(n)}
+    short = lambda full: full.replace("vector.weight", "vector").replace(".base_layer", "")
+    theirs = {short(full): value for full, value in answer["gradients"].items()}
     assert set(found) == set(theirs)
     for full, value in found.items():
         np.testing.assert_allclose(value, theirs[full], rtol=1e-3, atol=1e-5, err_msg=full)
@@ -193,7 +201,7 @@ def llama(tmp_path_factory):
     [
         ({"use_dora": True}, "a tensor is missing .* and use_dora"),
         ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"bias": "all"}, "bias='all'"),
+        ({"bias": "boft_only"}, "bias='boft_only' is not supported"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be"),
         ({"peft_type": "IA3"}, "type 'IA3'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
