@@ -135,11 +135,12 @@ class LowRank(Module):
         """
         weight = self.weight
         base = jnp.asarray(weight.stored.operand() if isinstance(weight, Weight) else weight)
-        if self.lora_A is None or self.lora is None:
-            return jax.lax.stop_gradient(norms(base, self.out_axis))
-        a, b = jnp.asarray(self.lora_A), jnp.asarray(self.lora_B)
-        rows = summed(base, a, b, self.lora.scale, self.out_axis)
-        return jax.lax.stop_gradient(norms(rows, self.out_axis))
+        # Not of the result: then derivatives of the sum would be kept for it, and dropped in the end.
+        rows = jax.lax.stop_gradient(base)
+        if self.lora is not None:
+            a, b = (jax.lax.stop_gradient(jnp.asarray(w)) for w in (self.lora_A, self.lora_B))
+            rows = summed(rows, a, b, self.lora.scale, self.out_axis)
+        return norms(rows, self.out_axis)
 
     @property
     def base_shape(self) -> tuple[int, int]:

@@ -192,6 +192,11 @@ def test_dora_trains_the_norms_of_rows(model, packed):
         assert jax.tree.structure(lora.remove(tuned)) == jax.tree.structure(model)
         with pytest.raises(NotImplementedError, match="dora=True"):
             lora.merge(tuned, keep=True)
+        clipped = nn.Sequential([nn.Linear(4, 4, clip_weight=1.0)])
+        with pytest.raises(
+            NotImplementedError, match=r"dora=True\) of a layer with clip_weight.*'0'"
+        ):
+            lora.add(clipped, dora=True)
         with pytest.raises(UserInputError, match="norms of the base weights"):
             maxjax.init(lora.add(model, dora=True), jax.random.key(0))
 
