@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of linear layers, to fine-tune a model with few weights.
+"""LoRA: low-rank updates of linear layers and embedding tables, to fine-tune a model with few weights.
 
 ``add`` gives a model LoRA weights, ``merge`` puts them into the base weights, ``save`` and ``load`` are for
 PEFT's files.

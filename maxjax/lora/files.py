@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 
 from ..checkpoint.file_set import json_bytes, write_with
 from ..checkpoint.pretrained import METADATA
-from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
+from ..errors import (
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    UserInputError,
+)
 from ..graph.weights import WeightData, load_weights
 from ..graph.weights.gathering import Gathering
 from ..graph.weights.same import same_content
@@ -24,8 +29,10 @@ from .peft import (
     OLD_WEIGHTS,
     WEIGHTS,
     base_tensors,
+    biases,
     by_layer,
     config_of,
+    is_tied,
     read_settings,
     tensor,
     tensor_names,
@@ -38,8 +45,9 @@ M = TypeVar("M", bound=Module)
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
     """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
-    The base weights are not written. An adapter that the directory holds already stays valid until the new one
-    is complete. Several processes that share the model's mesh make the call together.
+    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`). An
+    adapter that the directory holds already stays valid until the new one is complete. Several processes that
+    share the model's mesh make the call together.
 
     Args:
         path: path of the directory, made if it does not exist.
@@ -75,11 +83,15 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         names = tensor_names(model, found)
         weights = model.raw_state_dict()
         data = {
-            tensor(names[name], which): weight_data(full, weights[full], gathering)
+            tensor(names[name], part): weight_data(full, weights[full], gathering)
             for one in found
             for name in one.names
-            for which in ("lora_A", "lora_B")
-            for full in (f"{name}.{which}.weight",)
+            for part in one.parts.values()
+            for full in (f"{name}.{part}",)
+        }
+        data |= {
+            theirs: weight_data(full, weights[full], gathering)
+            for full, theirs in biases(model, found).items()
         }
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, base))
@@ -97,7 +109,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     """Loads an adapter, which PEFT or :func:`save` wrote, into a new model.
 
-    Modules that were trained completely (``modules_to_save``) replace those of the base model.
+    Modules that were trained completely (``modules_to_save``) and trained biases replace those of the base model.
 
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
@@ -110,8 +122,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
-            not supported (DoRA, trained biases).
-        NotImplementedError: it has weights for layers that are not linear.
+            not supported; the message names the setting.
     """
     directory = Path(path)
     file = next((directory / n for n in (WEIGHTS, OLD_WEIGHTS) if (directory / n).is_file()), None)
@@ -127,15 +138,22 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
         data = dict(weights._named_data())
         layers = by_layer(model, data, os.fspath(file))
+        tables = any(part.startswith("lora_embedding") for _, part, _ in layers.values())
+        if settings.tied and tables and is_tied(model):
+            raise UnsupportedModelError(
+                f"{directory / CONFIG}: ensure_weight_tying=True is not supported for an update of the table that is "
+                "tied to the head"
+            )
         trained = trained_tensors(model, data, settings, os.fspath(file))
         copies = {name: one for name, one in data.items() if name not in trained}
         _check_base(model, copies, os.fspath(file))
         adapters, values = {}, {own: data[name] for name, own in trained.items()}
-        for name, (layer, which, theirs) in layers.items():
+        for name, (layer, part, theirs) in layers.items():
             adapters[layer] = settings.adapter(theirs)
-            values[f"{layer}.{which}.weight"] = data[name]
-            rank = int(data[name].shape[0 if which == "lora_A" else -1]) if data[name].shape else 0
-            if rank != adapters[layer].rank:
+            values[f"{layer}.{part}"] = data[name]
+            shape = data[name].shape
+            rank = int(shape[0 if "_A" in part else -1]) if shape else 0
+            if part != "lora_magnitude_vector" and rank != adapters[layer].rank:
                 raise CheckpointMismatchError(
                     "has another rank than adapter_config.json says", path=file, tensor=name,
                     expected=adapters[layer].rank, found=rank,
@@ -151,10 +169,24 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         without = set(adapters) - {name for one in adapted(new) for name in one.names}
         if without:
             raise CheckpointMismatchError(
-                "LoRA weights for a layer that is not one of this model's linear layers",
+                "LoRA weights for a layer that is not one of this model's linear layers and embeddings",
                 path=file,
                 tensor=min(without),
             )
+        parts = {
+            f"{name}.{part}"
+            for one in adapted(new)
+            for name in one.names
+            for part in one.parts.values()
+        }
+        given = {f"{layer}.{part}" for layer, part, _ in layers.values()}
+        if parts != given:
+            what = "a tensor is missing" if parts - given else "its layer has no such LoRA weight"
+            use = ", and use_dora" if settings.dora else ", and not use_dora"
+            raise CheckpointMismatchError(
+                f"{what} (adapter_config.json has peft_type LORA{use})",
+                path=file, tensor=min(parts - given or given - parts),
+            )  # fmt: skip
         try:
             Module.load_state_dict(new, values, strict=False, cast=True)
         except ValueError as error:

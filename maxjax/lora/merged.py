@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..engine.quantize.shards import encode_array
 from ..errors import UserInputError
@@ -19,6 +18,7 @@ from ..models.weights import check_loaded
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import set_static
 from ..nn.layer.walk import Walk
+from ..nn.low_rank import norms, ratios, summed
 from ..storage.blocks import ENCODERS
 from .model import adapted, copy_of, remove
 from .targets import TargetLayer
@@ -29,6 +29,7 @@ M = TypeVar("M", bound=Module)
 def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     """Adds the LoRA weights to the base weights of a new model: ``W + scale · B @ A``, rounded once.
 
+    With DoRA each row of the sum is scaled so that its norm is the trained magnitude.
     It is a plain model again, for ``save_pretrained``, ``quantize`` and everything else, and as fast.
 
     Args:
@@ -40,7 +41,8 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     Raises:
         UserInputError: there are no LoRA weights, they are merged already, the model is not loaded, a base weight
             is tied to another layer's, or it is quantised.
-        NotImplementedError: a quantised base weight is of a type that is not encoded here.
+        NotImplementedError: a quantised base weight is of a type that is not encoded here, or ``keep`` is set and
+            the LoRA weights are DoRA's: the norms that rows had could not be restored.
 
     Example:
         >>> import maxjax
@@ -54,6 +56,11 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     if any(one.layer.lora.merged for one in adapted(model)):
         raise UserInputError(
             "the LoRA weights are in the model's weights already: lora.unmerge(model) takes them out"
+        )
+    if keep and any(one.layer.lora.dora for one in adapted(model)):
+        raise NotImplementedError(
+            "merge(keep=True) of DoRA (dora=True) is not supported: the norms of the base weight's rows are not kept, "
+            "so it could not be taken out again; keep the model that you merge"
         )
     new = _changed(model, 1.0, requantize)
     return new if keep else remove(new)
@@ -107,9 +114,10 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
         )
     holders = [
         w.stored if w.stored.home is None else w.stored.home[0]
-        for w in (base, layer.lora_A, layer.lora_B)
+        for w in (base, layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+        if w is not None
     ]
-    stored, (a, b) = holders[0], [holder.array() for holder in holders[1:]]
+    stored, parts = holders[0], [holder.array() for holder in holders[1:]]
     packing, leaf = stored.packing, stored.array()
     if packing is not None:
         if not requantize:
@@ -123,7 +131,7 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
             )
     floats = leaf if packing is None else QuantArray(leaf, packing.value).__jax_array__()
     depth = len(stored.spans)
-    found = _sum(scale, layer.out_axis, stored.layout, depth, floats, a, b)
+    found = _sum(scale, layer.out_axis, stored.layout, depth, floats, *parts)
     if packing is None:
         stored.put(jax.device_put(found, leaf.sharding))
     else:
@@ -132,17 +140,26 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sum(
-    scale: float, out_axis: int, layout: DeviceMajor | None, depth: int, base: Any, a: Any, b: Any
+    scale: float,
+    out_axis: int,
+    layout: DeviceMajor | None,
+    depth: int,
+    base: Any,
+    a: Any,
+    b: Any,
+    magnitudes: Any = None,
 ) -> jax.Array:
-    """``base + scale · b @ a`` for arrays with ``depth`` leading axes, in the dtype of ``base``."""
-    wide = jnp.promote_types(base.dtype, jnp.float32)
-    update = jnp.einsum(
-        "...or,...ri->...oi", b.astype(wide), a.astype(wide), precision=jax.lax.Precision.HIGHEST
+    """``base + scale · b @ a``, with DoRA's factors if there are magnitudes, in the dtype of ``base``.
+
+    The arrays have ``depth`` leading axes.
+    """
+    restore, arrange = (
+        (lambda array: array,) * 2 if layout is None else (layout.restore, layout.arrange)
     )
-    update = update if out_axis == 0 else jnp.swapaxes(update, -1, -2)
-    if layout is not None:
-        arrange = layout.arrange
-        for _ in range(depth):
-            arrange = jax.vmap(arrange)
-        update = arrange(update)
-    return (base.astype(wide) + np.asarray(scale, wide) * update).astype(base.dtype)
+    for _ in range(depth):
+        restore, arrange = jax.vmap(restore), jax.vmap(arrange)
+    found = summed(restore(base), a, b, scale, out_axis)
+    if magnitudes is not None:
+        factors = ratios(magnitudes, norms(found, out_axis))
+        found = found * jnp.expand_dims(factors, -1 if out_axis == 0 else -2)
+    return arrange(found.astype(base.dtype))

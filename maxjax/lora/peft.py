@@ -12,21 +12,28 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, some
 from ..models.family import PretrainedModel
+from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
+from .model import BIASES
 from .targets import TargetLayer, targets
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
 OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight", re.DOTALL)
+# In memory PEFT puts the adapter's name behind the part, and some files have it.
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight"
+    r"|(lora_magnitude_vector|lora_embedding_[AB])(?:\.[^.]+){0,2})",
+    re.DOTALL,
+)
 # How A and B were initialised, where that did not change the base weights.
 _HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Settings that change what is computed, and their values that do not.
 _UNSUPPORTED = {
-    "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
+    "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
@@ -40,6 +47,9 @@ class AdapterSettings(NamedTuple):
         rank, alpha: r and alpha of layers that no pattern names.
         ranks, alphas: those of layers by PEFT's patterns of names.
         rslora: whether scales are ``alpha / √r``.
+        dora: whether the norms of rows are trained.
+        tied: whether the update of a table is also that of a head that is tied to it (``ensure_weight_tying``).
+        bias: which biases the adapter replaces.
         trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
@@ -48,6 +58,9 @@ class AdapterSettings(NamedTuple):
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rslora: bool
+    dora: bool = False
+    tied: bool = False
+    bias: str = "none"
     trained: tuple[str, ...] = ()
 
     def adapter(self, name: str) -> Adapter:
@@ -61,7 +74,7 @@ class AdapterSettings(NamedTuple):
             next((v for p, v in of.items() if _matches(p, name)), default)
             for of, default in ((self.ranks, self.rank), (self.alphas, self.alpha))
         )
-        return Adapter(int(rank), float(alpha), self.rslora)
+        return Adapter(int(rank), float(alpha), self.rslora, self.dora, bias=self.bias)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -89,8 +102,10 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         )
     for name, fine in _UNSUPPORTED.items():
         if config.get(name) not in fine:
-            shown = "DoRA" if name == "use_dora" else f"{name}={config[name]!r}"
-            raise UnsupportedModelError(f"{path}: {shown} is not supported")
+            raise UnsupportedModelError(f"{path}: {name}={config[name]!r} is not supported")
+    bias = config.get("bias") or "none"
+    if bias not in BIASES:
+        raise UnsupportedModelError(f"{path}: bias={bias!r} is not supported")
     start = config.get("init_lora_weights")
     if start not in _HARMLESS:
         raise UnsupportedModelError(
@@ -113,17 +128,18 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True, tuple(trained)
+        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True,
+        config.get("use_dora") is True, config.get("ensure_weight_tying") is True, bias, tuple(trained),
     )  # fmt: skip
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
-    """For each LoRA tensor of PEFT's: the model's name of the layer, "lora_A" or "lora_B", and the name in files.
+    """For each LoRA tensor of PEFT's: the model's name of the layer, the part's name in it, and the layer's in files.
 
-    Tensors that :func:`base_tensors` finds are left out.
+    The part is "lora_A.weight", for example. Tensors that :func:`base_tensors` finds are left out.
 
     Raises:
-        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers, or one of a pair is missing.
+        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers and embeddings, or repeats one.
     """
     found: dict[str, tuple[str, str, str]] = {}
     others = []
@@ -137,20 +153,15 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
         if match is None or layer is None:
             others.append(tensor)
         else:
-            found[tensor] = layer, match[2], match[1]
+            found[tensor] = layer, match[3] or f"{match[2]}.weight", match[1]
     if others:
-        what = (
-            "DoRA is"
-            if any("lora_magnitude_vector" in name for name in others)
-            else "these tensors are"
+        raise CheckpointMismatchError(
+            f"these tensors are not supported: {some(others, 3)}", path=path
         )
-        raise CheckpointMismatchError(f"{what} not supported: {some(others, 3)}", path=path)
-    pairs = Counter((layer, which) for layer, which, _ in found.values())
-    for layer, _ in pairs:
-        if [pairs[layer, which] for which in ("lora_A", "lora_B")] != [1, 1]:
-            raise CheckpointMismatchError(
-                "has not one lora_A and one lora_B", path=path, tensor=layer
-            )
+    counts = Counter((layer, part) for layer, part, _ in found.values())
+    for (layer, part), count in counts.items():
+        if count > 1:
+            raise CheckpointMismatchError(f"has {count} tensors {part}", path=path, tensor=layer)
     if not found:
         raise CheckpointMismatchError("holds no LoRA weights", path=path)
     return found
@@ -186,9 +197,9 @@ def trained_tensors(
         tensor: own
         for tensor, own in base_tensors(model, names).items()
         if tensor.rpartition(".")[0].endswith(settings.trained or ("\0",))
+        or (settings.bias != "none" and own.endswith(".bias"))
     }
-    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if is_tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None:
+    if is_tied(model) and isinstance(model, PretrainedModel):
         for tensor, own in found.items():
             if own == model.family.tied[1]:
                 raise CheckpointMismatchError(
@@ -196,6 +207,12 @@ def trained_tensors(
                     "this model: not supported", path=path, tensor=tensor,
                 )  # fmt: skip
     return found
+
+
+def is_tied(model: Module) -> bool:
+    """Whether the head of a language model and its embedding table are one weight."""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    return tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None
 
 
 def _own_name(model: Module, name: str) -> str | None:
@@ -207,25 +224,46 @@ def _own_name(model: Module, name: str) -> str | None:
 
 
 def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """The layers' names in the base model's files, by the model's names.
-
-    A model without its head is another class in transformers, whose names begin later.
-    """
-    front = ""
-    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
-    if isinstance(model, PretrainedModel) and is_bare:
-        front = model.family.bare[0]
+    """The layers' names in the base model's files, by the model's names."""
+    front = _front(model)
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
 
 
-def tensor(name: str, which: str) -> str:
+def _front(model: Module) -> str:
+    """What the names in files lack: a model without its head is another class in transformers."""
+    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
+    return model.family.bare[0] if isinstance(model, PretrainedModel) and is_bare else ""
+
+
+def tensor(name: str, part: str) -> str:
     """PEFT's name of a tensor.
 
     Example:
-        >>> tensor("model.layers.0.self_attn.q_proj", "lora_A")
+        >>> tensor("model.layers.0.self_attn.q_proj", "lora_A.weight")
         'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return f"{_FRONT}{name}.{which}.weight"
+    return f"{_FRONT}{name}.{part}"
+
+
+def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
+    """PEFT's names of the biases that are trained with LoRA weights in some layers, by the model's names."""
+    chosen = list(chosen)
+    adapted = {f"{name}.bias" for one in chosen for name in one.names}
+    kind, front = bias_of(chosen), _front(model)
+    names = [n for n in model.raw_state_dict() if n.endswith(".bias") and kind != "none"]
+    return {
+        name: tensor(
+            name.removeprefix(front).removesuffix(".bias"),
+            "base_layer.bias" if name in adapted else "bias",
+        )
+        for name in names
+        if kind == "all" or name in adapted
+    }
+
+
+def bias_of(chosen: Iterable[TargetLayer]) -> str:
+    """Which biases are trained with the LoRA weights of some layers, as PEFT's setting ``bias``."""
+    return next((one.layer.lora.bias for one in chosen), "none")
 
 
 def config_of(
@@ -238,6 +276,7 @@ def config_of(
         base: name or path of the base model.
     """
     adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
+    linear = [one.layer for one in chosen if not isinstance(one.layer, Embedding)]
     rank = Counter(a.rank for a in adapters.values()).most_common(1)[0][0]
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
     number = lambda value: int(value) if float(value).is_integer() else value
@@ -260,9 +299,9 @@ def config_of(
         "rank_pattern": {n: a.rank for n, a in adapters.items() if a.rank != rank},
         "alpha_pattern": {n: number(a.alpha) for n, a in adapters.items() if a.alpha != alpha},
         "use_rslora": any(a.rslora for a in adapters.values()),
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": all(isinstance(one.layer, TransposedLinear) for one in chosen),
+        "use_dora": any(a.dora for a in adapters.values()),
+        "bias": bias_of(chosen),
+        "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
         "modules_to_save": None,
     }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UserInputError, closest, some
 from ..models.decoder.experts import SparseMLP
+from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
 from ..nn.low_rank import LowRank
@@ -36,15 +37,25 @@ class TargetLayer(NamedTuple):
     in_mixture: str
 
     @property
+    def parts(self) -> dict[str, str]:
+        """For the attributes of the layer's LoRA weights, their names within the layer, as PEFT's files have them."""
+        names = self.layer.update_names.items()
+        return {attr: name for attr, name in names if getattr(self.layer, attr) is not None}
+
+    @property
     def base_names(self) -> list[str]:
         """The full name of each layer's base weight."""
         local = self.base.stored.local_name.removeprefix(self.front)
         return [f"{name}.{local}".removeprefix(".") for name in self.names]
 
 
-def targets(model: Module) -> list[TargetLayer]:
-    """All layers of a model that may have LoRA weights, in the order of its state dict."""
-    walk = Walk(model, stacked=True)
+def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
+    """All layers of a model that may have LoRA weights, in the order of its state dict.
+
+    Args:
+        walk: the model's Walk; None for one in which one layer of a stack stands for all equal ones.
+    """
+    walk = walk or Walk(model, stacked=True)
     mixtures = [
         path for path, m in zip(walk.paths, walk.modules, strict=True) if isinstance(m, _MIXTURES)
     ]
@@ -73,15 +84,16 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
     Args:
         patterns: glob patterns of full names (``"*.q_proj"``) or ends of names (``"q_proj"``), as PEFT's
             ``target_modules``; None names all linear layers but a language model's head and what belongs
-            to mixtures of experts.
+            to mixtures of experts, and no embedding tables.
 
     Raises:
         UserInputError: a pattern names no layer; the message has the nearest name.
-        NotImplementedError: it names experts, or only layers that are not linear.
+        NotImplementedError: it names experts, or only layers that are neither linear nor embeddings.
     """
     every = targets(model)
     if patterns is None:
-        names = [name for one in every if not one.in_mixture for name in one.names]
+        linear = [one for one in every if not isinstance(one.layer, Embedding)]
+        names = [name for one in linear if not one.in_mixture for name in one.names]
         names = [name for name in names if name.rsplit(".", 1)[-1] not in _HEADS]
         if not names:
             raise UserInputError(
@@ -117,7 +129,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def _nothing(model: Module, pattern: str, names: Sequence[str]) -> Exception:
-    """The error for a pattern that names no linear layer."""
+    """The error for a pattern that names no layer that may have LoRA weights."""
     walk = Walk(model)
     others = {
         prefix.removesuffix("."): module
@@ -127,9 +139,10 @@ def _nothing(model: Module, pattern: str, names: Sequence[str]) -> Exception:
     for name, module in others.items():
         if fits(name, pattern):
             return NotImplementedError(
-                f"{pattern!r} names '{name}', a {type(module).__name__}: LoRA weights are for linear layers"
+                f"{pattern!r} names '{name}', a {type(module).__name__}: LoRA weights are for linear layers and "
+                "embeddings"
             )
     ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
     near = closest(pattern, names) or closest(pattern.rsplit(".", 1)[-1], ends)
     hint = f"; did you mean {near!r}?" if near else f"; there are {some(ends, 8)}"
-    return UserInputError(f"no linear layer has a name like {pattern!r}{hint}")
+    return UserInputError(f"no linear layer or embedding has a name like {pattern!r}{hint}")

@@ -19,13 +19,14 @@ from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import embed
-from .layer import Module
 from .layer.sharded import sharded
+from .low_rank import LowRank, added
 
 _NORMAL = jax.nn.initializers.normal(0.02)
+_OF_UPDATE = jax.nn.initializers.normal(1.0)
 
 
-class Embedding(Module):
+class Embedding(LowRank):
     """An embedding table, whose rows are looked up by index. Arguments in MAX's order.
 
     Args:
@@ -48,6 +49,13 @@ class Embedding(Module):
          [0. 1. 2.]
          [3. 4. 5.]]
     """
+
+    out_axis = 1
+    update_names = {
+        **LowRank.update_names,
+        "lora_A": "lora_embedding_A",
+        "lora_B": "lora_embedding_B",
+    }
 
     def __init__(
         self,
@@ -85,6 +93,8 @@ class Embedding(Module):
             found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:
             found = self._looked_up(self.weight, rows)
+        if self.lora is not None and not self.lora.merged:
+            found = added(self, found, embed(jnp.asarray(self.lora_A).T, rows))
         y = replicate_last_axis(found, self.weight)
         return TensorValue(y) if wraps(indices) else y
 
@@ -102,7 +112,7 @@ class Embedding(Module):
         are exchanged, which are far smaller than the table.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, fallback=columns, fsdp=1)}
+        return {"weight": Split(rows, fallback=columns, fsdp=1), **super().sharding_rules()}
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
@@ -119,11 +129,18 @@ class Embedding(Module):
         Raises:
             ValueError: ``sharding_strategy`` is not set.
         """
+        self.refuse_update("shard()")
         return sharded(self, devices)
 
     def initializer(self, name: str) -> Any:
-        """Normal with standard deviation 0.02."""
-        return _NORMAL
+        """Normal with standard deviation 0.02; of an update, as PEFT, zeros for A and 1 for B."""
+        if name.endswith("lora_embedding_A"):
+            return jax.nn.initializers.zeros
+        return (
+            _OF_UPDATE
+            if name.endswith("lora_embedding_B")
+            else super().initializer(name) or _NORMAL
+        )
 
 
 class VocabParallelEmbedding(Embedding):
@@ -173,6 +190,7 @@ class VocabParallelEmbedding(Embedding):
             )
         if len(buffers) == 1:
             return [self._result(indices)]
+        self.refuse_update("signal_buffers")
         each = distributed_broadcast(indices, buffers)
         rows, start = [], 0
         for shard, places in zip(self.distributed_embeddings, each, strict=True):

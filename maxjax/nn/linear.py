@@ -109,10 +109,9 @@ class Linear(LowRank):
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
-        y = self._product(x, weight)
+        y = self.updated(self._product(x, weight), x)
         if self.bias is not None:
             y = add_bias(y, self.bias)
-        y = self.updated(y, x)
         return TensorValue(y) if wraps(x) else y
 
     def _product(self, x: Any, weight: Any) -> Any:
@@ -180,12 +179,11 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
         return [unwrap(layer(x)) for layer in layers]
     for layer in layers:
         refuse_integers(x, layer.weight)
-    results = matmul(unwrap(x), [layer.weight for layer in layers])
-    results = [
+    results = all_updated(layers, x, matmul(unwrap(x), [layer.weight for layer in layers]))
+    return [
         y if layer.bias is None else add_bias(y, layer.bias)
         for y, layer in zip(results, layers, strict=True)
     ]
-    return all_updated(layers, x, results)
 
 
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:

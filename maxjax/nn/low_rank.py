@@ -1,11 +1,13 @@
-"""LowRank: what a linear layer shares with others that may have a low-rank update (LoRA).
+"""LowRank: what linear layers and embedding tables share, which may have a low-rank update (LoRA).
 
-The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``.
-``maxjax.lora`` adds it to the layers of a model, so that the base weight, whether it holds floats or
-quantised blocks, stays as it is; a layer without it computes what it did.
+The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``; for a
+table ``x @ A.T`` is a lookup in ``A.T``. ``maxjax.lora`` adds it to the layers of a model, so that the base
+weight, whether it holds floats or quantised blocks, stays as it is; a layer without it computes what it
+did. With DoRA each output is then scaled, so that the norm of its row of ``W + scale · B @ A`` becomes a
+number that is trained.
 
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685; the scale
-of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732.
+of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732; DoRA is S. Liu et al.'s, arXiv:2402.09353.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType, promote
+from ..errors import UserInputError
 from ..graph.placement.specs import PartOf
 from ..graph.value import unwrap
 from ..graph.weight.weight import Weight
@@ -34,7 +37,10 @@ class Adapter:
         rank: r, the number of rows of A and of columns of B.
         alpha: numerator of the scale.
         rslora: whether the scale is ``alpha / √r`` in place of ``alpha / r``.
+        dora: whether the norms of the rows of the sum are weights too.
         merged: whether the base weight has the update in it already.
+        bias: the biases of the model that are trained too, and saved with the update: those of layers with an
+            update ("lora_only"), "all", or "none".
 
     Example:
         >>> Adapter(16, 32.0).scale, Adapter(16, 32.0, rslora=True).scale
@@ -44,7 +50,9 @@ class Adapter:
     rank: int
     alpha: float
     rslora: bool = False
+    dora: bool = False
     merged: bool = False
+    bias: str = "none"
 
     @property
     def scale(self) -> float:
@@ -53,18 +61,27 @@ class Adapter:
 
 
 class LowRank(Module):
-    """A linear layer that may have a low-rank update.
+    """A linear layer or an embedding table that may have a low-rank update.
 
     Attributes:
         lora: settings of the update, or None.
-        lora_A, lora_B: Weights ``[r, in]`` and ``[out, r]``, or None. Their names end in ``lora_A.weight``
-            and ``lora_B.weight``, as in PEFT's files.
+        lora_A, lora_B: Weights ``[r, in]`` and ``[out, r]``, or None.
+        lora_magnitude_vector: Weight ``[out]`` of DoRA, or None.
+
+    The names of the Weights end as in PEFT's files: ``lora_A.weight``, for example.
     """
 
     weight: Any
     lora: Adapter | None = None
     lora_A: Weight | None = None
     lora_B: Weight | None = None
+    lora_magnitude_vector: Weight | None = None
+    # For the attribute of each Weight of an update, its name in PEFT's files.
+    update_names: ClassVar[Mapping[str, str]] = {
+        "lora_A": "lora_A.weight",
+        "lora_B": "lora_B.weight",
+        "lora_magnitude_vector": "lora_magnitude_vector",
+    }
     # The axis of the outputs in the base weight.
     out_axis: ClassVar[int] = 0
 
@@ -72,27 +89,58 @@ class LowRank(Module):
         """The layer's result with its update, if it has one.
 
         Args:
-            y: ``[..., out]``, the result without it.
+            y: ``[..., out]``, the product with the base weight, to which no bias was added yet.
             x: ``[..., in]``, what the layer was called with.
         """
         return all_updated([self], x, [y])[0]
 
     def initializer(self, name: str) -> Any:
-        """As PEFT: uniform of ±1/√in for A, and zeros for B, so that a new update changes nothing."""
+        """As PEFT: uniform of ±1/√in for A, and zeros for B, so that a new update changes nothing.
+
+        Raises:
+            UserInputError: it is DoRA's magnitudes, which are norms of the base weight.
+        """
+        if name.endswith("lora_magnitude_vector"):
+            raise UserInputError(
+                "the magnitudes of DoRA are norms of the base weights, and are not drawn: "
+                "maxjax.lora.add(model, dora=True, key=key) of a model that has values"
+            )
         if name.endswith("lora_A.weight"):
             return _uniform
         return jax.nn.initializers.zeros if name.endswith("lora_B.weight") else None
 
     def sharding_rules(self) -> Mapping[str, Any]:
-        """Splits the inputs of A and the outputs of B as those of the base weight."""
-        if self.lora_A is None:
+        """Splits inputs and outputs of the update as those of the base weight."""
+        if self.lora is None:
             return {}
         shape = self.base_shape
-        inputs, outputs = 1 - self.out_axis, self.out_axis
         return {
-            "lora_A": PartOf("weight", shape, (None, inputs)),
-            "lora_B": PartOf("weight", shape, (outputs, None)),
+            attr: PartOf("weight", shape, axes)
+            for attr, axes in self.update_axes(self.lora).items()
         }
+
+    def update_axes(self, lora: Adapter) -> dict[str, tuple[int | None, ...]]:
+        """For the Weights of an update, the axes of the base weight that theirs run along; None for the rank."""
+        inputs, outputs = 1 - self.out_axis, self.out_axis
+        axes: dict[str, tuple[int | None, ...]] = {
+            "lora_A": (None, inputs),
+            "lora_B": (outputs, None),
+        }
+        return axes | ({"lora_magnitude_vector": (outputs,)} if lora.dora else {})
+
+    def magnitudes(self) -> jax.Array:
+        """The norms of the rows of the base weight with its update, one for each output, in float32 or wider.
+
+        They are constants for derivatives, as in the paper (section 4.3).
+        """
+        weight = self.weight
+        base = jnp.asarray(weight.stored.operand() if isinstance(weight, Weight) else weight)
+        # Not of the result: then derivatives of the sum would be kept for it, and dropped in the end.
+        rows = jax.lax.stop_gradient(base)
+        if self.lora is not None:
+            a, b = (jax.lax.stop_gradient(jnp.asarray(w)) for w in (self.lora_A, self.lora_B))
+            rows = summed(rows, a, b, self.lora.scale, self.out_axis)
+        return norms(rows, self.out_axis)
 
     @property
     def base_shape(self) -> tuple[int, int]:
@@ -113,7 +161,7 @@ class LowRank(Module):
 
 
 def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of LowRank layers for one input, each with the layer's update if it has one.
+    """The products of LowRank layers with one input, each with the layer's update if it has one.
 
     The products with A of all layers are one operation.
     """
@@ -122,14 +170,49 @@ def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> 
     if chosen:
         inner = matmul(unwrap(x), [layers[i].lora_A for i in chosen])  # [..., r]
         for i, h in zip(chosen, inner, strict=True):
-            found[i] = _sum(found[i], matmul(h * layers[i].lora.scale, layers[i].lora_B))
+            found[i] = added(layers[i], found[i], h)
     return found
 
 
-def _sum(y: jax.Array, update: jax.Array) -> jax.Array:
-    """``y + update`` in the wider of the two types, rounded to that of ``y``."""
+def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
+    """``y + scale · h @ B.T`` in the wider of the two types, with DoRA's factors, rounded to the type of ``y``.
+
+    Args:
+        y: ``[..., out]``, the layer's result without its update.
+        h: ``[..., r]``, the product of the input with A.
+    """
+    assert layer.lora is not None and layer.lora_B is not None
+    update = matmul(h * layer.lora.scale, layer.lora_B)
     wide = promote(DType.of(y.dtype), DType.of(update.dtype)).np
-    return (y.astype(wide) + update.astype(wide)).astype(y.dtype)
+    found = y.astype(wide) + update.astype(wide)
+    if layer.lora_magnitude_vector is not None:
+        factors = ratios(jnp.asarray(layer.lora_magnitude_vector), layer.magnitudes())
+        found = found * factors.astype(wide).reshape((1,) * (y.ndim - 1) + factors.shape)
+    return found.astype(y.dtype)
+
+
+def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: int) -> jax.Array:
+    """``base + scale · b @ a`` in float32 or wider; any leading axes are those of stacked layers.
+
+    Args:
+        out_axis: the axis of the outputs in ``base``, without leading axes.
+    """
+    wide = jnp.promote_types(base.dtype, jnp.float32)
+    equation = "...or,...ri->...oi" if out_axis == 0 else "...or,...ri->...io"
+    precision = jax.lax.Precision.HIGHEST
+    update = jnp.einsum(equation, b.astype(wide), a.astype(wide), precision=precision)
+    return base.astype(wide) + jnp.asarray(scale, wide) * update
+
+
+def norms(weight: jax.Array, out_axis: int) -> jax.Array:
+    """For each output the norm of its row (or column) of a weight, in float32 or wider."""
+    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    return jnp.sqrt(jnp.sum(wide * wide, axis=-1 if out_axis == 0 else -2))
+
+
+def ratios(magnitudes: jax.Array, found: jax.Array) -> jax.Array:
+    """DoRA's factors: the trained magnitudes by the norms that there are. Of a row of zeros, the magnitude."""
+    return magnitudes.astype(found.dtype) / jnp.where(found == 0, jnp.ones_like(found), found)
 
 
 def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:

@@ -171,18 +171,18 @@ class StackedLinear(LowRank):
         if self.clip_weight is not None:
             stored = jnp.clip(stored, -self.clip_weight, self.clip_weight)
         y = matmul(x, stored.reshape(n * r, -1))
-        if self.bias is not None:
-            y = add_bias(y, self.bias.stored.used().reshape(-1))
-        parts = layout.parts(y)
         if self.lora_A is None:
-            return parts
-        return self.split(self.updated(explicit.concatenate(parts, -1), x))
+            if self.bias is not None:
+                y = add_bias(y, self.bias.stored.used().reshape(-1))
+            return layout.parts(y)
+        y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
+        return self.split(y if self.bias is None else add_bias(y, self.bias))
 
     def _matmul(self, x: Any) -> jax.Array:
         refuse_integers(x, self.weight)
         weight = self.weight if self.clip_weight is None else self.stacked_weight
-        y = matmul(x, weight)
-        return self.updated(y if self.bias is None else add_bias(y, self.bias), x)
+        y = self.updated(matmul(x, weight), x)
+        return y if self.bias is None else add_bias(y, self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
         """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""

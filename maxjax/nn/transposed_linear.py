@@ -49,7 +49,7 @@ class TransposedLinear(LowRank):
         """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
         if (layout := self.weight.stored.layout) is not None:
             return explicit.concatenate(self.apart(x, layout.segments), -1)
-        return self.updated(add_bias(self._product(x), self.bias), x)
+        return add_bias(self.updated(self._product(x), x), self.bias)
 
     def apart(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         """The parts of the result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
@@ -66,10 +66,10 @@ class TransposedLinear(LowRank):
             return jnp.split(y, ends, axis=-1)
         stored = self.weight.stored.used()  # [in_dim, n, r]
         y = _matmul(x, stored.reshape(stored.shape[0], -1))
-        parts = layout.parts(add_bias(y, self.bias.stored.used().reshape(-1)))
         if self.lora_A is None:
-            return parts
-        return jnp.split(self.updated(explicit.concatenate(parts, -1), x), ends, axis=-1)
+            return layout.parts(add_bias(y, self.bias.stored.used().reshape(-1)))
+        y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
+        return jnp.split(add_bias(y, self.bias), ends, axis=-1)
 
     def _product(self, x: jax.Array) -> jax.Array:
         weight = jnp.asarray(self.weight)

@@ -164,6 +164,80 @@ def test_over_blocks_gradients_reach_a_and_b_only(model):
     assert error(again) < error(base) / 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_dora_trains_the_norms_of_rows(model, packed):
+    """Each row is scaled to its magnitude, in a stack and over blocks; at the start nothing changes."""
+    base = maxjax.quantize(model, "q8_0", activations="float")[0] if packed else model
+    added = lora.add(
+        base, ["q_proj", "down_proj"], rank=4, alpha=12, dora=True, key=jax.random.key(1)
+    )
+    np.testing.assert_allclose(run(added, IDS), run(base, IDS), rtol=1e-4, atol=1e-4)
+    tuned = drawn(added)
+    merged = lora.merge(tuned, requantize=packed)
+    layer, after = (one.model.layers[1].mlp.down_proj for one in (tuned, merged))
+    floats = lambda w: np.asarray(jnp.asarray(w.stored.operand()), np.float64)
+    a, b, m = (
+        np.asarray(w.value, np.float64)
+        for w in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    )
+    rows = floats(layer.weight) + 3 * b @ a
+    expected = rows * (m / np.linalg.norm(rows, axis=1))[:, None]
+    close = {"atol": 1e-2} if packed else {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(floats(after.weight), expected, **close)
+    x = np.random.default_rng(0).normal(size=(5, 128)).astype(np.float32)
+    np.testing.assert_allclose(layer(x), x @ expected.T, rtol=1e-3, atol=1e-3)
+    if not packed:
+        np.testing.assert_allclose(run(tuned, IDS), run(merged, IDS), rtol=1e-4, atol=1e-4)
+        assert jax.tree.structure(lora.remove(tuned)) == jax.tree.structure(model)
+        with pytest.raises(NotImplementedError, match="dora=True"):
+            lora.merge(tuned, keep=True)
+        clipped = nn.Sequential([nn.Linear(4, 4, clip_weight=1.0)])
+        with pytest.raises(
+            NotImplementedError, match=r"dora=True\) of a layer with clip_weight.*'0'"
+        ):
+            lora.add(clipped, dora=True)
+        with pytest.raises(UserInputError, match="norms of the base weights"):
+            maxjax.init(lora.add(model, dora=True), jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_table_gets_updates_too(model, dora, tmp_path):
+    added = lora.add(model, "embed_tokens", rank=4, dora=dora, key=jax.random.key(1))
+    np.testing.assert_allclose(run(added, IDS), run(model, IDS), rtol=1e-4, atol=1e-4)
+    assert not np.any(added.model.embed_tokens.lora_A.value)
+    assert 0.5 < np.std(added.model.embed_tokens.lora_B.value) < 2
+    tuned, ids = drawn(added), jnp.arange(64)
+    table = tuned.model.embed_tokens
+    w, a, b = (np.asarray(x.value, np.float64) for x in (table.weight, table.lora_A, table.lora_B))
+    rows = w + (b @ a).T
+    if dora:
+        rows *= np.asarray(table.lora_magnitude_vector.value) / np.linalg.norm(rows, axis=0)
+    np.testing.assert_allclose(table(ids), rows, rtol=1e-4, atol=1e-5)
+    assert np.isnan(table(jnp.asarray([64]))).all()
+    merged = lora.merge(tuned)
+    np.testing.assert_allclose(merged.model.embed_tokens.weight.value, rows, rtol=1e-4, atol=1e-5)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    if not dora:
+        back = lora.unmerge(lora.merge(tuned, keep=True))
+        np.testing.assert_allclose(back.model.embed_tokens.weight.value, w, rtol=1e-4, atol=1e-5)
+    kind = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), axis_types=kind, devices=jax.devices()[:4])
+    lora.save(tmp_path, tuned)
+    placed = lora.load(jax.tree.map(lambda leaf: leaf, model).to(mesh), tmp_path)
+    spread = placed.model.embed_tokens
+    assert [tuple(x.sharding.spec) for x in (spread.lora_A, spread.lora_B)] == [
+        (None, "model"),
+        ("fsdp", None),
+    ]
+    np.testing.assert_allclose(run(placed, IDS), run(tuned, IDS), rtol=1e-4, atol=1e-4)
+    packed, _ = maxjax.quantize(model, "q8_0", activations="float")
+    packed = lora.load(packed, tmp_path)
+    assert packed.model.embed_tokens.weight.dtype == maxjax.DType.uint8
+    np.testing.assert_allclose(packed.model.embed_tokens(ids), rows, atol=2e-2)
+
+
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
@@ -195,10 +269,10 @@ def test_16_bits_are_added_in_the_wider_type():
     [
         (lambda m: lora.add(m, "q_prj"), UserInputError, "did you mean 'q_proj'"),
         (lambda m: lora.add(m, "*.input_layernorm"), NotImplementedError, "a RMSNorm"),
-        (lambda m: lora.add(m, "embed_tokens"), NotImplementedError, "'model.embed_tokens', a Embed"),
         (lambda m: lora.add(m, 3), UserInputError, "names or glob patterns of layers, not 3"),
         (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
         (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),
+        (lambda m: lora.add(m, bias="some"), UserInputError, "bias must be one of 'none', 'lora_only', 'all'"),
         (lambda m: lora.add(m, dtype="int8"), UserInputError, "dtype must be"),
         (lambda m: lora.add(lora.add(m)), UserInputError, "LoRA weights already"),
         (lambda m: lora.add(Llama(m.config), key=jax.random.key(0)), UserInputError, "not loaded"),
@@ -313,6 +387,27 @@ def test_another_adapter_replaces_the_files(model, tuned, tmp_path):
     assert names == ["adapter_config.json", "adapter_model.safetensors", "maxjax_digests.json"]
 
 
+@pytest.mark.parametrize(
+    ("bias", "saved"),
+    [("none", []), ("lora_only", ["0.base_layer"]), ("all", ["0.base_layer", "1"])],
+)
+def test_trained_biases_are_saved_and_loaded(bias, saved, tmp_path):
+    layers = nn.Sequential([nn.Linear(4, 4, has_bias=True), nn.Linear(4, 4, has_bias=True)])
+    base = maxjax.init(layers, jax.random.key(0))
+    tuned = lora.add(base, "0", rank=2, bias=bias, key=jax.random.key(1))
+    tuned.load_state_dict(
+        {f"{i}.bias": np.full(4, 2 + i, np.float32) for i in (0, 1)}, strict=False
+    )
+    files = load_file(lora.save(tmp_path, tuned) / "adapter_model.safetensors")
+    assert sorted(n for n in files if "lora_" not in n) == [
+        f"base_model.model.{name}.bias" for name in saved
+    ]
+    found = lora.load(base, tmp_path)
+    values = [float(found.raw_state_dict()[f"{i}.bias"].value[0]) for i in (0, 1)]
+    assert values == [2.0 * bool(saved), 3.0 * (bias == "all")]
+    assert not np.any(base[0].bias.value)
+
+
 def test_over_the_tensors_of_a_quantised_format():
     """Of GPTQ, FP8 and others: the layer keeps its tensors, and the update is beside them."""
     tensors = (
@@ -337,5 +432,11 @@ def test_over_the_tensors_of_a_quantised_format():
     one = tuned[1]
     update = x @ one.lora_A.value.T @ one.lora_B.value.T
     np.testing.assert_allclose(one(x), stack[1](x) + update, rtol=1e-5, atol=1e-6)
+    rows = np.asarray(stack[1].weight.__jax_array__())
+    dora = lora.add(stack, rank=2, dora=True, key=jax.random.key(0))[1]
+    np.testing.assert_allclose(
+        dora.lora_magnitude_vector.value, np.linalg.norm(rows, axis=1), rtol=1e-5
+    )
+    np.testing.assert_allclose(dora(x), stack[1](x), rtol=1e-5)
     with pytest.raises(NotImplementedError, match="several tensors of a quantised format"):
         lora.merge(tuned)

@@ -1,11 +1,13 @@
 """Adapters in PEFT's files: PEFT's own opened here, ours opened by PEFT, and what is refused."""
 
 import contextlib
+import fnmatch
 import json
 import tempfile
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,12 @@ import safetensors.numpy
 
 import maxjax
 from maxjax import lora
-from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    UnsupportedModelError,
+    UserInputError,
+)
 from tests.models import goldens
 from tests.models.decoders import call
 from tests.oracles.recorded import recorded
@@ -28,7 +35,18 @@ CASES = {
     "one layer": ("qwen3", {
         "r": 4, "lora_alpha": 6, "target_modules": ["o_proj"], "layers_to_transform": [1], "lora_dropout": 0.1}),
     "gpt2": ("gpt2", {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "fan_in_fan_out": True}),
+    "dora": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True}),
+    "dora gpt2": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
+    "table": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "v_proj"], "use_dora": True}),
+    "tied table": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["wte", "wpe", "c_attn"], "fan_in_fan_out": True}),
+    "biases": ("gpt2", {
+        "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "bias": "all", "fan_in_fan_out": True}),
+    "own biases": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
 }  # fmt: skip
+
+TRAINED = ("dora", "dora gpt2", "table", "tied table", "biases")
 
 
 def base_of(name, folder):
@@ -63,26 +81,43 @@ def theirs(name):
         model = peft.get_peft_model(base, peft.LoraConfig(**CASES[name][1])).eval()
         with torch.no_grad():
             for full, weight in model.named_parameters():
-                if "lora_" in full:
+                if weight.requires_grad:
                     weight.copy_(torch.tensor(goldens.values(full, tuple(weight.shape), "") / 3))
             logits = model(torch.tensor(IDS).long()).logits.numpy()
         model.save_pretrained(out)
         files = {path.name: path.read_bytes() for path in Path(out).glob("adapter_*")}
-    return {"files": files, "logits": logits}
+        answer = {"files": files, "logits": logits}
+        if name in TRAINED:
+            model(torch.tensor(IDS).long()).logits.square().mean().backward()
+            answer["gradients"] = {
+                full.removeprefix("base_model.model.").replace(".default", ""): weight.grad.numpy()
+                for full, weight in model.named_parameters()
+                if weight.grad is not None
+            }
+    return answer
 
 
 def opened(name, tmp_path):
     """The base model here, PEFT's adapter as a directory, and PEFT's logits."""
-    answer = recorded(lambda: theirs(name), f"tests/lora/test_peft.py::{name}", is_compared=False)
+    answer = answer_of(name)
+    model, path = written(answer, name, tmp_path)
+    return model, path, answer["logits"]
+
+
+def answer_of(name):
+    return recorded(lambda: theirs(name), f"tests/lora/test_peft.py::{name}", is_compared=False)
+
+
+def written(answer, name, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
     for file, content in answer["files"].items():
         (tmp_path / "adapter" / file).write_bytes(content)
     model, _ = maxjax.load(base_of(name, tmp_path / "base"))
-    return model, tmp_path / "adapter", answer["logits"]
+    return model, tmp_path / "adapter"
 
 
-@pytest.mark.default("one layer", "gpt2")
+@pytest.mark.default("one layer", "gpt2", "dora gpt2", "tied table", "own biases")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
@@ -96,13 +131,48 @@ def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
     ours, kept = (
         safetensors.numpy.load_file(p / "adapter_model.safetensors") for p in (again, path)
     )
-    assert set(ours) == {n for n in kept if "lora_" in n}
+    assert set(ours) == {n for n in kept if "lora_" in n or n.endswith(".bias")}
     for full, value in ours.items():
         np.testing.assert_array_equal(value, kept[full])
     np.testing.assert_array_equal(call(lora.load(model, again), jnp.asarray(IDS)), found)
     settings = json.loads((again / "adapter_config.json").read_text())
-    assert settings["fan_in_fan_out"] == (name == "gpt2")
+    assert settings["fan_in_fan_out"] == ("fan_in_fan_out" in CASES[name][1])
+    assert settings["bias"] == CASES[name][1].get("bias", "none")
+    assert settings["use_dora"] == ("use_dora" in CASES[name][1])
     assert settings["base_model_name_or_path"] == "base"
+
+
+@pytest.mark.default("dora", "tied table", "biases")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
+    """The norms of DoRA are constants of a derivative, as in PEFT."""
+    answer = answer_of(name)
+    model, path = written(answer, name, tmp_path)
+    tuned, ids = lora.load(model, path), jnp.asarray(IDS)
+    if name == "tied table":
+        with pytest.raises(UserInputError, match="one tied weight"):
+            lora.merge(tuned)
+        file = path / "adapter_config.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(settings | {"ensure_weight_tying": True}))
+        with pytest.raises(UnsupportedModelError, match="ensure_weight_tying=True"):
+            lora.load(model, path)
+    else:
+        np.testing.assert_allclose(call(lora.merge(tuned), ids), answer["logits"], atol=2e-5)
+    tuned.to(maxjax.make_mesh(model=2))
+    np.testing.assert_allclose(call(tuned, ids), answer["logits"], atol=2e-5)
+    patterns = ["*.lora_*", "*.bias"] if name == "biases" else ["*.lora_*"]
+    trained, rest = maxjax.partition(tuned, patterns)
+    loss = lambda t, r: jnp.square(maxjax.merge(t, r)(ids)).mean()
+    gradients = jax.jit(jax.grad(loss))(trained, rest).raw_state_dict()
+    is_trained = lambda full: any(fnmatch.fnmatch(full, one) for one in patterns)
+    found = {n: np.asarray(w.value) for n, w in gradients.items() if is_trained(n)}
+    short = lambda full: full.replace("vector.weight", "vector").replace(".base_layer", "")
+    theirs = {short(full): value for full, value in answer["gradients"].items()}
+    assert set(found) == set(theirs)
+    for full, value in found.items():
+        np.testing.assert_allclose(value, theirs[full], rtol=1e-3, atol=1e-5, err_msg=full)
 
 
 @pytest.mark.oracle
@@ -129,8 +199,9 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"use_dora": True}, "DoRA"),
-        ({"bias": "all"}, "bias='all'"),
+        ({"use_dora": True}, "a tensor is missing .* and use_dora"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"bias": "boft_only"}, "bias='boft_only' is not supported"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be"),
         ({"peft_type": "IA3"}, "type 'IA3'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
@@ -154,8 +225,10 @@ def test_settings_that_cannot_be_read_are_named(llama, tmp_path, setting, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: {n: v for n, v in t.items() if "0.self_attn.q_proj.lora_B" not in n}, "has not one lora_A"),
-        (lambda t: t | {"base_model.model.x.lora_magnitude_vector": np.ones(2, np.float32)}, "DoRA is not"),
+        (lambda t: {n: v for n, v in t.items() if "0.self_attn.q_proj.lora_B" not in n}, "a tensor is missing"),
+        (lambda t: t | {"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": np.ones(2, np.float32)},
+         "no such LoRA weight .* not use_dora"),
+        (lambda t: t | {"base_model.model.x.lora_other": np.ones(2, np.float32)}, "these tensors are not supported"),
         (lambda t: {n.replace("layers.1", "layers.7"): v for n, v in t.items()}, "not one of this model's"),
         (lambda t: {n: v[..., :-1] if "lora_A" in n else v for n, v in t.items()}, "shape"),
         (lambda t: {}, "no LoRA weights"),
