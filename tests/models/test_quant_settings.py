@@ -75,7 +75,7 @@ def test_settings_that_the_file_of_a_layer_shows():
 
 
 def test_configurations_of_other_writers():
-    """AutoFP8 names scales otherwise, GPTQModel the form of a file, old transformers no method."""
+    """AutoFP8 names scales otherwise, MiniMax the floats, GPTQModel the form of a file, old transformers no method."""
     of = lambda config: Quantization.of({"quantization_config": config}).layout_for("x")
     fp8 = of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     own = {"weight": (DType.float8_e4m3fn, (64, 32)), "weight_scale": (DType.float32, ()),
@@ -85,6 +85,8 @@ def test_configurations_of_other_writers():
         ("weight_scale", ()),
         ("input_scale", ()),
     ]
+    minimax = of({"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [64, 32]})
+    assert minimax(64, 64, {}).tensors[1].shape == (1, 2)
     rows = fp8(64, 32, {**own, "weight_scale": (DType.float32, (64, 1))})
     assert rows.tensors[1].shape == (64, 1)
     gptq = of({"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"})

@@ -204,6 +204,23 @@ def test_the_file_says_which_layers_are_quantised(tmp_path):
     assert type(model.lm_head).__name__ == "ColumnParallelLinear"
 
 
+def test_biases_of_layers_that_have_none(tmp_path):
+    """AutoGPTQ wrote them of every quantised layer."""
+    (config, packed), (plain, floats) = tensors_of(gptq(), num_hidden_layers=2)
+    rng = np.random.default_rng(0)
+    for name in [name.removesuffix(".qweight") for name in packed if name.endswith(".qweight")]:
+        bias = rng.normal(size=len(floats[f"{name}.weight"])).astype(np.float16)
+        packed[f"{name}.bias"], floats[f"{name}.bias"] = bias, bias.astype(np.float32)
+    plain |= {"attention_bias": True, "mlp_bias": True}
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    expected = call(loaded(write(tmp_path / "f", plain, floats)), ids)
+    model = loaded(directory)
+    near(call(model, ids), expected)
+    near(call(model.to(maxjax.make_mesh(model=2)), ids), expected)
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    assert raw(tmp_path / "saved") == raw(directory)
+
+
 def test_settings_of_single_layers_of_gptq(tmp_path):
     """The first pattern that matches holds; what one leaves out must not be quantised."""
     (config, packed), (plain, floats) = tensors_of(gptq(), num_hidden_layers=1)

@@ -119,9 +119,9 @@ class Quantization:
                 continue
             module = linear[name]
             parent, _, attribute = name.rpartition(".")
-            new = QuantizedLinear(
-                layout, module.weight.device, has_bias=module.bias is not None, dtype=dtype
-            )
+            # AutoGPTQ wrote biases, which are zeros, of layers that have none.
+            has_bias = module.bias is not None or "bias" in layers[name]
+            new = QuantizedLinear(layout, module.weight.device, has_bias=has_bias, dtype=dtype)
             setattr(modules[parent], attribute, new)
         for _, holder, attribute in stacks:
             experts = getattr(holder, attribute)

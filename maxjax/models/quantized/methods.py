@@ -20,7 +20,7 @@ from .settings import KEY, QuantSettings, positive
 def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``fp8`` of transformers: DeepSeek's blocks of 128 × 128, or one scale for a weight."""
     settings.only("activation_scheme", "dynamic", "static")
-    settings.only("fmt", "e4m3", "e5m2")
+    settings.only("fmt", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2")
     block = settings.pair("weight_block_size")
     if block is None and settings.raw.get("weight_block_size", 0) == 0:
         block = (128, 128)  # transformers' default where the key is absent; null says one scale
