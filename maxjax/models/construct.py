@@ -21,7 +21,7 @@ from .decoder.score import has_score
 from .family import PretrainedModel, one_head, tensors, unwrapped
 from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
-from .quantized import Quantization, unquantised
+from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
 from .weights import main_dtype
 
@@ -91,7 +91,9 @@ def build(
         main = main_dtype(unquantised(found)) or DType.float32
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     packed: set[str] = set()
-    if quantization is not None:
+    if quantization is None:
+        check_has_settings(model, found, raw, path=path)
+    else:
         if isinstance(model, Decoder):
             model.unstack()  # a family of the user's may have stacked its layers
         packed = quantization.apply(model, found, main)

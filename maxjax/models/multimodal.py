@@ -219,6 +219,18 @@ def text_name(tensor: str) -> str | None:
     return None if _SEEN.fullmatch(tensor) else tensor
 
 
+def whole_names(name: str) -> list[str]:
+    """The names that a module of a text model may have in a multimodal model, its own the first.
+
+    Example:
+        >>> whole_names("lm_head")
+        ['lm_head', 'language_model.lm_head', 'thinker.lm_head']
+    """
+    full = f"{name}."
+    found = [place + full.removeprefix(start) for place, start in PLACES if full.startswith(start)]
+    return [name, *(one.removesuffix(".") for one in found)]
+
+
 def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
     """The tensors of the text model by its own names, of a multimodal configuration's; any other's as they are."""
     if not is_multimodal(raw):

@@ -15,22 +15,17 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax.checkpoint import convert
-from maxjax.dtype import DType
 from maxjax.errors import (
-    CheckpointFormatError,
     CheckpointMismatchError,
     UnsupportedModelError,
     UserInputError,
 )
 from maxjax.models import build
-from maxjax.models.quantized import Quantization
 from maxjax.nn.layer import LayerStack
 from maxjax.nn.quantized import QuantizedLinear
 from tests.models.decoders import call, ids_of
 from tests.models.quantizers import (
     CASES,
-    compressed,
-    compressed_scaled,
     gptq,
     repository,
     tensors_of,
@@ -209,36 +204,44 @@ def test_the_file_says_which_layers_are_quantised(tmp_path):
     assert type(model.lm_head).__name__ == "ColumnParallelLinear"
 
 
-def test_groups_of_layers_with_settings_of_their_own(tmp_path):
-    case = compressed_scaled("float", "channel")
-    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-    group = {"targets": ["re:.*down_proj$"], "weights": four, "format": "pack-quantized"}
-    groups = {**case.config["config_groups"], "group_1": group}
-    config = {**case.config, "config_groups": groups}
-    layout_for = Quantization.of({"quantization_config": config}).layout_for
-    found = {
-        name: layout_for(f"model.layers.0.mlp.{name}")(64, 64, {}).format
-        for name in ("up_proj", "down_proj")
-    }
-    assert found == {"up_proj": "scaled", "down_proj": "pack_quantized"}
+def test_biases_of_layers_that_have_none(tmp_path):
+    """AutoGPTQ wrote them of every quantised layer."""
+    (config, packed), (plain, floats) = tensors_of(gptq(), num_hidden_layers=2)
+    rng = np.random.default_rng(0)
+    for name in [name.removesuffix(".qweight") for name in packed if name.endswith(".qweight")]:
+        bias = rng.normal(size=len(floats[f"{name}.weight"])).astype(np.float16)
+        packed[f"{name}.bias"], floats[f"{name}.bias"] = bias, bias.astype(np.float32)
+    plain |= {"attention_bias": True, "mlp_bias": True}
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    expected = call(loaded(write(tmp_path / "f", plain, floats)), ids)
+    model = loaded(directory)
+    near(call(model, ids), expected)
+    near(call(model.to(maxjax.make_mesh(model=2)), ids), expected)
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    assert raw(tmp_path / "saved") == raw(directory)
 
 
-def test_configurations_of_other_writers():
-    """AutoFP8 names scales otherwise, GPTQModel the form of a file, old transformers no method."""
-    of = lambda config: Quantization.of({"quantization_config": config}).layout_for("x")
-    fp8 = of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
-    own = {"weight": (DType.float8_e4m3fn, (64, 32)), "weight_scale": (DType.float32, ()),
-           "input_scale": (DType.float32, ())}  # fmt: skip
-    found = fp8(64, 32, own)
-    assert [(one.name, one.shape) for one in found.tensors[1:]] == [
-        ("weight_scale", ()),
-        ("input_scale", ()),
-    ]
-    rows = fp8(64, 32, {**own, "weight_scale": (DType.float32, (64, 1))})
-    assert rows.tensors[1].shape == (64, 1)
-    gptq = of({"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"})
-    assert dict(gptq(64, 32, {}).options)["offset"] == 0
-    assert of({"load_in_8bit": True})(64, 32, {}).format == "bitsandbytes8"
+def test_settings_of_single_layers_of_gptq(tmp_path):
+    """The first pattern that matches holds; what one leaves out must not be quantised."""
+    (config, packed), (plain, floats) = tensors_of(gptq(), num_hidden_layers=1)
+    name, rng = "model.layers.0.mlp.up_proj", np.random.default_rng(0)
+    found, values = gptq(8, 64, desc_act=True).quantise(rng.normal(size=(192, 128)), rng)
+    packed |= {f"{name}.{key}": value for key, value in found.items()}
+    floats[f"{name}.weight"] = values.astype(np.float32)
+    dynamic = {
+        "-:.*norm": {}, "lm_head": {}, r"+:model\.language_model\..*\.up_proj": {
+            "bits": 8, "group_size": 64, "desc_act": True,
+        }, ".*up_proj": {"bits": 2},
+    }  # fmt: skip
+    quantised = {**config["quantization_config"], "dynamic": dynamic}
+    directory = write(tmp_path / "q", {**config, "quantization_config": quantised}, packed)
+    ids = ids_of(2, 6)
+    near(call(loaded(directory), ids), call(loaded(write(tmp_path / "f", plain, floats)), ids))
+    dynamic = {"-:.*up_proj": {}}
+    quantised = {**config["quantization_config"], "dynamic": dynamic}
+    directory = write(tmp_path / "left", {**config, "quantization_config": quantised}, packed)
+    with pytest.raises(UnsupportedModelError, match=f"'{name}', which 'dynamic' leaves out"):
+        loaded(directory)
 
 
 @pytest.mark.slow
@@ -307,48 +310,6 @@ def test_experts_of_which_one_is_not_quantised(tmp_path):
 # -- what is refused
 
 
-def weights_of(**changes):
-    base = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    return compressed({**base, **changes}, "float-quantized")
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "what"),
-    [
-        ({"quant_method": "hqq"}, UnsupportedModelError, r"quant_method 'hqq'\); supported are fp8,"),
-        ({"bits": 4}, UnsupportedModelError, "quant_method"),
-        ([1], CheckpointFormatError, "not an object"),
-        ({**gptq().config, "bits": 3}, UnsupportedModelError, r"'gptq'\) with bits 3 \(supported: 4, 8, 2"),
-        ({**gptq().config, "bits": "4"}, UnsupportedModelError, "bits '4'"),
-        ({**gptq().config, "group_size": 0}, CheckpointFormatError, "'group_size'"),
-        ({**gptq().config, "group_size": "a"}, CheckpointFormatError, "'group_size'.*wrong type"),
-        ({**gptq().config, "checkpoint_format": "marlin"}, UnsupportedModelError, "marlin"),
-        ({**gptq().config, "dynamic": {"+:.*": {"bits": 8}}}, UnsupportedModelError, "dynamic"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "version 'gemv'"),
-        ({"quant_method": "awq", "bits": 8}, UnsupportedModelError, "bits 8"),
-        ({"quant_method": "bitsandbytes"}, UnsupportedModelError, "neither load_in_4bit"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
-         UnsupportedModelError, "bnb_4bit_quant_storage 'bfloat16'"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, CheckpointFormatError, "two positive"),
-        ({"quant_method": "fp8", "weight_block_size": [128, -1]}, CheckpointFormatError, "two positive"),
-        ({"quant_method": "fp8", "activation_scheme": 3}, UnsupportedModelError, "activation_scheme 3"),
-        ({"quant_method": "compressed-tensors"}, UnsupportedModelError, "no config_groups"),
-        ({**weights_of(), "format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4-pack"),
-        ({**weights_of(), "kv_cache_scheme": {"num_bits": 8}}, UnsupportedModelError, "kv_cache_scheme"),
-        ({**weights_of(), "sparsity_config": {"format": "sparse-24-bitmask"}},
-         UnsupportedModelError, "sparse-24"),
-        (weights_of(num_bits=4), UnsupportedModelError, "num_bits 4"),
-        (weights_of(type="int"), UnsupportedModelError, "type 'int'"),
-        (weights_of(strategy="token"), UnsupportedModelError, "strategy 'token'"),
-        (weights_of(strategy="group"), CheckpointFormatError, "'group_size'"),
-        (weights_of(strategy="block"), UnsupportedModelError, "block_structure"),
-    ],
-)  # fmt: skip
-def test_a_method_that_is_not_supported_is_named(config, error, what):
-    with pytest.raises(error, match=what):
-        Quantization.of({"quantization_config": config}, path="config.json")
-
-
 def changed(case, directory, change, **settings):
     (config, packed), _ = tensors_of(CASES[case], num_hidden_layers=1, **settings)
     change(config, packed)
@@ -362,6 +323,7 @@ def changed(case, directory, change, **settings):
         ("fp8 blocks", "weight_scale_inv", np.ones((4, 3), np.float32), r"expected=\(4, 2\), actual=\(4, 3\)"),
         ("fp8 blocks", "weight", np.ones((128, 128), np.int8), r"expected=DType.float8_e4m3fn, actual=DType.int8"),
         ("gptq 4 order", "g_idx", None, "Missing required weights: .*q_proj.g_idx"),
+        ("gptq 4", "g_idx", np.arange(128, dtype=np.int32)[::-1] // 32, "q_proj.g_idx' has groups .*desc_act"),
         ("gptq 4 order", "scales", None, "Missing required weights: .*q_proj.scales"),
         ("gptq 4 order", "qweight", np.ones((8, 128), np.int32), r"expected=\(16, 128\), actual=\(8, 128\)"),
         ("awq", "qzeros", np.ones((4, 16), np.int8), "expected=DType.int32, actual=DType.int8"),
@@ -405,6 +367,20 @@ def test_other_models_are_refused(tmp_path):
 
     with pytest.raises(UnsupportedModelError, match="mxfp4.*which is no expert"):
         loaded(changed("awq", tmp_path / "gpt_oss", gpt_oss))
+
+
+def test_a_quantised_checkpoint_whose_configuration_does_not_say_so(tmp_path):
+    def quiet(config, packed):
+        del config["quantization_config"]
+
+    with pytest.raises(UnsupportedModelError, match=r"'model.*qweight'.*quantize_config.json"):
+        loaded(changed("awq", tmp_path / "quiet", quiet))
+
+    def renamed(config, packed):
+        config["compression_config"] = config.pop("quantization_config")
+
+    with pytest.raises(UnsupportedModelError, match="enter its 'compression_config'"):
+        loaded(changed("int-quantized channel", tmp_path / "renamed", renamed))
 
 
 def test_no_other_dtype_in_a_file(made, tmp_path):

@@ -119,9 +119,9 @@ class Quantization:
                 continue
             module = linear[name]
             parent, _, attribute = name.rpartition(".")
-            new = QuantizedLinear(
-                layout, module.weight.device, has_bias=module.bias is not None, dtype=dtype
-            )
+            # AutoGPTQ wrote biases, which are zeros, of layers that have none.
+            has_bias = module.bias is not None or "bias" in layers[name]
+            new = QuantizedLinear(layout, module.weight.device, has_bias=has_bias, dtype=dtype)
             setattr(modules[parent], attribute, new)
         for _, holder, attribute in stacks:
             experts = getattr(holder, attribute)
@@ -171,6 +171,37 @@ def unquantised(found: Mapping[str, WeightData]) -> dict[str, WeightData]:
         for name, data in found.items()
         if name.endswith((".weight", ".bias")) and data.dtype in _FLOATS
     }
+
+
+# Tensors that quantised linear layers have, of one format or another.
+_TENSORS = (
+    ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".weight.absmax",
+)  # fmt: skip
+
+
+def check_has_settings(
+    model: Module,
+    found: Mapping[str, WeightData],
+    config: Mapping[str, Any],
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Checks that a checkpoint without a ``quantization_config`` has no quantised layers.
+
+    Raises:
+        UnsupportedModelError: it has a tensor of one that the model does not have.
+    """
+    names = [name for name in found if name.endswith(_TENSORS)]
+    known = model.raw_state_dict() if names else {}
+    if (name := next((name for name in names if name not in known), None)) is not None:
+        where = "its 'compression_config'" if "compression_config" in config else (
+            "the content of the writer's own file (quantize_config.json, hf_quant_config.json)"
+        )  # fmt: skip
+        raise UnsupportedModelError(
+            (f"{os.fspath(path)}: " if path is not None else "")
+            + f"the tensor '{name}' is that of a quantised layer, but there is no '{KEY}', which says "
+            f"how it is quantised. If its quant_method is supported, enter {where} under this name"
+        )
 
 
 def is_quantised(own: Found) -> bool:

@@ -92,7 +92,7 @@ def scaled(
         strategy: "tensor", "channel" or "block": what has one scale.
         scale: name of the scales.
         block: shape of a block.
-        asymmetric: whether there are zero points.
+        asymmetric: whether there must be zero points.
         ignored: names of tensors that are kept and not used.
     """
     shapes = _scale_shapes(out, inner, strategy, block)
@@ -100,7 +100,7 @@ def scaled(
         tensor(own, "weight", dtypes, [((out, inner), (0, 1))]),
         tensor(own, scale, (*SCALES, DType.float8_e8m0fnu), shapes),
     ]
-    if asymmetric:
+    if asymmetric or "weight_zero_point" in own:
         tensors.append(tensor(own, "weight_zero_point", [*dtypes, DType.int8], shapes))
     options: list[tuple[str, Any]] = [("scale", scale)]
     if block is not None:
@@ -124,8 +124,9 @@ def packed(
     Args:
         group: columns of a group; None: all.
         asymmetric: whether there are zero points.
-        ordered: whether the file says of each column which group it belongs to.
+        ordered: whether the file must say of each column which group it belongs to.
     """
+    ordered = ordered or "weight_g_idx" in own
     words, groups = 32 // bits, 1 if group is None else count_blocks(inner, group)
     # The columns of a group are anywhere if there is an order.
     along = None if ordered or groups == 1 else 1

@@ -10,8 +10,9 @@ from typing import Any
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError
-from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
+from ...nn.quantized import Consecutive, Exactly, QuantLayout, QuantState, QuantTensor
 from ..config import short
+from ..multimodal import whole_names
 from .layouts import FLOATS8, SCALES, SINGLE, Found, LayoutOf, count_blocks, packed, scaled, tensor
 from .settings import KEY, QuantSettings, positive
 
@@ -19,7 +20,7 @@ from .settings import KEY, QuantSettings, positive
 def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``fp8`` of transformers: DeepSeek's blocks of 128 × 128, or one scale for a weight."""
     settings.only("activation_scheme", "dynamic", "static")
-    settings.only("fmt", "e4m3", "e5m2")
+    settings.only("fmt", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2")
     block = settings.pair("weight_block_size")
     if block is None and settings.raw.get("weight_block_size", 0) == 0:
         block = (128, 128)  # transformers' default where the key is absent; null says one scale
@@ -69,24 +70,35 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
         if transform.raw.get("config_groups"):
             raise settings.refused("transform_config")
     groups = settings.part("config_groups")
-    layouts = []
+    layouts: dict[str, LayoutOf] = {}
     for key in groups.raw if groups is not None else ():
         group = groups.part(key) if groups is not None else None
         if group is not None:
             kind = group.get("format", str, settings.get("format", str, "float-quantized"))
-            layouts.append((_targets(group), _compressed_group(group, kind)))
+            layouts |= dict.fromkeys(_targets(group), _compressed_group(group, kind))
     if not layouts:
         raise settings.refused("no config_groups")
+    # The order of compressed-tensors: names, patterns by the alphabet, classes.
+    by_name = [
+        (_pattern(settings, target[3:]) if target.startswith("re:") else target, layouts[target])
+        for target in sorted(layouts, key=lambda target: ("re:" in target, target))
+    ]
+    of_class = next((layouts[name] for name in _CLASSES if name in layouts), None)
 
     def layout_for(name: str) -> LayoutOf:
-        # A name or a pattern counts before the class of a layer.
-        for by_name in (True, False):
-            for targets, layout in layouts:
-                if any(_matches(target, name, by_name) for target in targets):
-                    return layout
-        raise settings.refused(f"no group for the quantised layer {name!r}")
+        names = whole_names(name)
+        for target, layout in by_name:
+            if target in names if isinstance(target, str) else any(map(target.match, names)):
+                return layout
+        if of_class is None:
+            raise settings.refused(f"no group for the quantised layer {name!r}")
+        return of_class
 
     return layout_for
+
+
+# What a target calls the class of a linear layer.
+_CLASSES = ("Linear", "ColumnParallelLinear")
 
 
 def _targets(group: QuantSettings) -> list[str]:
@@ -98,16 +110,14 @@ def _targets(group: QuantSettings) -> list[str]:
     return targets
 
 
-def _matches(target: str, name: str, by_name: bool) -> bool:
-    """Whether a target of compressed-tensors is a layer, by its name or by its class."""
-    if not by_name:
-        return target in ("Linear", "ColumnParallelLinear")
-    if not target.startswith("re:"):
-        return target == name
+def _pattern(settings: QuantSettings, text: str) -> re.Pattern[str]:
+    """A pattern for names of layers."""
     try:
-        return re.match(target[3:], name) is not None
-    except re.error:
-        return False
+        return re.compile(text)
+    except re.error as error:
+        raise CheckpointFormatError(
+            f"'{settings.where}' has the pattern {short(text)}: {error}", path=settings.path
+        ) from None
 
 
 def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
@@ -121,7 +131,8 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     bits = weights.only("num_bits", *((4, 8, 2) if kind == "pack-quantized" else (8,)))
     asymmetric = not weights.get("symmetric", bool, True)
     size = weights.get("group_size", int)
-    strategy = weights.get("strategy", str, "tensor" if size is None else "group")
+    unsaid = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.get("strategy", str, unsaid)
     known = (
         ("channel", "group")
         if kind == "pack-quantized"
@@ -136,7 +147,8 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
         block = (1, positive(weights, "group_size"))
     ignored = ("input_scale", "input_zero_point", "input_global_scale")
     if kind == "pack-quantized":
-        ordered = weights.only("actorder", False, None, "static", "weight", "group") == "group"
+        order = weights.only("actorder", False, "static", "weight", True, "dynamic", "group")
+        ordered = order in (True, "dynamic", "group")
         group_size = None if block is None else block[1]
         return partial(
             packed,
@@ -157,13 +169,38 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
 
 
 def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
-    """``gptq``: groups of rows of the transposed weight, also in an order of their own."""
+    """``gptq``, with the settings of all layers and those of single ones."""
+    layout, dynamic = _gptq_layout(settings), settings.part("dynamic")
+    layouts: list[tuple[re.Pattern[str], LayoutOf | None]] = []
+    for key in dynamic.raw if dynamic is not None else ():
+        changed = dynamic.part(key) if dynamic is not None else None
+        raw = {**settings.raw, **(changed.raw if changed is not None else {})}
+        own = None if key.startswith("-:") else _gptq_layout(QuantSettings(raw, path=settings.path))
+        layouts.append((_pattern(settings, key.removeprefix("-:").removeprefix("+:")), own))
+
+    def layout_for(name: str) -> LayoutOf:
+        names = whole_names(name)
+        for pattern, own in layouts:
+            if any(map(pattern.match, names)):
+                if own is None:
+                    raise settings.refused(
+                        f"the quantised layer {name!r}, which 'dynamic' leaves out"
+                    )
+                return own
+        return layout
+
+    return layout_for
+
+
+def _gptq_layout(settings: QuantSettings) -> LayoutOf:
+    """Groups of rows of the transposed weight, also in an order of their own."""
     bits = settings.only("bits", 4, 8, 2)
     forms = ("gptq", "gptq_v2")
     form = settings.only("checkpoint_format", *forms, default=settings.only("format", *forms))
     settings.only("pack_dtype", "int32")
-    if settings.raw.get("dynamic"):
-        raise settings.refused("dynamic settings for single layers")
+    for key in ("rotation", "is_marlin_format"):  # other weights, other tensors
+        if value := settings.raw.get(key):
+            raise settings.refused(f"{key} {short(value)}")
     ordered = settings.get("desc_act", bool, False)
     size = settings.get("group_size", int, -1)
     if size != -1:
@@ -178,20 +215,26 @@ def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
             tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, words)), (along, 0))]),
             tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
         ]
-        if ordered or "g_idx" in own:
+        if ordered:
             tensors.append(tensor(own, "g_idx", DType.int32, [((inner,), (1,))]))
+        elif "g_idx" in own:
+            found = tensor(own, "g_idx", DType.int32, [((inner,), (None,))])
+            tensors.append(replace(found, form=Consecutive(inner, group)))
         offset = 1 if form == "gptq" else 0
         options = (("bits", bits), ("group", group), ("offset", offset), ("ordered", ordered))
         return QuantLayout("gptq", out, inner, tuple(tensors), options)
 
-    return lambda name: layout
+    return layout
 
 
 def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``awq``: 4 bits in groups, in the order of its kernel ``gemm``."""
     settings.only("bits", 4)
     settings.only("version", "gemm", "GEMM")
-    settings.only("format", "gemm", "GEMM")
+    for key in ("format", "checkpoint_format"):
+        settings.only(key, "gemm", "GEMM")
+    if settings.raw.get("backend") == "llm-awq":  # words in another order
+        raise settings.refused("backend 'llm-awq'")
     asymmetric = settings.get("zero_point", bool, True)
     size = settings.get("group_size", int, 128)
     if size != -1:

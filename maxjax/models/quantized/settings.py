@@ -69,10 +69,12 @@ class QuantSettings:
         return None if value is None else QuantSettings(value, f"{self.where}.{key}", self.path)
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Two positive integers under a key; None if it is absent or null."""
-        value = self.get(key, list)
+        """Two positive integers under a key, as a list or as "2x4"; None if it is absent or null."""
+        value: Any = self.get(key, (list, str))
         if value is None:
             return None
+        if isinstance(value, str):
+            value = [int(n) if n.isdecimal() else n for n in value.split("x")]
         if len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
             raise CheckpointFormatError(
                 f"'{key}' of '{self.where}' is not two positive integers", path=self.path

@@ -8,6 +8,7 @@ They stay as they are in the file, each a Weight under the file's name (``Quanti
 
 from .formats import QuantLayout as QuantLayout
 from .formats import QuantTensor as QuantTensor
+from .forms import Consecutive as Consecutive
 from .forms import Exactly as Exactly
 from .forms import QuantState as QuantState
 from .linear import QuantizedLinear as QuantizedLinear

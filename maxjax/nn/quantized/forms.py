@@ -75,6 +75,48 @@ class Exactly:
 
 
 @dataclass(frozen=True)
+class Consecutive:
+    """The FileForm of the group of each column, of a weight whose groups are consecutive columns.
+
+    Attributes:
+        count: number of columns.
+        group: columns of a group.
+
+    Example:
+        >>> Consecutive(4, 2).to_stored("g_idx", np.array([0, 1, 0, 1]))
+        Traceback (most recent call last):
+            ...
+        ValueError: 'g_idx' has groups of columns that are not consecutive, but desc_act is not set
+    """
+
+    count: int
+    group: int
+
+    elementwise: ClassVar[bool] = False
+
+    def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
+        """Whether it has an integer for each column."""
+        return dtype.is_integral() and shape == (self.count,)
+
+    def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The array itself, which may also be zeros: some writers leave it so where nothing reads it.
+
+        Raises:
+            ValueError: it has other groups.
+        """
+        found = np.asarray(array)
+        if found.any() and not np.array_equal(found, np.arange(self.count) // self.group):
+            raise ValueError(
+                f"'{name}' has groups of columns that are not consecutive, but desc_act is not set"
+            )
+        return array
+
+    def to_file(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return array
+
+
+@dataclass(frozen=True)
 class QuantState:
     """The FileForm of the settings of a weight in 4 bits of bitsandbytes, which are JSON as bytes.
 
