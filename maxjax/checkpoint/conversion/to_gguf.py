@@ -22,6 +22,7 @@ from ...models.family import unwrapped
 from ...models.gguf import (
     encodings,
     gguf_metadata,
+    gguf_settings,
     gguf_tensors,
     gguf_tokenizer_metadata,
     is_wide,
@@ -193,6 +194,7 @@ def _new_gguf(
         )  # fmt: skip
     config = with_blocks(config, ())  # in a GGUF file a tensor says itself what it is
     model = read_config(config, path=path)
+    gguf_settings(model, path)  # a setting says more than a tensor that has no place
     tensors = find_family(config, path=path).apart(unwrapped(found.tensors))
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)

@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from .tokenizer.read import tokenizer_json as tokenizer_json
     from .tokenizer.write import gguf_tokenizer_metadata as gguf_tokenizer_metadata
     from .write_metadata import gguf_metadata as gguf_metadata
+    from .write_metadata import gguf_settings as gguf_settings
 
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
@@ -42,7 +43,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "layouts": "Expert Layout Matrix Permuted Plus Transposed",
         "names": "ARCHITECTURES Source hf_names",
         "tokenizer.read": "chat_template tokenizer_json",
-        "write_metadata": "gguf_metadata",
+        "write_metadata": "gguf_metadata gguf_settings",
         "tensors.write": "GGUFTensors gguf_tensors",
         "tokenizer.write": "gguf_tokenizer_metadata",
         "tensors.types": "encodings is_wide",

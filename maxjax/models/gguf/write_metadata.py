@@ -83,9 +83,7 @@ def gguf_metadata(
     if name:
         found["general.name"] = name
     found |= file_type(encoding or dtype or _most(tensors))
-    _check_windows(model, path)
-    is_decoder = model.has_rope or model.architecture in TABLES
-    keys = _decoder(model, path) if is_decoder else _plain(model)
+    keys = gguf_settings(model, path)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
         if pooling not in numbers:
@@ -100,6 +98,21 @@ def gguf_metadata(
         found["tokenizer.ggml.token_type_count"] = model.config.type_vocab_size
     _check(model, found, tensors, path)
     return found
+
+
+def gguf_settings(model: FamilyConfig, path: Any = None) -> dict[str, Any]:
+    """The metadata of a model's settings; those that depend on its tensors are not among them.
+
+    Args:
+        model: its configuration, as ``read_config`` returns it.
+        path: path of the checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: a GGUF file cannot represent a setting; the message names it.
+    """
+    _check_windows(model, path)
+    is_decoder = model.has_rope or model.architecture in TABLES
+    return _decoder(model, path) if is_decoder else _plain(model)
 
 
 def file_type(kind: str | DType) -> dict[str, Any]:

@@ -152,9 +152,10 @@ def test_transformers_reads_the_same_settings(case, tmp_path):
 
     def read_by_transformers():
         found = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
-        return found.to_json_string(use_diff=False)
+        settings = json.loads(found.to_json_string(use_diff=False))
+        return {key: settings.get(key) for key in ("model_type", *SHARED)}
 
-    oracle = json.loads(recorded(read_by_transformers))
+    oracle = recorded(read_by_transformers)
     assert config["model_type"] == oracle["model_type"]
     compared = [key for key in SHARED if key in config and oracle.get(key) is not None]
     assert len(compared) >= 5

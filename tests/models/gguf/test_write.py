@@ -318,7 +318,7 @@ def test_defaults_are_those_of_transformers(kind):
             made.allow_global_per_layer_attribute_access = True
         names = [*ours, "hidden_activation"]
         found = {name: getattr(made, name) for name in names if hasattr(made, name)}
-        return json.dumps(found, default=str)
+        return json.dumps(found, default=str, sort_keys=True)
 
     oracle = SimpleNamespace(**json.loads(recorded(defaults)))
     for key, value in ours.items():
