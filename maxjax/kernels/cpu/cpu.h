@@ -46,9 +46,9 @@ inline Cpu this_cpu() {
   const bool more = a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d);
   return {avx2, avx512, avx512 && more && has(a, 5), wide_vnni, avx2 && more && has(a, 4), false, tiles};
 #elif defined(__aarch64__) && defined(__linux__)
-  return {false, false, false, false, false, (getauxval(AT_HWCAP) >> 20 & 1) != 0};  // HWCAP_ASIMDDP
+  return {false, false, false, false, false, (getauxval(AT_HWCAP) >> 20 & 1) != 0, false};  // HWCAP_ASIMDDP
 #elif defined(__aarch64__) && defined(__APPLE__)
-  return {false, false, false, false, false, true};
+  return {false, false, false, false, false, true, false};
 #else
   return {};
 #endif

@@ -50,7 +50,9 @@ def test_the_kernel(name, size, tokens, dtype):
     assert got.dtype == dtype and got.shape == (tokens, size[0])
     close(got, x, exact, unit=UNITS[dtype])
     alone = gpu.kernel(name, x.dtype, x, stack[1], jnp.int32(0), interpret=True)
-    np.testing.assert_array_equal(got, alone)
+    # XLA's loops over the blocks, which interpret the kernel, may add in another order.
+    got, alone = np.asarray(got, np.float32), np.asarray(alone, np.float32)
+    np.testing.assert_allclose(got, alone, rtol=0, atol=2e-6 * np.abs(alone).max())
 
 
 @pytest.mark.parametrize("name", KERNELS)
