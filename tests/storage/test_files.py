@@ -3,8 +3,6 @@
 import errno
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from maxjax.errors import (
 )
 from maxjax.storage import OpenFile, aligned_empty, open_regular
 from maxjax.storage.files import os_error
+from tests.storage.nobody import printed_by_nobody
 
 
 @pytest.fixture
@@ -143,30 +142,22 @@ def test_unreadable_is_not_called_missing(path, tmp_path):
     (closed / "inside").write_bytes(b"x")
     path.chmod(0)
     closed.chmod(0)
-    code = f"""
-import os, sys
-sys.path[:] = {sys.path!r}
+    imports = """
 from maxjax.errors import CheckpointAccessError
 from maxjax.storage import open_regular
-if os.geteuid() == 0:
-    os.setuid(65534)
+"""
+    code = f"""
 for path in {[str(path), str(closed / "inside")]!r}:
     try:
         open_regular(path)
     except CheckpointAccessError as error:
         print(error)
 """
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
-            parent.chmod(parent.stat().st_mode | 0o055)
-    tmp_path.chmod(0o755)
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        first, second = printed_by_nobody(tmp_path, imports, code)
     finally:
         path.chmod(0o600)
         closed.chmod(0o700)
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
     assert str(path) in first and "uid" in first and "mode ----------" in first
     assert str(closed / "inside") in second and "uid" in second
 

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from maxjax.storage.numpy.npz import open_npz
 from maxjax.storage.pytorch.reader import open_pytorch
 from tests.storage import index_corpus
 from tests.storage.gguf import corpus as gguf_corpus
+from tests.storage.nobody import printed_by_nobody
 from tests.storage.pytorch.corpus import members, zipped
 from tests.storage.test_changing import FORMATS, values
 from tests.storage.watch import watched
@@ -274,28 +274,20 @@ def test_an_unreadable_file_is_not_called_missing(tmp_path):
     for end in ends:
         (tmp_path / f"m{end}").write_bytes(b"x")
         (tmp_path / f"m{end}").chmod(0)
-    code = f"""
-import os, sys
-sys.path[:] = {sys.path!r}
+    imports = """
 from maxjax.errors import CheckpointError
 from maxjax.storage import open_checkpoint
 from maxjax.storage.formats import FORMATS
 readers = [format.open for format in FORMATS]
-if os.geteuid() == 0:
-    os.setuid(65534)
+"""
+    code = f"""
 for end in {ends!r}:
     try:
         open_checkpoint(os.path.join({str(tmp_path)!r}, "m" + end))
     except CheckpointError as error:
         print(type(error).__name__, error)
 """
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
-            parent.chmod(parent.stat().st_mode | 0o055)
-    tmp_path.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed_by_nobody(tmp_path, imports, code)
     assert len(lines) == len(ends)
     for end, line in zip(ends, lines, strict=True):
         assert line.startswith(f"{CheckpointAccessError.__name__} {tmp_path}/m{end}: ")

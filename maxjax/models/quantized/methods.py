@@ -69,10 +69,8 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     if transform := settings.part("transform_config"):
         if transform.raw.get("config_groups"):
             raise settings.refused("transform_config")
-    groups = settings.part("config_groups")
     layouts: dict[str, LayoutOf] = {}
-    for key in groups.raw if groups is not None else ():
-        group = groups.part(key) if groups is not None else None
+    for group in settings.parts("config_groups").values():
         if group is not None:
             kind = group.get("format", str, settings.get("format", str, "float-quantized"))
             layouts |= dict.fromkeys(_targets(group), _compressed_group(group, kind))
@@ -170,10 +168,9 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
 
 def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``gptq``, with the settings of all layers and those of single ones."""
-    layout, dynamic = _gptq_layout(settings), settings.part("dynamic")
+    layout = _gptq_layout(settings)
     layouts: list[tuple[re.Pattern[str], LayoutOf | None]] = []
-    for key in dynamic.raw if dynamic is not None else ():
-        changed = dynamic.part(key) if dynamic is not None else None
+    for key, changed in settings.parts("dynamic").items():
         raw = {**settings.raw, **(changed.raw if changed is not None else {})}
         own = None if key.startswith("-:") else _gptq_layout(QuantSettings(raw, path=settings.path))
         layouts.append((_pattern(settings, key.removeprefix("-:").removeprefix("+:")), own))

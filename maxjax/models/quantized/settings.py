@@ -68,6 +68,11 @@ class QuantSettings:
         value = self.get(key, dict)
         return None if value is None else QuantSettings(value, f"{self.where}.{key}", self.path)
 
+    def parts(self, key: str) -> dict[str, QuantSettings | None]:
+        """The objects in the object under a key, by their keys; None for one that is null."""
+        found = self.part(key)
+        return {} if found is None else {one: found.part(one) for one in found.raw}
+
     def pair(self, key: str) -> tuple[int, int] | None:
         """Two positive integers under a key, as a list or as "2x4"; None if it is absent or null."""
         value: Any = self.get(key, (list, str))
