@@ -279,4 +279,6 @@ def test_gradients_go_through_separate_layers(two):
     ]
     for name, gradient in found[0].items():
         scale = float(abs(np.asarray(gradient.value)).max())
-        np.testing.assert_allclose(found[1][name].value, gradient.value, rtol=0, atol=1e-4 * scale)
+        # Those of queries and keys are differences of numbers that are a thousand times as large.
+        atol = (1e-3 if "q_proj" in name or "k_proj" in name else 1e-5) * scale
+        np.testing.assert_allclose(found[1][name].value, gradient.value, rtol=0, atol=atol)

@@ -28,10 +28,10 @@ KINDS = [
 WEIGHTED = [name for name in ENCODERS if name not in ("Q8_0", "MXFP4")]
 
 
-def lost(name, found, values, weights=1.0) -> float:
-    return float(
-        (weights * (decode(name, np.asarray(found)) - values).astype(np.float64) ** 2).sum()
-    )
+def lost(name, found, values, weights=1.0) -> np.ndarray:
+    """The squared errors of each row."""
+    errors = (decode(name, np.asarray(found)) - values).astype(np.float64)
+    return (weights * errors**2).sum(axis=-1)
 
 
 @pytest.mark.default(
@@ -55,8 +55,6 @@ def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
     given = importance() if weighted else None
     run = jax.jit(lambda values: encode_jnp(name, values, given))
     for kind in KINDS:
-        if kind == "spikes" and weighted:
-            continue  # how a spike without importance is rounded is left to chance
         values = rows(kind)[:64]
         found, expected = np.asarray(run(values)), encode_host(name, values, importance=given)
         assert found.dtype == np.uint8 and found.shape == expected.shape
@@ -65,7 +63,11 @@ def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
             assert different < 0.15, (kind, different)
         weights = given if weighted and name in WEIGHTED else 1.0
         ours, theirs = (lost(name, one, values, weights) for one in (found, expected))
-        assert ours <= 1.05 * theirs, kind
+        if kind == "spikes":  # to which of two scales the last bit leads is left to chance
+            worse, better = (ours > theirs).sum(), (ours < theirs).sum()
+            assert worse - better <= 4 * np.sqrt(worse + better), (worse, better)
+        else:
+            assert ours.sum() <= 1.05 * theirs.sum(), kind
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
