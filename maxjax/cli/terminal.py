@@ -74,7 +74,10 @@ def stoppable() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise SystemExit(143)
 
-    def again(*_: Any) -> None:
+    def again(_: int, frame: Any) -> None:
+        if frame is not None and frame.f_code is ignore.__code__:  # there it would be ignored too
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+            return
         raise ignored[-1].with_traceback(None)
 
     def ignore(found: Any) -> None:
