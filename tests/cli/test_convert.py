@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import ml_dtypes
@@ -21,6 +22,7 @@ import pytest
 import safetensors.numpy
 
 from maxjax.cli import application as cli
+from maxjax.cli.terminal import stoppable
 from maxjax.graph.weights import load_weights
 from tests.products import campaign_but
 
@@ -426,6 +428,15 @@ def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path,
             found = np.asarray(weights["a.weight"].data().data)
         np.testing.assert_array_equal(found, ARRAYS["a.weight"].astype(np.float16))
     assert not list(target.parent.glob(".maxjax-*"))
+
+
+def test_an_exception_is_not_raised_again_where_it_would_be_ignored():
+    with stoppable():
+        hook = sys.unraisablehook
+        hook(SimpleNamespace(exc_value=SystemExit(143)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.getsignal(signal.SIGALRM)(signal.SIGALRM, SimpleNamespace(f_code=hook.__code__))
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0  # it is to come later
 
 
 def test_handlers_are_put_back(run, source, tmp_path):

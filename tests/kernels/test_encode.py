@@ -55,6 +55,8 @@ def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
     given = importance() if weighted else None
     run = jax.jit(lambda values: encode_jnp(name, values, given))
     for kind in KINDS:
+        if kind == "spikes" and (weighted or name == "Q5_K"):
+            continue  # which of two scales a spike gets is left to chance: the next test counts
         values = rows(kind)[:64]
         found, expected = np.asarray(run(values)), encode_host(name, values, importance=given)
         assert found.dtype == np.uint8 and found.shape == expected.shape
@@ -63,11 +65,22 @@ def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
             assert different < 0.15, (kind, different)
         weights = given if weighted and name in WEIGHTED else 1.0
         ours, theirs = (lost(name, one, values, weights) for one in (found, expected))
-        if kind == "spikes":  # to which of two scales the last bit leads is left to chance
-            worse, better = (ours > theirs).sum(), (ours < theirs).sum()
-            assert worse - better <= 4 * np.sqrt(worse + better), (worse, better)
-        else:
-            assert ours.sum() <= 1.05 * theirs.sum(), kind
+        assert ours.sum() <= 1.05 * theirs.sum(), kind
+
+
+@pytest.mark.default("Q4_K-False", "Q5_K-True")
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_as_many_rows_with_spikes_are_better_as_worse(name, weighted):
+    """The last bit of a sum may choose a scale that rounds a spike better, or worse, by far."""
+    given, values = importance() if weighted else None, rows("spikes", 1024)
+    found = jax.jit(lambda values: encode_jnp(name, values, given))(values)
+    expected = encode_host(name, values, importance=given)
+    weights = given if weighted and name in WEIGHTED else 1.0
+    ours, theirs = (lost(name, one, values, weights) for one in (found, expected))
+    worse, better = (ours > 1.05 * theirs).sum(), (theirs > 1.05 * ours).sum()
+    assert worse - better <= 4 * np.sqrt(worse + better), (worse, better)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
