@@ -162,6 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests import properties
 
     properties.register()
+    jax.monitoring.register_event_duration_secs_listener(_count_programs)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     from maxjax.graph import compile_cache
@@ -243,8 +244,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line("left out: " + ("; ".join(parts) or "nothing"))
 
 
-_finished = itertools.count(1)
-MAPS_EVERY, MOST_MAPS = 50, 25_000
+PROGRAMS_BETWEEN_LOOKS, MAX_MAPS = 500, 50_000
+_programs = 0  # since the maps of memory were counted
+
+
+def _count_programs(event: str, _seconds: float, **_: Any) -> None:
+    """Listens to JAX: a program was compiled, or found in the compile cache."""
+    global _programs
+    _programs += event == "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.hookimpl(
@@ -259,13 +266,16 @@ def pytest_runtest_teardown() -> None:
 
 
 def _let_programs_go() -> None:
-    """Each program XLA compiles takes several maps of memory, of which Linux gives a process 65,530."""
+    """Each program XLA compiles takes 3 to 6 maps of memory, of which Linux gives a process 65,530.
+
+    To count them takes up to 50 ms, and what is let go is traced and lowered again, so both are rare.
+    """
+    global _programs
     maps = Path("/proc/self/maps")
-    if next(_finished) % MAPS_EVERY or "jax" not in sys.modules or not maps.exists():
+    if _programs < PROGRAMS_BETWEEN_LOOKS or not maps.exists():
         return
-    with maps.open("rb") as file:
-        count = sum(1 for _ in file)
-    if count > MOST_MAPS:
+    _programs = 0
+    if maps.read_bytes().count(b"\n") > MAX_MAPS:
         sys.modules["jax"].clear_caches()
 
 
