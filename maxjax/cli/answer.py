@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..columns import columns, visible
 from ..progress import task
 from .tables import is_terminal
+from .terminal import interrupts
 
 
 class Answer(NamedTuple):
@@ -87,25 +88,29 @@ def _steers(character: str) -> bool:
 
 
 class _Stop:
-    """A handler of Ctrl-C: ``asked`` says that it was pressed, ``gently`` that it does not raise."""
+    """A handler of Ctrl-C: ``asked`` says that it was pressed, ``gently`` that it does not interrupt."""
 
     asked = gently = False
 
-    def __call__(self, *_: Any) -> None:
+    def __init__(self, otherwise: Any):
+        self._otherwise = otherwise
+
+    def __call__(self, number: int, frame: Any) -> None:
         if self.asked or not self.gently:
-            raise KeyboardInterrupt
+            self._otherwise(number, frame)
         self.asked = True
 
 
 @contextmanager
 def _interrupts() -> Iterator[_Stop]:
-    stop, number = _Stop(), signal.SIGINT
+    number = signal.SIGINT
+    stop = _Stop(before := signal.getsignal(number))
     is_main = threading.current_thread() is threading.main_thread()
     # A process that ignores SIGINT, such as a background job, or has its own handler keeps it.
-    if not is_main or signal.getsignal(number) is not signal.default_int_handler:
+    if not is_main or not interrupts(before):
         yield stop
         return
-    before = signal.signal(number, stop)
+    signal.signal(number, stop)
     try:
         yield stop
     finally:

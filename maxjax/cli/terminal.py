@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,36 +59,65 @@ def decoded(data: bytes, name: str) -> str:
 _AGAIN = 0.02
 
 
+class _Interrupt:
+    """A handler of Ctrl-C that interrupts as Python's own does, but not where that would be ignored."""
+
+    def __init__(self, raised: Callable[[BaseException, Any], None]):
+        self._raised = raised
+
+    def __call__(self, _: int, frame: Any) -> None:
+        self._raised(KeyboardInterrupt(), frame)
+
+
+def interrupts(handler: Any) -> bool:
+    """Whether a handler of Ctrl-C raises ``KeyboardInterrupt``: Python's own, or that of ``stoppable``."""
+    return handler is signal.default_int_handler or isinstance(handler, _Interrupt)
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """In this context SIGTERM ends a command like Ctrl-C, so that partial files are removed.
 
-    Python ignores exceptions in some places, such as the callbacks of JAX in the garbage collector,
-    and would ignore that of a signal there. Then a timer raises it again.
+    Python ignores exceptions in some places, such as the callbacks of JAX in the garbage collector
+    and the hook that it tells of them, and would ignore that of a signal there. Then a timer raises
+    it again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     ignored: list[BaseException] = []
 
-    def stop(*_: Any) -> None:
-        raise SystemExit(143)
+    def is_in_hook(frame: Any) -> bool:
+        while frame is not None and frame.f_code is not ignore.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def later(error: BaseException) -> None:
+        ignored.append(error)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+
+    def raised(error: BaseException, frame: Any) -> None:
+        if is_in_hook(frame):
+            later(error)
+        else:
+            raise error
+
+    def stop(_: int, frame: Any) -> None:
+        raised(SystemExit(143), frame)
 
     def again(_: int, frame: Any) -> None:
-        if frame is not None and frame.f_code is ignore.__code__:  # there it would be ignored too
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-            return
-        raise ignored[-1].with_traceback(None)
+        raised(ignored[-1].with_traceback(None), frame)
 
     def ignore(found: Any) -> None:
         if isinstance(found.exc_value, SystemExit | KeyboardInterrupt):
-            ignored.append(found.exc_value)
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+            later(found.exc_value)
         else:
             hook(found)
 
     hook, sys.unraisablehook = sys.unraisablehook, ignore
-    numbers = {signal.SIGTERM: stop, signal.SIGALRM: again}
+    numbers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGALRM: again}
+    if interrupts(signal.getsignal(signal.SIGINT)):
+        numbers[signal.SIGINT] = _Interrupt(raised)
     before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
     try:
         yield
