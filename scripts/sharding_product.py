@@ -1,10 +1,11 @@
-"""Sharded models against one device, over all meshes: `scripts/sharding_product.py [--quick]`.
+"""Sharded models against one device, over all meshes: `scripts/sharding_product.py [--whole]`.
 
 Every model is run on every mesh over the axes data, fsdp, expert, seq and model whose size is
-1 to 8, with Auto and with Explicit axes, with and without `jax.set_mesh`, with and without
-`jax.jit` (eagerly and from NumPy arrays on a quarter of them), and compared with the same model
-on one device. Eight fake devices of the CPU; one line for each model, and exit 1 on any failure.
-About an hour with two processes on two cores, `--quick` half a minute.
+1 to 8, with `jax.jit` (on a quarter of them also eagerly or from NumPy arrays), and compared with
+the same model on one device. Axes are Auto or Explicit, with and without `jax.set_mesh`: each mesh
+has one of these four ways for a model, and another for the next model; `--whole` has all four for
+each. Eight fake devices of the CPU; one line for each model, and exit 1 on any failure.
+About a quarter of an hour with two processes on two cores, `--whole` an hour, `--quick` half a minute.
 
     .venv/bin/python scripts/sharding_product.py --quick
     .venv/bin/python scripts/sharding_product.py --only moe,bert --jobs 1
@@ -298,16 +299,24 @@ class Tally:
         self.error = max(self.error, error)
 
 
-def product(quick: bool) -> Iterator[tuple[dict[str, int], bool, bool]]:
-    """Sizes, whether the axes are explicit, whether the mesh is set."""
+def product(quick: bool, whole: bool, first: int) -> Iterator[tuple[dict[str, int], bool, bool]]:
+    """Sizes, whether the axes are explicit, whether the mesh is set.
+
+    Args:
+        quick: a sample of three.
+        whole: all four ways on each mesh, instead of one of them in turn.
+        first: which way the first mesh has.
+    """
     if quick:
         yield {"model": 4}, False, False
         yield {"fsdp": 2, "model": 2}, True, True
         yield {"data": 2, "expert": 2, "model": 2}, True, False
         return
-    for sizes in meshes():
-        for explicit, is_set in itertools.product((False, True), repeat=2):
-            yield sizes, explicit, is_set
+    ways = list(itertools.product((False, True), repeat=2))
+    for i, sizes in enumerate(meshes()):
+        for way, (explicit, is_set) in enumerate(ways):
+            if whole or way == (first + i) % len(ways):
+                yield sizes, explicit, is_set
 
 
 def runs(
@@ -325,15 +334,17 @@ def runs(
     return found
 
 
-def run_case(name: str, quick: bool, deadline: float) -> Tally:
+def run_case(name: str, quick: bool, whole: bool, deadline: float) -> Tally:
     """One model over the product."""
     import jax
+
+    first = list(CASES).index(name)
 
     case, tally = CASES[name], Tally()
     arrays = case.inputs()
     reference = jax.device_get(jax.jit(call)(fill(case.make()), *map(jax.numpy.asarray, arrays)))
     model = fill(case.make())
-    for i, (sizes, explicit, is_set) in enumerate(product(quick)):
+    for i, (sizes, explicit, is_set) in enumerate(product(quick, whole, first)):
         if time.monotonic() > deadline:
             tally.failures.append("no time left for the rest")
             break
@@ -365,8 +376,7 @@ def in_processes(names: Sequence[str], options: argparse.Namespace) -> int:
             "--shown",
             str(options.shown),
         ]
-        if options.quick:
-            arguments.append("--quick")
+        arguments += [option for option in ("--quick", "--whole") if getattr(options, option[2:])]
         done = subprocess.run(
             [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True
         )
@@ -383,6 +393,7 @@ def main() -> int:
     """Runs what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sample of half a minute")
+    parser.add_argument("--whole", action="store_true", help="four ways on each mesh; an hour")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}")
     parser.add_argument("--minutes", type=float, default=60.0, help="give up after so many")
     parser.add_argument("--shown", type=int, default=5, help="failures shown for each model")
@@ -402,7 +413,7 @@ def main() -> int:
     failed, deadline = 0, time.monotonic() + 60 * options.minutes
     for name in names:
         start = time.monotonic()
-        tally = run_case(name, options.quick, deadline)
+        tally = run_case(name, options.quick, options.whole, deadline)
         failed += len(tally.failures)
         seconds = time.monotonic() - start
         print(f"{name:15} {tally.runs:5} runs  {len(tally.failures):4} failed  "
