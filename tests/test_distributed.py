@@ -456,8 +456,8 @@ def test_what_differs_or_fails_is_told_to_all(tmp_path):
         assert max(value for name, value in told.items() if name.endswith("seconds")) < 60
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
-@pytest.mark.default("die_generating-2")
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(
     "scenario",

@@ -22,7 +22,7 @@ def server():
 
 
 @pytest.mark.default("SIGKILL-turns")
-@pytest.mark.fast("SIGKILL-turns", "SIGINT-gguf")
+@pytest.mark.fast("SIGKILL-turns")
 @pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_ended_at_random(server, kind, how):

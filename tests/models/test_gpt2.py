@@ -341,6 +341,7 @@ def test_c_attn_is_stored_in_the_order_of_the_devices(tmp_path, sizes, stacked, 
 
 
 @pytest.mark.slow
+@pytest.mark.default("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
     config = GPT2Config.from_dict({**SMALL, "vocab_size": 131, "tie_word_embeddings": tied})

@@ -83,7 +83,7 @@ def test_rows_in_chunks_are_as_a_whole(model):
         np.testing.assert_array_equal(old[:, 1], new[:, 1])  # a finished row
 
 
-@pytest.mark.default("latent", "shared")
+@pytest.mark.default("shared")
 def test_texts_of_a_batch_are_those_of_each_alone(model):
     """Rows end at different steps; those that have ended change nothing."""
     rows = [list(map(int, prompt)) for prompt in prompts_of(9, 4)]

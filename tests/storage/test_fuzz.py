@@ -171,7 +171,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.default("crashing", "hanging", "reserving", "nameless")
+@pytest.mark.default("crashing", "reserving", "nameless")
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", PLANTED)
 def test_a_faulty_reader_is_seen(reader):
@@ -187,7 +187,7 @@ def test_a_faulty_reader_is_seen(reader):
     assert result.counts["refused"] == 6 - (0 if reader in told else times)
 
 
-@pytest.mark.default("safetensors-changing", "npz-forgetting", "gguf-changing", "index-changing")
+@pytest.mark.default("npz-forgetting", "gguf-changing")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "reader"),

@@ -472,6 +472,9 @@ ENDLESS = {
 
 
 @pytest.mark.slow
+@pytest.mark.default(
+    *(name for name in ENDLESS if name != "macros, wide")
+)  # takes as long as "loops"
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_ended(name):
     trace, start = sys.gettrace(), time.monotonic()

@@ -32,6 +32,8 @@ STEPS = (
     "mamba2-codestral", "falcon_h1-factors", "nemotron_h-nano", "granitemoehybrid-tiny", "gemma2-caps",
     "gemma3n_text-sparse", "llama4_text-1", "falcon-40b", "phi3-mini", "opt-350m", "qwen2-windows",
 )  # fmt: skip
+# Of these the default set has pieces alone: a step of theirs has no kernel or state that others' have not.
+BY_PIECES = ("granitemoehybrid-tiny", "falcon-40b", "phi3-mini", "qwen2-windows")
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +94,7 @@ def test_pieces(case, tmp_path):
     is_in_the_table(case, placed, np.abs(found[0] - expected[0]).max())
 
 
-@pytest.mark.default(*STEPS)
+@pytest.mark.default(*(case for case in STEPS if case not in BY_PIECES))
 @EACH
 def test_steps(case, tmp_path):
     """Single tokens on one device: one program, as the texts have a cache of the same size."""
