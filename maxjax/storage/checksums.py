@@ -274,28 +274,30 @@ class Checks:
     """The state of checksum comparison of an open checkpoint.
 
     Attributes:
-        verify: when reading compares checksums: "auto" if the read covers all bytes of a checksum
-            anyway and computing it takes almost no time; True always, reading more bytes if
-            necessary; False never.
         matched: checksums that matched; none of them is compared again.
     """
 
     def __init__(self, files: list[OpenFile]):
         self.files = files
-        self.verify: Verify = "auto"
         self.matched: set[Key] = set()
 
-    def sums(self, entries: Iterable[TensorEntry]) -> dict[Key, Sum]:
-        """The checksums to compute while tensors are read, for ``compare`` afterwards."""
-        if self.verify is False:
+    def sums(self, entries: Iterable[TensorEntry], verify: Verify) -> dict[Key, Sum]:
+        """The checksums to compute while tensors are read, for ``compare`` afterwards.
+
+        Args:
+            verify: when reading compares checksums: "auto" if the read covers all bytes of a
+                checksum anyway and computing it takes almost no time; True always, reading more
+                bytes if necessary; False never.
+        """
+        if verify is False:
             return {}
         found = self.unchecked(entries)
-        if self.verify is True or is_fast():
+        if verify is True or is_fast():
             return found
         # The checksums of archives are compared by the archive readers.
         return {key: one for key, one in found.items() if one.checksum.source is None}
 
-    def compare(self, sums: dict[Key, Sum], *, threads: int | None = None) -> None:
+    def compare(self, sums: dict[Key, Sum], verify: Verify, *, threads: int | None = None) -> None:
         """Compares checksums after reading; incompletely read ones only if ``verify`` is True.
 
         Raises:
@@ -309,7 +311,7 @@ class Checks:
                 self.matched.add(key)
             else:
                 rest.append(one.entry)
-        if self.verify is True:
+        if verify is True:
             self.check(rest, threads=threads)
         for one in sums.values():
             if one.invalid:

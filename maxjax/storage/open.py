@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 from ..errors import (
     CheckpointError,
@@ -25,7 +26,7 @@ from ..errors import (
     some,
 )
 from .digests import NAME as DIGESTS
-from .digests import attach, warn_without_checksums
+from .digests import Record, attach, warn_without_checksums
 from .directory import choose, is_weights, no_weights, unread
 from .entry import TensorEntry
 from .files import open_regular, os_error
@@ -154,21 +155,34 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
         directory = os.path.dirname(paths[0])
         table = _merged(paths, limits, verify, last_wins=True)
     table.verify = verify
+    records = _with_checksums(table, limits)
+    found = [record.beside for record in records if record.beside is not None]
+    if table.format == "orbax" and len(paths) == 1:  # has named them itself
+        return table
+    if len(paths) > 1:
+        table.beside = Beside(directory or ".")
+    elif found:
+        table.beside = Beside(directory or ".", table.root or table.files[0], found)
+    else:
+        table.directory = directory or "."
+    return table
+
+
+def _with_checksums(table: TensorTable, limits: Limits) -> list[Record]:
+    """Gives the tensors the checksums beside their files; returns the records of these files."""
+    folders = {os.path.dirname(file.path) for file in [*table.files, *table.indexes]}
+    if not any(os.path.lexists(os.path.join(folder, DIGESTS)) for folder in folders):
+        return []
     try:
-        records = attach(table, limits=limits, compare=verify is not False)
+        return attach(table, limits=limits, compare=table.verify is not False)
     except CheckpointError:
-        if verify is not False:
+        if table.verify is not False:
             table.close()
             raise
-        records = []
+        return []
     except BaseException:
         table.close()
         raise
-    if table.beside is None:
-        found = [record.beside for record in records if record.beside is not None]
-        weights, found = (table.root or table.files[0], found) if len(paths) == 1 else (None, [])
-        table.beside = Beside(directory or ".", weights, found)
-    return table
 
 
 def beside_of(path: str | os.PathLike[str]) -> Beside:
@@ -183,7 +197,7 @@ def beside_of(path: str | os.PathLike[str]) -> Beside:
     weights = shown
     with contextlib.suppress(CheckpointError):
         if os.path.isdir(shown):
-            chosen = choose(shown, _listed(shown)[0])
+            chosen = choose(shown, _listed(shown).files)
             weights = os.path.join(shown, chosen[0]) if len(chosen) == 1 else ""
         if weights.endswith((".safetensors", ".safetensors.index.json")):
             with open_checkpoint(shown, verify=False) as table:
@@ -264,14 +278,14 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
 
 
 def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTable:
-    names, folders = _listed(directory)
+    names, folders, hidden = _listed(directory)
     for format in FORMATS:
         if format.claims(names):
             return format.open(directory, limits=limits, verify=verify)
     chosen = choose(directory, names)
     if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
         return ORBAX.open(directory, limits=limits, verify=verify)
-    left = leftovers(directory)
+    left = leftovers(directory) if hidden else []
     if not chosen and left:
         raise CheckpointIncompleteError(
             "the directory holds only the files of an interrupted save, and no complete checkpoint",
@@ -321,23 +335,30 @@ def orbax_checkpoint(directory: PathLike) -> str | None:
     path = os.fsdecode(directory)
     if not is_orbax(path):
         return None
-    names, _ = _listed(path)
+    names = _listed(path).files
     is_chosen = ORBAX.claims(names) or not choose(path, names)
     return checkpoint_of(path) if is_chosen else None
 
 
-def _listed(directory: str, limit: int | None = None) -> tuple[list[str], list[str]]:
-    """The names of files and of subdirectories, sorted, without hidden ones."""
-    names: tuple[list[str], list[str]] = [], []
+class _Listing(NamedTuple):
+    """The names in a directory, sorted: of files, of subdirectories, and of what is hidden."""
+
+    files: list[str]
+    folders: list[str]
+    hidden: list[str]
+
+
+def _listed(directory: str, limit: int | None = None) -> _Listing:
+    names = _Listing([], [], [])
     try:
         with os.scandir(directory) as entries:
             for entry in islice(entries, limit):
-                # Hidden files are skipped: macOS leaves ._model.safetensors on foreign disks.
-                if not entry.name.startswith("."):
-                    names[_is_folder(entry)].append(entry.name)
+                # Hidden files are not read: macOS leaves ._model.safetensors on foreign disks.
+                kind = 2 if entry.name.startswith(".") else _is_folder(entry)
+                names[kind].append(entry.name)
     except OSError as error:
         raise os_error(error, directory, "listing the directory failed") from error
-    return sorted(names[0]), sorted(names[1])
+    return _Listing(*map(sorted, names))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -353,7 +374,7 @@ def _folders_with_weights(directory: str, folders: list[str]) -> list[str]:
             break
         folder = queue.popleft()
         try:
-            names, below = _listed(os.path.join(directory, folder), _MAX_FILES)
+            names, below, _ = _listed(os.path.join(directory, folder), _MAX_FILES)
         except CheckpointError:
             continue
         if any(map(is_weights, names)):

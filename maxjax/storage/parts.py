@@ -78,7 +78,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     targets: dict[str, list[_Target]] = {}
     for part in parts:
         targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
-    sums = table.checks.sums(table.entries[name] for name in targets)
+    sums = table.checks.sums((table.entries[name] for name in targets), table.verify)
     jobs: list[_BoxJob | CodedJob] = []
     nbytes = 0
     for name, wanted in targets.items():
@@ -96,7 +96,7 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     jobs.sort(key=_place)
     with table.reading():
         read = sum(run_reads(jobs, nbytes, threads))
-        table.checks.compare(sums, threads=threads)
+        table.checks.compare(sums, table.verify, threads=threads)
         for number in {table.entries[name].file for name in targets}:
             table.files[number].check_unchanged()
     return read

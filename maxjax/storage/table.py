@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,8 @@ class TensorTable:
 
     Attributes: ``format`` ("safetensors"), ``files`` (open), ``entries`` (name → TensorEntry
     in file order), ``metadata`` (str → str; in GGUF files any metadata type), ``verify``
-    ("auto", True or False: when reading compares checksums), ``checks`` (checksums already
-    compared), ``indexes`` (open index files), ``beside`` (the files that describe the weights,
-    set by ``open_checkpoint``).
+    ("auto", True or False: when reading compares checksums; see :class:`Checks`), ``indexes``
+    (open index files), ``directory`` (of the files that describe the weights, if known).
 
     Example:
         >>> import os, tempfile
@@ -74,9 +74,23 @@ class TensorTable:
         self.files = files
         self.entries = entries
         self.metadata = metadata or {}
-        self.checks = Checks(files)
+        self.verify: Verify = "auto"
         self.indexes: list[OpenFile] = []
-        self.beside: Beside | None = None
+        self.directory: str | None = None
+
+    # Most checkpoints have no checksums, and what lies beside them is not read by everyone.
+
+    @cached_property
+    def checks(self) -> Checks:
+        """The checksums already compared."""
+        return Checks(self.files)
+
+    @cached_property
+    def beside(self) -> Beside | None:
+        """The files that describe the weights; None if it is not known where they are."""
+        if self.directory is None:
+            return None
+        return Beside(self.directory, self.root or self.files[0])
 
     @property
     def root(self) -> OpenFile | None:
@@ -99,15 +113,6 @@ class TensorTable:
                 nbytes = min(SAMPLE_BYTES, file.size)
                 found.update(file.pread((file.size - nbytes) * i // count, nbytes))
         return found.hexdigest()
-
-    @property
-    def verify(self) -> Verify:
-        """When reading compares checksums; see :class:`Checks`."""
-        return self.checks.verify
-
-    @verify.setter
-    def verify(self, verify: Verify) -> None:
-        self.checks.verify = verify
 
     def read(self, name: str) -> np.ndarray:
         """Reads the tensor ``name`` into its own C-contiguous array, aligned to 64 bytes.
@@ -138,12 +143,12 @@ class TensorTable:
         """
         wanted = self.entries if names is None else names
         entries = [self.entries[name] for name in wanted]
-        sums = self.checks.sums(entries)
+        sums = self.checks.sums(entries, self.verify)
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
         with self.reading():
             run_reads(jobs, nbytes, threads)
-            self.checks.compare(sums, threads=threads)
+            self.checks.compare(sums, self.verify, threads=threads)
             # This must come last, after every read.
             for number in {entry.file for entry in entries}:
                 self.files[number].check_unchanged()

@@ -4,9 +4,11 @@ import json
 import logging
 import os
 import stat
+import sys
 
 import pytest
 
+import maxjax
 from maxjax.errors import (
     CheckpointAccessError,
     CheckpointFormatError,
@@ -269,3 +271,25 @@ def test_device_and_fifo(tmp_path):
         with pytest.raises(CheckpointFormatError, match="FIFO"):
             open_checkpoint(path)
     assert stat.S_ISFIFO(os.stat(tmp_path / "model.safetensors").st_mode)
+
+
+@pytest.mark.parametrize("of", ["file", "directory"])
+def test_the_way_to_a_checkpoint_is_short(tmp_path, of):
+    """Nine files of ours are entered at most: no checksums and no files beside it are looked for."""
+    fill(tmp_path, model__safetensors=content("a"), config__json={})
+    path = tmp_path / "model.safetensors" if of == "file" else tmp_path
+    open_checkpoint(path).close()  # imports
+    package, entered = os.path.dirname(maxjax.__file__), set()
+
+    def look(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        table = open_checkpoint(path)
+    finally:
+        sys.setprofile(before)
+    table.close()
+    assert 5 < len(entered) <= 9, entered
