@@ -244,7 +244,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line("left out: " + ("; ".join(parts) or "nothing"))
 
 
-PROGRAMS_BETWEEN_LOOKS, MAX_MAPS = 500, 50_000
+# Programs that are compiled as users have them are larger: 25,000 maps are of about 7 GB.
+PROGRAMS_BETWEEN_LOOKS, MAX_MAPS = 500, 25_000 if ALL else 50_000
 _programs = 0  # since the maps of memory were counted
 
 
