@@ -3,7 +3,9 @@
 JAX has heartbeats too, but when one is missed it ends all other processes (SIGABRT) before Python
 learns of it. So each process also counts up a number in the key-value store of JAX's coordination
 service, from a thread; process 0 watches the numbers, and names a process whose number stands still
-for more than half of JAX's timeout. Those who wait for that process ask :func:`check`.
+for a third of JAX's timeout. Those who wait for that process ask :func:`check`. JAX's own heartbeats
+come every half of the timeout, so a process may die just before one, and half of the timeout later
+JAX ends the others.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from .errors import PeerLostError
 
 JAX_TIMEOUT = 100  # seconds; JAX's default, where a program has called jax.distributed.initialize
 CHECK_SECONDS = 0.25  # how often a process that waits asks whether the others live
-_BEATS = 10  # beats within JAX's timeout
-_PATIENCE = 0.6  # part of JAX's timeout after which a process without a beat is lost
+_BEATS = 20  # beats within JAX's timeout
+# Part of JAX's timeout after which a process without a beat is lost. With two beats, and the time until
+# those who wait ask, it must be less than the half.
+_PATIENCE = 0.3
 _ALIVE, _GONE = "maxjax/alive/", "maxjax/gone/"
 _RESTART = "Its own output says why; start all processes again."
 

@@ -243,6 +243,7 @@ def die_in_a_step(tell: Tell) -> None:
 def die_embedding(tell: Tell) -> None:
     """It dies before the second batch."""
     model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(_settings()["axes"]))
+    maxjax.embed(model, tokenizer, SENTENCES, batch_size=1)  # or JAX ends who still compiles
     call = lambda: maxjax.embed(model, tokenizer, 40 * SENTENCES, batch_size=1)
     _dying(tell, Lockstep, "decide", 2, call)
 

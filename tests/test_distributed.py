@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import maxjax
-from maxjax import agreement, distributed
+from maxjax import agreement, distributed, heartbeat
 from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
 from tests.blocks import blocks
 
@@ -257,6 +257,21 @@ def test_a_loss_that_orbax_tells(monkeypatch):
         raise TimeoutError("no answer")
 
 
+def test_who_is_silent_is_named_before_jax_ends_the_others(monkeypatch):
+    """JAX's own heartbeats come every half of its timeout: it may end them half of it after a death."""
+    seen = []
+    beats = SimpleNamespace(key_value_dir_get=lambda _: [("maxjax/alive/1", "7")])
+    monkeypatch.setattr(heartbeat, "report", lambda client, other, how: seen.append(other))
+    timeout = 20.0
+    heart = heartbeat.Heart(beats, 0, timeout)
+    now = heart._interval  # the last beat came just before the death, and is seen so late
+    heart._watch(now)
+    while not seen:
+        now += heart._interval
+        heart._watch(now)
+    assert seen == ["1"] and timeout / 4 < now < timeout / 2 - agreement._WAIT_MS / 1000
+
+
 def test_a_silent_peer_may_run_something_else(monkeypatch):
     text = "UNKNOWN: Gloo all-reduce failed: [buffer.cc:72] Read timeout [127.0.0.1]:1"
     assert "Or it runs another program" in lost(monkeypatch, text, (0, 2))
@@ -473,7 +488,7 @@ def test_what_differs_or_fails_is_told_to_all(tmp_path):
 def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
     """Every survivor says who is lost before JAX would end it."""
     _settle(tmp_path, 2, {"model": 2 * processes})
-    heartbeat = HEARTBEAT + 3  # on a loaded machine JAX, too late by a second, must not be first
+    heartbeat = HEARTBEAT + 3 * processes  # on a loaded machine JAX must not be first, by seconds
     with workers(scenario, tmp_path, processes, heartbeat) as everyone:
         *others, victim = everyone
         assert victim.process.wait(2 * START_SECONDS) == -signal.SIGKILL, victim.log()

@@ -370,11 +370,12 @@ def test_a_file_that_is_not_the_one_of_the_name(tmp_path):
 
 @pytest.mark.parametrize("shown", [False, True])
 def test_its_bars_are_shown_where_ours_are(hub, monkeypatch, shown):
-    from huggingface_hub.utils import are_progress_bars_disabled
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
     from maxjax.engine import hub as engine_hub
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    enable_progress_bars()  # transformers, which other tests ask, may have disabled them
     monkeypatch.setattr(engine_hub, "is_on", lambda: shown)
     hub.repos["org/name"] = repository()
     seen = []
