@@ -206,7 +206,7 @@ def test_a_heart_stops():
     deadline = time.monotonic() + 10
     while f"{heartbeat._GONE}1" not in store.values and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert store.values[f"{heartbeat._GONE}1"] == "gave no sign of life for 0.6 s"
+    assert store.values[f"{heartbeat._GONE}1"] == "gave no sign of life for 0.3 s"
     first.stop()
     assert store.values[f"{heartbeat._GONE}0"] == "has ended"
 
