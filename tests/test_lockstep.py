@@ -211,6 +211,19 @@ def test_a_heart_stops():
     assert store.values[f"{heartbeat._GONE}0"] == "has ended"
 
 
+def test_who_is_silent_is_named_before_jax_ends_the_others():
+    """JAX's own heartbeats come every half of its timeout: it may end them half of it after a death."""
+    store, timeout, gone = Store(), 20.0, f"{heartbeat._GONE}1"
+    store.key_value_set(f"{heartbeat._ALIVE}1", "7")
+    heart = heartbeat.Heart(store, 0, timeout)
+    now = heart._interval  # the last beat came just before the death, and is seen so late
+    heart._watch(now)
+    while gone not in store.values and now < timeout:
+        now += heart._interval
+        heart._watch(now)
+    assert timeout / 4 < now < timeout / 2 - agreement._WAIT_MS / 1000
+
+
 def test_rounds_of_different_processes_do_not_meet():
     store = Store()
     for members in ((0, 1), (0, 2)):

@@ -156,22 +156,20 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
         table = _merged(paths, limits, verify, last_wins=True)
     table.verify = verify
     records = _with_checksums(table, limits)
-    found = [record.beside for record in records if record.beside is not None]
-    if table.format == "orbax" and len(paths) == 1:  # has named them itself
+    if table.directory is not None:  # a step of orbax below the path
         return table
+    table.directory = directory or "."
     if len(paths) > 1:
-        table.beside = Beside(directory or ".")
-    elif found:
-        table.beside = Beside(directory or ".", table.root or table.files[0], found)
-    else:
-        table.directory = directory or "."
+        table.beside = Beside(table.directory)
+    elif found := [record.beside for record in records if record.beside is not None]:
+        table.beside = Beside(table.directory, table.root or table.files[0], found)
     return table
 
 
 def _with_checksums(table: TensorTable, limits: Limits) -> list[Record]:
     """Gives the tensors the checksums beside their files; returns the records of these files."""
     folders = {os.path.dirname(file.path) for file in [*table.files, *table.indexes]}
-    if not any(os.path.lexists(os.path.join(folder, DIGESTS)) for folder in folders):
+    if not any(map(_has_digests, folders)):
         return []
     try:
         return attach(table, limits=limits, compare=table.verify is not False)
@@ -185,6 +183,10 @@ def _with_checksums(table: TensorTable, limits: Limits) -> list[Record]:
         raise
 
 
+def _has_digests(directory: str) -> bool:
+    return os.path.lexists(os.path.join(directory, DIGESTS))
+
+
 def beside_of(path: str | os.PathLike[str]) -> Beside:
     """The files that describe the weights in a directory or a file (configuration, tokenizer).
 
@@ -192,7 +194,7 @@ def beside_of(path: str | os.PathLike[str]) -> Beside:
     """
     shown = os.fsdecode(path)
     directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
-    if not os.path.lexists(os.path.join(directory, DIGESTS)):
+    if not _has_digests(directory):
         return Beside(directory)
     weights = shown
     with contextlib.suppress(CheckpointError):

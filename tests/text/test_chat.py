@@ -471,10 +471,9 @@ ENDLESS = {
 }  # fmt: skip
 
 
+# Two of these take seconds: "loops" stands for both.
 @pytest.mark.slow
-@pytest.mark.default(
-    *(name for name in ENDLESS if name != "macros, wide")
-)  # takes as long as "loops"
+@pytest.mark.default(*(name for name in ENDLESS if name != "macros, wide"))
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_ended(name):
     trace, start = sys.gettrace(), time.monotonic()

@@ -32,7 +32,6 @@ from ..digests import DIRECTORY, NAME, read_digests
 from ..entry import Checksum, Coding, TensorEntry
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
-from ..save.beside import Beside
 from ..table import TensorTable, Verify
 from .maxjax_metadata import read_maxjax_metadata
 from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
@@ -105,7 +104,7 @@ def open_orbax(
         raise
     table = TensorTable("orbax", [file], entries, metadata)
     table.verify = verify
-    table.beside = Beside(location.checkpoint, file)
+    table.directory = location.checkpoint
     return table
 
 
