@@ -21,8 +21,11 @@ import functools
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,33 +79,79 @@ def step(model: Llama, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KV
     return model(tokens, cache, last=True)
 
 
-def decode(model: Llama, batch: int, context: int, steps: int, kind: str) -> tuple[float, int]:
+Job = tuple[jax.stages.Lowered, Callable[[jax.stages.Compiled], Any]]
+
+
+def compiled(jobs: dict[Any, Job]) -> dict[Any, Any]:
+    """What each job measures, one after the other; their programs are compiled side by side."""
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda job: job[0].compile(), jobs.values()))
+    return {
+        key: run(program) for (key, (_, run)), program in zip(jobs.items(), programs, strict=True)
+    }
+
+
+def decode(model: Llama, batch: int, context: int, steps: int, kind: str, profile: bool) -> Job:
     """Seconds of a step, of many that are waited for together, and the bytes it has to read."""
-    cache = model.cache(batch, -(-(context + 4 * steps) // 256) * 256, kind)
-    cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
+    slots = -(-(context + 4 * steps + 8) // 256) * 256
+    cache = jax.eval_shape(lambda: model.cache(batch, slots, kind))
     tokens = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    program = step.lower(model, tokens, cache).compile()
-    slots = sum(a.nbytes for a in jax.tree.leaves(cache.full)) // cache.capacity
-    seconds = repeated(lambda cache: program(model, tokens, cache), cache, steps)
-    return seconds, weight_bytes(model, batch) + context * slots
+
+    def run(program: jax.stages.Compiled) -> tuple[float, int]:
+        cache = model.cache(batch, slots, kind)
+        cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
+        of_slot = sum(a.nbytes for a in jax.tree.leaves(cache.full)) // cache.capacity
+        one = lambda cache: program(model, tokens, cache)
+        seconds, cache = repeated(one, cache, steps)
+        if profile:
+            longest(one, cache)
+        return seconds, weight_bytes(model, batch) + context * of_slot
+
+    return step.lower(model, tokens, cache), run
 
 
-def prefill(model: Llama, length: int, rounds: int) -> float:
+def prefill(model: Llama, length: int, rounds: int, profile: bool) -> Job:
     """Seconds of a prompt in chunks."""
-    cache, ids = model.cache(1, length, "bfloat16"), jnp.zeros((1, CHUNK), jnp.int32)
-    program = step.lower(model, ids, cache).compile()
+    ids = jnp.zeros((1, CHUNK), jnp.int32)
+    cache = jax.eval_shape(lambda: model.cache(1, length, "bfloat16"))
 
-    def run() -> Any:
-        logits, cache = None, model.cache(1, length, "bfloat16")
-        for _ in range(length // CHUNK):
-            logits, cache = program(model, ids, cache)
-        return logits
+    def run(program: jax.stages.Compiled) -> float:
+        def once() -> Any:
+            logits, cache = None, model.cache(1, length, "bfloat16")
+            for _ in range(length // CHUNK):
+                logits, cache = program(model, ids, cache)
+            return logits
 
-    return median(run, rounds)
+        if profile:
+            longest(lambda cache: program(model, ids, cache), model.cache(1, length, "bfloat16"))
+        return median(once, rounds)
+
+    return step.lower(model, ids, cache), run
 
 
-def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> float:
-    """The least time of a step, of three times so many."""
+def longest(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 4) -> None:
+    """Prints the kernels in which a step spends its time, as the profiler of JAX has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                out, state = run(state)
+            jax.block_until_ready(out)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        found: dict[str, list[float]] = {}
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                for event in line.events if line.name.startswith("Stream") else ():
+                    # Of fusions of one kind only the numbers differ.
+                    name = re.sub(r"_\d+$", "", event.name)
+                    found.setdefault(name, []).append(event.duration_ns / 1e3 / steps)
+    total = sum(map(sum, found.values()))
+    print(f"    {total:.0f} us of kernels a step, {sum(map(len, found.values())) // steps} of them")
+    for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:10]:
+        print(f"    {sum(times):8.1f} us {len(times) // steps:5} x {name[:80]}")
+
+
+def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> tuple[float, Any]:
+    """The least time of a step, of three times so many; and the state after them."""
     times = []
     for _ in range(3):
         out = None
@@ -111,7 +160,7 @@ def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> f
             out, state = run(state)
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / steps)
-    return min(times)
+    return min(times), state
 
 
 _COPY = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(")
@@ -199,48 +248,65 @@ def by_hand(
     return norm(x[:, -1], weights["norm"]) @ weights["head"], new
 
 
-def times_by_hand(
-    config: dict[str, Any], rows: list[tuple[int, int]], prompts: list[int], steps: int
-) -> dict[Any, float]:
+def jobs_by_hand(
+    config: dict[str, Any],
+    rows: list[tuple[int, int]],
+    prompts: list[int],
+    steps: int,
+    profile: bool,
+) -> dict[Any, Job]:
     """Seconds of a decode step, by (batch, context), and of a prompt, by its length."""
     weights, found = weights_by_hand(config), {}
+    layers = config["num_hidden_layers"]
 
     def empty(batch: int, slots: int) -> Any:
         shape = (batch, slots, config["num_key_value_heads"], config["head_dim"])
         return [
-            (jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16))
-            for _ in weights["layers"]
+            (jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)) for _ in range(layers)
         ]
 
-    for batch, context in rows:
-        cache = empty(batch, -(-(context + 1) // 256) * 256)
-        run = jax.jit(functools.partial(by_hand, config=config, causal=False), donate_argnums=2)
+    def decoding(batch: int, context: int) -> Job:
+        slots = -(-(context + 1) // 256) * 256
+        call = jax.jit(functools.partial(by_hand, config=config, causal=False), donate_argnums=2)
         ids, start = jnp.zeros((batch, 1), jnp.int32), jnp.int32(context)
-        program = run.lower(weights, ids, cache, start).compile()
-        one = functools.partial(_one, program, weights, ids, start)
-        found[batch, context] = repeated(one, cache, steps)
+
+        def run(program: jax.stages.Compiled) -> float:
+            one = lambda cache: program(weights, ids, cache, start)
+            seconds, cache = repeated(one, empty(batch, slots), steps)
+            if profile:
+                longest(one, cache)
+            return seconds
+
+        cache = jax.eval_shape(lambda: empty(batch, slots))
+        return call.lower(weights, ids, cache, start), run
+
+    def prompt(length: int) -> Job:
+        call = jax.jit(functools.partial(by_hand, config=config, causal=True))
+        ids, start = jnp.zeros((1, length), jnp.int32), jnp.int32(0)
+
+        def run(program: jax.stages.Compiled) -> float:
+            cache = empty(1, length)
+            return median(lambda: program(weights, ids, cache, start), 3)
+
+        return call.lower(weights, ids, jax.eval_shape(lambda: empty(1, length)), start), run
+
+    for batch, context in rows:
+        found[batch, context] = decoding(batch, context)
     for length in prompts:
-        run = jax.jit(functools.partial(by_hand, config=config, causal=True))
-        operands = (weights, jnp.zeros((1, length), jnp.int32), empty(1, length), jnp.int32(0))
-        program = run.lower(*operands).compile()
-        found[length] = median(functools.partial(program, *operands), 3)
+        found[length] = prompt(length)
     return found
-
-
-def _one(program: Any, weights: Any, ids: Any, start: Any, cache: Any) -> Any:
-    return program(weights, ids, cache, start)
 
 
 # --- the rows
 
 
-def measure(name: str, config: dict[str, Any], quick: bool) -> None:
+def measure(name: str, config: dict[str, Any], quick: bool, profile: bool) -> None:
     """Prints the rows of a model."""
     steps = 2 if quick else 32
     probe = lambda: bandwidth((1 << 22) if quick else (4 << 30), 3 if quick else 10)
     rows = [(batch, context) for batch in (1, 8) for context in ((128,) if quick else (128, 2048))]
     prompts = [CHUNK] if quick else [2048, 32768]
-    hand = times_by_hand(config, rows, prompts, steps)
+    hand = compiled(jobs_by_hand(config, rows, prompts, steps, profile))
     model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
     model.stack_for()  # as maxjax.load does
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -252,8 +318,8 @@ def measure(name: str, config: dict[str, Any], quick: bool) -> None:
         ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("q8_0", "bfloat16"), ("q4_k", "bfloat16"),
     ):  # fmt: skip
         used = model if kind == "bfloat16" else maxjax.quantize(model, kind).model
-        for batch, context in rows:
-            seconds, read = decode(used, batch, context, steps, cache)
+        jobs = {row: decode(used, *row, steps, cache, profile) for row in rows}
+        for (batch, context), (seconds, read) in compiled(jobs).items():
             there, of_floats = probe(), floats.setdefault((batch, context), seconds)
             ratio = hand[batch, context] / seconds
             print(
@@ -264,8 +330,8 @@ def measure(name: str, config: dict[str, Any], quick: bool) -> None:
                 f"bfloat16 {of_floats / seconds:.2f}",
                 flush=True,
             )
-    for length in prompts:
-        seconds = prefill(model, length, 3)
+    jobs = {length: prefill(model, length, 3, profile) for length in prompts}
+    for length, seconds in compiled(jobs).items():
         ratio = hand[length] / seconds
         print(f"{name}: prefill {length:5}: {length / seconds:9.0f} tok/s; by hand {ratio:.2f}")
 
@@ -275,6 +341,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="small models, without meaning")
     parser.add_argument("--model", choices=sorted(MODELS), action="append", help="both by default")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
     options = parser.parse_args()
     device = jax.devices()[0]
     if device.platform == "cpu" and not options.quick:
@@ -285,7 +352,7 @@ def main() -> int:
     print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}")
     for name, config in (SMALL if options.quick else MODELS).items():
         if options.quick or options.model is None or name in options.model:
-            measure(name, config, options.quick)
+            measure(name, config, options.quick, options.profile)
     return 0
 
 

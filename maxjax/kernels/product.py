@@ -12,15 +12,19 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit, native
+from .gpu import matvec
+from .gpu.triton import unavailable
 from .operation import Operation
+from .pallas import program_device
 
 # The dtypes that the kernels support for activations, weights and results.
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # From so many rows on, and for weights of at most so many values, XLA's matmul is faster than ours:
 # by 1.0 to 1.4 times on a Zen 4, at each of these levels for these types (docs/kernels.md).
 _MANY_ROWS, _SMALL_WEIGHT = 256, 1 << 22
-# Rows of weights that XLA's matmuls for GPUs compute at a time, at least.
-_TILE = 64
+# Rows of weights that XLA's matmuls for GPUs compute at a time, at least; and the most tokens for which it
+# reads the weights of merged matmuls where they are: for more it takes cuBLAS, which needs one matrix.
+_TILE, _FEW_TOKENS = 64, 32
 _FASTER_IN_XLA = {
     "amx": ("float32",), "avx512bf16": ("float32", "bfloat16"), "avx512": ("float32",),
 }  # fmt: skip
@@ -94,15 +98,35 @@ def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.
     return definition(x, arrays, dtypes, narrow_sums)
 
 
+def _on_cuda(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
+    x, weights, layers = split(operands)
+    if devices > 1 or unavailable(program_device()):
+        return _on_gpu(dtypes, devices, *operands)
+    each = list(zip(dtypes, weights, layers, strict=True))
+    found = [
+        None if matvec.lacks(dtype, x, w) else matvec.kernel(dtype, x, w, layer)
+        for dtype, w, layer in each
+    ]
+    others = [i for i, y in enumerate(found) if y is None]
+    if others:
+        rest = [x, *(weights[i] for i in others), *(layers[i] for i in others)]
+        ys = _on_gpu([dtypes[i] for i in others], devices, *rest)
+        for i, y in zip(others, ys, strict=True):
+            found[i] = y
+    return found  # type: ignore[return-value]
+
+
 def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
     # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
     # does so in any case.
     x, weights, layers = split(operands)
-    # XLA merges the matmuls of one operand. Unless each device has whole tiles of each weight, and in all not
-    # too many, it writes the weights to memory for that, one after the other. Behind a barrier of their own the
-    # activations are another operand: so what is merged are at most the weights of one call.
-    odd = [i for i, w in enumerate(weights) if w.shape[-2] % (_TILE * devices)]
+    # XLA merges the matmuls of one operand. Unless the tokens are few, each device has whole tiles of each
+    # weight, and these are not too many in all, it writes the weights to memory for that, one after the
+    # other. Behind a barrier of their own the activations are another operand: so what is merged are at
+    # most the weights of one call.
+    many = math.prod(x.shape[:-1]) > _FEW_TOKENS
+    odd = [i for i, w in enumerate(weights) if many or w.shape[-2] % (_TILE * devices)]
     whole = [i for i in range(len(weights)) if i not in odd]
     found: dict[int, jax.Array] = {}
     for group in ([whole] if whole else []) + [[i] for i in odd]:
@@ -197,5 +221,5 @@ _OPERATION = Operation(
     "maxjax_matmul", types, _in_jnp, {"cpu": _kernel}, rule, shardings, batch,
     # Summed in float32, as on one device.
     summand=lambda dtypes, _: (np.dtype("float32"),) * len(dtypes),
-    forms={"cuda": _on_gpu, "rocm": _on_gpu},
+    forms={"cuda": _on_cuda, "rocm": _on_gpu},
 )  # fmt: skip

@@ -19,7 +19,8 @@ from maxjax.kernels import QuantArray, StackSlice, matmul, native
 from maxjax.kernels.blocks import DECODERS
 from maxjax.kernels.packed_product import ACTIVATIONS, FORMATS
 from scripts.sharding_product import collectives, mesh_of
-from tests.kernels.test_packed import blocks, reference
+from tests.kernels.packed_operands import blocks
+from tests.kernels.test_packed import reference
 from tests.products import ALL
 
 LEVELS = native.levels()

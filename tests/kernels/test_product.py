@@ -986,11 +986,19 @@ def test_what_gpus_add_up_has_the_dtype_of_the_result(platform, count, found):
 
 
 @pytest.mark.parametrize(
-    ("platform", "count", "groups"), [("cuda", 1, 3), ("cuda", 2, 4), ("tpu", 1, 0)]
+    ("platform", "count", "tokens", "groups"),
+    [
+        ("cuda", 1, 1, 3),
+        ("cuda", 2, 1, 4),
+        ("cuda", 1, 32, 3),
+        ("cuda", 1, 33, 4),
+        ("tpu", 1, 1, 0),
+    ],
 )
-def test_gpus_multiply_weights_apart_that_are_no_whole_tiles(platform, count, groups):
+def test_gpus_multiply_weights_apart_that_are_no_whole_tiles(platform, count, tokens, groups):
+    """Of many tokens each weight: XLA would copy those that it merges."""
     rows = NamedSharding(maxjax.make_mesh(model=count), P("model"))
-    x = jnp.ones((1, 8))
+    x = jnp.ones((tokens, 8))
     weights = [jax.device_put(jnp.ones((n, 8)), rows) for n in (64, 128, 32, 6)]
     run = jax.jit(lambda x, ws: kernels_product.products(x, ws, [0] * 4, [x.dtype] * 4))
     text = run.trace(x, weights).lower(lowering_platforms=(platform,)).as_text()

@@ -63,18 +63,15 @@ def tiles(queries: int, width: int, wide: bool) -> AttentionTiles:
 
     Example:
         >>> tiles(512, 128, False)
-        AttentionTiles(rows=128, block=64, width=128, warps=8, stages=3)
+        AttentionTiles(rows=64, block=64, width=128, warps=4, stages=3)
         >>> tiles(20, 80, False)
         AttentionTiles(rows=32, block=64, width=128, warps=4, stages=3)
     """
     columns = power(width)
     # Products of float32 numbers with all their digits take long to compile.
-    most = 128 // (2 if wide else 1) // (2 if columns > 128 else 1)
-    rows = min(most, power(queries))
+    rows = min(64 // (2 if wide and columns > 128 else 1), power(queries))
     block = 32 if wide and columns > 64 else 64
-    return AttentionTiles(
-        rows, block, columns, 8 if rows == 128 else 4, 2 if wide or columns > 128 else 3
-    )
+    return AttentionTiles(rows, block, columns, 4, 2 if wide or columns > 128 else 3)
 
 
 def kernel(

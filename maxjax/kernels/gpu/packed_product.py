@@ -6,6 +6,7 @@ sums in float32 without rounding a weight. For more it multiplies a tile of dequ
 the dtype of the activations, by a tile of tokens.
 
 A block is read in units of W neighbouring bytes of packed weights, with the scales that belong to them.
+Sizes are those that were the fastest on an H200.
 
 Shapes of what a program has in registers: R rows of the weight, N units of each, W bytes of a unit.
 """
@@ -27,10 +28,11 @@ from .triton import FLOATS, dot, power, too_many
 
 # The most tokens for which each weight is multiplied by itself, instead of in tiles.
 FEW = 4
-# What a program for few tokens reads at a time: rows, and bytes of them all.
-_ROWS, _BYTES = 4, 2048
-# As many programs fill a GPU: four for each of the 132 multiprocessors of an H100 or H200.
-_PROGRAMS = 528
+# The most rows of a program for few tokens. As many programs fill a GPU: four for each of the 132
+# multiprocessors of an H100 or H200.
+_ROWS, _PROGRAMS = 4, 528
+# The most sums that are written for parts of rows, in float32.
+_MOST_SUMS = 1 << 19
 # 2^23 as bits of a float32: its last bits hold an integer.
 _INTEGER, _OFFSET = 0x4B000000, 8388608.0
 
@@ -43,12 +45,14 @@ class ProductTiles(NamedTuple):
         tokens: number of tokens of a program.
         units: number of units of each row that it reads at a time.
         warps: number of warps of a program.
+        splits: number of programs between which the units of a row are divided.
     """
 
     rows: int
     tokens: int
     units: int
     warps: int
+    splits: int = 1
 
 
 def lacks(encoding: str, dtype: Any, x: Any, blocks: Any) -> str:
@@ -65,7 +69,7 @@ def lacks(encoding: str, dtype: Any, x: Any, blocks: Any) -> str:
         >>> lacks("Q8_0", jnp.float64, shape(jnp.float64, 1, 64), shape(jnp.uint8, 9, 68))
         'activations are float64 and results float64'
     """
-    if encoding not in _UNITS:
+    if encoding not in _LAYOUTS:
         return f"weights are in {encoding}"
     if x.dtype not in FLOATS or np.dtype(dtype) not in FLOATS:
         return f"activations are {x.dtype} and results {np.dtype(dtype)}"
@@ -113,15 +117,17 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
         >>> tiles("Q8_0", 512, 4096, 4096)
         ProductTiles(rows=64, tokens=128, units=2, warps=4)
     """
-    unit = _UNITS[encoding]
-    if tokens > FEW:
-        return ProductTiles(64, min(128, power(tokens)), 64 // unit.width, 4)
-    count = depth // decoder_of(encoding).elements * unit.count
-    each = max(n for n in (1, 2, _ROWS) if n == 1 or n * _PROGRAMS <= rows)
-    most = min(_BYTES // each // unit.width, 1 << (count - 1).bit_length())
-    # A power of two that divides the number of units, if there is one that is not small.
-    fitting = min(most, count & -count)
-    return ProductTiles(each, tokens, fitting if fitting * 8 >= most else most, 4)
+    layout = _LAYOUTS[encoding]
+    if tokens <= FEW:
+        warps = max(n for n in (1, 2, 4) if n == 1 or 32 * n <= _count(encoding, depth, layout.few))
+        each = max(n for n in (1, 2, _ROWS) if n == 1 or n * _PROGRAMS <= rows)
+        return ProductTiles(each, tokens, 32 * warps, warps)
+    wide = min(128, power(tokens))
+    units = 128 // layout.many
+    programs = -(-tokens // wide) * -(-rows // 64)
+    steps = -(-_count(encoding, depth, layout.many) // units)
+    splits = min(-(-_PROGRAMS // programs), steps // 4, _MOST_SUMS // (tokens * rows))
+    return ProductTiles(64, wide, units, 4, max(1, splits))
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,16 +137,19 @@ def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -
 
     def call(layer: Any, x: Any, blocks: Any) -> Any:
         tokens, rows = x.shape[0], blocks.shape[1]
-        few = tokens <= FEW
-        grid = (-(-tokens // size.tokens), -(-rows // size.rows))
-        return pl.pallas_call(
-            functools.partial(_few if few else _many, encoding, size, x.shape, rows),
-            grid=grid[1:] if few else grid,
-            out_shape=result((tokens, rows), x, dtype),
+        grid = (-(-tokens // size.tokens), -(-rows // size.rows), size.splits)
+        program = _few if tokens <= FEW else _many
+        found = pl.pallas_call(
+            functools.partial(program, encoding, size, x.shape, rows),
+            grid=grid,
+            out_shape=result(
+                (size.splits, tokens, rows), x, dtype if size.splits == 1 else jnp.float32
+            ),
             compiler_params=triton.CompilerParams(num_warps=size.warps, num_stages=2),
             interpret=interpret,
             name="maxjax_packed_matmul",
         )(layer, x, blocks)
+        return found[0] if size.splits == 1 else jnp.sum(found, axis=0).astype(dtype)
 
     return call
 
@@ -155,31 +164,49 @@ def _few(
     blocks: Any,
     out: Any,
 ) -> None:
-    """One program: some rows of the weight, all tokens."""
+    """One program: some rows of the weight, each by itself, for some tokens.
+
+    All arrays have the shape [N, W] or [N], so that Triton keeps the bytes and the activations that meet
+    in the same threads; each thread has whole units, whose weights it adds up before it scales the sum.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    row = pl.program_id(0) * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
-    column = jnp.arange(_UNITS[encoding].width, dtype=jnp.int32)
-    count = _count(encoding, shape[1])
-    where = blocks, layer[0], jnp.minimum(row, rows - 1)
-    read = functools.partial(_Units, encoding, count, count % size.units > 0, *where)
+    tokens, depth = shape
+    layout = _LAYOUTS[encoding]
+    token = [pl.program_id(0) * size.tokens + i for i in range(size.tokens)]
+    row = [pl.program_id(1) * size.rows + i for i in range(size.rows)]
+    own = [jnp.minimum(i, tokens - 1) for i in token]
+    width = layout.few
+    column = jnp.arange(width, dtype=jnp.int32)
+    count = _count(encoding, depth, width)
+    read = functools.partial(
+        _Units, encoding, width, count, count % size.units > 0, blocks, layer[0]
+    )
 
     def step(i: Any, sums: Any) -> Any:
-        units = read(i * size.units + jnp.arange(size.units, dtype=jnp.int32))
+        number = i * size.units + jnp.arange(size.units, dtype=jnp.int32)
+        units = [read(jnp.minimum(one, rows - 1), number) for one in row]
         sums = list(sums)
-        for first, values in _UNITS[encoding].parts(units):
-            place = (units.element + first)[:, None] + column[None, :]  # [N, W]
-            for token in range(size.tokens):
-                numbers = units.load(x.at[token, place], (slice(None), None))
-                sums[token] = sums[token] + values * numbers.astype(jnp.float32)[None]
+        for parts in zip(*(layout.parts(one) for one in units), strict=True):
+            place = (units[0].element + parts[0].first)[:, None] + column[None, :]
+            for t in range(size.tokens):
+                numbers = units[0].load(x.at[own[t], place], 1).astype(jnp.float32)
+                total = None if parts[0].least is None else jnp.sum(numbers, axis=1)
+                for r, part in enumerate(parts):
+                    value = part.scale * jnp.sum(part.q * numbers, axis=1)
+                    value = value if part.least is None else value - part.least * total
+                    sums[r * size.tokens + t] += value
         return tuple(sums)
 
-    zeros = jnp.zeros((size.rows, size.units, column.size), jnp.float32)
-    sums = jax.lax.fori_loop(0, -(-count // size.units), step, (zeros,) * size.tokens)
-    for token, found in enumerate(sums):
-        total = jnp.sum(jnp.sum(found, axis=2), axis=1)
-        triton.store(out.at[token, row], total.astype(out.dtype), mask=row < rows)
+    zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * size.tokens)
+    sums = jax.lax.fori_loop(0, -(-count // size.units), step, zeros)
+    for place, one in enumerate(sums):
+        r, t = divmod(place, size.tokens)
+        inside = (row[r] < rows) & (token[t] < tokens)
+        triton.store(
+            out.at[pl.program_id(2), token[t], row[r]], jnp.sum(one).astype(out.dtype), mask=inside
+        )
 
 
 def _many(
@@ -200,73 +227,108 @@ def _many(
     token = pl.program_id(0) * size.tokens + jnp.arange(size.tokens, dtype=jnp.int32)
     row = pl.program_id(1) * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
     own = jnp.minimum(token, tokens - 1)
-    width, count = _UNITS[encoding].width, _count(encoding, depth)
+    layout = _LAYOUTS[encoding]
+    width, count = layout.many, _count(encoding, depth, layout.many)
     column = jnp.arange(size.units * width, dtype=jnp.int32)
     of_unit, column = jax.lax.div(column, width), jax.lax.rem(column, width)
-    where = blocks, layer[0], jnp.minimum(row, rows - 1)
-    read = functools.partial(_Units, encoding, count, count % size.units > 0, *where)
+    where = blocks, layer[0], jnp.minimum(row, rows - 1)[:, None]
+    read = functools.partial(_Units, encoding, width, count, count % size.units > 0, *where)
 
     def step(i: Any, sums: Any) -> Any:
         units = read(i * size.units + jnp.arange(size.units, dtype=jnp.int32))
         flat = read(i * size.units + of_unit)  # the same units, each W times
-        for first, values in _UNITS[encoding].parts(units):
-            weights = values.astype(x.dtype).reshape(size.rows, size.units * width)
-            place = x.at[own[:, None], (flat.element + first + column)[None, :]]
-            numbers = flat.load(place, (None, slice(None)))
+        for part in layout.parts(units):
+            weights = part.values().astype(x.dtype).reshape(size.rows, size.units * width)
+            place = x.at[own[:, None], (flat.element + part.first + column)[None, :]]
+            numbers = flat.load(place)
             sums = sums + dot(weights, numbers.T)  # [R, tokens]
         return sums
 
+    steps = -(-count // size.units)
+    each = -(-steps // size.splits)
+    split = pl.program_id(2)
     zeros = jnp.zeros((size.rows, size.tokens), jnp.float32)
-    sums = jax.lax.fori_loop(0, -(-count // size.units), step, zeros)
+    sums = jax.lax.fori_loop(split * each, jnp.minimum((split + 1) * each, steps), step, zeros)
     inside = (token < tokens)[:, None] & (row < rows)[None, :]
-    triton.store(out.at[token[:, None], row[None, :]], sums.T.astype(out.dtype), mask=inside)
+    place = out.at[split, token[:, None], row[None, :]]
+    triton.store(place, sums.T.astype(out.dtype), mask=inside)
 
 
 # --- blocks -------------------------------------------------------------------------------
 
 
-class _Units:
-    """Units of the blocks of some rows, in the memory of a GPU; after the last one there are zeros.
+class _Part(NamedTuple):
+    """Neighbouring weights of each unit: ``scale · q - least``.
 
     Attributes:
-        number: index of each unit in its block.
-        element: index of its first weight in the row.
+        first: place of the first of them behind the first weight of the unit.
+        q: integers as float32 ``[..., N, W]``.
+        scale: float32 ``[..., N]``.
+        least: float32 ``[..., N]``; None: zero.
+    """
+
+    first: int
+    q: Any
+    scale: Any
+    least: Any = None
+
+    def values(self) -> Any:
+        """The weights ``[..., N, W]``."""
+        values = self.scale[..., None] * self.q
+        return values if self.least is None else values - self.least[..., None]
+
+
+class _Units:
+    """Units of the blocks of a row, or of rows ``[R, 1]``, in the memory of a GPU; after the last one are zeros.
+
+    Attributes:
+        width: W.
+        offset: place of each unit's first byte among those of its block that units divide ``[N]``.
+        element: index of its first weight in the row ``[N]``.
     """
 
     def __init__(
-        self, encoding: str, count: int, ragged: bool, array: Any, layer: Any, row: Any, unit: Any
-    ):
-        self.array, self.layer, self.row = array, layer, row
-        found, decoder = _UNITS[encoding], decoder_of(encoding)
-        block, self.number = jax.lax.div(unit, found.count), jax.lax.rem(unit, found.count)
+        self, encoding: str, width: int, count: int, ragged: bool, array: Any, layer: Any, row: Any, unit: Any
+    ):  # fmt: skip
+        self.array, self.layer, self.row, self.width = array, layer, row, width
+        layout, decoder = _LAYOUTS[encoding], decoder_of(encoding)
+        each = layout.nbytes // width
+        block, self.offset = jax.lax.div(unit, each), jax.lax.rem(unit, each) * width
         self.start = block * decoder.nbytes
-        self.element = block * decoder.elements + found.first(self.number)
+        within = layout.weights * (self.offset >> 5) + (self.offset & 31)
+        self.element = block * decoder.elements + within
         # No mask where there is no unit too many, so that loads stay wide.
         self.there = unit < count if ragged else None
 
-    def load(self, place: Any, axes: Any) -> Any:
+    def load(self, place: Any, axes: int = 0) -> Any:
+        """What is at a place, whose last axis but ``axes`` is that of the units."""
         from jax.experimental.pallas import triton
 
         if self.there is None:
             return triton.load(place)
-        return triton.load(place, mask=self.there[axes], other=0)
+        mask = self.there.reshape(*(1,) * (len(place.shape) - 1 - axes), -1, *(1,) * axes)
+        return triton.load(place, mask=jnp.broadcast_to(mask, place.shape), other=0)
 
     def byte(self, at: Any) -> Any:
-        """The byte at a place of each unit's block, int32 ``[R, N]``."""
-        place = self.array.at[self.layer, self.row[:, None], (self.start + at)[None, :]]
-        return self.load(place, (None, slice(None))).astype(jnp.int32)
+        """The byte at a place of each unit's block, int32 ``[..., N]``."""
+        place = self.start + at
+        if self.row.ndim:
+            place = place[None, :]
+        return self.load(self.array.at[self.layer, self.row, place]).astype(jnp.int32)
 
-    def bytes(self, at: Any, width: int) -> Any:
-        """Neighbouring bytes of each unit's block, int32 ``[R, N, width]``."""
-        columns = (self.start + at)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-        place = self.array.at[self.layer, self.row[:, None, None], columns[None]]
-        return self.load(place, (None, slice(None), None)).astype(jnp.int32)
+    def bytes(self, at: Any) -> Any:
+        """W neighbouring bytes of each unit's block, int32 ``[..., N, W]``."""
+        place = (self.start + at)[:, None] + jnp.arange(self.width, dtype=jnp.int32)[None, :]
+        row = self.row
+        if row.ndim:
+            row, place = row[:, :, None], place[None]
+        return self.load(self.array.at[self.layer, row, place], 1).astype(jnp.int32)
 
     def half(self, at: int) -> Any:
-        """The float16 at a place of each unit's block, as float32 ``[R, N, 1]``."""
+        """The float16 at a place of each unit's block, as float32 ``[..., N]``."""
         bits = self.byte(at) | self.byte(at + 1) << 8
         half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-        return half.astype(jnp.float32)[:, :, None]
+        return half.astype(jnp.float32)
 
 
 def _float(bits: Any) -> Any:
@@ -278,97 +340,105 @@ def _number(q: Any, less: int = 0) -> Any:
     return _float(q | _INTEGER) - jnp.float32(_OFFSET + less)
 
 
-Parts = Iterator[tuple[int, Any]]
+Parts = Iterator[_Part]
 
 
 def _q8_0(units: _Units) -> Parts:
-    yield 0, units.half(0) * _number(units.bytes(2, 32) ^ 128, 128)
+    yield _Part(0, _number(units.bytes(2 + units.offset) ^ 128, 128), units.half(0))
 
 
 def _q4_0(units: _Units) -> Parts:
-    scale, packed = units.half(0), units.bytes(2, 16)
-    yield 0, scale * _number(packed & 15, 8)
-    yield 16, scale * _number(packed >> 4, 8)
+    scale, packed = units.half(0), units.bytes(2 + units.offset)
+    yield _Part(0, _number(packed & 15, 8), scale)
+    yield _Part(16, _number(packed >> 4, 8), scale)
 
 
 def _mxfp4(units: _Units) -> Parts:
     e = units.byte(0)
-    # 2^(e - 128) as two factors, neither of which is subnormal.
-    scales = [_float((part + 63) << 23)[:, :, None] for part in (e >> 1, e - (e >> 1))]
-    packed = units.bytes(1, 16)
+    # 2^(e - 128) as two factors, neither of which is subnormal; the sum of the other's products is scaled.
+    inner, scale = (_float((part + 63) << 23) for part in (e >> 1, e - (e >> 1)))
+    packed = units.bytes(1 + units.offset)
     for first, q in ((0, packed & 15), (16, packed >> 4)):
         size = q & 7
         # Four times the value of E2M1.
         four = jnp.where(size < 2, 2 * size, ((size & 1) | 2) << (size >> 1))
         values = _number(four) * jnp.float32(0.5)
-        yield first, jnp.where(q > 7, -values, values) * scales[0] * scales[1]
+        yield _Part(first, jnp.where(q > 7, -values, values) * inner[..., None], scale)
 
 
-def _two_groups(units: _Units) -> list[tuple[Any, Any]]:
-    """Scale and minimum of the two groups of a unit of Q4_K or Q5_K, ``[R, N, 1]`` each."""
+def _two_groups(units: _Units, number: Any) -> list[tuple[Any, Any]]:
+    """Scale and minimum of the two groups with a number in blocks of Q4_K or Q5_K, ``[..., N]`` each."""
     d, least = units.half(0), units.half(2)
     found = []
-    for j in (2 * units.number, 2 * units.number + 1):
+    for j in (2 * number, 2 * number + 1):
         a, b, c = (units.byte(first + (j & 3)) for first in (4, 8, 12))
-        early = (j < 4)[None, :]
+        early = jnp.broadcast_to(j < 4, a.shape)
         scale = jnp.where(early, a & 63, (c & 15) | (a >> 6 << 4))
         minimum = jnp.where(early, b & 63, (c >> 4) | (b >> 6 << 4))
-        found.append((d * _number(scale)[:, :, None], least * _number(minimum)[:, :, None]))
+        found.append((d * _number(scale), least * _number(minimum)))
     return found
 
 
 def _q4_k(units: _Units) -> Parts:
-    packed = units.bytes(16 + 32 * units.number, 32)
-    for i, (scale, minimum) in enumerate(_two_groups(units)):
-        yield 32 * i, scale * _number((packed >> 4 * i) & 15) - minimum
+    packed = units.bytes(16 + units.offset)
+    for i, (scale, least) in enumerate(_two_groups(units, units.offset >> 5)):
+        yield _Part(32 * i, _number((packed >> 4 * i) & 15), scale, least)
 
 
 def _q5_k(units: _Units) -> Parts:
-    packed, high = units.bytes(48 + 32 * units.number, 32), units.bytes(16, 32)
-    high = high >> (2 * units.number)[None, :, None]
-    for i, (scale, minimum) in enumerate(_two_groups(units)):
+    pair = units.offset >> 5
+    packed, high = units.bytes(48 + units.offset), units.bytes(16 + (units.offset & 31))
+    high = high >> (2 * pair).reshape(*(1,) * (high.ndim - 2), -1, 1)
+    for i, (scale, least) in enumerate(_two_groups(units, pair)):
         q = ((packed >> 4 * i) & 15) | ((high >> i) & 1) << 4
-        yield 32 * i, scale * _number(q) - minimum
+        yield _Part(32 * i, _number(q), scale, least)
 
 
 def _q6_k(units: _Units) -> Parts:
-    # Each half of a block has four parts of 32 weights, of which a unit has 16 each.
-    half, second = units.number >> 1, units.number & 1
+    # Each half of a block has four parts of 32 weights, of which a unit has a few each.
+    half, within = units.offset >> 5, units.offset & 31
     d = units.half(208)
-    low = [units.bytes(64 * half + 16 * second + 32 * i, 16) for i in range(2)]
-    high = units.bytes(128 + 32 * half + 16 * second, 16)
+    low = [units.bytes(64 * half + within + 32 * i) for i in range(2)]
+    high = units.bytes(128 + units.offset)
     for i in range(4):
-        scale = _number(units.byte(192 + 8 * half + second + 2 * i) ^ 128, 128)
+        scale = _number(units.byte(192 + 8 * half + (within >> 4) + 2 * i) ^ 128, 128)
         q = ((low[i % 2] >> 4 * (i // 2)) & 15) | ((high >> 2 * i) & 3) << 4
-        yield 32 * i, d * scale[:, :, None] * _number(q, 32)
+        yield _Part(32 * i, _number(q, 32), d * scale)
 
 
-class _Unit(NamedTuple):
+class _Layout(NamedTuple):
     """How the blocks of an encoding are read.
 
     Attributes:
-        count: number of units of a block.
-        width: W, the number of bytes that give neighbouring weights.
-        parts: of units the weights, float32 ``[R, N, W]`` each, with the place of the first in its unit.
-        first: index in the block of the first weight of a unit, by the index of the unit.
+        nbytes: number of bytes that the units of a block divide among them.
+        few: W for few tokens: 16 if all blocks begin at a multiple of 16 bytes, so that a thread loads a
+            unit at once, otherwise 8.
+        many: W for more tokens.
+        weights: number of weights from those of one byte to those of the byte 32 places behind it.
+        parts: the weights of units, in parts.
     """
 
-    count: int
-    width: int
+    nbytes: int
+    few: int
+    many: int
+    weights: int
     parts: Callable[[_Units], Parts]
-    first: Callable[[Any], Any]
+
+    def width(self, few: bool) -> int:
+        """W."""
+        return self.few if few else self.many
 
 
-_UNITS = {
-    "Q4_0": _Unit(1, 16, _q4_0, lambda i: i),
-    "Q8_0": _Unit(1, 32, _q8_0, lambda i: i),
-    "Q4_K": _Unit(4, 32, _q4_k, lambda i: 64 * i),
-    "Q5_K": _Unit(4, 32, _q5_k, lambda i: 64 * i),
-    "Q6_K": _Unit(4, 16, _q6_k, lambda i: 128 * (i >> 1) + 16 * (i & 1)),
-    "MXFP4": _Unit(1, 16, _mxfp4, lambda i: i),
+_LAYOUTS = {
+    "Q4_0": _Layout(16, 8, 8, 0, _q4_0),
+    "Q8_0": _Layout(32, 8, 8, 0, _q8_0),
+    "Q4_K": _Layout(128, 16, 32, 64, _q4_k),
+    "Q5_K": _Layout(128, 16, 32, 64, _q5_k),
+    "Q6_K": _Layout(64, 8, 8, 128, _q6_k),
+    "MXFP4": _Layout(16, 8, 8, 0, _mxfp4),
 }
 
 
-def _count(encoding: str, depth: int) -> int:
+def _count(encoding: str, depth: int, width: int) -> int:
     """The number of units of a row of so many weights."""
-    return depth // decoder_of(encoding).elements * _UNITS[encoding].count
+    return depth // decoder_of(encoding).elements * (_LAYOUTS[encoding].nbytes // width)

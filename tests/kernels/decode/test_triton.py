@@ -130,8 +130,8 @@ def test_programs_that_have_several_blocks(options):
     right(operands((5000, 7999, 9000), 2, 1, 16, 8000, seed=1), **options)
     assert triton.tiles(3, 2, 16, 8000).splits > 50
     lengths = np.random.default_rng(0).integers(0, 500, 140)
-    right(operands(lengths, 4, 2, 16, 400), **options)
-    assert triton.tiles(280, 2, 16, 400).splits == 1
+    right(operands(lengths, 8, 4, 16, 400), **options)
+    assert triton.tiles(560, 2, 16, 400).splits == 1
 
 
 def test_what_no_token_sees_is_not_read():

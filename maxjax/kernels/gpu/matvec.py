@@ -1,0 +1,118 @@
+"""The product of one token's activations with a large matrix on NVIDIA GPUs: a kernel in Pallas for Triton.
+
+It reads the matrix once, where it lies in a stack of layers, at nearly the bandwidth of the memory, of
+which XLA's own kernels for one token reach 60 to 90 % (docs/accelerators.md). A program multiplies some
+rows; each of its threads has some columns of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..pallas import result
+from .triton import too_many
+
+# From so many weights on it is faster than XLA.
+LEAST = 1 << 22
+_FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16))
+# Rows of a program, and neighbouring columns of a thread: 16 bytes.
+_ROWS, _COLUMNS = 4, 8
+
+
+def lacks(dtype: Any, x: Any, w: Any) -> str:
+    """Why the kernel cannot compute it, or is not the faster one; "" if it can and is.
+
+    Args:
+        dtype: dtype of the result.
+        x: activations ``[..., in]``.
+        w: ``[out, in]`` or ``[n, out, in]``.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        >>> lacks(jnp.bfloat16, shape(1, 1, 4096), shape(14336, 4096))
+        ''
+        >>> lacks(jnp.bfloat16, shape(2, 1, 4096), shape(14336, 4096))
+        'there are 2 tokens'
+    """
+    *tokens, depth = x.shape
+    rows = w.shape[-2]
+    if (count := int(np.prod(tokens))) != 1:
+        return f"there are {count} tokens"
+    if (
+        x.dtype != w.dtype
+        or x.dtype not in _FLOATS
+        or np.dtype(dtype) not in (*_FLOATS, np.float32)
+    ):
+        return f"activations are {x.dtype}, weights {w.dtype}, and results {np.dtype(dtype)}"
+    if depth % (32 * _COLUMNS) or rows % _ROWS or rows * depth < LEAST:
+        return f"the weight is {rows} x {depth}"
+    return too_many(w)
+
+
+def kernel(
+    dtype: Any, x: jax.Array, w: jax.Array, layer: Any, interpret: bool = False
+) -> jax.Array:
+    """``x @ w.T`` of one token, summed in float32.
+
+    Args:
+        dtype: dtype of the result.
+        x: activations ``[..., in]``.
+        w: ``[out, in]`` or ``[n, out, in]``.
+        layer: index of the weight in a stack.
+        interpret: whether to run the kernel's operations one by one, on any platform.
+    """
+    if w.ndim == 2:
+        w, layer = w[None], jnp.zeros_like(layer)
+    call = _call(np.dtype(dtype), w.shape[1:], interpret)
+    return call(layer.reshape(1), x.reshape(-1), w).reshape(*x.shape[:-1], w.shape[1])
+
+
+@functools.lru_cache(maxsize=256)
+def _call(dtype: np.dtype, shape: tuple[int, int], interpret: bool) -> Any:
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import triton
+
+    rows, depth = shape
+
+    def call(layer: Any, x: Any, w: Any) -> Any:
+        return pl.pallas_call(
+            functools.partial(_program, depth),
+            grid=(rows // _ROWS,),
+            out_shape=result((rows,), x, dtype),
+            # One warp: the sums of its threads need no barrier.
+            compiler_params=triton.CompilerParams(num_warps=1, num_stages=2),
+            interpret=interpret,
+            name="maxjax_matvec",
+        )(layer, x, w)
+
+    return call
+
+
+def _program(depth: int, layer: Any, x: Any, w: Any, out: Any) -> None:
+    """One program: some rows of the weight."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    groups = 64 if depth % (64 * _COLUMNS) == 0 else 32
+    row = [pl.program_id(0) * _ROWS + i for i in range(_ROWS)]
+    group = jnp.arange(groups, dtype=jnp.int32)
+    column = jnp.arange(_COLUMNS, dtype=jnp.int32)
+
+    def step(i: Any, sums: Any) -> Any:
+        place = ((i * groups + group) * _COLUMNS)[:, None] + column[None, :]
+        numbers = triton.load(x.at[place]).astype(jnp.float32)
+        weights = (triton.load(w.at[layer[0], one, place]).astype(jnp.float32) for one in row)
+        return tuple(
+            total + jnp.sum(some * numbers, axis=1)
+            for total, some in zip(sums, weights, strict=True)
+        )
+
+    zeros = (jnp.zeros((groups,), jnp.float32),) * _ROWS
+    sums = jax.lax.fori_loop(0, depth // (groups * _COLUMNS), step, zeros)
+    for one, total in zip(row, sums, strict=True):
+        triton.store(out.at[one], jnp.sum(total).astype(out.dtype))
