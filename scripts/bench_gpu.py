@@ -84,7 +84,7 @@ Job = tuple[jax.stages.Lowered, Callable[[jax.stages.Compiled], Any]]
 
 def compiled(jobs: dict[Any, Job]) -> dict[Any, Any]:
     """What each job measures, one after the other; their programs are compiled side by side."""
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(4) as pool:
         programs = list(pool.map(lambda job: job[0].compile(), jobs.values()))
     return {
         key: run(program) for (key, (_, run)), program in zip(jobs.items(), programs, strict=True)
@@ -191,21 +191,20 @@ def weights_by_hand(config: dict[str, Any]) -> dict[str, Any]:
     shapes = {"q": (size, q), "k": (size, kv), "v": (size, kv), "o": (q, size),
               "gate": (size, inner), "up": (size, inner), "down": (inner, size)}  # fmt: skip
 
-    @jax.jit
-    def make(key: jax.Array) -> dict[str, Any]:
-        normal = lambda i, shape: (
-            jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16) * 0.02
-        )
-        layers = [
-            {name: normal(8 * n + i, shape) for i, (name, shape) in enumerate(shapes.items())}
-            | {"norm1": jnp.ones(size, jnp.bfloat16), "norm2": jnp.ones(size, jnp.bfloat16)}
-            for n in range(config["num_hidden_layers"])
-        ]
-        vocabulary = config["vocab_size"]
-        return {"layers": layers, "norm": jnp.ones(size, jnp.bfloat16),
-                "embed": normal(10**6, (vocabulary, size)), "head": normal(10**6 + 1, (size, vocabulary))}  # fmt: skip
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
 
-    return make(jax.random.key(1))
+    keys = iter(jax.random.split(jax.random.key(1), 8 * config["num_hidden_layers"] + 2))
+    ones = lambda: jnp.ones(size, jnp.bfloat16)
+    layers = [
+        {name: normal(next(keys), shape) for name, shape in shapes.items()}
+        | {"norm1": ones(), "norm2": ones()}
+        for _ in range(config["num_hidden_layers"])
+    ]
+    vocabulary = config["vocab_size"]
+    return {"layers": layers, "norm": ones(), "embed": normal(next(keys), (vocabulary, size)),
+            "head": normal(next(keys), (size, vocabulary))}  # fmt: skip
 
 
 def by_hand(
@@ -300,12 +299,14 @@ def jobs_by_hand(
 # --- the rows
 
 
-def measure(name: str, config: dict[str, Any], quick: bool, profile: bool) -> None:
+def measure(name: str, config: dict[str, Any], options: argparse.Namespace) -> None:
     """Prints the rows of a model."""
+    quick, profile = options.quick, options.profile
     steps = 2 if quick else 32
     probe = lambda: bandwidth((1 << 22) if quick else (4 << 30), 3 if quick else 10)
-    rows = [(batch, context) for batch in (1, 8) for context in ((128,) if quick else (128, 2048))]
-    prompts = [CHUNK] if quick else [2048, 32768]
+    contexts = [128] if quick else options.context
+    rows = [(batch, context) for batch in (1, 8) for context in contexts]
+    prompts = [CHUNK] if quick else options.prompt
     hand = compiled(jobs_by_hand(config, rows, prompts, steps, profile))
     model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
     model.stack_for()  # as maxjax.load does
@@ -341,6 +342,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="small models, without meaning")
     parser.add_argument("--model", choices=sorted(MODELS), action="append", help="both by default")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[128, 2048], help="tokens before a step"
+    )
+    parser.add_argument(
+        "--prompt", type=int, nargs="+", default=[2048, 32768], help="tokens of prompts"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
     options = parser.parse_args()
     device = jax.devices()[0]
@@ -352,7 +359,7 @@ def main() -> int:
     print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}")
     for name, config in (SMALL if options.quick else MODELS).items():
         if options.quick or options.model is None or name in options.model:
-            measure(name, config, options.quick, options.profile)
+            measure(name, config, options)
     return 0
 
 

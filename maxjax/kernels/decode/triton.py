@@ -112,11 +112,11 @@ def tiles(programs: int, group: int, width: int, slots: int, itemsize: int = 2) 
 
     Example:
         >>> tiles(8, 4, 128, 8192)
-        DecodeTiles(rows=16, parts=1, widths=(128,), block=64, splits=33)
-        >>> tiles(512, 5, 80, 100)
+        DecodeTiles(rows=16, parts=1, widths=(128,), block=64, splits=66)
+        >>> tiles(600, 5, 80, 100)
         DecodeTiles(rows=16, parts=1, widths=(128,), block=64, splits=1)
         >>> tiles(1, 128, 576, 4096)
-        DecodeTiles(rows=16, parts=8, widths=(512, 64), block=32, splits=33)
+        DecodeTiles(rows=16, parts=8, widths=(512, 64), block=32, splits=66)
     """
     widths: tuple[int, ...] = (power(width),)
     if width > _WHOLE and widths[0] != width:

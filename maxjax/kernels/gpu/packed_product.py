@@ -35,6 +35,8 @@ _ROWS, _PROGRAMS = 4, 528
 _MOST_SUMS = 1 << 19
 # 2^23 as bits of a float32: its last bits hold an integer.
 _INTEGER, _OFFSET = 0x4B000000, 8388608.0
+# Twice the absolute values of E2M1, four bits each: 0, 1, 2, 3, 4, 6, 8, 12.
+_E2M1 = np.int32(0xC8643210 - (1 << 32))
 
 
 class ProductTiles(NamedTuple):
@@ -113,21 +115,24 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
 
     Example:
         >>> tiles("Q4_K", 1, 4096, 4096)
-        ProductTiles(rows=4, tokens=1, units=16, warps=4)
+        ProductTiles(rows=4, tokens=1, units=64, warps=2, splits=1)
         >>> tiles("Q8_0", 512, 4096, 4096)
-        ProductTiles(rows=64, tokens=128, units=2, warps=4)
+        ProductTiles(rows=64, tokens=128, units=16, warps=4, splits=1)
     """
     layout = _LAYOUTS[encoding]
     if tokens <= FEW:
-        warps = max(n for n in (1, 2, 4) if n == 1 or 32 * n <= _count(encoding, depth, layout.few))
+        # Each sum of several warps is exchanged between them.
+        warps = 2 if tokens == 1 and _count(encoding, depth, layout.few) >= 64 else 1
         each = max(n for n in (1, 2, _ROWS) if n == 1 or n * _PROGRAMS <= rows)
         return ProductTiles(each, tokens, 32 * warps, warps)
     wide = min(128, power(tokens))
+    each, warps = (32, 2) if wide == 16 else (64, 4)
     units = 128 // layout.many
-    programs = -(-tokens // wide) * -(-rows // 64)
+    programs = -(-tokens // wide) * -(-rows // each)
     steps = -(-_count(encoding, depth, layout.many) // units)
-    splits = min(-(-_PROGRAMS // programs), steps // 4, _MOST_SUMS // (tokens * rows))
-    return ProductTiles(64, wide, units, 4, max(1, splits))
+    wanted = -(-_PROGRAMS * 4 // (programs * warps))
+    splits = min(wanted, steps // 2, _MOST_SUMS // (tokens * rows))
+    return ProductTiles(each, wide, units, warps, max(1, splits))
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,7 +288,9 @@ class _Units:
 
     Attributes:
         width: W.
-        offset: place of each unit's first byte among those of its block that units divide ``[N]``.
+        thirty_two: which 32 of the bytes that units divide each is in ``[N]``.
+        within: place of its first byte among these 32 ``[N]``.
+        offset: the same among all of them ``[N]``.
         element: index of its first weight in the row ``[N]``.
     """
 
@@ -293,10 +300,12 @@ class _Units:
         self.array, self.layer, self.row, self.width = array, layer, row, width
         layout, decoder = _LAYOUTS[encoding], decoder_of(encoding)
         each = layout.nbytes // width
-        block, self.offset = jax.lax.div(unit, each), jax.lax.rem(unit, each) * width
+        block, number = jax.lax.div(unit, each), jax.lax.rem(unit, each)
         self.start = block * decoder.nbytes
-        within = layout.weights * (self.offset >> 5) + (self.offset & 31)
-        self.element = block * decoder.elements + within
+        # Multiples of W, as Triton sees, so that loads are wide.
+        self.thirty_two = jax.lax.div(number, 32 // width)
+        self.within, self.offset = jax.lax.rem(number, 32 // width) * width, number * width
+        self.element = block * decoder.elements + layout.weights * self.thirty_two + self.within
         # No mask where there is no unit too many, so that loads stay wide.
         self.there = unit < count if ragged else None
 
@@ -316,9 +325,10 @@ class _Units:
             place = place[None, :]
         return self.load(self.array.at[self.layer, self.row, place]).astype(jnp.int32)
 
-    def bytes(self, at: Any) -> Any:
-        """W neighbouring bytes of each unit's block, int32 ``[..., N, W]``."""
-        place = (self.start + at)[:, None] + jnp.arange(self.width, dtype=jnp.int32)[None, :]
+    def bytes(self, at: Any, width: int = 0) -> Any:
+        """W neighbouring bytes of each unit's block, or so many, int32 ``[..., N, W]``."""
+        column = jnp.arange(width or self.width, dtype=jnp.int32)
+        place = (self.start + at)[:, None] + column[None, :]
         row = self.row
         if row.ndim:
             row, place = row[:, :, None], place[None]
@@ -326,13 +336,25 @@ class _Units:
 
     def half(self, at: int) -> Any:
         """The float16 at a place of each unit's block, as float32 ``[..., N]``."""
-        bits = self.byte(at) | self.byte(at + 1) << 8
-        half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-        return half.astype(jnp.float32)
+        return _half(self.byte(at) | self.byte(at + 1) << 8)
+
+    def head(self) -> list[Any]:
+        """The first 16 bytes of each unit's block, in one load: four int32 ``[..., N]``."""
+        column = jnp.arange(16, dtype=jnp.int32)
+        bytes = self.bytes(0, 16)
+        shifted = bytes << jnp.broadcast_to(8 * (column & 3), bytes.shape)
+        word = jnp.broadcast_to(column >> 2, bytes.shape)
+        return [jnp.sum(jnp.where(word == i, shifted, 0), axis=-1) for i in range(4)]
 
 
 def _float(bits: Any) -> Any:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _half(bits: Any) -> Any:
+    """float16 from its bits, as float32."""
+    half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return half.astype(jnp.float32)
 
 
 def _number(q: Any, less: int = 0) -> Any:
@@ -355,48 +377,48 @@ def _q4_0(units: _Units) -> Parts:
 
 def _mxfp4(units: _Units) -> Parts:
     e = units.byte(0)
-    # 2^(e - 128) as two factors, neither of which is subnormal; the sum of the other's products is scaled.
-    inner, scale = (_float((part + 63) << 23) for part in (e >> 1, e - (e >> 1)))
+    # Twice the values of E2M1 come from a table, so the scale is 2^(e - 128): of two factors, neither subnormal.
+    first, second = (_float((part + 63) << 23) for part in (e >> 1, e - (e >> 1)))
     packed = units.bytes(1 + units.offset)
-    for first, q in ((0, packed & 15), (16, packed >> 4)):
-        size = q & 7
-        # Four times the value of E2M1.
-        four = jnp.where(size < 2, 2 * size, ((size & 1) | 2) << (size >> 1))
-        values = _number(four) * jnp.float32(0.5)
-        yield _Part(first, jnp.where(q > 7, -values, values) * inner[..., None], scale)
+    for place, q in ((0, packed), (16, packed >> 4)):
+        size = _number((_E2M1 >> ((q & 7) << 2)) & 15)
+        sign = (q & 8) << 28
+        bits = jax.lax.bitcast_convert_type(size, jnp.int32) | sign
+        yield _Part(place, _float(bits), first * second)
 
 
-def _two_groups(units: _Units, number: Any) -> list[tuple[Any, Any]]:
-    """Scale and minimum of the two groups with a number in blocks of Q4_K or Q5_K, ``[..., N]`` each."""
-    d, least = units.half(0), units.half(2)
+def _two_groups(units: _Units) -> list[tuple[Any, Any]]:
+    """Scale and minimum of the two groups of 32 bytes of Q4_K or Q5_K, ``[..., N]`` each."""
+    halves, *words = units.head()
+    d, least = _half(halves & 0xFFFF), _half((halves >> 16) & 0xFFFF)
     found = []
-    for j in (2 * number, 2 * number + 1):
-        a, b, c = (units.byte(first + (j & 3)) for first in (4, 8, 12))
-        early = jnp.broadcast_to(j < 4, a.shape)
-        scale = jnp.where(early, a & 63, (c & 15) | (a >> 6 << 4))
-        minimum = jnp.where(early, b & 63, (c >> 4) | (b >> 6 << 4))
+    for j in (2 * units.thirty_two, 2 * units.thirty_two + 1):
+        shift = jnp.broadcast_to(8 * (j & 3), d.shape)
+        a, b, c = (word >> shift for word in words)
+        early = jnp.broadcast_to(j < 4, d.shape)
+        scale = jnp.where(early, a & 63, (c & 15) | ((a >> 2) & 48))
+        minimum = jnp.where(early, b & 63, ((c >> 4) & 15) | ((b >> 2) & 48))
         found.append((d * _number(scale), least * _number(minimum)))
     return found
 
 
 def _q4_k(units: _Units) -> Parts:
     packed = units.bytes(16 + units.offset)
-    for i, (scale, least) in enumerate(_two_groups(units, units.offset >> 5)):
+    for i, (scale, least) in enumerate(_two_groups(units)):
         yield _Part(32 * i, _number((packed >> 4 * i) & 15), scale, least)
 
 
 def _q5_k(units: _Units) -> Parts:
-    pair = units.offset >> 5
-    packed, high = units.bytes(48 + units.offset), units.bytes(16 + (units.offset & 31))
-    high = high >> (2 * pair).reshape(*(1,) * (high.ndim - 2), -1, 1)
-    for i, (scale, least) in enumerate(_two_groups(units, pair)):
+    packed, high = units.bytes(48 + units.offset), units.bytes(16 + units.within)
+    high = high >> (2 * units.thirty_two).reshape(*(1,) * (high.ndim - 2), -1, 1)
+    for i, (scale, least) in enumerate(_two_groups(units)):
         q = ((packed >> 4 * i) & 15) | ((high >> i) & 1) << 4
         yield _Part(32 * i, _number(q), scale, least)
 
 
 def _q6_k(units: _Units) -> Parts:
     # Each half of a block has four parts of 32 weights, of which a unit has a few each.
-    half, within = units.offset >> 5, units.offset & 31
+    half, within = units.thirty_two, units.within
     d = units.half(208)
     low = [units.bytes(64 * half + within + 32 * i) for i in range(2)]
     high = units.bytes(128 + units.offset)
