@@ -1,8 +1,8 @@
 """The product of one token's activations with a large matrix on NVIDIA GPUs: a kernel in Pallas for Triton.
 
 It reads the matrix once, where it lies in a stack of layers, at nearly the bandwidth of the memory, of
-which XLA's own kernels for one token reach 60 to 90 % (docs/accelerators.md). A program multiplies some
-rows; each of its threads has some columns of all of them.
+which XLA's own kernels for one token reach 60 to 90 % (docs/accelerators.md). A program multiplies one
+row; each of its threads has some columns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from .triton import too_many
 # From so many weights on it is faster than XLA.
 LEAST = 1 << 22
 _FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16))
-# Rows of a program, and neighbouring columns of a thread: 16 bytes.
-_ROWS, _COLUMNS = 4, 8
+# Neighbouring columns of a thread: 16 bytes.
+_COLUMNS = 8
+# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
+_WARPS = 4096
 
 
 def lacks(dtype: Any, x: Any, w: Any) -> str:
@@ -49,7 +51,7 @@ def lacks(dtype: Any, x: Any, w: Any) -> str:
         or np.dtype(dtype) not in (*_FLOATS, np.float32)
     ):
         return f"activations are {x.dtype}, weights {w.dtype}, and results {np.dtype(dtype)}"
-    if depth % (32 * _COLUMNS) or rows % _ROWS or rows * depth < LEAST:
+    if depth % (32 * _COLUMNS) or rows * depth < LEAST:
         return f"the weight is {rows} x {depth}"
     return too_many(w)
 
@@ -78,14 +80,22 @@ def _call(dtype: np.dtype, shape: tuple[int, int], interpret: bool) -> Any:
     from jax.experimental.pallas import triton
 
     rows, depth = shape
+    # Of one warp the sums need no barrier.
+    warps = next(
+        n
+        for n in (4, 2, 1)
+        if n == 1 or (n // 2 * rows < _WARPS and depth % (32 * n * _COLUMNS) == 0)
+    )
+    groups = 32 * warps
+    if warps > 1 and depth % (2 * groups * _COLUMNS) == 0:
+        groups *= 2
 
     def call(layer: Any, x: Any, w: Any) -> Any:
         return pl.pallas_call(
-            functools.partial(_program, depth),
-            grid=(rows // _ROWS,),
+            functools.partial(_program, depth, groups),
+            grid=(rows,),
             out_shape=result((rows,), x, dtype),
-            # One warp: the sums of its threads need no barrier.
-            compiler_params=triton.CompilerParams(num_warps=1, num_stages=2),
+            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
             interpret=interpret,
             name="maxjax_matvec",
         )(layer, x, w)
@@ -93,26 +103,21 @@ def _call(dtype: np.dtype, shape: tuple[int, int], interpret: bool) -> Any:
     return call
 
 
-def _program(depth: int, layer: Any, x: Any, w: Any, out: Any) -> None:
-    """One program: some rows of the weight."""
+def _program(depth: int, groups: int, layer: Any, x: Any, w: Any, out: Any) -> None:
+    """One program: one row of the weight."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    groups = 64 if depth % (64 * _COLUMNS) == 0 else 32
-    row = [pl.program_id(0) * _ROWS + i for i in range(_ROWS)]
+    row = pl.program_id(0)
     group = jnp.arange(groups, dtype=jnp.int32)
     column = jnp.arange(_COLUMNS, dtype=jnp.int32)
 
-    def step(i: Any, sums: Any) -> Any:
+    def step(i: Any, total: Any) -> Any:
         place = ((i * groups + group) * _COLUMNS)[:, None] + column[None, :]
         numbers = triton.load(x.at[place]).astype(jnp.float32)
-        weights = (triton.load(w.at[layer[0], one, place]).astype(jnp.float32) for one in row)
-        return tuple(
-            total + jnp.sum(some * numbers, axis=1)
-            for total, some in zip(sums, weights, strict=True)
-        )
+        weights = triton.load(w.at[layer[0], row, place]).astype(jnp.float32)
+        return total + jnp.sum(weights * numbers, axis=1)
 
-    zeros = (jnp.zeros((groups,), jnp.float32),) * _ROWS
-    sums = jax.lax.fori_loop(0, depth // (groups * _COLUMNS), step, zeros)
-    for one, total in zip(row, sums, strict=True):
-        triton.store(out.at[one], jnp.sum(total).astype(out.dtype))
+    total = jnp.zeros((groups,), jnp.float32)
+    total = jax.lax.fori_loop(0, depth // (groups * _COLUMNS), step, total)
+    triton.store(out.at[row], jnp.sum(total).astype(out.dtype))

@@ -28,9 +28,10 @@ from .triton import FLOATS, dot, power, too_many
 
 # The most tokens for which each weight is multiplied by itself, instead of in tiles.
 FEW = 4
-# The most rows of a program for few tokens. As many programs fill a GPU: four for each of the 132
-# multiprocessors of an H100 or H200.
-_ROWS, _PROGRAMS = 4, 528
+# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
+_WARPS = 4096
+# The most activations that a program multiplies at a time: twice as many are in shared memory.
+_MOST_NUMBERS = 1 << 14
 # The most sums that are written for parts of rows, in float32.
 _MOST_SUMS = 1 << 19
 # 2^23 as bits of a float32: its last bits hold an integer.
@@ -115,22 +116,28 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
 
     Example:
         >>> tiles("Q4_K", 1, 4096, 4096)
-        ProductTiles(rows=4, tokens=1, units=64, warps=2, splits=1)
+        ProductTiles(rows=2, tokens=1, units=64, warps=2, splits=1)
         >>> tiles("Q8_0", 512, 4096, 4096)
         ProductTiles(rows=64, tokens=128, units=16, warps=4, splits=1)
     """
     layout = _LAYOUTS[encoding]
     if tokens <= FEW:
-        # Each sum of several warps is exchanged between them.
-        warps = 2 if tokens == 1 and _count(encoding, depth, layout.few) >= 64 else 1
-        each = max(n for n in (1, 2, _ROWS) if n == 1 or n * _PROGRAMS <= rows)
+        each = 2 if rows % 2 == 0 else 1
+        # Each sum of several warps is exchanged between them, which few tokens can afford.
+        warps = 1
+        if tokens == 1:
+            warps = 4 if rows // each * 2 < _WARPS else 2
+        while 32 * warps > max(32, _count(encoding, depth, layout.few)):
+            warps //= 2
         return ProductTiles(each, tokens, 32 * warps, warps)
     wide = min(128, power(tokens))
     each, warps = (32, 2) if wide == 16 else (64, 4)
-    units = 128 // layout.many
+    parts = decoder_of(encoding).elements // layout.nbytes
+    deep = next(n for n in (128, 64, 32) if n * parts * wide <= _MOST_NUMBERS)
+    units = deep // layout.many
     programs = -(-tokens // wide) * -(-rows // each)
     steps = -(-_count(encoding, depth, layout.many) // units)
-    wanted = -(-_PROGRAMS * 4 // (programs * warps))
+    wanted = -(-_WARPS // 2 // (programs * warps))
     splits = min(wanted, steps // 2, _MOST_SUMS // (tokens * rows))
     return ProductTiles(each, wide, units, warps, max(1, splits))
 

@@ -42,7 +42,7 @@ def test_what_it_is_for():
     assert "2 tokens" in lacks(jnp.bfloat16, of(jnp.bfloat16, 2, 4096), w)
     assert "float32" in lacks(jnp.float32, of(jnp.float32, 1, 4096), w)
     assert "weights float16" in lacks(jnp.bfloat16, x, of(jnp.float16, 4096, 4096))
-    for rows, depth in [(1000, 4096), (4098, 4096), (32768, 4100)]:
+    for rows, depth in [(1000, 4096), (32768, 4100)]:
         x, w = of(jnp.bfloat16, 1, depth), of(jnp.bfloat16, rows, depth)
         assert lacks(jnp.bfloat16, x, w) == f"the weight is {rows} x {depth}"
 
