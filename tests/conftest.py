@@ -172,6 +172,13 @@ def pytest_configure(config: pytest.Config) -> None:
         _few_dialects()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu`` only files that have such tests: machines with a GPU need no more than these import."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.gpu" not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which cases of a test are slow, and which a campaign; skips what needs a GPU.

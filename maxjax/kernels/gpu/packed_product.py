@@ -121,18 +121,18 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
         ProductTiles(rows=64, tokens=128, units=16, warps=4, splits=1)
     """
     layout = _LAYOUTS[encoding]
+    parts = decoder_of(encoding).elements // layout.nbytes
     if tokens <= FEW:
         each = 2 if rows % 2 == 0 else 1
-        # Each sum of several warps is exchanged between them, which few tokens can afford.
+        # Several warps exchange their sums, one for each token; units of four parts are long enough for one warp.
         warps = 1
-        if tokens == 1:
+        if tokens == 1 and parts <= 2:
             warps = 4 if rows // each * 2 < _WARPS else 2
         while 32 * warps > max(32, _count(encoding, depth, layout.few)):
             warps //= 2
         return ProductTiles(each, tokens, 32 * warps, warps)
     wide = min(128, power(tokens))
     each, warps = (32, 2) if wide == 16 else (64, 4)
-    parts = decoder_of(encoding).elements // layout.nbytes
     deep = next(n for n in (128, 64, 32) if n * parts * wide <= _MOST_NUMBERS)
     units = deep // layout.many
     programs = -(-tokens // wide) * -(-rows // each)
@@ -269,7 +269,7 @@ def _many(
 # --- blocks -------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _UnitPart(NamedTuple):
     """Neighbouring weights of each unit: ``scale · q - least``.
 
     Attributes:
@@ -369,17 +369,17 @@ def _number(q: Any, less: int = 0) -> Any:
     return _float(q | _INTEGER) - jnp.float32(_OFFSET + less)
 
 
-Parts = Iterator[_Part]
+Parts = Iterator[_UnitPart]
 
 
 def _q8_0(units: _Units) -> Parts:
-    yield _Part(0, _number(units.bytes(2 + units.offset) ^ 128, 128), units.half(0))
+    yield _UnitPart(0, _number(units.bytes(2 + units.offset) ^ 128, 128), units.half(0))
 
 
 def _q4_0(units: _Units) -> Parts:
     scale, packed = units.half(0), units.bytes(2 + units.offset)
-    yield _Part(0, _number(packed & 15, 8), scale)
-    yield _Part(16, _number(packed >> 4, 8), scale)
+    yield _UnitPart(0, _number(packed & 15, 8), scale)
+    yield _UnitPart(16, _number(packed >> 4, 8), scale)
 
 
 def _mxfp4(units: _Units) -> Parts:
@@ -391,7 +391,7 @@ def _mxfp4(units: _Units) -> Parts:
         size = _number((_E2M1 >> ((q & 7) << 2)) & 15)
         sign = (q & 8) << 28
         bits = jax.lax.bitcast_convert_type(size, jnp.int32) | sign
-        yield _Part(place, _float(bits), first * second)
+        yield _UnitPart(place, _float(bits), first * second)
 
 
 def _two_groups(units: _Units) -> list[tuple[Any, Any]]:
@@ -412,7 +412,7 @@ def _two_groups(units: _Units) -> list[tuple[Any, Any]]:
 def _q4_k(units: _Units) -> Parts:
     packed = units.bytes(16 + units.offset)
     for i, (scale, least) in enumerate(_two_groups(units)):
-        yield _Part(32 * i, _number((packed >> 4 * i) & 15), scale, least)
+        yield _UnitPart(32 * i, _number((packed >> 4 * i) & 15), scale, least)
 
 
 def _q5_k(units: _Units) -> Parts:
@@ -420,7 +420,7 @@ def _q5_k(units: _Units) -> Parts:
     high = high >> (2 * units.thirty_two).reshape(*(1,) * (high.ndim - 2), -1, 1)
     for i, (scale, least) in enumerate(_two_groups(units)):
         q = ((packed >> 4 * i) & 15) | ((high >> i) & 1) << 4
-        yield _Part(32 * i, _number(q), scale, least)
+        yield _UnitPart(32 * i, _number(q), scale, least)
 
 
 def _q6_k(units: _Units) -> Parts:
@@ -432,7 +432,7 @@ def _q6_k(units: _Units) -> Parts:
     for i in range(4):
         scale = _number(units.byte(192 + 8 * half + (within >> 4) + 2 * i) ^ 128, 128)
         q = ((low[i % 2] >> 4 * (i // 2)) & 15) | ((high >> 2 * i) & 3) << 4
-        yield _Part(32 * i, _number(q, 32), d * scale)
+        yield _UnitPart(32 * i, _number(q, 32), d * scale)
 
 
 class _Layout(NamedTuple):
