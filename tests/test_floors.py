@@ -48,7 +48,8 @@ kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice pallas key_ranges sinks
 kernels/gpu: __init__ triton attention matvec packed_product
 kernels/tpu: __init__ mosaic attention cache_write
-kernels: product packed_product quant_array matmul embed head_products delta_token ssd_token cache_read blocked_attention
+kernels: product packed_product quant_array matmul embed head_products delta_token ssd_token
+kernels: cache_read blocked_attention
 kernels/decode: __init__ step blocks triton
 kernels: cache_write decode_attention attention grouped block_matmul
 kernels: __init__

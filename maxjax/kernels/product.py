@@ -100,20 +100,23 @@ def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.
 
 def _on_cuda(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
     x, weights, layers = split(operands)
-    if devices > 1 or unavailable(program_device()):
-        return _on_gpu(dtypes, devices, *operands)
     each = list(zip(dtypes, weights, layers, strict=True))
-    found = [
-        None if matvec.lacks(dtype, x, w) else matvec.kernel(dtype, x, w, layer)
-        for dtype, w, layer in each
+    own = [
+        i for i, (dtype, w, _) in enumerate(each) if devices == 1 and not matvec.lacks(dtype, x, w)
     ]
-    others = [i for i, y in enumerate(found) if y is None]
+    others = [i for i in range(len(each)) if i not in own]
+    found = {i: _MATVEC([x, weights[i], layers[i]], (dtypes[i],))[0] for i in own}
     if others:
         rest = [x, *(weights[i] for i in others), *(layers[i] for i in others)]
         ys = _on_gpu([dtypes[i] for i in others], devices, *rest)
-        for i, y in zip(others, ys, strict=True):
-            found[i] = y
-    return found  # type: ignore[return-value]
+        found |= zip(others, ys, strict=True)
+    return [found[i] for i in range(len(each))]
+
+
+def _matvec(dtypes: Any, x: Any, w: Any, layer: Any) -> list[jax.Array]:
+    if unavailable(program_device()):
+        return _on_gpu(dtypes, 1, x, w, layer)
+    return [matvec.kernel(dtypes[0], x, w, layer)]
 
 
 def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
@@ -222,4 +225,10 @@ _OPERATION = Operation(
     # Summed in float32, as on one device.
     summand=lambda dtypes, _: (np.dtype("float32"),) * len(dtypes),
     forms={"cuda": _on_cuda, "rocm": _on_gpu},
+)  # fmt: skip
+
+# One weight of what `_on_cuda` computes: exported programs and other devices have XLA's matmul.
+_MATVEC = Operation(
+    "maxjax_matvec", types, lambda dtypes, *operands: _on_gpu(dtypes, 1, *operands), {"cuda": _matvec},
+    rule, shardings, batch,
 )  # fmt: skip

@@ -61,4 +61,8 @@ def test_programs_for_one_token_on_one_nvidia_gpu_contain_it():
 
     assert calls(1, "cuda") == (2, 1)
     assert calls(2, "cuda") == (0, 3)
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(
+        of(jnp.bfloat16, 1, 1024), large, small
+    )
+    assert "triton" not in exported.mlir_module()
     assert calls(1, "rocm") == calls(1, "tpu") == (0, 3)
