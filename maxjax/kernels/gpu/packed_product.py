@@ -149,8 +149,11 @@ def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -
 
     def call(layer: Any, x: Any, blocks: Any) -> Any:
         tokens, rows = x.shape[0], blocks.shape[1]
-        grid = (-(-tokens // size.tokens), -(-rows // size.rows), size.splits)
-        program = _few if tokens <= FEW else _many
+        tiles_of_rows = -(-rows // size.rows)
+        # CUDA's first axis alone may be longer than 65,535.
+        program, grid = _few, (tiles_of_rows, 1)
+        if tokens > FEW:
+            program, grid = _many, (-(-tokens // size.tokens), tiles_of_rows, size.splits)
         found = pl.pallas_call(
             functools.partial(program, encoding, size, x.shape, rows),
             grid=grid,
@@ -186,9 +189,7 @@ def _few(
 
     tokens, depth = shape
     layout = _LAYOUTS[encoding]
-    token = [pl.program_id(0) * size.tokens + i for i in range(size.tokens)]
-    row = [pl.program_id(1) * size.rows + i for i in range(size.rows)]
-    own = [jnp.minimum(i, tokens - 1) for i in token]
+    row = [pl.program_id(0) * size.rows + i for i in range(size.rows)]
     width = layout.few
     column = jnp.arange(width, dtype=jnp.int32)
     count = _count(encoding, depth, width)
@@ -202,23 +203,22 @@ def _few(
         sums = list(sums)
         for parts in zip(*(layout.parts(one) for one in units), strict=True):
             place = (units[0].element + parts[0].first)[:, None] + column[None, :]
-            for t in range(size.tokens):
-                numbers = units[0].load(x.at[own[t], place], 1).astype(jnp.float32)
+            for t in range(tokens):
+                numbers = units[0].load(x.at[t, place], 1).astype(jnp.float32)
                 total = None if parts[0].least is None else jnp.sum(numbers, axis=1)
                 for r, part in enumerate(parts):
                     value = part.scale * jnp.sum(part.q * numbers, axis=1)
                     value = value if part.least is None else value - part.least * total
-                    sums[r * size.tokens + t] += value
+                    sums[r * tokens + t] += value
         return tuple(sums)
 
-    zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * size.tokens)
+    zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * tokens)
     sums = jax.lax.fori_loop(0, -(-count // size.units), step, zeros)
+    first = pl.program_id(1)  # 0
     for place, one in enumerate(sums):
-        r, t = divmod(place, size.tokens)
-        inside = (row[r] < rows) & (token[t] < tokens)
-        triton.store(
-            out.at[pl.program_id(2), token[t], row[r]], jnp.sum(one).astype(out.dtype), mask=inside
-        )
+        r, t = divmod(place, tokens)
+        value = jnp.sum(one).astype(out.dtype)
+        triton.store(out.at[first, first + t, row[r]], value, mask=row[r] < rows)
 
 
 def _many(
