@@ -172,6 +172,20 @@ def pytest_configure(config: pytest.Config) -> None:
         _few_dialects()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With all cases a test of one file goes to any process: some files have an hour of them."""
+    if not ALL or config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFunction(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("[")[0]
+
+    return ByFunction(config, log)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m gpu`` only files that have such tests: machines with a GPU need no more than these import."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
@@ -277,7 +291,8 @@ def pytest_runtest_teardown() -> None:
 def _let_programs_go() -> None:
     """Each program XLA compiles takes 3 to 6 maps of memory, of which Linux gives a process 65,530.
 
-    Without any left XLA ends the process. To count them takes up to 50 ms, and what is let go is traced and lowered again, so both are rare.
+    Without any left XLA ends the process. To count them takes up to 50 ms, and what is let go is traced
+    and lowered again, so both are rare.
     """
     global _programs
     maps = Path("/proc/self/maps")
