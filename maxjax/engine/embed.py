@@ -27,7 +27,7 @@ from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, uni
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..progress import compiling, task
-from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
 
 # The smallest padded length: shorter programs are hardly faster.
@@ -394,10 +394,9 @@ def _rows(
     tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
     prompt: str,
 ) -> list[Encoding]:  # fmt: skip
-    if prompt and not isinstance(texts, str):
-        texts = [prompt + text if isinstance(text, str) else text for text in texts]
-    if pooling.lower_case and not isinstance(texts, str):
-        texts = [text.lower() if isinstance(text, str) else text for text in texts]
+    texts = [prompt + text for text in checked_texts(texts)]
+    if pooling.lower_case:
+        texts = [text.lower() for text in texts]
     rows = tokenizer.tokens(texts, max_length=limit if truncate else None)
     for i, row in enumerate(rows):
         if len(row.ids) > limit:

@@ -18,7 +18,7 @@ from ..lockstep import Lockstep
 from ..models import Decoder, Encoder
 from ..models.pooling import Pooling
 from ..models.weights import check_loaded, shardings_of
-from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
 from .embed import pooled_rows, text_limit
 
 _ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
@@ -87,7 +87,7 @@ def rerank(
         check_loaded(model)
         if tokenizer is None:
             raise UserInputError("texts cannot be reranked without a tokenizer")
-        documents = _texts(documents)
+        documents = checked_texts(documents, "documents")
         limit = text_limit(model, tokenizer, getattr(model, "pooling", None) or Pooling())
         by_answer = isinstance(model, Decoder) and model.score is None
         options = _answer_ids(model, tokenizer, answers) if by_answer else {}
@@ -115,16 +115,6 @@ def rerank(
     if activation is None:
         activation = _default_activation(model)
     return ACTIVATIONS[activation](found[:, 0]).astype(np.float32)
-
-
-def _texts(documents: Iterable[str]) -> list[str]:
-    if isinstance(documents, (str, bytes)):
-        raise TypeError("documents must be a list of str: put a single text in brackets, [text]")
-    documents = list(documents)
-    for i, document in enumerate(documents):
-        if not isinstance(document, str):
-            raise TypeError(f"documents[{i}] is a {type(document).__name__}, not a str")
-    return documents
 
 
 def _head_pooling(model: Any) -> str:

@@ -289,7 +289,7 @@ def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
 @pytest.mark.fast("one text", "texts5")
 @pytest.mark.parametrize("texts", ["one text", b"x", ["a", 3], [None], [b"a"], [["a"]], 3, None])
 def test_only_texts(loaded, texts):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="texts"):
         embed(*loaded, texts)
 
 

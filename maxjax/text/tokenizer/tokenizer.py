@@ -171,7 +171,7 @@ class Tokenizer:
             TypeError: a text is not a str, or ``texts`` is a single str.
             UserInputError: a text is not valid Unicode, or cannot be tokenised.
         """
-        return self._encoded(_checked(texts), max_length, special)
+        return self._encoded(checked_texts(texts), max_length, special)
 
     def pairs(
         self, pairs: Iterable[tuple[str, str]], *, max_length: int | None = None
@@ -187,7 +187,7 @@ class Tokenizer:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
         listed = [(first, second) for first, second in pairs]
-        _checked([text for pair in listed for text in pair])
+        checked_texts([text for pair in listed for text in pair])
         return self._encoded(listed, max_length, True)
 
     def _encoded(self, texts: list[Any], max_length: int | None, special: bool) -> list[Encoding]:
@@ -449,14 +449,22 @@ def _max_length(settings: dict[str, Any], file: Path) -> int | None:
     return None if value >= _NO_LIMIT else int(value)
 
 
-def _checked(texts: Iterable[str]) -> list[str]:
+def checked_texts(texts: Iterable[str], which: str = "texts") -> list[str]:
+    """The texts, or an error that names what is none.
+
+    Raises:
+        TypeError: they are a single text, or not texts.
+        UserInputError: one is not valid Unicode.
+    """
     if isinstance(texts, (str, bytes)):
-        raise TypeError("texts must be a list of str: put a single text in brackets, [text]")
+        raise TypeError(f"{which} must be a list of str: put a single text in brackets, [text]")
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"{which} must be a list of str, not {type(texts).__name__}")
     texts = list(texts)
     for i, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TypeError(f"texts[{i}] is a {type(text).__name__}, not a str")
-        check_unicode(text, f"texts[{i}]")
+            raise TypeError(f"{which}[{i}] is a {type(text).__name__}, not a str")
+        check_unicode(text, f"{which}[{i}]")
     return texts
 
 
