@@ -25,7 +25,7 @@ class HeliumConfig(DecoderConfig):
     rms_norm_eps: float = setting(default=1e-8)
     output_bias: bool | None = own(False)
     norm: str = own("wide_rms")
-    rope: Rope = own(Rope(interleaved=True))
+    rope: Rope = own(Rope(1e5, interleaved=True))
 
 
 class Helium(Decoder):

@@ -10,6 +10,7 @@ import safetensors.numpy
 import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import UnsupportedModelError
+from maxjax.models import find_family
 from tests.models import decoders
 from tests.models.decoders import call, greedy, ids_of, logits_of, ours, same
 from tests.models.families import table
@@ -242,3 +243,22 @@ def test_each_family_has_three_cases():
     names = [case.family for case in CASES]
     few = {name for name in names if names.count(name) < 3}
     assert not few, few
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", {case.family: case for case in CASES}.values(), ids=str)
+def test_frequencies_that_a_file_does_not_name(case):
+    """The base of the frequencies is that of transformers' configuration."""
+    transformers = pytest.importorskip("transformers")
+    ropes = getattr(getattr(transformers, case.config)().get_text_config(), "rope_parameters", None)
+    if not ropes:
+        pytest.skip("the family has no rope")
+    full = ropes.get("full_attention", ropes)
+    settings = case.settings if case.is_whole else {**decoders.SMALL, **case.settings}
+    named = ("rope_theta", "rope_parameters", "rope_scaling")
+    raw = {name: value for name, value in settings.items() if name not in named}
+    raw |= {"model_type": case.family, "architectures": [case.kind]}
+    config = find_family(raw).config.from_dict(raw)
+    assert config.rope.theta == full["rope_theta"]
+    if sliding := ropes.get("sliding_attention"):
+        assert config.local_rope.theta == sliding["rope_theta"]
