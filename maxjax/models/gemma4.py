@@ -51,6 +51,7 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
         **SharingConfig.unsaid, "vocab_size": 262_144, "num_hidden_layers": 30
     }  # fmt: skip
 
+    sliding_window: int | None = setting(default=512, minimum=1)
     global_head_dim: int = setting(default=512, minimum=1, held="axis")
     num_global_kv_heads: int | None = setting(
         "num_global_key_value_heads", default=None, minimum=1, held="axis"

@@ -247,18 +247,20 @@ def test_each_family_has_three_cases():
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", {case.family: case for case in CASES}.values(), ids=str)
-def test_frequencies_that_a_file_does_not_name(case):
-    """The base of the frequencies is that of transformers' configuration."""
+def test_what_a_file_does_not_name(case):
+    """The base of the frequencies and the window are those of transformers' configuration."""
     transformers = pytest.importorskip("transformers")
-    ropes = getattr(getattr(transformers, case.config)().get_text_config(), "rope_parameters", None)
-    if not ropes:
-        pytest.skip("the family has no rope")
-    full = ropes.get("full_attention", ropes)
+    theirs = getattr(transformers, case.config)().get_text_config()
+    ropes = getattr(theirs, "rope_parameters", None) or {}
     settings = case.settings if case.is_whole else {**decoders.SMALL, **case.settings}
-    named = ("rope_theta", "rope_parameters", "rope_scaling")
+    named = ("rope_theta", "rope_parameters", "rope_scaling", "sliding_window")
     raw = {name: value for name, value in settings.items() if name not in named}
     raw |= {"model_type": case.family, "architectures": [case.kind]}
     config = find_family(raw).config.from_dict(raw)
-    assert config.rope.theta == full["rope_theta"]
+    if full := ropes.get("full_attention", ropes):
+        assert config.rope.theta == full["rope_theta"]
     if sliding := ropes.get("sliding_attention"):
         assert config.local_rope.theta == sliding["rope_theta"]
+    if any(getattr(config, "slides", ())):
+        chunk = getattr(theirs, "attention_chunk_size", None)  # Llama 4
+        assert config.sliding_window == (chunk or theirs.sliding_window)
