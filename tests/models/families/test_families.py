@@ -253,7 +253,9 @@ def test_what_a_file_does_not_name(case):
     theirs = getattr(transformers, case.config)().get_text_config()
     ropes = getattr(theirs, "rope_parameters", None) or {}
     settings = case.settings if case.is_whole else {**decoders.SMALL, **case.settings}
-    named = ("rope_theta", "rope_parameters", "rope_scaling", "sliding_window")
+    named = {
+        "rope_theta", "rope_parameters", "rope_scaling", "sliding_window", "attention_chunk_size",
+    }  # fmt: skip
     raw = {name: value for name, value in settings.items() if name not in named}
     raw |= {"model_type": case.family, "architectures": [case.kind]}
     config = find_family(raw).config.from_dict(raw)
