@@ -102,9 +102,7 @@ def decode(model: Llama, batch: int, context: int, steps: int, kind: str, profil
         cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
         of_slot = sum(a.nbytes for a in jax.tree.leaves(cache.full)) // cache.capacity
         one = lambda cache: program(model, tokens, cache)
-        seconds, cache = repeated(one, cache, steps)
-        if profile:
-            longest(one, cache)
+        seconds = repeated(one, cache, steps, profile)
         return seconds, weight_bytes(model, batch) + context * of_slot
 
     return step.lower(model, tokens, cache), run
@@ -150,8 +148,8 @@ def longest(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 4) -
         print(f"    {sum(times):8.1f} us {len(times) // steps:5} x {name[:80]}")
 
 
-def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> tuple[float, Any]:
-    """The least time of a step, of three times so many; and the state after them."""
+def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int, profile: bool) -> float:
+    """The least time of a step, of three times so many; prints the kernels of some more."""
     times = []
     for _ in range(3):
         out = None
@@ -160,7 +158,9 @@ def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int) -> t
             out, state = run(state)
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / steps)
-    return min(times), state
+    if profile:
+        longest(run, state)
+    return min(times)
 
 
 _COPY = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(")
@@ -271,10 +271,7 @@ def jobs_by_hand(
 
         def run(program: jax.stages.Compiled) -> float:
             one = lambda cache: program(weights, ids, cache, start)
-            seconds, cache = repeated(one, empty(batch, slots), steps)
-            if profile:
-                longest(one, cache)
-            return seconds
+            return repeated(one, empty(batch, slots), steps, profile)
 
         cache = jax.eval_shape(lambda: empty(batch, slots))
         return call.lower(weights, ids, cache, start), run

@@ -394,7 +394,8 @@ def _rows(
     tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
     prompt: str,
 ) -> list[Encoding]:  # fmt: skip
-    texts = [prompt + text for text in checked_texts(texts)]
+    if prompt or pooling.lower_case:
+        texts = [prompt + text for text in checked_texts(texts)]
     if pooling.lower_case:
         texts = [text.lower() for text in texts]
     rows = tokenizer.tokens(texts, max_length=limit if truncate else None)

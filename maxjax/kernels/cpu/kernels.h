@@ -127,15 +127,15 @@ struct Ssd {
   float* y;
 };
 
-// The instruction sets that a level needs.
+// The instruction sets that a level needs. A level need not name those that came after it.
 struct Cpu {
-  bool avx2;    // with FMA and F16C
-  bool avx512;  // F, BW, DQ and VL
-  bool bf16;    // AVX-512 BF16
-  bool vnni;    // AVX-512 VNNI
-  bool avx_vnni;
-  bool neon_dot;  // dot products of bytes
-  bool amx;       // AMX, with products of int8 and of bf16
+  bool avx2 = false;    // with FMA and F16C
+  bool avx512 = false;  // F, BW, DQ and VL
+  bool bf16 = false;    // AVX-512 BF16
+  bool vnni = false;    // AVX-512 VNNI
+  bool avx_vnni = false;
+  bool neon_dot = false;  // dot products of bytes
+  bool amx = false;       // AMX, with products of int8 and of bf16
 };
 
 struct Level {

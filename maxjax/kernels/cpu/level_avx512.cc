@@ -3,4 +3,4 @@
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(avx512, {true, true, false, false, false, false, false})
+MAXJAX_DEFINE_LEVEL(avx512, {true, true, false, false, false, false})

@@ -4,4 +4,4 @@
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(avx512bf16, {true, true, true, true, false, false, false})
+MAXJAX_DEFINE_LEVEL(avx512bf16, {true, true, true, true, false, false})

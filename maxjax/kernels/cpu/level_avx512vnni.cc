@@ -3,4 +3,4 @@
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(avx512vnni, {true, true, false, true, false, false, false})
+MAXJAX_DEFINE_LEVEL(avx512vnni, {true, true, false, true, false, false})

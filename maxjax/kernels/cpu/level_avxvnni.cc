@@ -3,4 +3,4 @@
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(avxvnni, {true, false, false, false, true, false, false})
+MAXJAX_DEFINE_LEVEL(avxvnni, {true, false, false, false, true, false})

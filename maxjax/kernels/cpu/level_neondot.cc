@@ -3,4 +3,4 @@
 #include "rows.h"
 #include "level.h"
 
-MAXJAX_DEFINE_LEVEL(neondot, {false, false, false, false, false, true, false})
+MAXJAX_DEFINE_LEVEL(neondot, {false, false, false, false, false, true})

@@ -8,6 +8,7 @@ row; each of its threads has some columns.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,15 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pallas import result
-from .triton import too_many
+from .triton import FLOATS, WARPS, as_stack, too_many
 
 # From so many weights on it is faster than XLA.
 LEAST = 1 << 22
-_FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16))
+_NARROW = (np.dtype("float16"), np.dtype(jnp.bfloat16))
 # Neighbouring columns of a thread: 16 bytes.
 _COLUMNS = 8
-# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
-_WARPS = 4096
 
 
 def lacks(dtype: Any, x: Any, w: Any) -> str:
@@ -43,13 +42,9 @@ def lacks(dtype: Any, x: Any, w: Any) -> str:
     """
     *tokens, depth = x.shape
     rows = w.shape[-2]
-    if (count := int(np.prod(tokens))) != 1:
+    if (count := math.prod(tokens)) != 1:
         return f"there are {count} tokens"
-    if (
-        x.dtype != w.dtype
-        or x.dtype not in _FLOATS
-        or np.dtype(dtype) not in (*_FLOATS, np.float32)
-    ):
+    if x.dtype != w.dtype or x.dtype not in _NARROW or np.dtype(dtype) not in FLOATS:
         return f"activations are {x.dtype}, weights {w.dtype}, and results {np.dtype(dtype)}"
     if depth % (32 * _COLUMNS) or rows * depth < LEAST:
         return f"the weight is {rows} x {depth}"
@@ -68,8 +63,7 @@ def kernel(
         layer: index of the weight in a stack.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
-    if w.ndim == 2:
-        w, layer = w[None], jnp.zeros_like(layer)
+    w, layer = as_stack(w, layer)
     call = _call(np.dtype(dtype), w.shape[1:], interpret)
     return call(layer.reshape(1), x.reshape(-1), w).reshape(*x.shape[:-1], w.shape[1])
 
@@ -84,7 +78,7 @@ def _call(dtype: np.dtype, shape: tuple[int, int], interpret: bool) -> Any:
     warps = next(
         n
         for n in (4, 2, 1)
-        if n == 1 or (n // 2 * rows < _WARPS and depth % (32 * n * _COLUMNS) == 0)
+        if n == 1 or (n // 2 * rows < WARPS and depth % (32 * n * _COLUMNS) == 0)
     )
     groups = 32 * warps
     if warps > 1 and depth % (2 * groups * _COLUMNS) == 0:

@@ -24,12 +24,10 @@ import numpy as np
 
 from ..blocks import decoder_of
 from ..pallas import result
-from .triton import FLOATS, dot, power, too_many
+from .triton import FLOATS, WARPS, as_stack, dot, power, too_many
 
 # The most tokens for which each weight is multiplied by itself, instead of in tiles.
 FEW = 4
-# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
-_WARPS = 4096
 # The most activations that a program multiplies at a time: twice as many are in shared memory.
 _MOST_NUMBERS = 1 << 14
 # The most sums that are written for parts of rows, in float32.
@@ -103,8 +101,7 @@ def kernel(
         layer: index of the weight in a stack.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
-    if blocks.ndim == 2:
-        blocks, layer = blocks[None], jnp.zeros_like(layer)
+    blocks, layer = as_stack(blocks, layer)
     tokens = x.reshape(-1, x.shape[-1])
     size = tiles(encoding, tokens.shape[0], tokens.shape[1], blocks.shape[1])
     call = _call(encoding, np.dtype(dtype), size, interpret)
@@ -127,7 +124,7 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
         # Several warps exchange their sums, one for each token; units of four parts are long enough for one warp.
         warps = 1
         if tokens == 1 and parts <= 2:
-            warps = 4 if rows // each * 2 < _WARPS else 2
+            warps = 4 if rows // each * 2 < WARPS else 2
         while 32 * warps > max(32, _count(encoding, depth, layout.few)):
             warps //= 2
         return ProductTiles(each, tokens, 32 * warps, warps)
@@ -137,7 +134,7 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
     units = deep // layout.many
     programs = -(-tokens // wide) * -(-rows // each)
     steps = -(-_count(encoding, depth, layout.many) // units)
-    wanted = -(-_WARPS // 2 // (programs * warps))
+    wanted = -(-WARPS // 2 // (programs * warps))
     splits = min(wanted, steps // 2, _MOST_SUMS // (tokens * rows))
     return ProductTiles(each, wide, units, warps, max(1, splits))
 
@@ -214,7 +211,7 @@ def _few(
 
     zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * tokens)
     sums = jax.lax.fori_loop(0, -(-count // size.units), step, zeros)
-    first = pl.program_id(1)  # 0
+    first = pl.program_id(1)  # 0, which Pallas does not take as a constant here
     for place, one in enumerate(sums):
         r, t = divmod(place, tokens)
         value = jnp.sum(one).astype(out.dtype)
@@ -348,9 +345,9 @@ class _Units:
     def head(self) -> list[Any]:
         """The first 16 bytes of each unit's block, in one load: four int32 ``[..., N]``."""
         column = jnp.arange(16, dtype=jnp.int32)
-        bytes = self.bytes(0, 16)
-        shifted = bytes << jnp.broadcast_to(8 * (column & 3), bytes.shape)
-        word = jnp.broadcast_to(column >> 2, bytes.shape)
+        found = self.bytes(0, 16)
+        shifted = found << jnp.broadcast_to(8 * (column & 3), found.shape)
+        word = jnp.broadcast_to(column >> 2, found.shape)
         return [jnp.sum(jnp.where(word == i, shifted, 0), axis=-1) for i in range(4)]
 
 

@@ -13,6 +13,8 @@ import numpy as np
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # XLA compiles Triton for GPUs from Ampere on.
 OLDEST = 8.0
+# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
+WARPS = 4096
 # Triton multiplies matrices of 16 rows or more.
 _LEAST = 16
 
@@ -88,6 +90,11 @@ def too_many(array: Any) -> str:
     if size > 1 << 31 and size * array.dtype.itemsize <= 1 << 32:
         return f"an array has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
     return ""
+
+
+def as_stack(w: Any, layer: Any) -> tuple[Any, Any]:
+    """A weight ``[out, ...]`` as a stack of one, with its index; a stack ``[n, out, ...]`` as it is."""
+    return (w, layer) if w.ndim == 3 else (w[None], jnp.zeros_like(layer))
 
 
 def power(n: int) -> int:
