@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserInputError, closest, releasing, some
 from ..graph.placement.arrays import out_of_memory
+from ..graph.placement.device_major import DeviceMajor
 from ..graph.weight.weight import Weight
 from ..progress import compiling
 from .layer.module import Module
@@ -27,13 +29,16 @@ M = TypeVar("M", bound=Module)
 def init(
     model: M, key: jax.Array, *, initializer: Callable[[str], Initializer | None] | None = None
 ) -> M:
-    """Gives a random value to every weight that has none, in a single compiled program.
+    """Gives a random value to every weight that has none.
 
     Each weight is created with the sharding that ``Module.to`` gave it. Its key is derived from
-    ``key`` and its name, so adding a layer does not change the others' values.
+    ``key`` and its name, so adding a layer does not change the others' values. Weights of one shape,
+    dtype, sharding and initializer share a compiled program, and so do the weights of a stack. Programs of
+    initializers of JAX and of maxjax are kept for the next call.
 
     Args:
-        model: Module that is changed in place and returned. Weights that have a value keep it.
+        model: Module that is changed in place and returned. Weights that have a value keep it. After
+            an error none has a new one.
         key: random key from ``jax.random.key``.
         initializer: function from a weight's full name to an initializer (key, shape, dtype), as in
             ``jax.nn.initializers``, or to None for the layer's own choice
@@ -42,6 +47,7 @@ def init(
     Raises:
         ValueError: a lazy weight has symbolic dimensions.
         TypeError: a lazy weight's integer type has no initializer.
+        OutOfMemoryError: a device has no memory for its part of a weight.
 
     Example:
         >>> import jax
@@ -60,10 +66,10 @@ def init(
             raise ValueError(
                 f"weight '{name}' has symbolic dimensions {weight.shape!r}: load a value"
             )
-        fill = _choose(name, weight, layer, initializer)
+        fill = _Fill(_choose(name, weight, layer, initializer))
         home = weight.stored.home
         group = None if home is None else stacks.get(id(home[0]))
-        if group is None or group.fill is not fill:
+        if group is None or group.fill != fill:
             group = _Draw(fill, weight.stored.leaf, [], [])
             groups.append(group)
             if home is not None:
@@ -71,27 +77,104 @@ def init(
         group.names.append(name)
         group.weights.append(weight)
 
-    def draw(key: jax.Array) -> list[jax.Array]:
-        return [group.values(key) for group in groups]
-
-    run = jax.jit(draw, out_shardings=[group.sharding for group in groups])
-    try:
-        with releasing(), compiling("init"):
-            drawn = run(key)
-    except jax.errors.JaxRuntimeError as error:
-        largest = max(groups, key=lambda group: group.leaf.size)
-        raise out_of_memory(
-            error, largest.names[0], largest.leaf.shape, largest.leaf.dtype, largest.sharding
-        ) from error
+    drawn = []
+    of_this_call: dict[_Program, Callable[..., jax.Array]] = {}
+    with releasing(), compiling("init"):
+        for group in groups:
+            program = group.program
+            if program.fill.is_fixed:
+                run = _kept(program)
+            else:
+                run = of_this_call.get(program) or of_this_call.setdefault(
+                    program, program.jitted()
+                )
+            try:
+                drawn.append(run(key, group.codes))
+            except jax.errors.JaxRuntimeError as error:
+                leaf = group.leaf
+                raise out_of_memory(
+                    error, group.names[0], leaf.shape, leaf.dtype, group.sharding
+                ) from error
     for group, values in zip(groups, drawn, strict=True):
         group.store(values)
     return model
 
 
+class _Fill:
+    """An initializer. Those that one function made of equal numbers, as layers make them, are equal."""
+
+    def __init__(self, run: Initializer):
+        self.run = run
+        self.identity, self.is_fixed = run, False
+        if isinstance(run, FunctionType):
+            values = [cell.cell_contents for cell in run.__closure__ or ()]
+            values += [*(run.__defaults__ or ()), *(run.__kwdefaults__ or {}).items()]
+            if all(map(_cannot_change, values)):
+                # As 1 is 1.0, and 0.0 is -0.0, but not as a value to fill with.
+                exact = tuple(map(repr, values))
+                self.identity = (run.__code__, id(run.__globals__), tuple(values), exact)
+                # Others may read variables that change before the next call.
+                self.is_fixed = run.__module__.partition(".")[0] in ("jax", "maxjax")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Fill) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity) if isinstance(self.identity, tuple) else id(self.identity)
+
+
+def _cannot_change(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_cannot_change, value))
+    return value is None or isinstance(value, int | float | complex | str | type | np.dtype)
+
+
+class _Program(NamedTuple):
+    """What one compiled program draws from a key and the codes of names.
+
+    Attributes:
+        fill: the initializer.
+        shape: logical shape of a weight.
+        dtype: its dtype.
+        layout: order in which it is stored, if that is not the logical one.
+        lead: leading sizes of the result where it is that of several weights, None for one.
+        sharding: where the result is created.
+    """
+
+    fill: _Fill
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: DeviceMajor | None
+    lead: tuple[int, ...] | None
+    sharding: Any
+
+    def jitted(self) -> Callable[..., jax.Array]:
+        """A function of a key and of the codes ``[n]``, or of the code of one weight."""
+        return jax.jit(self._draw, out_shardings=self.sharding)
+
+    def _draw(self, key: jax.Array, codes: jax.Array) -> jax.Array:
+        def draw(code: jax.Array) -> jax.Array:
+            if 0 in self.shape:  # initializers divide by the sizes
+                value = jnp.zeros(self.shape, self.dtype)
+            else:
+                value = self.fill.run(jax.random.fold_in(key, code), self.shape, self.dtype)
+            return value if self.layout is None else self.layout.arrange(value)
+
+        if self.lead is None:
+            return draw(codes)
+        drawn = jax.vmap(draw)(codes)
+        return drawn.reshape(*self.lead, *drawn.shape[1:])
+
+
+@lru_cache(maxsize=256)
+def _kept(program: _Program) -> Callable[..., jax.Array]:
+    return program.jitted()
+
+
 class _Draw(NamedTuple):
     """What one call of an initializer draws: one weight, or the weights of several layers of a stack."""
 
-    fill: Initializer
+    fill: _Fill
     leaf: jax.ShapeDtypeStruct
     names: list[str]
     weights: list[Weight]
@@ -112,25 +195,22 @@ class _Draw(NamedTuple):
         spec = PartitionSpec(None, *where.spec[len(stored.home[0].spans) :])
         return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
 
-    def values(self, key: jax.Array) -> jax.Array:
-        """The drawn values, ``[n, ...]`` for a stack: exactly those each weight would have on its own."""
-
-        def draw(code: Any) -> jax.Array:
-            weight = self.weights[0]
-            shape = (
-                self.leaf.shape if weight.stored.layout is None else tuple(map(int, weight.shape))
-            )
-            dtype = self.leaf.dtype
-            if 0 in shape:  # initializers divide by the sizes
-                return weight.stored.arranged(jnp.zeros(shape, dtype))
-            return weight.stored.arranged(self.fill(jax.random.fold_in(key, code), shape, dtype))
-
+    @property
+    def codes(self) -> np.ndarray:
+        """The codes of the names, with which the keys are derived."""
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
-        home = self.weights[0].stored.home
-        if home is None:
-            return draw(codes[0])
-        drawn = jax.vmap(draw)(codes)
-        return drawn.reshape(*home[0].lead, *drawn.shape[1:]) if self.is_whole else drawn
+        return codes[0] if self.weights[0].stored.home is None else codes
+
+    @property
+    def program(self) -> _Program:
+        """Draws ``[n, ...]`` for a stack: exactly the values that each weight would have on its own."""
+        weight = self.weights[0]
+        layout, home = weight.stored.layout, weight.stored.home
+        shape = self.leaf.shape if layout is None else tuple(map(int, weight.shape))
+        lead = None
+        if home is not None:
+            lead = tuple(home[0].lead) if self.is_whole else (len(self.names),)
+        return _Program(self.fill, shape, self.leaf.dtype, layout, lead, self.sharding)
 
     def store(self, values: jax.Array) -> None:
         home = self.weights[0].stored.home

@@ -7,7 +7,7 @@ import pytest
 
 from maxjax import init, merge, partition
 from maxjax.graph import DeviceRef, Weight
-from maxjax.nn import Module
+from maxjax.nn import LayerList, Linear, Module, RMSNorm
 
 CPU = DeviceRef.CPU()
 
@@ -69,6 +69,79 @@ def test_own_initializers():
         initializer=lambda name: jax.nn.initializers.constant(5.0) if name == "bias" else None,
     )
     assert (m.bias == 5).all() and (m.w == 3).all()
+
+
+class Deep(Module):
+    """Two layers with a norm each, of the same sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = LayerList([Linear(32, 32, "float32", CPU), Linear(32, 32, "float32", CPU)])
+        self.norms = LayerList([RMSNorm(32, "float32"), RMSNorm(32, "float32")])
+
+    def __call__(self, x):
+        return x
+
+
+def _traced(run):
+    """How often a function that ``run`` is given was called, as by each tracing of a program with it."""
+    calls = []
+
+    def normal(key, shape, dtype):
+        calls.append(shape)
+        return jax.random.normal(key, shape, dtype)
+
+    run(normal)
+    return len(calls)
+
+
+def test_equal_weights_share_a_program():
+    assert (
+        _traced(lambda normal: init(Deep(), jax.random.key(0), initializer=lambda _: normal)) == 2
+    )
+
+    def twice(normal):
+        for seed in range(2):
+            init(Deep(), jax.random.key(seed), initializer=lambda _: normal)
+
+    # A function of the user may read what changes between two calls.
+    assert _traced(twice) == 4
+
+
+def test_programs_are_kept_for_the_next_call():
+    def scaled(name):
+        return jax.nn.initializers.normal(0.03) if name.startswith("layers") else None
+
+    first = [init(Deep(), jax.random.key(0)), init(Deep(), jax.random.key(0), initializer=scaled)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", None)  # nothing is traced
+        again = [
+            init(Deep(), jax.random.key(0)),
+            init(Deep(), jax.random.key(0), initializer=scaled),
+        ]
+    for one, other in zip(first, again, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert (first[0].layers[0].weight.value != first[1].layers[0].weight.value).any()
+
+
+def test_zeros_of_either_sign_are_two_initializers():
+    def zeros(name):
+        return jax.nn.initializers.constant(-0.0 if name.startswith("layers.1") else 0.0)
+
+    model = init(Deep(), jax.random.key(0), initializer=zeros)
+    signs = [bool(jnp.signbit(layer.weight.value).any()) for layer in model.layers]
+    assert signs == [False, True]
+
+
+def test_after_an_error_no_weight_has_a_value():
+    model = Net()
+    with pytest.raises(ValueError, match="no"):
+        init(model, jax.random.key(0), initializer=lambda name: _refuse if name == "bias" else None)
+    assert model.w.stored.is_lazy and model.scale.stored.is_lazy
+
+
+def _refuse(key, shape, dtype):
+    raise ValueError("no")
 
 
 def test_what_cannot_be_initialised():
