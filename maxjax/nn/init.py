@@ -162,7 +162,13 @@ class _Program(NamedTuple):
 
         if self.lead is None:
             return draw(codes)
-        drawn = jax.vmap(draw)(codes)
+        # The other generators draw for several keys at once what they would draw for the first.
+        several = (
+            jax.vmap(draw)
+            if jax.random.key_impl(key) == "threefry2x32"
+            else partial(jax.lax.map, draw)
+        )
+        drawn = several(codes)
         return drawn.reshape(*self.lead, *drawn.shape[1:])
 
 

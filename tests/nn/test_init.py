@@ -7,7 +7,7 @@ import pytest
 
 from maxjax import init, merge, partition
 from maxjax.graph import DeviceRef, Weight
-from maxjax.nn import LayerList, Linear, Module, RMSNorm
+from maxjax.nn import LayerList, LayerStack, Linear, Module, RMSNorm
 
 CPU = DeviceRef.CPU()
 
@@ -122,6 +122,14 @@ def test_programs_are_kept_for_the_next_call():
     for one, other in zip(first, again, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
     assert (first[0].layers[0].weight.value != first[1].layers[0].weight.value).any()
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_layers_of_a_stack_have_the_values_that_they_have_alone(generator):
+    key = jax.random.key(0, impl=generator)
+    stack = init(LayerStack([Linear(4, 3, "float32", CPU) for _ in range(3)]), key)
+    alone = init(LayerList([Linear(4, 3, "float32", CPU) for _ in range(3)]), key)
+    jax.tree.map(np.testing.assert_array_equal, stack.unstack(), alone)
 
 
 def test_zeros_of_either_sign_are_two_initializers():
