@@ -1,8 +1,8 @@
 """Names that MAX has and maxjax does not: they can be imported, and say what to do instead when they are used.
 
-A file of MAX's imports many names for the few that run. So a name without a counterpart is a class that can
-stand in annotations, defaults and among bases; to call it, to make an instance of it or of a class derived
-from it, or to iterate over it raises NotImplementedError with the advice of ``ADVICE``.
+A model file of MAX imports many names of which only a few are used at run time. So a name without a counterpart
+is a class that may appear in annotations, as a default value or as a base class. Calling it, making an instance
+of it or of a derived class, or iterating over it raises NotImplementedError with the advice of ``ADVICE``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 
 class Refused(ABCMeta):
-    """The class of names that maxjax does not have; each of them is a class itself.
+    """The metaclass of the classes that stand for names maxjax does not have.
 
     Example:
         >>> Signals = refused("nn.comm.Signals", "XLA inserts the communication")
@@ -40,7 +40,7 @@ class Refused(ABCMeta):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         if name in ("setter", "getter", "deleter"):
             return getattr(property(), name)  # @Base.attribute.setter in a class derived from it
-        # A member of an enumeration or a class method: in a default it passes, when it is called it raises.
+        # An enumeration's member or a class method: it may be a default value, and calling it raises.
         owner, advice = cls._mx_refused
         member = refused(f"{owner}.{name}", advice)
         setattr(cls, name, member)
@@ -74,10 +74,10 @@ def absent(module: str, names: Mapping[str, str] | None = None) -> Callable[[str
 
     Args:
         module: name of the module.
-        names: table of names, separated by spaces → advice; that of ``ADVICE`` by default.
+        names: mapping from names, separated by spaces, to advice; the module's in ``ADVICE`` by default.
 
     Raises:
-        AttributeError: by the function: MAX does not have the name either.
+        AttributeError: the returned function raises it for a name that is not in the mapping.
     """
     path = module.partition(".")[2]
     table = ADVICE.get(path, {}) if names is None else names

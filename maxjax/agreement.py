@@ -231,7 +231,9 @@ class Rounds:
         self.given = True
         arrived = client.key_value_increment(f"{prefix}/count", 1)
         if arrived > _LEFT:
-            raise PeerLostError("another process did not wait for this one any longer")
+            raise PeerLostError(
+                "this process came too late: another one had stopped waiting for it"
+            )
         if arrived < len(self.members):
             return None
         texts = {int(key): value for key, value in self._given().items() if key.isdecimal()}
@@ -264,16 +266,21 @@ class Rounds:
         if conclusion is None:
             conclusion = wait_for(self.service, f"{prefix}/all", phase, timeout, check)
         if conclusion is None:
-            # Whoever comes later sees by the count that it must not go on.
+            # A process that arrives later sees from the count that it must not continue.
             arrived = self.service.client.key_value_increment(f"{prefix}/count", _LEFT) - _LEFT
             if arrived == len(self.members):
                 conclusion = wait_for(self.service, f"{prefix}/all", phase, timeout, check)
         if conclusion is None:
             given = self._given()
             missing = [str(one) for one in self.members if str(one) not in given]
+            if missing:
+                problem = (
+                    f"process {', '.join(missing)} has not reached this point in {timeout:g} s. "
+                )
+            else:
+                problem = f"the process that arrived last has not answered in {timeout:g} s. "
             raise PeerLostError(
-                f"{phase}: process {', '.join(missing)} has not reached this point in {timeout:g} s. "
-                "It is busy, hangs, or runs another program: see its own output."
+                f"{phase}: {problem}It is busy, hangs, or runs another program: see its own output."
             )
         self._done()
         return conclusion
@@ -283,9 +290,9 @@ class Rounds:
         return {key.rpartition("/")[2]: value for key, value in found}
 
     def _done(self) -> None:
-        """Goes on to the next round; the first process now and then deletes what all have read.
+        """Moves on to the next round; the first process sometimes deletes the keys of earlier rounds.
 
-        Whoever takes part in a round has read all that was concluded before it.
+        A process that takes part in a round has read the conclusions of all rounds before it.
         """
         spent = _spent.setdefault(self._group, [])
         if self.service.process == self.members[0]:
@@ -304,7 +311,7 @@ _LEFT = 1 << 30  # added to the count of a round by a process that no longer wai
 
 
 def verdict(all_facts: Mapping[int, Mapping[str, str]]) -> str:
-    """ "equal", or the parts that differ, with the processes and values."""
+    """The text "equal", or the parts that differ, with the processes and values."""
     parts = list(dict.fromkeys(part for facts in all_facts.values() for part in facts))
     differences = []
     for part in parts:

@@ -1,12 +1,12 @@
 """Tab completion in IPython past the first dot of a model, a list of layers or a checkpoint.
 
-IPython evaluates what stands before the last dot only as far as it knows that nothing happens: it
-knows ``[…]`` of dicts and lists, and attributes of classes without a ``__getattr__`` of their own. Here it is told
-which classes of maxjax it may ask too: to look up a layer or a place in a checkpoint reads
-nothing and changes nothing.
+To complete a name, IPython evaluates the text before the last dot only if that has no side effects, as far as it
+knows: ``[…]`` of dicts and lists, and attributes of classes without a ``__getattr__`` of their own. This file adds
+maxjax's classes to that list, because looking up a layer or a name in a checkpoint reads nothing and changes
+nothing.
 
-Where jedi is installed IPython asks it first, which reads code and no values, and so takes
-``layers[0]`` for a list. After a bracket the values are asked then, if they are of maxjax.
+Where jedi is installed, IPython asks it first. jedi reads code, not values, and so takes
+``layers[0]`` for a list. So after a bracket the value itself is completed first, if its class is maxjax's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WITH_ATTRIBUTES = (
 
 
 def register() -> bool:
-    """Tells IPython which classes it may ask, if it runs; returns whether it does.
+    """Tells IPython which classes it may evaluate, if it runs; returns whether it could.
 
     Example:
         >>> register() or "IPython" not in sys.modules
@@ -66,7 +66,7 @@ _BEFORE = re.compile(r"([A-Za-z_](?:[\w.]|\[[^\[\]]*\])*)\.\w*\Z")
 
 
 def _ask_values(shell: Any) -> None:
-    """Adds to a shell, if there is one, a matcher that goes before jedi's after brackets."""
+    """Adds a matcher to the shell, if there is one, that takes precedence over jedi after brackets."""
     from IPython.core.completer import context_matcher
     from IPython.core.guarded_eval import EvaluationContext, guarded_eval
 

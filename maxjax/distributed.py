@@ -86,9 +86,9 @@ def initialize(
         shutdown_timeout: whole seconds that a finished process waits for the others; then JAX
             ends all of them, including those that are still running.
         arrival_timeout: whole seconds that a call which all processes make together
-            (``maxjax.generate``, ``maxjax.load`` with a mesh, …) waits for those that live.
+            (``maxjax.generate``, ``maxjax.load`` with a mesh, …) waits for live processes.
 
-    On Slurm, Open MPI, Kubernetes and TPUs JAX determines those of the first four that are None.
+    On Slurm, Open MPI, Kubernetes and TPUs JAX fills in those of the first four that are None.
 
     Raises:
         UserInputError: the address is not "host:port", the host name is a loopback address on this
@@ -140,7 +140,7 @@ def initialize(
 
 
 def arrival_seconds() -> int:
-    """How long a process waits for the others to make the same call, as :func:`initialize` was told."""
+    """Seconds that a process waits for the others to make the same call, as given to :func:`initialize`."""
     return _arrival
 
 
@@ -242,7 +242,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that ``text`` is, or None if it is a name."""
+    """``text`` as an IP address; None if it is a host name."""
     try:
         return ipaddress.ip_address(text)
     except ValueError:

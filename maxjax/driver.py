@@ -87,12 +87,12 @@ def accelerator_architecture_name() -> str:
 
 
 def is_virtual_device_mode() -> bool:
-    """Whether MAX compiles for devices that are not there; in JAX, a topology is an argument of ``jax.jit``: False."""
+    """Always False; in MAX, whether programs are compiled for absent devices (JAX: ``jax.experimental.topologies``)."""
     return False
 
 
 class Usage(enum.Flag):
-    """What memory of a Buffer is for. All of it is memory of the host here, so it makes no difference."""
+    """MAX's purposes of a Buffer's memory. Here all of it is host memory, so they make no difference."""
 
     DEFAULT = 0
     STAGING = 1

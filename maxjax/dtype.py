@@ -18,7 +18,7 @@ from .errors import closest
 # DType has members and properties called bool, np and dtype, so the signatures inside the
 # class say builtins.bool and NumpyDType.
 NumpyDType = np.dtype[Any]
-# What NumPy and JAX call a type by.
+# The kinds of objects by which NumPy and JAX name an element type.
 _NAMES = (type, np.dtype, str)
 
 
@@ -106,7 +106,7 @@ class DType(Enum):
         return self.name
 
     def __eq__(self, other: object) -> builtins.bool:
-        """Equal to what NumPy and JAX call the same type: ``w.dtype == jnp.float32``, as of an array."""
+        """Whether it is the same type, also as NumPy and JAX name it: ``w.dtype == jnp.float32`` works."""
         if self is other:  # nearly always, in the keys of programs
             return True
         return isinstance(other, _NAMES) and builtins.bool(self.np == other)

@@ -1,4 +1,4 @@
-"""What the settings of other libraries are called here, for the error about an unknown argument."""
+"""The names that maxjax has for settings of other libraries, for errors about unknown arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .errors import UnknownArgumentError, closest
 
 
 def _named(**groups: str) -> Mapping[str, str]:
-    """Name elsewhere → what it is here, from what it is here → names elsewhere."""
+    """Name in another library → maxjax's name, from maxjax's name → names in other libraries."""
     return {name: own for own, names in groups.items() for name in names.split()}
 
 
-# Arguments that have another name here: of generate and its like, and of load.
+# Arguments that have another name here: of generate and similar functions, of load, and of embed.
 _GENERATE = _named(
     max_new_tokens="max_tokens max_length max_completion_tokens max_output_tokens n_predict max_gen_len",
     min_new_tokens="min_tokens min_length min_completion_tokens",
@@ -41,12 +41,12 @@ _EMBED = _named(
 )
 # What to do instead of passing an argument.
 _INSTEAD = {
-    "do_sample": "temperature=: 0 is greedy, above it tokens are drawn",
+    "do_sample": "temperature=: 0 is greedy, a larger value samples",
     **dict.fromkeys(("seed", "generator", "rng", "random_seed"), "key=jax.random.key(seed)"),
-    **dict.fromkeys(("n", "num_return_sequences"), "a list with the prompt so many times"),
+    **dict.fromkeys(("n", "num_return_sequences"), "a list that contains the prompt several times"),
     **dict.fromkeys(
         ("num_beams", "beam_size", "best_of", "early_stopping", "length_penalty"),
-        "a temperature: there is no beam search, one text is written for each prompt",
+        "a temperature: there is no beam search, one text is generated for each prompt",
     ),
     **dict.fromkeys(
         ("num_beam_groups", "no_repeat_ngram_size", "typical_p", "penalty_alpha"),
@@ -114,7 +114,7 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
         instead = _INSTEAD[name].removesuffix(f" of {call}")
         said = instead.removeprefix("nothing: ")
         return f": use {instead}" if said == instead else f": {said}"
-    # An argument of ours, of another function.
+    # An argument that another function of maxjax has.
     own = {home: {*table.values()} for home, table in _HOMES}
     if home := next((home for home in own if name in own[home]), None):
         return f": it is an argument of {home}"

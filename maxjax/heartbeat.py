@@ -1,9 +1,9 @@
-"""Heartbeats of Python: which of several processes still run, as a PeerLostError before JAX aborts.
+"""Heartbeats from Python: they detect a lost process and raise PeerLostError before JAX aborts.
 
 JAX has heartbeats too, but when one is missed it ends all other processes (SIGABRT) before Python
 learns of it. So each process also counts up a number in the key-value store of JAX's coordination
 service, from a thread; process 0 watches the numbers, and names a process whose number stands still
-for a third of JAX's timeout. Those who wait for that process ask :func:`check`. JAX's own heartbeats
+for a third of JAX's timeout. Processes that wait for it call :func:`check`. JAX's own heartbeats
 come every half of the timeout, so a process may die just before one, and half of the timeout later
 JAX ends the others.
 """
@@ -23,7 +23,7 @@ JAX_TIMEOUT = 100  # seconds; JAX's default, where a program has called jax.dist
 CHECK_SECONDS = 0.25  # how often a process that waits asks whether the others live
 _BEATS = 20  # beats within JAX's timeout
 # Part of JAX's timeout after which a process without a beat is lost. With two beats, and the time until
-# those who wait ask, it must be less than the half.
+# a waiting process checks, it must be less than half of the timeout.
 _PATIENCE = 0.3
 _ALIVE, _GONE = "maxjax/alive/", "maxjax/gone/"
 _RESTART = "Its own output says why; start all processes again."
@@ -33,11 +33,11 @@ _lock = threading.Lock()
 
 
 class Heart:
-    """The thread of this process that tells the others that it runs.
+    """The thread that tells the other processes that this one runs.
 
     Args:
         client: client of JAX's coordination service.
-        process: id of this process; that of process 0 also watches the others.
+        process: id of this process; in process 0 the thread also watches the others.
         timeout: JAX's heartbeat timeout in seconds.
     """
 
@@ -49,7 +49,7 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="maxjax-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. It ends with the program, whose end it tells the others."""
+        """Starts the thread. It ends with the program, and then tells the other processes so."""
         self._thread.start()
         # Before JAX's own hook, which waits for all processes.
         atexit.register(self.stop)
@@ -99,8 +99,8 @@ def start(client: Any, process: int, timeout: float | None = None) -> None:
 
 
 def report(client: Any, process: int | str, why: str) -> None:
-    """Tells all processes that one of them is lost: "is gone", "has ended" …"""
-    with contextlib.suppress(RuntimeError):  # said already
+    """Tells all processes that one of them is lost, and ``why``: "is gone", "has ended" …"""
+    with contextlib.suppress(RuntimeError):  # it was reported already
         client.key_value_set(f"{_GONE}{process}", why)
 
 

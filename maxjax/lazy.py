@@ -19,11 +19,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """A context in which Python's garbage collector rests, for code that makes much and no reference cycles.
+    """A context without Python's garbage collector, for code that makes many objects but no reference cycles.
 
-    What an import makes stays, and the collector would look through all of JAX's objects for it: that
-    is a third of the time that the imports take. It would also scan a growing table of tensors again
-    and again: of 100,000 that is half of the time.
+    Objects that an import makes are kept, yet the collector would scan all of JAX's objects for garbage,
+    which takes a third of the time of the imports. It would also scan a growing table of tensors
+    repeatedly, which takes half of the time for 100,000 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -2,8 +2,8 @@
 
 A program on the devices of several processes runs once all of them have dispatched it. So nothing
 that one process finds by itself (a time, a stop string, an error, an interrupt) may decide what comes
-next: before each dispatch the processes meet in the key-value store of JAX's coordination service,
-the first one says what is next, and whoever cannot go on says so. No collective is left waiting.
+next. Before each dispatch the processes meet in the key-value store of JAX's coordination service: the
+first one decides what is next, and a process that cannot continue says so. No collective is left waiting.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Lockstep:
 
     Args:
         call: name of the call, for messages.
-        shardings: where the arrays of the call lie; the processes are those of the devices. None
-            for all processes.
+        shardings: shardings of the call's arrays; the processes that own their devices take part.
+            None for all processes.
 
     Attributes:
-        is_shared: whether there are several processes.
-        is_leader: whether this process decides; it is the first one of them.
+        is_shared: whether several processes take part.
+        is_leader: whether this process is the first of them, which decides.
 
-    Each of the processes must make one for each call, before anything in the call can fail.
+    Each process must make its own Lockstep for each call, before anything in the call can fail.
 
     Raises:
         UserInputError: this process has none of the devices.
@@ -103,11 +103,11 @@ class Lockstep:
             raise ProgramMismatchError(found["verdict"])
 
     def decide(self, decision: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What the first process decides, in all of them. A barrier.
+        """The decision of the first process, in all processes. A barrier.
 
         Args:
-            decision: the decision, of values that ``json`` can write; only that of the first
-                process counts.
+            decision: the decision, of values that ``json`` can write; it is ignored in all
+                processes but the first.
 
         Raises:
             PeerFailedError, PeerLostError: as for :meth:`agree`.
@@ -120,7 +120,7 @@ class Lockstep:
         ]
 
     def finish(self) -> None:
-        """Waits until all processes have what they came for: none leaves the call before."""
+        """Waits until all processes have their results, so that none leaves the call earlier."""
         self.decide()
         self._is_over = True
 
@@ -145,7 +145,7 @@ class Lockstep:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Tells the other processes of an error, unless they have it too."""
+        """Tells the other processes about an error, unless all of them have it."""
         if not self.is_shared or error is None or isinstance(error, GeneratorExit):
             return
         found = translated(self.call, error)
@@ -169,7 +169,7 @@ class Lockstep:
                 self._rounds.give(text, partial(_conclusion, None))
 
     def _raise_for(self, found: Mapping[str, Any]) -> None:
-        """Raises the error that another process told, if it did."""
+        """Raises an error if another process has reported one."""
         if "lost" in found:
             self._is_over = True
             raise PeerLostError(found["lost"])
@@ -188,9 +188,9 @@ class Lockstep:
     def run(self, program: Any, *args: Any, **static: Any) -> Any:
         """Dispatches a jitted function. Its first dispatch in the call is a barrier.
 
-        Then each process has compiled it, and the processes compare what they have compiled.
-        Otherwise a process that compiles for longer than the others would seem to be lost: some
-        collectives wait half a minute only.
+        At the barrier each process has compiled the function, and the processes compare the programs.
+        Without it, a process that compiles for longer than the others would seem to be lost, because
+        some collectives wait for only half a minute.
 
         Args:
             program: jitted function.
@@ -214,9 +214,9 @@ class Lockstep:
     def fetch(self, tree: Any) -> Any:
         """Waits for replicated arrays, and copies them to the host.
 
-        It looks at each device of this process: where a collective has failed, some devices have an
-        error, and others wait for ever. Nothing else may be dispatched before: that could wait in
-        JAX for what never ends.
+        It polls each device of this process: if a collective has failed, some devices have an error,
+        and others wait for ever. Nothing else may be dispatched until then, because JAX could wait
+        for ever for the earlier program.
 
         Raises:
             PeerFailedError, PeerLostError: as for :meth:`agree`.
@@ -260,7 +260,7 @@ def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
     """Waits for something that all processes take part in.
 
     Args:
-        done: function that waits for it, at most so many seconds, and returns whether it is there.
+        done: function that waits for it, at most the given seconds, and returns whether it is done.
         phase: what this process is waiting in, for the message.
 
     Raises:
@@ -273,8 +273,8 @@ def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
         >>> wait_alive(event.wait, "waiting")
     """
     service = coordinator()
-    # Never without a limit: an interrupt that the system delivers to another thread does not wake
-    # the main thread, which raises it when it runs next.
+    # Each wait has a limit: an interrupt that the system delivers to another thread does not wake
+    # the main thread, which raises it only when it runs next.
     while not done(heartbeat.CHECK_SECONDS):
         if service is None:
             continue
@@ -284,7 +284,7 @@ def wait_alive(done: Callable[[float | None], bool], phase: str) -> None:
 def _conclusion(
     conclude: Callable[[dict[int, Any]], dict[str, Any]] | None, texts: Mapping[int, str]
 ) -> str:
-    """What all processes get: an error that one of them tells, or what follows from what they give."""
+    """The text that all processes get: an error that one of them reports, or else the conclusion."""
     found = {process: json.loads(text) for process, text in sorted(texts.items())}
     for one in found.values():
         if "given" not in one:

@@ -1,11 +1,11 @@
-"""Progress: work that lasts is shown on stderr, as a bar or as a line with the seconds.
+"""Progress: work that takes a while is shown on stderr, as a bar or as a line with the elapsed seconds.
 
-Whoever works counts, and nothing else: a thread of its own draws what was counted, after half a second
-and then ten times a second, so that small work stays silent and large work is not slowed down. There is one
-bar at a time: work inside of other work counts there, or says in that bar what it is doing.
+The code that does the work only counts. A separate thread draws the count, for the first time after half a
+second and then ten times a second, so that short work shows nothing and long work is not slowed down. There is
+one bar at a time: work inside a task that is shown adds to that task's count, or sets its note.
 
-``MAXJAX_PROGRESS=0`` turns it off and ``1`` on. By default it is shown if stderr is a terminal or
-the process is the kernel of a notebook; under pytest never, and of several processes by the first.
+``MAXJAX_PROGRESS=0`` turns it off and ``1`` on. By default it is shown if stderr is a terminal or the
+process is the kernel of a notebook, never under pytest, and only by the first of several processes.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Task:
 
     Attributes:
         what: what is being done.
-        note: what it is doing at this moment, besides; "" if there is nothing to say.
-        total: how much there is to do, None if that is not known.
+        note: the present part of the work, in brackets after ``what``; "" for none.
+        total: the amount of work in ``unit``; None if it is not known.
         unit: what is counted: "B" for bytes.
-        done: how much of it is done.
-        began: when it began, on the clock ``time.monotonic``.
+        done: the amount that is done.
+        began: time of the beginning in seconds, by ``time.monotonic``.
         reads: whether bytes that are read from checkpoints are counted.
     """
 
@@ -82,12 +82,12 @@ class Task:
         self._thread: threading.Thread | None = None
 
     def add(self, count: int) -> None:
-        """Counts what is done; from any thread."""
+        """Adds to the amount that is done; any thread may call it."""
         with self._counting:
             self.done += count
 
     def telling(self, also: Callable[[int], Any] | None) -> Callable[[int], Any]:
-        """The function that counts and then calls another one, if there is one."""
+        """A function that calls :meth:`add`, and then ``also`` if it is not None."""
         if also is None:
             return self.add
 
@@ -98,26 +98,26 @@ class Task:
         return add
 
     def expect(self, count: int) -> None:
-        """Adds to what there is to do; what was done before anything was expected does not count."""
+        """Adds to the total; if the total was unknown, counting starts again at 0."""
         with self._counting:
             if self.total is None:
                 self.total = self.done = 0
             self.total += count
 
     def finish(self) -> None:
-        """All is done, also what was not counted one by one."""
+        """Marks all work as done, even if not all of it was counted."""
         if self.total is not None:
             self.done = self.total
 
     def show(self) -> None:
-        """Shows it from now on, once it has lasted for a while."""
+        """Starts the thread that draws the task once it has lasted half a second."""
         stream = sys.stderr
         self._thread = threading.Thread(target=self._draw, args=(stream,), name="maxjax-progress")
         self._thread.daemon = True
         self._thread.start()
 
     def close(self) -> None:
-        """Takes the drawing away."""
+        """Stops the thread and removes the drawing."""
         global _shown
         self._over.set()
         try:
@@ -128,7 +128,7 @@ class Task:
                 _shown = None if _shown is self else _shown
 
     def _draw(self, stream: Any) -> None:
-        """What the thread does: it draws until the task is over, and leaves nothing behind."""
+        """The work of the thread: draws until the task is over, then removes the drawing."""
         if self._over.wait(self.began + DELAY - time.monotonic()):
             return
         drawing = None
@@ -171,13 +171,13 @@ def _begin(one: Task) -> bool:
 def task(
     what: str, total: int | None = None, *, unit: str = "B", reads: bool = False
 ) -> Iterator[Task]:
-    """Shows the work in this context, if it lasts and nothing is shown already.
+    """Shows the work in this context, if it takes a while and no other task is shown.
 
     Args:
-        what: what is being done, as "loading model.safetensors".
-        total: how much there is to do; None shows the seconds only.
+        what: what is being done, such as "loading model.safetensors".
+        total: the amount of work in ``unit``; None shows only the seconds.
         unit: what is counted; "B" for bytes.
-        reads: whether bytes that are read from checkpoints are counted by themselves.
+        reads: whether bytes that are read from checkpoints are counted automatically.
 
     Example:
         >>> with task("counting", 3, unit=" sheep") as one:
@@ -209,10 +209,10 @@ def short(path: str | os.PathLike[str]) -> str:
 
 
 def reading(total: int = 0) -> Callable[[int], None] | None:
-    """The function that counts bytes read from checkpoints; None if nobody wants to know.
+    """The function that counts bytes read from checkpoints; None if no task counts them.
 
     Args:
-        total: bytes that will be read, besides those announced before.
+        total: bytes that will be read, in addition to those announced before.
     """
     one = _shown
     if one is None or not one.reads:
@@ -226,14 +226,14 @@ def reading(total: int = 0) -> Callable[[int], None] | None:
 
 
 class compiling:
-    """A context that says what is compiled, and how far that is, if something is.
+    """A context that shows the compilation of a program, with its stage, if there is one.
 
-    It costs a few microseconds where a program is compiled already: JAX reports each stage, and only
-    a report begins a task.
+    If the program is compiled already, it costs a few microseconds: JAX reports each stage of a
+    compilation, and only a report begins a task.
 
     Args:
         what: name of the program.
-        when: whether to show it at all.
+        when: whether compilation may be shown.
     """
 
     __slots__ = ("_began", "_is_on", "_note", "_task", "what")
@@ -260,7 +260,7 @@ class compiling:
             self._note.note = ""
 
     def report(self, stage: str) -> None:
-        """The compiler has begun a stage."""
+        """Shows that the compiler has begun a stage."""
         if self._task is None:
             if self._note is None or self._note is not _shown:
                 self._task = Task(f"compiling {self.what}")
@@ -275,7 +275,7 @@ class compiling:
 
 _LOCAL = threading.local()
 _is_listening = False
-# JAX's event at the end of a stage, and what comes next.
+# JAX's event at the end of a stage → the stage that follows.
 _STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "XLA",
@@ -291,7 +291,7 @@ def _scopes() -> list[compiling]:
 
 
 def _listen() -> None:
-    """Asks JAX for the stages of its compilations, once."""
+    """Registers the listener for JAX's compilation events, once."""
     global _is_listening
     if not _is_listening:
         import jax.monitoring
@@ -404,7 +404,7 @@ class Displayed:
 
 
 def _by_tqdm(stream: Any) -> Drawing:
-    """The drawing of ``tqdm.auto``, which without widgets would warn in a notebook."""
+    """A drawing by tqdm; in a notebook without widgets not by ``tqdm.auto``, which would warn."""
     from importlib.util import find_spec
 
     without_widgets = in_notebook() and find_spec("ipywidgets") is None
@@ -415,7 +415,7 @@ _drawer: Callable[[Any], Drawing] = _by_tqdm
 
 
 def draw_with(drawer: Callable[[Any], Drawing]) -> None:
-    """Has tasks drawn by something else than tqdm.
+    """Replaces tqdm by another drawing of tasks.
 
     Args:
         drawer: function from the stream to a new Drawing.

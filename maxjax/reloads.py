@@ -1,9 +1,9 @@
 """Code that changes while a process runs: ``%autoreload``, and functions that a notebook defines again.
 
-A jitted function is found again by the structure of its arguments, and what a Module does is no part of that.
-So an edited model would go on as before. In IPython the code that a Module's classes reach is therefore a part of
-its treedef (``nn/layer/definition.py``): programs are traced again when it has changed. It is looked at once
-in each cell. Elsewhere code does not change, and nothing is looked at.
+``jax.jit`` finds a compiled program by the structure of its arguments, which does not include the code of a Module.
+So an edited model would still run its old program. In IPython the code that a Module's classes use is therefore part
+of its treedef (``nn/layer/definition.py``), and programs are traced again when it has changed. The code is checked
+once in each cell. Outside of IPython code does not change, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 _IPYTHON = "IPython"
 _LISTENERS: list[Callable[[], None]] = []
 _shell: Any = None
-_cell = 0  # number of cells since watching began; 0 if nobody watches
+_cell = 0  # number of cells since the first call of watch; 0 before it
 
 
 def watch(listener: Callable[[], None], shell: Any = None) -> None:
-    """Calls a function at the beginning of each cell, if this process is one of IPython.
+    """Calls a function at the beginning of each cell, if this process runs IPython.
 
     Args:
         listener: function to call.
-        shell: shell of IPython; by default the one that runs.
+        shell: IPython shell; by default the running one.
     """
     global _cell, _shell
     if shell is None and _IPYTHON in sys.modules:
@@ -42,7 +42,7 @@ def watch(listener: Callable[[], None], shell: Any = None) -> None:
 
 
 def _begin(*info: Any) -> None:
-    """A cell begins: whatever ``%autoreload`` does comes before its first call."""
+    """Handles the beginning of a cell; ``%autoreload`` also reloads before the cell's first statement."""
     global _cell
     _cell += 1
     code_of.cache_clear()
@@ -52,7 +52,7 @@ def _begin(*info: Any) -> None:
 
 
 def _stay_last() -> None:
-    """``%autoreload`` looks at its modules at the beginning of a cell, too: before, from the next on."""
+    """Moves ``_begin`` to the end of the callbacks, so that ``%autoreload`` runs first from the next cell on."""
     if _begin in _shell.events.callbacks["pre_run_cell"][:-1]:
         _shell.events.unregister("pre_run_cell", _begin)
         _shell.events.register("pre_run_cell", _begin)
@@ -73,7 +73,7 @@ def code(classes: Iterable[type]) -> Hashable:
 
 @lru_cache(maxsize=1024)
 def code_of(classes: tuple[type, ...]) -> tuple[types.CodeType, ...]:
-    """The code objects, equal if they do the same, that classes and what they use consist of."""
+    """The code objects of classes and of all that they use; equal code compares equal."""
     found: dict[int, types.CodeType] = {}
     left: list[Any] = list(classes)
     seen = {id(one) for one in left}
@@ -86,7 +86,7 @@ def code_of(classes: tuple[type, ...]) -> tuple[types.CodeType, ...]:
 
 
 def _used(one: Any, found: dict[int, types.CodeType]) -> Iterator[Any]:
-    """The functions and classes that a function or class of the user's refers to."""
+    """The functions and classes that one of the user's functions or classes refers to."""
     if isinstance(one, type):
         for kind in one.__mro__:
             if not _is_installed(kind.__module__):
@@ -110,21 +110,21 @@ def _used(one: Any, found: dict[int, types.CodeType]) -> Iterator[Any]:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The user's functions and classes in a value: itself, or what a method or property is made of."""
+    """The user's functions and classes in a value: itself, or those inside a method or property."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
         value = value.__func__
     if isinstance(value, property):
         for part in (value.fget, value.fset):
             yield from _functions(part)
         return
-    # What jax.jit and functools make of a function has it as __wrapped__.
+    # A function that jax.jit or functools has wrapped is in __wrapped__.
     if not isinstance(value, type | types.FunctionType):
         try:
             value = getattr(value, "__wrapped__", None)
         except Exception:  # a __getattr__ of whatever the user has there
             return
     if isinstance(value, types.FunctionType):
-        # A wrapper is of the package that wrapped, and says the module of what is inside.
+        # A wrapper's __module__ is that of the function inside, even if a package made the wrapper.
         if not _is_installed(value.__module__):
             yield value
     elif isinstance(value, type) and not _is_installed(value.__module__):
@@ -142,7 +142,7 @@ def _names(one: types.CodeType) -> Iterator[str]:
 @lru_cache(maxsize=4096)
 def _is_installed(name: Any) -> bool:
     """Whether a module is Python's, maxjax's or that of an installed package."""
-    if not isinstance(name, str):  # nobody knows
+    if not isinstance(name, str):  # unknown
         return True
     top = name.partition(".")[0]
     if top in (__name__.partition(".")[0], "builtins", *sys.stdlib_module_names):
@@ -159,7 +159,7 @@ def _places() -> tuple[str, ...]:
 
 
 class Compiled:
-    """The code that a compiled program was made of, which says once if it is not that any more.
+    """The code that a program was compiled from; :meth:`check` warns once if it has changed.
 
     Args:
         name: name of the program.
@@ -171,14 +171,14 @@ class Compiled:
         self._cell, self._code = _cell, code(self._classes)
 
     def check(self) -> None:
-        """Warns if the code has changed since."""
+        """Warns if the code has changed since the program was compiled."""
         if self._cell == _cell:
             return
         self._cell, before = _cell, self._code
         self._code = code(self._classes)
         if self._code != before and before:
             warnings.warn(
-                f"'{self._name}' was compiled before its code was changed, and still runs the code of before: "
+                f"'{self._name}' was compiled before its code was changed, and still runs the old code: "
                 "compile it again",
                 UserWarning,
                 stacklevel=3,

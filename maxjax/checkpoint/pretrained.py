@@ -44,7 +44,7 @@ def save_pretrained(
     """Writes a model as a Hugging Face checkpoint: config.json, safetensors files, checksums.
 
     Names, shapes and bytes are those of a Hugging Face checkpoint, whether the model's weights are
-    stacked, sharded over a mesh or stored in the order of the devices. Weights are streamed to the
+    stacked, sharded over a mesh or stored in device-major order. Weights are streamed to the
     file. Several processes that share the model's mesh make the call together, and the first one
     writes. A checkpoint that the directory holds already stays valid until the new one is complete
     and on the disk; then the old checkpoint's files are deleted, and no others.
@@ -66,12 +66,12 @@ def save_pretrained(
 
     Raises:
         ValueError: a weight has no value.
-        UserInputError: the model has LoRA weights that are not merged.
+        UserInputError: the model has LoRA weights that are not merged; ``dtype`` or ``max_shard_size`` is invalid.
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
-        PeerFailedError, PeerLostError: another process raised an error in this call, the first one
-            because it cannot write for example, or has ended.
+        PeerFailedError, PeerLostError: another process raised an error in this call (for example,
+            because the first one cannot write), or has ended.
 
     Example:
         >>> import tempfile
@@ -129,8 +129,8 @@ def model_data(model: Module, gathering: Gathering | None = None) -> dict[str, W
     """
     if any(isinstance(m, LowRank) and m.lora_A is not None for _, m in model.named_modules()):
         raise UserInputError(
-            "the model has LoRA weights: maxjax.lora.save(path, model) writes them by themselves, and "
-            "save_pretrained(maxjax.lora.merge(model), path) the model with them in its weights"
+            "the model has LoRA weights: maxjax.lora.save(path, model) saves the adapter alone, and "
+            "save_pretrained(maxjax.lora.merge(model), path) the model with the adapter merged into it"
         )
     return {
         name: weight_data(name, weight, gathering)
@@ -150,8 +150,8 @@ def model_files(
         model: the model.
         config: configuration to write in place of the model's own.
         dtype: dtype of most weights, which the configuration names.
-        names: names of the tensors, which say whether experts are in blocks; None: as the configuration
-            says.
+        names: names of the tensors, which show whether experts are MXFP4 blocks; None for what the
+            configuration says.
     """
     if config is None and isinstance(model, PretrainedModel):
         config = model.hf_config
@@ -165,7 +165,7 @@ def model_files(
 
 
 def sentence_files(pooling: Pooling, width: int) -> dict[str, bytes]:
-    """The files of sentence-transformers for a pooling of states of a width: name → content."""
+    """The files of sentence-transformers for a pooling of hidden states ``[..., width]``: name → content."""
     found = pooling_files(pooling, width).items()
     return {n: one if isinstance(one, bytes) else json_bytes(one) for n, one in found}
 

@@ -35,10 +35,10 @@ class Answer(NamedTuple):
 
 
 def show(stream: Any, *, quiet: bool = False) -> Answer:
-    """Writes an answer to stdout piece by piece, then a newline; a terminal shows what is waited for.
+    """Writes an answer to stdout piece by piece, then a newline.
 
-    Ctrl-C ends the answer between two tokens. Before the first text, and when pressed a second
-    time, it raises KeyboardInterrupt at once.
+    On a terminal, a status line is shown until the first text. Ctrl-C ends the answer between two
+    tokens; before the first text, or pressed a second time, it raises KeyboardInterrupt at once.
 
     Args:
         stream: the stream that ``maxjax.stream`` returns.
@@ -88,7 +88,7 @@ def _steers(character: str) -> bool:
 
 
 class _Stop:
-    """A handler of Ctrl-C: ``asked`` says that it was pressed, ``gently`` that it does not interrupt."""
+    """A handler of Ctrl-C: ``asked`` says that it was pressed, ``gently`` that a first press only sets ``asked``."""
 
     asked = gently = False
 

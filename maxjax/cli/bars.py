@@ -8,7 +8,7 @@ from ..progress import Task, line
 
 
 class RichBar:
-    """A bar, or a line with the seconds, on stderr. rich is imported when the first one is drawn.
+    """A progress bar, or a line with the elapsed seconds, on stderr. rich is imported by the first.
 
     Args:
         stream: stderr, a terminal.
@@ -31,7 +31,7 @@ class RichBar:
         self._live.update(_bar(one) if one.total else _line(one), refresh=True)
 
     def close(self) -> None:
-        """Takes it away."""
+        """Removes the bar from the screen."""
         self._live.stop()
 
 

@@ -176,15 +176,16 @@ class Bandwidth:
 def weight_bytes(model: Any, batch: int | None = None) -> int:
     """Bytes of a model's weights, summed over all devices.
 
-    With ``batch``, the bytes that one step of so many rows reads: of an embedding table that is not
-    the output head, one row for each; of experts, as many as can be chosen.
+    With ``batch``, the bytes that one decode step for that many sequences reads: one row for each
+    from an embedding table that is not the output head, and as many experts as can be chosen.
     """
     from ..engine.plan.footprint import Reading
+    from ..models.name_rules import HEADS, layer_of
 
     reading, total = Reading.of(model.config), 0
-    names = model.raw_state_dict()
-    tied = not any(name.startswith("lm_head") for name in names)
-    for name, weight in names.items():
+    weights = model.raw_state_dict()
+    tied = not any(layer_of(name) in HEADS for name in weights)
+    for name, weight in weights.items():
         share = 1 if batch is None else reading.share(name, batch, tied)
         total += int(_on_devices(weight.value) * share)
     return total
@@ -198,7 +199,7 @@ def _on_devices(value: Any) -> int:
 
 
 def _cache_bytes(cache: Any, tokens: int) -> int:
-    """Bytes of the KV cache of so many tokens of each row, on all devices."""
+    """Bytes of the KV cache that hold ``tokens`` tokens of each row, on all devices."""
     states = [state for state in cache.states.values() if state.layers]
     # States that do not grow with a sequence are read whole.
     sizes = [getattr(state, "capacity", tokens) for state in states]

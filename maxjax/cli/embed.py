@@ -16,7 +16,7 @@ from .options import pooling, positive
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--model`` of a command that has no model of its own."""
+    """Declares ``--model`` for a command without a default model."""
     parser.add_argument(
         "--model",
         required=True,
@@ -26,7 +26,7 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declares how an encoder computes texts, which the help calls ``what``."""
+    """Declares the options of batches and dtype; the help calls the texts ``what``."""
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
                         help=f"{what} computed at a time (default %(default)s)")  # fmt: skip
     parser.add_argument(

@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
         ['caches', 'devices', 'kernels', 'problems', 'variables', 'versions']
     """
     devices, problems = _devices()
-    fallback = cpu_fallback(devices)
+    fallback = cpu_fallback(devices) if devices else None
     return {
         "versions": versions(),
         "devices": devices,

@@ -81,7 +81,7 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """The prompt from the arguments, a file or stdin; of the latter two without a final newline."""
+    """The prompt from the arguments, a file or stdin; a final newline of the last two is removed."""
     given = options.prompt
     if options.file is not None:
         if given is not None:

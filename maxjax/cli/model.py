@@ -109,8 +109,8 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
         tokenizer: whether a tokenizer is needed.
 
     Raises:
-        UserInputError: it is not a language model, or has no tokenizer; or the mesh needs more
-            devices than there are.
+        UserInputError: the model is not a language model or has no tokenizer, or the mesh needs
+            more devices than there are.
         CheckpointError, UnsupportedModelError: the same errors as for ``maxjax.load``.
     """
     import_jax()

@@ -58,7 +58,7 @@ def plan(options: argparse.Namespace) -> Iterable[str | Table]:
     from ..engine.plan.report import plan as plan_of
 
     if not jax.config.jax_platforms:  # type: ignore[attr-defined]
-        # No device is needed, and JAX would look for those whose compilers are installed.
+        # No device is needed; JAX would otherwise look for those whose plugins are installed.
         jax.config.update("jax_platforms", "cpu")
     found = plan_of(
         options.path, options.mesh, dtype=options.dtype, batch=options.batch,

@@ -1,4 +1,4 @@
-"""Errors of the command line in one line, texts that are given to it, and its handling of SIGTERM."""
+"""How the command line shows an error in one line, decodes its input, and handles SIGTERM."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decoded(data: bytes, name: str) -> str:
     """The text of a file or of stdin, which must be UTF-8.
 
     Raises:
-        UserInputError: it is not.
+        UserInputError: the data is not UTF-8.
     """
     try:
         return data.decode()
@@ -60,7 +60,7 @@ _AGAIN = 0.02
 
 
 class _Interrupt:
-    """A handler of Ctrl-C that interrupts as Python's own does, but not where that would be ignored."""
+    """A handler of Ctrl-C that raises KeyboardInterrupt, later where Python would ignore it."""
 
     def __init__(self, raised: Callable[[BaseException, Any], None]):
         self._raised = raised
@@ -78,9 +78,9 @@ def interrupts(handler: Any) -> bool:
 def stoppable() -> Iterator[None]:
     """In this context SIGTERM ends a command like Ctrl-C, so that partial files are removed.
 
-    Python ignores exceptions in some places, such as the callbacks of JAX in the garbage collector
-    and the hook that it tells of them, and would ignore that of a signal there. Then a timer raises
-    it again.
+    Python ignores exceptions raised in some places, such as JAX's callbacks in the garbage collector
+    and ``sys.unraisablehook`` itself. An exception that a signal raises there would be lost, so a
+    timer raises it again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

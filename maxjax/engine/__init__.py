@@ -1,9 +1,9 @@
 """What a user runs: ``maxjax.load``, ``embed``, ``generate``, ``plan`` and ``export``.
 
 ``load`` opens a checkpoint, given as a path or as a name on the hub (``hub``), and returns a model and
-its tokenizer. ``embed`` computes one vector for each text,
-``perplexity`` says how well a model predicts one. ``generate/`` generates text with the
-tokens that ``sampling/`` chooses. ``plan/`` says what memory a model needs on a mesh, before it is
+its tokenizer. ``embed`` computes one vector for each text, and
+``perplexity`` measures how well a model predicts a text. ``generate/`` generates text from the
+tokens that ``sampling/`` chooses. ``plan/`` shows what memory a model needs on a mesh, before it is
 loaded. ``export/`` stores compiled programs. ``session`` runs a Graph through MAX's interface.
 """
 

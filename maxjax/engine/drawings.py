@@ -27,8 +27,8 @@ class ShardingDrawing:
     """Which device holds which part of one or several arrays; it shows itself as a picture.
 
     Attributes:
-        divisions: the parts of each array, by name; the name is "" where there is one without.
-        labels: the place of each device on the mesh, by its number.
+        divisions: the parts of each array, by name; the name is "" for a single array without one.
+        labels: the coordinates of each device on the mesh, by device id.
     """
 
     divisions: Mapping[str, Division]
@@ -59,17 +59,17 @@ def draw_sharding(given: Any, shape: Sequence[int] | None = None) -> ShardingDra
 
     Args:
         given: an array, a Weight, a ``jax.ShapeDtypeStruct``, a Sharding, a ShardingStrategy or a mesh; a dict of
-            such by name, which gives a table with a column for each device; or a Module, for the weights
-            of which one of all equal layers is drawn.
-        shape: shape of the array, for a Sharding; by default the smallest that has all the parts.
+            these by name, which gives a table with a column for each device; or a Module, whose weights are
+            drawn, those of equal layers once.
+        shape: shape of the array, for a Sharding; by default the smallest shape that has all the parts.
 
     Returns:
-        A drawing: a picture in a notebook, characters elsewhere. Of arrays with more than two axes the two that
+        A drawing: a picture in a notebook, text elsewhere. For an array with more than two axes, the two that
         are split most are drawn.
 
     Raises:
-        UserInputError: there is no sharding: of a tracer, or of a placeholder without one.
-        TypeError: it is nothing of this.
+        UserInputError: ``given`` is a tracer, has no sharding, or cannot be drawn.
+        TypeError: ``given`` is none of these objects.
 
     Example:
         >>> import jax, maxjax
@@ -95,7 +95,7 @@ def draw_sharding(given: Any, shape: Sequence[int] | None = None) -> ShardingDra
 
 
 def _weights(module: Module) -> dict[str, Any]:
-    """The weights of a Module, one for all equal layers."""
+    """The weights of a Module; of layers with equal shapes and shardings, only the first's."""
     found: dict[str, Any] = {}
     seen: set[Any] = set()
     for name, weight in module.raw_state_dict().items():

@@ -6,9 +6,10 @@ the texts are. An encoder's short texts lie end to end in rows (``packing``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -91,19 +92,25 @@ def embed(
     """
     for name in unknown:
         raise unknown_argument("maxjax.embed", name, _ARGUMENTS)
+    if truncate_dim is not None and not _is_count(truncate_dim):
+        raise UserInputError(f"truncate_dim is a number from 1 on, not {str(truncate_dim)[:60]}")
     with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
             batch_size=batch_size, truncate=truncate, normalize=normalize, pooling=pooling,
-            prompt=prompt, prompt_name=prompt_name,
+            prompt=prompt, prompt_name=prompt_name, truncate_dim=truncate_dim,
         )  # fmt: skip
         together.finish()
     return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
 
 
-def _truncated(vectors: np.ndarray, count: Any, normalize: bool | None) -> np.ndarray:
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 1
+
+
+def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.ndarray:
     width = vectors.shape[1]
-    if not isinstance(count, (int, np.integer)) or not 1 <= count <= width:
+    if count > width:
         raise UserInputError(f"truncate_dim is a number from 1 to {width}, not {str(count)[:60]}")
     vectors = np.ascontiguousarray(vectors[:, :count])
     return unit(vectors) if normalize else vectors
@@ -121,6 +128,7 @@ def _embed(
     pooling: Pooling | str | None,
     prompt: str | None,
     prompt_name: str | None,
+    truncate_dim: int | None,
 ) -> np.ndarray:
     if tokenizer is None:
         raise UserInputError(
@@ -138,7 +146,7 @@ def _embed(
     skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
     return pooled_rows(
         model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=batch_size, limit=limit,
-        pooling=replace(pooling, normalize=normalize), skipped=skipped,
+        pooling=replace(pooling, normalize=normalize), skipped=skipped, facts={"truncate_dim": truncate_dim},
     )  # fmt: skip
 
 
@@ -155,8 +163,9 @@ def pooled_rows(
     skipped: int = 0,
     head: bool = False,
     answers: tuple[int, int] | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> np.ndarray:
-    """One pooled state for each row of tokens, float32 ``[rows, d]``, or what the model's head makes of it.
+    """The pooled state of each row of tokens, float32 ``[rows, d]``, or the output of the model's head for it.
 
     Args:
         model, tokenizer: the loaded model and its tokenizer.
@@ -168,14 +177,15 @@ def pooled_rows(
         pooling: modes, dense layers and normalisation.
         skipped: number of first tokens that are not pooled.
         head: whether the model's classification head is applied to the pooled states.
-        answers: two tokens; of a decoder, the head is the logit of the first minus that of the second.
+        answers: two token ids; a decoder's result is the logit of the first minus that of the second.
+        facts: further options, which must be the same in all processes.
     """
     _check_ids(model, rows)
     if together.is_shared:
         together.agree(
             texts=[list(map(int, (*row.ids, -1, *row.type_ids))) for row in rows],
             batch_size=batch_size, pooling=str(pooling), normalize=pooling.normalize,
-            skipped=skipped, limit=limit, tokenizer=tokenizer.digest, **model_facts(model),
+            skipped=skipped, limit=limit, tokenizer=tokenizer.digest, **facts, **model_facts(model),
         )  # fmt: skip
     mesh = mesh_of(list(shardings_of(model)))
     settings: dict[str, Any] = {
@@ -190,7 +200,7 @@ def pooled_rows(
     if head:
         settings["head"], settings["answers"] = True, answers
     watch = Watch(model)
-    packs = not watch.is_watched  # else each row is one text, as whoever observes the model expects
+    packs = not watch.is_watched  # an observer of the model expects one text in each row
     pending: list[_Pending] = []
     ready = 0  # number of batches that are counted
     with task(shown_as[0].format(len(rows)), len(rows), unit=shown_as[1]) as shown:
@@ -201,13 +211,13 @@ def pooled_rows(
                 split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
                 tokens = jax.tree.map(partial(put, sharding=split), tokens)
             if together.is_shared:
-                together.decide()  # so that all are there
+                together.decide()  # a barrier: every process has this batch
             with compiling("embed"):
                 vectors = watch.run(
                     together, _encode, tokens, rows=numbers, counts=lambda _, n=lengths: n,
                     width=tokens[0].shape[1], **settings,
                 )  # fmt: skip
-            # Of several processes none may dispatch what would wait for another in JAX.
+            # With several processes, none may dispatch more before this result is there.
             vectors = together.fetch(vectors) if together.is_shared else vectors
             pending.append(_Pending(members, slots, vectors))
             while ready < len(pending) and pending[ready].is_ready():
@@ -227,7 +237,7 @@ def pooled_rows(
 
 
 class _Pending(NamedTuple):
-    """The texts of a batch, the places of their vectors in it, and the vectors of all its places."""
+    """The indices of a batch's texts, the slots of their vectors, and the vectors of all its slots."""
 
     members: list[int]
     slots: list[int]
@@ -247,7 +257,7 @@ def _batches_of(
     limit: int,
     packs: bool,
 ) -> Iterator[tuple[list[int], list[int], Any]]:
-    """Batches: the indices of their texts, of the vectors of these texts, and their tokens."""
+    """Yields for each batch the indices of its texts, the slots of their vectors, and its tokens."""
     lengths = [len(row.ids) for row in rows]
     # Packed rows need position ids, and a mask of the pairs of tokens that see each other.
     packs = packs and isinstance(model, Encoder)
@@ -283,7 +293,7 @@ def _encode(
     answers: tuple[int, int] | None = None,
     patches: Any = (),
 ) -> Any:
-    """The vectors; of a model that is observed with what was recorded."""
+    """The vectors; for a model that is observed, the vectors and what was recorded."""
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     if isinstance(batch, PackedTokens):
         seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
@@ -323,7 +333,7 @@ def _encode(
 def _pooled(
     states: jax.Array, batch: PackedTokens, modes: tuple[str, ...], normalize: bool, skipped: int
 ) -> jax.Array:
-    """The vectors of the texts in packed rows, ``[B · K, d]``; zeros for places without a text."""
+    """The vectors of the texts in packed rows, ``[B · K, d]``; zeros for slots without a text."""
     count, length, _ = states.shape
     numbers = jnp.arange(1, places(length) + 1, dtype=jnp.int32)
     masks = batch.numbers[:, None, :] == numbers[None, :, None]  # [B, K, T]

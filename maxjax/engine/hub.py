@@ -240,7 +240,7 @@ class Access(NamedTuple):
 
 
 PLAIN = Access()
-"""The access that huggingface_hub's settings and environment variables say."""
+"""The access that huggingface_hub's settings and environment variables define."""
 
 
 def find_model(

@@ -155,8 +155,8 @@ def load(
         CheckpointError: the checkpoint is missing, corrupt or does not match the model; the
             subclass says which, and the message says where.
         UnsupportedModelError: the model has an architecture that maxjax does not support.
-        UserInputError: ``dtype`` or ``reduce_dtype`` is not a float dtype, or ``activations`` neither
-            "int8" nor "float".
+        UserInputError: an argument is invalid: ``dtype`` or ``reduce_dtype`` is not a float dtype,
+            ``activations`` is neither "int8" nor "float", or ``revision`` is given for a path.
         TypeError: an argument is unknown; the message suggests the right name if it can.
         ProgramMismatchError: the checkpoint or the mesh is not the same in all processes.
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
@@ -184,7 +184,7 @@ def load(
             )
             with weights:
                 if not compared:
-                    compared = True  # what is read again here is not read again by all
+                    compared = True  # if this process reads again, the others may not
                     digest = None if text is None else text.digest
                     checkpoint = weights._family.open_table().sampled()
                     together.agree(checkpoint=checkpoint, tokenizer=digest, **model_facts(model))

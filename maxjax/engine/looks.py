@@ -1,7 +1,7 @@
 """``maxjax.look``: the values of weights and arrays, as statistics, a histogram and an image.
 
-It is the only way of showing something that reads a device, and what it reads are results of a program
-that runs where the array is (``statistics.py``).
+No ``repr`` reads a device, but this function does: a program computes the statistics where the array is,
+and only its results are copied to the host (``statistics.py``).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NO_VALUE = "no value yet: load_state_dict() or maxjax.init() gives one"
 
 @dataclass(frozen=True)
 class ArrayLook:
-    """What the values of one array are like.
+    """A summary of the values of one array.
 
     Attributes:
         name: name of the weight; "" if it has none.
         type: dtype or encoding, and shape.
         statistics: its statistics; None if there is no value.
-        note: the reason why there is none.
-        layers: names of the layers, if the statistics are of each layer of a stack.
+        note: the reason why there are no statistics.
+        layers: names of the layers, if the array is a stack, whose statistics are those of each layer.
     """
 
     name: str
@@ -130,11 +130,11 @@ class ArrayLook:
 
 @dataclass(frozen=True)
 class TreeLook(Mapping[str, ArrayLook]):
-    """What the values of all weights of a Module, or of all arrays of a tree, are like, by name.
+    """Summaries of the values of all weights of a Module, or of all arrays of a pytree, by name.
 
     Attributes:
-        title: what was looked at.
-        looks: the arrays by name; a stack of layers is one.
+        title: class and number of arrays of what was looked at.
+        looks: the summaries by name; a stack of layers has one.
     """
 
     title: str
@@ -204,15 +204,15 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
         what: a Weight, an array, a WeightData or a cursor of a checkpoint (which is then read), a
             QuantArray; a Module or another pytree with arrays, for a table; or a Sharding, mesh or
             ShardingStrategy, for :func:`maxjax.draw_sharding`.
-        name: name to show, for an array without one.
+        name: name to show for a single array; by default its own, if it has one.
 
     Returns:
         An object that shows itself as text or, in a notebook, with pictures, and has the numbers as
-        attributes. Of the weights of a stack each layer has its own.
+        attributes. For a stack of layers, each layer has its own numbers.
 
     Raises:
         UserInputError: the value is traced, or was donated or deleted.
-        TypeError: there are no values in it.
+        TypeError: ``what`` holds no arrays.
 
     Example:
         >>> import jax.numpy as jnp, maxjax
@@ -267,13 +267,13 @@ def _is_array(what: Any) -> bool:
 
 
 class _Found:
-    """Arrays that are looked at: all programs are started before the first result is waited for."""
+    """The arrays to summarise. All programs are dispatched before the first result is waited for."""
 
     def __init__(self) -> None:
         self.shown: dict[str, tuple[str, Any, str, tuple[str, ...], int, tuple[int, ...]]] = {}
 
     def add(self, name: str, what: Any, alone: bool = False) -> None:
-        """Starts to compute the statistics of an array; in a tree there may be some of no numbers."""
+        """Dispatches the statistics of an array; one that cannot be measured raises only if ``alone``."""
         held, kind, note, layers = _value(what, name)
         lead, shape = (len(what.stored.lead) if layers else 0), tuple(getattr(held, "shape", ()))
         pending = None
@@ -304,7 +304,7 @@ class _Found:
 
 
 def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
-    """The array to measure, its type, or the reason why there is none, and the names of layers."""
+    """The array to measure, its type, the reason if there are no values, and the names of layers."""
     if isinstance(what, WeightData):
         if what.is_loaded and isinstance(what.data, jax.ShapeDtypeStruct):
             return None, _type_of(what), _NO_VALUE, ()
@@ -321,7 +321,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         is_lazy = isinstance(array, jax.ShapeDtypeStruct)
         return array, row.type_text, _NO_VALUE if is_lazy else _check(array, name), ()
     stored: Any = what.stored
-    if _is_another(stored):  # a tree of another shape or dtype in the places of the weights
+    if _is_another(stored):  # a pytree with the model's structure may hold other arrays
         return _value(stored.leaf, name)
     sizes = [*map(str, stored.logical_shape)]
     encoding = stored.packing
@@ -347,7 +347,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
 
 
 def _is_another(stored: Any) -> bool:
-    """Whether the leaf is an array that the Weight, or the stack of them, could not hold."""
+    """Whether the leaf is an array of another shape or dtype than the Weight or the stack declares."""
     leaf, blank = stored.leaf, stored.blank()
     if blank is None or not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return False
@@ -361,7 +361,7 @@ def _type_of(data: WeightData) -> str:
 
 
 def _check(leaf: Any, name: str) -> str:
-    """Refuses values that are not there to be read; "" if they are."""
+    """Raises UserInputError for an array that is traced or deleted; returns "" for any other."""
     note = state_of(leaf).note
     called = f"'{name}'" if name else "the array"
     if note == TRACED:
@@ -376,7 +376,7 @@ def _check(leaf: Any, name: str) -> str:
 
 
 def _halved(counts: np.ndarray) -> list[int]:
-    """Half as many bars, for a table."""
+    """The counts of half as many bins, for a table."""
     return counts.reshape(-1, 2).sum(-1).tolist()
 
 

@@ -1,9 +1,9 @@
-"""``memory`` and ``free``: what lies on each device and on the host, what it belongs to, and letting it go.
+"""``memory`` shows what takes memory on each device and on the host, and what holds it; ``free`` frees weights.
 
-Values of Modules and Weights that are freed become placeholders again. Nobody keeps a list of the objects that
-hold arrays (Weights, key-value caches, and the Modules that Weights belong to), so they are looked up among all
-objects of the process, which takes about 50 ms. Arrays are told apart by the memory they lie in: two objects may
-be views of one buffer.
+Freed values of Modules and Weights become placeholders again. No list is kept of the objects that hold arrays
+(Weights, KV caches, and the Modules that Weights belong to), so they are looked up among all objects of the
+process, which takes about 50 ms. Arrays are identified by the address of their buffers, because two arrays may
+share one buffer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def live(*kinds: type) -> list[Any]:
 def arrays_in(holder: Weight | StackedWeight) -> list[jax.Array]:
     """The arrays that a Weight or a StackedWeight holds itself.
 
-    Those of a stack are the stack's, and a part of a Weight (``shard``) has none: it would compute one.
+    A layer of a stack has none, because the stack holds it; nor has a part of a Weight (``shard``).
     """
     stored = holder.stored
     if stored.home is not None or (isinstance(holder, Weight) and holder.shard_idx is not None):
@@ -66,7 +66,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def buffers(array: jax.Array) -> Iterator[tuple[Any, int, int]]:
-    """The device, the address and the bytes of each part of an array that this process has."""
+    """The device, the address and the bytes of each shard of an array that this process has."""
     try:
         for shard in array.addressable_shards:
             data = shard.data
@@ -84,7 +84,7 @@ def owner(weight: Weight | StackedWeight) -> Any:
 
 
 def roots(modules: list[Module]) -> list[Module]:
-    """Those of the Modules that are in no other one of them."""
+    """The Modules that are not inside another one of the list."""
     inner = {
         id(child)
         for module in modules
@@ -94,7 +94,7 @@ def roots(modules: list[Module]) -> list[Module]:
 
 
 def weights_of(module: Module) -> dict[str, Weight]:
-    """The Weights of a Module by name; none of one whose names contradict each other."""
+    """The Weights of a Module by name; an empty dict if its names contradict each other."""
     try:
         return module.raw_state_dict()
     except (ValueError, AttributeError):  # also one that is being built
@@ -102,7 +102,7 @@ def weights_of(module: Module) -> dict[str, Weight]:
 
 
 def cache_arrays() -> list[jax.Array]:
-    """The arrays of all key-value caches."""
+    """The arrays of all KV caches."""
     leaves = (leaf for cache in live(KVCache) for leaf in jax.tree.leaves(cache))
     return [leaf for leaf in leaves if is_array(leaf)]
 
@@ -115,11 +115,11 @@ class DeviceMemory:
     """Bytes on one device.
 
     Attributes:
-        device: device, as "cuda:0".
-        weights: of Weights, each buffer once.
-        caches: of key-value caches.
-        others: of other arrays: optimizer states, results that a variable or a notebook's ``Out`` keeps.
-        in_use, peak, limit: what the device's own allocator says; None where it says nothing, as on CPUs.
+        device: platform and id of the device, such as "cuda:0".
+        weights: bytes of Weights, each buffer counted once.
+        caches: bytes of KV caches.
+        others: bytes of other arrays: optimizer states, results that a variable or a notebook's ``Out`` keeps.
+        in_use, peak, limit: bytes as the device's allocator reports them; None without a report, as on CPUs.
     """
 
     device: str
@@ -133,12 +133,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of one Module that is in no other.
+    """Bytes of one Module that is not part of another.
 
     Attributes:
         model: name of its class.
-        nbytes: on all devices of this process.
-        shared: how much of that other Modules hold as well.
+        nbytes: bytes of its weights on all devices of this process.
+        shared: bytes among them that other Modules hold as well.
     """
 
     model: str
@@ -151,10 +151,10 @@ class Memory:
     """What :func:`memory` found; its repr is a table, in notebooks one of HTML.
 
     Attributes:
-        devices: devices of this process that hold something, or can say what is in use.
-        models: Modules that hold something, the largest first.
-        host_in_use: memory of this process, arrays on CPU devices included.
-        host_free: memory that the host could still give it; None if unknown.
+        devices: devices of this process that hold arrays, or whose allocator reports a limit.
+        models: Modules that hold arrays, the largest first.
+        host_in_use: bytes of host memory of this process, including arrays on CPU devices.
+        host_free: bytes that the host could still allocate; None if unknown.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -288,7 +288,7 @@ def _device(
 
 
 def _resident() -> int:
-    """The bytes of memory that this process has now, or had at most where that is not known."""
+    """The bytes of memory that this process uses now, or its peak where that is not known."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -299,13 +299,13 @@ def _resident() -> int:
 
 @dataclass(frozen=True)
 class Freed:
-    """What :func:`free` has let go.
+    """The result of :func:`free`.
 
     Attributes:
-        nbytes: bytes on the devices of this process that are free now.
-        kept: bytes that others still hold: another Module that has the same arrays, a variable,
-            an optimizer, a notebook's ``Out``.
-        holders: names of Weights of other Modules that hold some of these.
+        nbytes: bytes on the devices of this process that were freed.
+        kept: bytes that are still held elsewhere: by another Module with the same arrays, a
+            variable, an optimizer, or a notebook's ``Out``.
+        holders: names of Weights of other Modules that hold some of the ``kept`` bytes.
     """
 
     nbytes: int
@@ -330,11 +330,11 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
     Args:
         what: Modules and Weights. A layer of a LayerStack cannot be freed alone, because the weights
             of all layers are one array, and neither can a part of a weight (``shard``).
-        delete: whether arrays are deleted that only variables, and no Module, still hold: their
-            next use raises an error. Those of other Modules are never deleted.
+        delete: whether to delete arrays that are still held, but by no Weight: their next use
+            raises an error. Arrays of other Modules are never deleted.
 
     Returns:
-        The bytes that were freed, and those that others hold.
+        The bytes that were freed, and those that are still held elsewhere.
 
     Raises:
         TypeError: something is neither a Module nor a Weight. Other arrays are freed with ``del``, or
@@ -342,7 +342,7 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
         UserInputError: a Weight is one layer of a stack, or a part of another.
 
     Warns:
-        UserWarning: a Weight is tied to a Module that is not freed, which has lost it too.
+        UserWarning: a Weight is shared with a Module that is not freed, which loses its value too.
 
     Example:
         >>> import maxjax
@@ -381,7 +381,7 @@ def _keys(found: Iterable[tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
 
 
 def _holders(what: Iterable[Any]) -> list[Any]:
-    """What holds the arrays, each once; a Weight, or the stack it is in."""
+    """The holders of the arrays, each once: a Weight, or the stack that it is in."""
     numbers: dict[int, tuple[Any, set[int]]] = {}
     for one in what:
         if not isinstance(one, Module | Weight):
@@ -394,7 +394,8 @@ def _holders(what: Iterable[Any]) -> list[Any]:
         for weight in weights:
             if weight.shard_idx is not None:
                 raise UserInputError(
-                    f"weight '{weight.name}' is a part of another one and has no array of its own: free that"
+                    f"weight '{weight.name}' is a part of another one and has no array of its own: free "
+                    "the weight that it is a part of"
                 )
             home = weight.stored.home
             holder = owner(weight)
@@ -411,7 +412,7 @@ def _holders(what: Iterable[Any]) -> list[Any]:
 
 
 def _warn_of_ties(what: Iterable[Any], holders: Iterable[Any]) -> None:
-    """Warns if other Modules than those that are freed have one of the Weights as well."""
+    """Warns if a Module that is not freed has one of the Weights as well."""
     freed = {
         id(module) for one in what if isinstance(one, Module) for _, module in one.named_modules()
     }

@@ -13,12 +13,12 @@ import numpy as np
 from ..text.tokenizer.tokenizer import Encoding
 
 LONGEST = 256
-"""The largest number of tokens of a text that is laid beside others: scores grow with the square."""
-# The length of a row for short texts. Longer rows leave less padding and have more scores.
+"""The most tokens of a text that is packed: attention scores grow with the square of a row's length."""
+# The length of a row for short texts. Longer rows have less padding, but more attention scores.
 _ROW = 64
-# The length of an only row that is shorter.
+# The smallest length of a row that is alone in its batch: such a row is cut to what it needs.
 _SHORTEST = 16
-# For so many tokens of a row there is place for one text.
+# Tokens of a row for each text that it may hold.
 _TOKENS_OF_A_TEXT = 8
 
 

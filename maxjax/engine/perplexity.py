@@ -1,7 +1,7 @@
 """``perplexity``: how well a language model predicts a text.
 
 The text is cut into overlapping windows of one length, which one compiled program scores batch by
-batch. Logits are computed for a few tokens at a time, so that they are never whole in memory.
+batch. Logits are computed for a few tokens at a time, so that all of them are never in memory at once.
 
 Shapes: B windows, T tokens of a window, V tokens of the vocabulary, E values of a hidden state.
 """
@@ -43,8 +43,8 @@ class Perplexity:
         perplexity: the exponential of the mean negative log-likelihood of a token.
         standard_error: the standard error of ``perplexity``, as if tokens were independent of each
             other; NaN for a single token.
-        bits_per_byte: bits that the model needs for a byte of the text in UTF-8: unlike the
-            perplexity, it can be compared between models with other tokenizers.
+        bits_per_byte: bits that the model needs for a byte of the text in UTF-8. Unlike the
+            perplexity, it can be compared between models with different tokenizers.
         tokens: the number of tokens that were scored.
         windows: the number of windows.
         context: the number of tokens in a window.
@@ -108,8 +108,8 @@ def perplexity(
     Raises:
         TypeError: the text is not a str.
         UserInputError: the text is empty, not valid Unicode or has fewer than two tokens; a number
-            is out of range; there is no tokenizer, or it is of another model; the model is no
-            decoder, has no head, or its weights are not loaded.
+            is out of range; there is no tokenizer, or it belongs to another model; the model is not
+            a decoder, has no head, or its weights are not loaded.
         FloatingPointError: the logits of the model are NaN.
         ProgramMismatchError: the model, the text or a number is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
@@ -169,7 +169,7 @@ def _perplexity(
             if split:
                 batch = jax.tree.map(partial(put, sharding=split), batch)
             if together.is_shared:
-                together.decide()  # so that all are there
+                together.decide()  # a barrier: every process has this batch
             # The devices compute this batch while the host takes the one before.
             with compiling("perplexity"):
                 blanks = [-1] * (count - len(part))
@@ -233,8 +233,8 @@ def _losses(
 ) -> Any:
     """The negative log-likelihood of each target, float32 ``[B, T]``.
 
-    Logits are computed for ``chunk`` tokens of every window at a time. Of a model that is observed it
-    also returns what was recorded.
+    Logits are computed for ``chunk`` tokens of every window at a time. For a model that is observed,
+    the result is a pair of the losses and what was recorded.
     """
     run = lambda: model.states(ids, lengths=counts)
     states, taps = tapped(model, patches, run)  # [B, T, E]
@@ -344,7 +344,7 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
         raise UserInputError(f"context is {context!r}: it must be an integer of at least 2")
     if context > longest:
         raise UserInputError(
-            f"context is {context}, and the model's context is {longest}: it must be at most that"
+            f"context={context} is larger than the model's context of {longest} tokens"
         )
     if stride is None:
         stride = max(int(context) // 2, 1)

@@ -1,7 +1,7 @@
-"""``rerank``: a score of each document for a query.
+"""``rerank``: computes a score of each document for a query.
 
 A cross-encoder reads query and document as a text pair, and its classification head gives the score. A decoder
-reads both in a template, and the score is that of its head, or of its answer "yes" over "no".
+reads both in a template; its head gives the score, or the logit of one answer ("yes") minus another's ("no").
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
 from .embed import pooled_rows, text_limit
 
 _ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
-ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "linear": lambda x: x}
-"""Names of functions that make scores of a head's results."""
+ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
+"""The functions, by name, that turn the output of a head into scores."""
 
 
 def rerank(

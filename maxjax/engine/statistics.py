@@ -1,7 +1,7 @@
-"""Statistics: what an array's values are like, computed where they lie in one compiled program.
+"""Statistics: a summary of an array's values, computed by one compiled program on the array's devices.
 
-What comes back from the devices is some numbers, a histogram and an image of at most 96 × 96: a weight
-of any size is looked at without copying it.
+Only some numbers, a histogram and an image of at most 96 × 96 are copied to the host, so that a weight
+of any size can be inspected.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ BINS, SIDE = 32, 96
 class Statistics:
     """Numbers about the values of an array, or of each layer of a stack.
 
-    Where a stack is looked at, each is an array with an entry for each layer.
+    For a stack, each statistic is an array with an entry for each layer.
 
     Attributes:
         size: number of values (of one layer).
-        min, max, mean, std: of the finite values; NaN if there are none.
-        nan, inf, zeros: how many values are NaN, infinite (of either sign), and zero.
+        min, max, mean, std: statistics of the finite values; NaN if there are none.
+        nan, inf, zeros: number of values that are NaN, infinite (of either sign), and zero.
         counts: number of finite values in each of 32 equal intervals from ``min`` to ``max``.
         image: the values as an image, at most 96 × 96; None for stacks and scalars. Each pixel of a larger
-            array is the mean magnitude of a block, and NaN if the block holds something not finite.
-        signed: whether the image has the values themselves.
+            array is the mean magnitude of a block, and NaN if the block has a value that is not finite.
+        signed: whether the pixels are the values themselves, and not mean magnitudes.
     """
 
     size: int
@@ -53,14 +53,14 @@ class Statistics:
 
 
 def measured(array: Any, lead: int = 0) -> Any:
-    """Starts to compute the statistics of an array; :func:`fetched` waits for them.
+    """Dispatches the program that computes an array's statistics; :func:`fetched` waits for them.
 
     Args:
         array: an array, a QuantArray or a StackSlice.
         lead: number of leading axes that count layers.
 
     Raises:
-        UserInputError: the elements are no numbers.
+        UserInputError: the array does not hold numbers.
     """
     held = getattr(array, "blocks", array)
     held = stack_of(held)
@@ -77,11 +77,11 @@ def measured(array: Any, lead: int = 0) -> Any:
 
 
 def fetched(pending: Any, shape: tuple[int, ...], lead: int = 0) -> Statistics:
-    """The statistics that :func:`measured` started to compute of an array of that shape."""
+    """The statistics that :func:`measured` dispatched for an array of this shape."""
     found = {name: np.asarray(value) for name, value in jax.device_get(pending).items()}
     image = found.pop("image", None)
-    below = found.pop("below").astype(np.int64)
-    finite = found.pop("finite").astype(np.int64)
+    found |= {name: from_bytes(found[name]) for name in ("nan", "inf", "zeros", "finite", "below")}
+    below, finite = found.pop("below"), found.pop("finite")
     edges = np.concatenate([np.zeros_like(below[..., :1]), below, finite[..., None]], -1)
     sizes = shape[lead:]
     if not lead:
@@ -94,10 +94,10 @@ def fetched(pending: Any, shape: tuple[int, ...], lead: int = 0) -> Statistics:
 
 @functools.lru_cache(64)
 def _program(mesh: Any, typed: Any, lead: int) -> Any:
-    """The compiled program for arrays on a mesh, whose results every device has.
+    """The jitted program for arrays on a mesh; its results are replicated.
 
     Args:
-        typed: the abstract mesh of an array whose type has a sharding, or None.
+        typed: the abstract mesh of an array under explicit sharding, or None.
     """
 
     def run(array: Any) -> dict[str, jax.Array]:
@@ -134,10 +134,11 @@ def _one(array: jax.Array, with_image: bool) -> dict[str, jax.Array]:
     low = jnp.min(jnp.where(finite(), values(), infinity), initial=jnp.inf)
     high = jnp.max(jnp.where(finite(), values(), -infinity), initial=-jnp.inf)
     count = _count(finite())
-    known = jnp.maximum(count, 1).astype(wide)
+    scales = jnp.asarray([1, 1 << 8, 1 << 16, 1 << 24], wide)
+    known = jnp.maximum(jnp.sum(count.astype(wide) * scales), 1)
     mean = _sum(jnp.where(finite(), values(), 0)) / known
     spread = _sum(jnp.where(finite(), jnp.square(values() - mean), 0)) / known
-    none = count == 0
+    none = ~count.any()
     or_nan = lambda value: jnp.where(none, jnp.asarray(jnp.nan, wide), value)
     found = {
         "min": or_nan(low), "max": or_nan(high), "mean": or_nan(mean), "std": or_nan(jnp.sqrt(spread)),
@@ -155,7 +156,25 @@ def _one(array: jax.Array, with_image: bool) -> dict[str, jax.Array]:
 
 
 def _count(true: jax.Array) -> jax.Array:
-    return jnp.sum(true, dtype=jnp.uint32)
+    """How many elements are True, as :func:`summed_bytes`."""
+    rows = jnp.sum(true, -1, dtype=jnp.uint32) if true.ndim else true.astype(jnp.uint32)
+    return summed_bytes(rows)
+
+
+def summed_bytes(rows: jax.Array) -> jax.Array:
+    """The sum of uint32 numbers as four sums, one for each of their bytes; :func:`from_bytes` adds them.
+
+    A stack of layers may have more elements than 32 bits can count, and JAX has no wider integers by default.
+    """
+    each = [
+        jnp.sum((rows >> jnp.uint32(8 * i)) & jnp.uint32(255), dtype=jnp.uint32) for i in range(4)
+    ]
+    return jnp.stack(each)
+
+
+def from_bytes(sums: np.ndarray) -> np.ndarray:
+    """The numbers, int64 ``[...]``, that sums of bytes ``[..., 4]`` stand for."""
+    return (sums.astype(np.int64) << np.arange(0, 32, 8)).sum(-1)
 
 
 def _sum(values: jax.Array) -> jax.Array:

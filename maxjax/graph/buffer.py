@@ -1,4 +1,4 @@
-"""BufferValue: a tensor that a program writes to, as state that goes in and comes out."""
+"""BufferValue: a tensor that a program can write to; its last value is an output of the program."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def _trace() -> Any:
 class BufferValue:
     """A tensor whose elements can be replaced: ``b[i] = x``, ``ops.buffer_store(b, x)``.
 
-    A store replaces the array in it by a new one, which XLA makes in the old one's memory where it can. As the
-    input of a :class:`~maxjax.graph.Graph`, for which its type is a BufferType, the value that it has in the end
-    is an output of the program, after the others: pass it to the next call. In a function under ``jax.jit``,
+    A store replaces the array of the buffer by a new array, for which XLA reuses the old memory where it can. A
+    :class:`~maxjax.graph.Graph` gets a BufferValue for each input whose type is a BufferType. Its last value is an
+    additional output of the program, after the others: pass it to the next call. In a function under ``jax.jit``,
     return ``b.value``.
 
     Args:
         value: a JAX or NumPy array, a TensorValue or another BufferValue.
 
     Attributes:
-        value: the array that it has now.
+        value: present array of the buffer.
 
     Example:
         >>> buffer = BufferValue(jnp.zeros(3))
@@ -49,7 +49,7 @@ class BufferValue:
 
     @property
     def buffer(self) -> BufferValue:
-        """Itself; in MAX, this property narrows the type of graph inputs."""
+        """This BufferValue itself; in MAX, the property narrows the type of graph inputs."""
         return self
 
     @property
@@ -78,16 +78,16 @@ class BufferValue:
         return BufferType(self.dtype, self.shape, self.device)
 
     def load(self) -> TensorValue:
-        """The tensor in it; stores that follow do not change it."""
+        """The present value as a tensor; later stores do not change it."""
         return TensorValue(self.value)
 
     def store(self, source: Any, index: Any = ...) -> None:
-        """Replaces the elements at an index, all of them by default.
+        """Replaces the elements at an index, by default all; a Python number is cast and broadcast.
 
         Raises:
-            ValueError: the source has another dtype or does not fit.
-            NotImplementedError: the program that the store is in is inside of that of the buffer: a branch, a
-                loop, a subgraph or a jitted function.
+            ValueError: the source has another dtype, or another shape than the elements at the index.
+            NotImplementedError: the store is in a branch, a loop, a subgraph or a jitted function, and the buffer
+                was made outside of it.
         """
         number = isinstance(source, bool | int | float)
         array = jnp.asarray(source, self.value.dtype) if number else TensorValue(source).value
@@ -122,4 +122,4 @@ class BufferValue:
 
 
 BufferValueLike = BufferValue | jax.Array
-"""What a graph takes as a BufferValue."""
+"""Type of an argument that is used as a BufferValue."""

@@ -12,12 +12,12 @@ from ..dtype import DType
 
 
 def cast_tensor_to(tensor: Buffer, new_dtype: Any, session: Any = None) -> Buffer:
-    """A Buffer with another element type; the same one where it has it already.
+    """A Buffer cast to another dtype; the Buffer itself if it already has this dtype.
 
     Args:
         tensor: the Buffer.
-        new_dtype: the DType.
-        session: ignored; MAX compiles a program for it.
+        new_dtype: DType of the result.
+        session: ignored; MAX compiles a program for the cast in it.
 
     Example:
         >>> cast_tensor_to(Buffer.from_numpy(np.array([1.5, -2.0], np.float32)), DType.int32).to_numpy()
@@ -32,13 +32,14 @@ def cast_tensor_to(tensor: Buffer, new_dtype: Any, session: Any = None) -> Buffe
 def cast_dlpack_to(
     raw_tensor: Any, old_dtype: Any, new_dtype: Any, device: Device, session: Any = None
 ) -> Buffer:
-    """A Buffer with another element type, made of any array.
+    """An array of any library, as a Buffer cast to another dtype.
 
     Args:
         raw_tensor: an array that supports DLPack.
-        old_dtype: its DType; where the array says another of that size, its bytes are read as this one.
-        new_dtype: the DType.
-        device: the device, which must be the host.
+        old_dtype: DType of its elements. If the array reports another dtype of the same size, its bytes are
+            reinterpreted as this one.
+        new_dtype: DType of the result.
+        device: device of the result, which must be the host.
         session: ignored.
     """
     tensor = Buffer.from_dlpack(raw_tensor)

@@ -121,13 +121,13 @@ class DeviceRef:
 
 
 def on_device(array: Any, ref: DeviceRef) -> Any:
-    """The array on the device that a shard is declared on; where that says nothing, as it is.
+    """The array, moved to the device that a shard is declared on.
 
-    The compiler places what is traced, and a mesh what is on several devices. ``CPU()`` is what is written without
-    meaning a device: it takes nothing from an accelerator. In a process without accelerators every GPU is only a name.
+    The array is returned unchanged if it is a tracer or is on several devices, if it is on an accelerator and ``ref``
+    is a CPU (the usual declaration where no device is meant), or if this process has no device of the kind of ``ref``.
 
     Raises:
-        ValueError: the process has devices of the kind, but not this one.
+        ValueError: the process has devices of this kind, but none with this number.
     """
     import jax
     from jax.core import Tracer

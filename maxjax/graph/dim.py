@@ -23,8 +23,8 @@ class Dim:
 
     ``+ - * //`` with Dims, integers and names give Dims: static where the result is known,
     otherwise an AlgebraicDim in normal form. ``//`` truncates toward zero. A Dim equals the
-    integer or the name it holds and hashes like it. TypeError for other types, ValueError
-    for text that is no identifier and for integers beyond 64 bits.
+    integer or the name it holds and hashes like it. Other types raise TypeError; text that is
+    no identifier and integers beyond 64 bits raise ValueError.
 
     Example:
         >>> Dim(-7) // 2, Dim("a") + 1 + 1 == Dim("a") + 2, Dim("a") - "a"
@@ -98,13 +98,13 @@ class Dim:
 
 
 DimLike = int | str | Dim
-"""What stands for a Dim: a size, a name of a symbolic size, or a Dim."""
+"""Type of an argument that is converted to a Dim: a size, the name of a symbolic size, or a Dim."""
 
 
 @total_ordering
 @dataclass(frozen=True, eq=False, repr=False)
 class StaticDim(Dim):
-    """A known size: an index, and ordered against numbers. ``dim`` is the integer.
+    """A known size, which works as an index and compares with numbers. ``dim`` is the integer.
 
     Example:
         >>> Dim(3), int(Dim(3)) + 1, Dim(3) < 4, [10, 20, 30][Dim(1)]
@@ -179,8 +179,8 @@ class SymbolicDim(Dim):
 class AlgebraicDim(Dim):
     """A size computed from symbolic ones; made by arithmetic on Dims, never from a value.
 
-    ``terms`` holds the sum: pairs of the factors of a term, names and quotients, and its
-    integer coefficient, both in the order of printing. The constant has no factors.
+    ``terms`` is the sum, a tuple of pairs (factors, integer coefficient) in printed order. The
+    factors of a term are names and quotients; the constant term has none.
 
     Example:
         >>> 2 * (Dim("b") + 1) + Dim("a") // 3

@@ -13,12 +13,12 @@ from .value import TensorValue
 
 
 def _promote_weak_dtypes(x: Any, y: Any) -> tuple[TensorValue, TensorValue]:
-    """Two tensors, of which one may be a number or an array, which gets the dtype of the other.
+    """Both operands as tensors; a number or a NumPy array is cast to the dtype of the other operand.
 
-    Two tensors stay as they are.
+    Two tensors keep their dtypes.
 
     Raises:
-        TypeError: none is a TensorValue or Weight, or one is no tensor, number or array.
+        TypeError: neither is a TensorValue or Weight, or one is no tensor, number or array.
         ValueError: the dtype does not hold the numbers.
 
     Example:

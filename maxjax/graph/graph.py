@@ -2,7 +2,7 @@
 
 ``Graph(name, forward, input_types)`` and ``with Graph(...) as g:`` both trace plain jnp
 code: ``jax.make_jaxpr`` runs in a greenlet that passes its tracers to the block and receives
-the outputs at its end. A Weight used meanwhile becomes an argument of the
+the outputs at its end. A Weight that is used during the trace becomes an argument of the
 program, whether it has a value or not; ``program.py`` compiles and runs the result.
 """
 
@@ -140,18 +140,19 @@ class Graph(Rendered, metaclass=_Meta):
 
     Args:
         name: descriptive name.
-        forward: function or Module of one TensorValue per input. Without it the
-            computation is written in a ``with`` block, which ends with :meth:`output`.
-        input_types: TensorType for each input. Dimensions may be named: equal names are
-            equal sizes, which need to be known only at run time. A BufferType is for an input
-            that the graph writes to; what it holds in the end is an output, after the others.
+        forward: function or Module that is called with one TensorValue per input. Without it
+            the computation is written in a ``with`` block, which ends with :meth:`output`.
+        input_types: TensorType for each input. A dimension may be a name: equal names stand for
+            equal sizes, which are known only at run time. A BufferType declares an input that
+            the graph writes to; its last value is an additional output, after the others.
         args, kwargs: further arguments of ``forward``, after the inputs.
 
     Attributes:
-        jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until it is finished.
+        jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until the trace is finished.
 
     Raises:
-        TypeError: an input type is not a TensorType.
+        TypeError: an input type is neither a TensorType nor a BufferType.
+        NotImplementedError: ``path`` or another option of MAX that maxjax lacks is given.
 
     A Weight or Module may be used in any number of Graphs.
 
@@ -297,7 +298,7 @@ class Graph(Rendered, metaclass=_Meta):
         """A TensorValue, or a BufferValue, for each input.
 
         Raises:
-            ValueError: the ``with`` block has not begun, in which the inputs exist.
+            ValueError: the ``with`` block has not begun; the inputs exist only from then on.
         """
         if self._inputs is None:
             raise ValueError(f"Graph '{self.name}': the inputs exist inside the with block")
@@ -371,23 +372,35 @@ class Graph(Rendered, metaclass=_Meta):
         name: str,
         forward: Callable[..., Any] | None = None,
         input_types: Iterable[TensorType] = (),
-        **options: Any,
+        path: Any = None,
+        custom_extensions: Sequence[Any] = (),
+        devices: Iterable[Any] = (),
     ) -> Subgraph:
         """A function for ``ops.call``, traced once.
 
+        Args:
+            name: the subgraph's name.
+            forward: function of TensorValues.
+            input_types: a type for each argument of ``forward``.
+            path, custom_extensions: options of MAX that maxjax lacks.
+            devices: ignored, since the arrays say where they are.
+
         Raises:
-            NotImplementedError: ``forward`` is not given.
+            NotImplementedError: ``forward`` is not given, or an option that maxjax lacks is.
         """
+        if path is not None or custom_extensions:
+            option = "path" if path is not None else "custom_extensions"
+            raise NotImplementedError(f"add_subgraph({option}=...) is not supported")
         if forward is None:
             raise NotImplementedError("add_subgraph needs a function; for a Module use "
                                       "Module.build_subgraph")  # fmt: skip
         return Subgraph.of_function(name, forward, list(input_types))
 
     def profile_scope(self, name: str, color: ProfileScopeColor | None = None) -> Any:
-        """A ``with`` block whose operations have ``name`` before theirs in profiles: ``jax.named_scope``.
+        """``jax.named_scope``: a context whose operations have the prefix ``name`` in profiles.
 
         Args:
-            name: the name.
+            name: prefix of the names.
             color: ignored.
         """
         return jax.named_scope(name)

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 
 
 class _Kind(threading.local):
-    """Attributes:
-    values: whether Weights give TensorValues.
-    """
+    """State of one thread: ``values`` says whether operators of Weights return TensorValues."""
 
     # Not a ContextVar: each greenlet has its own, and building a Graph takes two.
     values = False

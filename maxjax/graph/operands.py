@@ -56,11 +56,11 @@ def same_dtype(a: Any, b: Any) -> tuple[Any, Any]:
 def common(a: Any, b: Any) -> DType:
     """The dtype of an operation on tensors of two dtypes.
 
-    It is that of :func:`maxjax.dtype.promote`, with which layers compute, except that float16 and bfloat16, which
-    may meet in a layer of a checkpoint's, have none, as in MAX.
+    The rules are those of :func:`maxjax.dtype.promote`, which layers use, with one exception: as in MAX, float16 and
+    bfloat16 have no common dtype here. Layers promote the pair, because a checkpoint may contain both.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no common dtype.
     """
     a, b = DType.of(a), DType.of(b)
     if {a, b} == _HALVES:
@@ -71,10 +71,10 @@ def common(a: Any, b: Any) -> DType:
 
 
 def refuse_integers(x: Any, weight: Any) -> None:
-    """Refuses a TensorValue of integers as the operand of a weight of floats: JAX promotes it, and MAX does not.
+    """Refuses a TensorValue of integers as an operand beside a weight of floats, which JAX would promote.
 
     Raises:
-        ValueError: it is one.
+        ValueError: ``x`` is a TensorValue of integers, and the weight holds floats.
     """
     if wraps(x) and not x.dtype.is_float():
         common(x.dtype, weight.dtype)
@@ -136,7 +136,7 @@ def number(x: Any, dtype: Any) -> Any:
 
 
 def like(x: np.ndarray, dtype: Any) -> jax.Array:
-    """A NumPy array as the operand of a tensor, whose dtype it takes, as a number does.
+    """A NumPy array as an operand beside a tensor: it is cast to the tensor's dtype, as a number is.
 
     Raises:
         ValueError: the array holds floats and the tensor integers, or the dtype does not hold its integers.
@@ -154,12 +154,12 @@ def like(x: np.ndarray, dtype: Any) -> jax.Array:
 
 
 def wraps(*operands: Any) -> bool:
-    """Whether an operation on these returns a TensorValue: one is a TensorValue and not a Weight."""
+    """Whether an operation on these returns a TensorValue: one is a TensorValue, or a Weight if ``kind.py`` says so."""
     return any(getattr(x, "_wraps", False) for x in operands)
 
 
 def alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands, of which a NumPy array beside a TensorValue has taken its dtype, as in MAX.
+    """The two operands; a NumPy array beside a TensorValue is cast to the TensorValue's dtype, as in MAX.
 
     Raises:
         ValueError: the dtype does not hold the array's numbers.
@@ -311,8 +311,11 @@ def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
     counts = [_axes(part) for part in parts]
     used, gaps = sum(counts), sum(part is Ellipsis for part in parts)
     if used > len(shape) or gaps > 1:
-        what = f"{used} indices" if used > len(shape) else "... twice"
-        raise ValueError(f"{what} for the {len(shape)} axes of a tensor of shape {tuple(shape)}")
+        if gaps > 1:
+            raise ValueError(f"... occurs twice in the index of a tensor of shape {tuple(shape)}")
+        raise ValueError(
+            f"{used} indices for the {len(shape)} axes of a tensor of shape {tuple(shape)}"
+        )
     axis = 0
     for part, count in zip(parts, counts, strict=True):
         if part is Ellipsis:

@@ -36,7 +36,7 @@ from .weights import WeightData
 
 
 class Binding:
-    """The values that a compiled Graph runs with, collected again when one has changed.
+    """The values of the weights of a compiled Graph, collected again when one has changed.
 
     Attributes:
         types: type of each value at compile time, a ``jax.ShapeDtypeStruct``.
@@ -114,6 +114,13 @@ class Binding:
 def _missing(name: str, registry: Mapping[str, Any] | None) -> str:
     known = "" if registry is None else f"; it has {some(sorted(registry)) or 'nothing'}"
     return f"Weight '{name}' is not in the weights registry{known}"
+
+
+def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """On the devices of a weight, for inputs of any rank and size."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding
 
 
 def _shown(sharding: jax.sharding.Sharding) -> str:
@@ -238,7 +245,7 @@ class Model(Rendered):
             exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             self._run = jax.jit(exported.call, donate_argnums=positions)
             used = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
-            shardings = [used[0] if used else None] * len(inputs)
+            shardings = [_replicated(used[0]) if used else None] * len(inputs)
             shapes = [None] * len(inputs)  # sizes are compared at each call
             text = exported.mlir_module
         self._run = agreed(self._run, self.name, text, used)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class BlockParameters:
-    """The size of one block of a packed weight.
+    """The size of one block of a quantised weight.
 
     Attributes:
         elements_per_block: number of weights in a block.
@@ -53,7 +53,7 @@ class QuantizationConfig:
 
 
 class QuantizationEncoding(enum.Enum):
-    """A format of packed weights. Lookup is by the upper-case value; ``name`` is lower case.
+    """A format of quantised weights. Lookup is by the upper-case value; ``name`` is lower case.
 
     Example:
         >>> q = QuantizationEncoding("Q4_K")
@@ -67,8 +67,8 @@ class QuantizationEncoding(enum.Enum):
     Q6_K = "Q6_K"
     GPTQ = "GPTQ"
 
-    # Encodings that MAX 26.7 does not have: found by value and as attributes, and left out of
-    # iteration, which gives MAX's.
+    # Encodings that MAX 26.7 does not have. They are found by value and as attributes, but
+    # iteration gives only MAX's members.
     Q8_0: ClassVar[QuantizationEncoding]
     MXFP4: ClassVar[QuantizationEncoding]
     Q4_1: ClassVar[QuantizationEncoding]
@@ -130,7 +130,7 @@ class QuantizationEncoding(enum.Enum):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether GGUF files can have this encoding, as all except GPTQ."""
+        """Whether GGUF files can have this encoding, which is true of all except GPTQ."""
         return self in _BLOCKS
 
 

@@ -78,18 +78,18 @@ def has_declared_sizes(parts: Sequence[Any], source: Sequence[Any]) -> bool:
 
 
 def has_traced_bounds(part: Any) -> bool:
-    """Whether a part of an index is a slice with a bound that only a program knows."""
+    """Whether a part of an index is a slice with a tracer as a bound."""
     return isinstance(part, slice) and any(
         isinstance(bound, Tracer) for bound in (part.start, part.stop, part.step)
     )
 
 
 def sliced(array: jax.Array, parts: Sequence[Any], key: Sequence[Any]) -> tuple[jax.Array, list]:
-    """The array with those slices applied that have bounds which only a program knows, and the rest of the index.
+    """Applies the slices whose bounds are tracers; returns the new array and the rest of the index.
 
     Args:
-        parts: an index, in which such a slice is given with its size, ``(slice, size)``.
-        key: the same without sizes.
+        parts: index, in which such a slice is given with its size, ``(slice, size)``.
+        key: the same index without the sizes.
 
     Raises:
         NotImplementedError: the size is not known, or there is a step.
@@ -104,11 +104,11 @@ def sliced(array: jax.Array, parts: Sequence[Any], key: Sequence[Any]) -> tuple[
                 size = None
             if size is None or made.step not in (None, 1):
                 raise NotImplementedError(
-                    "a slice whose bounds are tensors of a program has no step, and its size, which XLA wants to know, "
-                    "is a number or a dimension of the inputs: x[(slice(start, stop), size)]"
+                    "a slice whose bounds are tensors of a program needs a size that is a number or a dimension of the "
+                    "inputs, and no step: x[(slice(start, stop), size)]"
                 )
             start = 0 if made.start is None else made.start
-            # Not dynamic_slice: whether a symbolic size fits into the axis, it cannot decide.
+            # Not dynamic_slice, which cannot decide whether a symbolic size fits into the axis.
             start = jnp.where(start < 0, start + array.shape[axis], start)
             array = jnp.take(array, start + jnp.arange(size), axis=axis, mode="clip")
             left[i] = slice(None)
@@ -120,14 +120,14 @@ def sliced(array: jax.Array, parts: Sequence[Any], key: Sequence[Any]) -> tuple[
 def sliced_sizes(
     parts: Sequence[Any], key: Sequence[Any], source: Sequence[Any], shape: Sequence[Any]
 ) -> list[Any]:
-    """The sizes that an index declares for its result; None for the others.
+    """The sizes that an index declares for its result; None for axes without a declared size.
 
-    They are those given together with slices, and in a Graph, as in MAX, those of ``x[:2]`` and ``x[-2:]`` of a
-    named axis, which may be shorter.
+    A size is declared by ``(slice, size)``; in a Graph, as in MAX, also by ``x[:2]`` or ``x[-2:]`` on an axis of
+    symbolic size, although that axis may be shorter when the program runs.
 
     Args:
-        parts: an index.
-        key: the same without the given sizes.
+        parts: index.
+        key: the same index without the given sizes.
         source: the shape of the tensor.
         shape: the shape of the result.
 
@@ -171,7 +171,7 @@ def _declared(part: Any, made: slice | None, length: Any) -> Any:
     size = (stop - start + step - 1) // step
     return (
         size if isinstance(size, int) else None
-    )  # of `batch - 2`, JAX wants to know that it is not negative
+    )  # JAX cannot decide whether a size such as `batch - 2` is negative
 
 
 def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
 """Loop rerolling: consecutive calls of one jitted layer become one ``lax.scan``.
 
 A loop over the layers of a model is unrolled when it is traced: its jaxpr holds one call for
-each, and compile time grows accordingly. If the calls differ only in a layer index, which selects
+each layer, and compile time grows accordingly. If the calls differ only in a layer index, which selects
 the layer's weights from stacked ones, :func:`reroll` restores the loop.
 """
 
@@ -23,7 +23,7 @@ def is_jit(equation: Any) -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether it is a literal, not a variable."""
+    """Whether an atom of a jaxpr is a literal, not a variable."""
     return hasattr(atom, "val")
 
 
@@ -389,7 +389,7 @@ def _row(variable: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
 
 
 def _gathered_row(definition: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The same for a gather, which indexing becomes if a size is symbolic."""
+    """:func:`_row` for a gather, which indexing becomes if a size is symbolic."""
     array, indices = definition.invars
     index, size = definitions.get(indices), array.aval.shape
     numbers = definition.params["dimension_numbers"]

@@ -60,4 +60,4 @@ class Shape(list[Dim]):
 
 
 ShapeLike = Iterable[DimLike]
-"""What stands for a Shape: sizes, names and Dims in order."""
+"""Type of an argument that is converted to a Shape: sizes, names and Dims in order."""

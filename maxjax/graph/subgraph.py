@@ -159,7 +159,7 @@ def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
 
     Args:
         graph: subgraph from ``Module.build_subgraph`` or ``Graph.add_subgraph``.
-        args: tensors, or trees of them; their leaves go to the inputs in order.
+        args: tensors or pytrees of tensors, whose leaves are the inputs in order.
         prefix: prefix of the names of the weights that the subgraph looks up. They are looked up in the
             innermost running Module that has all of them, or else in the Graph being built.
 
@@ -193,8 +193,8 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
     for output in outputs:
         if not isinstance(output, (TensorValue, jax.Array)):
-            raise TypeError(f"a subgraph gives a tensor or a flat list of tensors, not {type(output).__name__} "
-                            "inside one")  # fmt: skip
+            raise TypeError(f"a subgraph must return a tensor or a flat list of tensors, but an output is "
+                            f"a {type(output).__name__}")  # fmt: skip
     return [unwrap(output) for output in outputs]
 
 

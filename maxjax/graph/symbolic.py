@@ -132,7 +132,7 @@ def to_dim(size: Any) -> Dim:
             if one == size:
                 return Dim(name)
         raise NotImplementedError(
-            f"the symbolic size {size} is not supported without a name: rebind the tensor to a new one"
+            f"the symbolic size {size} is not supported without a name: rebind the tensor to a new dimension name"
         ) from None
 
 
@@ -176,7 +176,7 @@ def to_sizes(shape: Iterable[Any], *shapes: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def evaluate(text: str, name: Callable[[str], Any]) -> Any:
-    """The value of arithmetic over names, each of which ``name`` evaluates."""
+    """The value of an arithmetic expression over names; ``name`` returns the value of each name."""
 
     def visit(node: ast.AST) -> Any:
         match node:

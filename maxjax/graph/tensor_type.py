@@ -15,7 +15,7 @@ from .symbolic import to_sizes
 
 
 class Type:
-    """What TensorType and BufferType have in common: an element type, a shape and a device.
+    """Base class of TensorType and BufferType: an element type, a shape and a device.
 
     Args:
         dtype: a DType, or anything that converts to one.
@@ -121,5 +121,5 @@ class BufferType(Type):
     __slots__ = ()
 
     def as_tensor(self) -> TensorType:
-        """The type of the tensor in it."""
+        """The type of the tensor in the buffer."""
         return TensorType(self.dtype, self._dims, self.device)

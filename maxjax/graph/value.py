@@ -136,7 +136,7 @@ class TensorValue(Operators):
 
     @property
     def tensor(self) -> TensorValue:
-        """Itself; in MAX, this property narrows the type of graph inputs and call results."""
+        """This TensorValue itself; in MAX, the property narrows the type of graph inputs and call results."""
         return self
 
     @property
@@ -494,4 +494,4 @@ def wrap(leaf: Any) -> TensorValue:
 Value = TensorValue
 """A value of a graph: all of them are TensorValues."""
 TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float
-"""What an op takes as a TensorValue: a TensorValue, an array, a number or a Dim."""
+"""Type of an argument that an op uses as a TensorValue: a TensorValue, an array, a number or a Dim."""

@@ -19,14 +19,15 @@ from .pallas import program_device
 
 # The dtypes that the kernels support for activations, weights and results.
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
-# From so many rows on, and for weights of at most so many values, XLA's matmul is faster than ours:
-# by 1.0 to 1.4 times on a Zen 4, at each of these levels for these types (docs/kernels.md).
+# From _MANY_ROWS rows on, and for weights of at most _SMALL_WEIGHT elements, XLA's matmul is faster: by
+# 1.0 to 1.4 times on a Zen 4, for the levels and dtypes of _FASTER_IN_XLA (docs/kernels.md).
 _MANY_ROWS, _SMALL_WEIGHT = 256, 1 << 22
-# Rows of weights that XLA's matmuls for GPUs compute at a time, at least; and the most tokens for which it
-# reads the weights of merged matmuls where they are: for more it takes cuBLAS, which needs one matrix.
+# The least number of weight rows that XLA's matmuls for GPUs compute at a time; and the most tokens for which
+# XLA merges matmuls without copying their weights: for more it calls cuBLAS, which needs one matrix.
 _TILE, _FEW_TOKENS = 64, 32
 _FASTER_IN_XLA = {
-    "amx": ("float32",), "avx512bf16": ("float32", "bfloat16"), "avx512": ("float32",),
+    "amx": ("float32",), "avx512bf16": ("float32", "bfloat16"), "avx512vnni": ("float32",),
+    "avx512": ("float32",),
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def products(
 
 
 def split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """What belongs to x, to the weights, and to their layer indices, of operands or their shapes."""
+    """The operands, or their shapes, as x, the list of weights and the list of their layer indices."""
     x, *rest = operands
     return x, rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
@@ -120,14 +121,14 @@ def _matvec(dtypes: Any, x: Any, w: Any, layer: Any) -> list[jax.Array]:
 
 
 def _on_gpu(dtypes: Any, devices: int, *operands: Any) -> list[jax.Array]:
-    # A product of 16 bits is summed in float32 within a GPU. XLA rounds before it adds up the sums of
-    # several GPUs only if the product itself has 16 bits, which halves what they send; on TPUs it
-    # does so in any case.
+    # One GPU sums a 16-bit matmul in float32. Sums of several GPUs are rounded to 16 bits before XLA
+    # adds them up, which halves the communication, only if the dot_general has a 16-bit result; on TPUs
+    # they always are.
     x, weights, layers = split(operands)
-    # XLA merges the matmuls of one operand. Unless the tokens are few, each device has whole tiles of each
-    # weight, and these are not too many in all, it writes the weights to memory for that, one after the
-    # other. Behind a barrier of their own the activations are another operand: so what is merged are at
-    # most the weights of one call.
+    # XLA merges the matmuls that share an operand, and to do so copies their weights into one array. It does
+    # not copy them if the tokens are few, each device has complete tiles of each weight, and the tiles are not
+    # too many in all. Behind a barrier of its own the activation is another operand, so that at most the
+    # weights of one call are merged.
     many = math.prod(x.shape[:-1]) > _FEW_TOKENS
     odd = [i for i, w in enumerate(weights) if many or w.shape[-2] % (_TILE * devices)]
     whole = [i for i in range(len(weights)) if i not in odd]
@@ -161,7 +162,7 @@ def _kernel(dtypes: Any, *operands: Any) -> Any:
 
 
 def _is_faster_in_xla(dtypes: Any, x: Any, weights: Sequence[Any]) -> bool:
-    """Whether XLA's own matmul is the better kernel: of many rows, with small weights in no stack."""
+    """Whether XLA's own matmul is faster: for many rows, and small weights that are not in a stack."""
     many = math.prod(x.shape[:-1]) >= _MANY_ROWS
     alike = x.dtype.name in _FASTER_IN_XLA.get(native.status(), ()) and all(
         dtype == x.dtype == w.dtype for w, dtype in zip(weights, dtypes, strict=True)
@@ -170,7 +171,7 @@ def _is_faster_in_xla(dtypes: Any, x: Any, weights: Sequence[Any]) -> bool:
 
 
 def batch(dtypes: Any, operands: Sequence[Any], dims: Sequence[Any], bind: Any) -> Any:
-    """A batch of activations is more rows; a batch of weights is left to the definition."""
+    """The batching rule: batched activations are more rows; batched weights use the definition."""
     if any(d is not None for d in dims[1:]):
         return None
     return bind(jnp.moveaxis(operands[0], dims[0], 0), *operands[1:])
@@ -181,7 +182,7 @@ def rule(ranks: Sequence[int], same_depth: bool = True) -> Any:
 
     Args:
         ranks: ranks of the operands.
-        same_depth: whether the last axes of activations and weights have one length.
+        same_depth: whether the last axes of activations and weights have the same length.
     """
     rank, *others = ranks
     count = len(others) // 2
@@ -196,7 +197,7 @@ def rule(ranks: Sequence[int], same_depth: bool = True) -> Any:
 
 
 def shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """Mesh axes go to the tokens first, then to the weights.
+    """The shardings of operands and results: mesh axes go to the tokens first, then to the weights.
 
     A weight that is also split over a mesh axis of the tokens is gathered along it, as in fully
     sharded data parallelism; otherwise weights keep their sharding. If the activations' last axis
@@ -227,7 +228,7 @@ _OPERATION = Operation(
     forms={"cuda": _on_cuda, "rocm": _on_gpu},
 )  # fmt: skip
 
-# One weight of what `_on_cuda` computes: exported programs and other devices have XLA's matmul.
+# The matmul with one weight that `_on_cuda` uses; exported programs and other devices run XLA's matmul.
 _MATVEC = Operation(
     "maxjax_matvec", types, lambda dtypes, *operands: _on_gpu(dtypes, 1, *operands), {"cuda": _matvec},
     rule, shardings, batch,

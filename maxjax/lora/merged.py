@@ -1,4 +1,4 @@
-"""LoRA weights put into the base weights, and taken out of them again."""
+"""``merge`` adds LoRA weights to the base weights, and ``unmerge`` subtracts them again."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ M = TypeVar("M", bound=Module)
 
 
 def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
-    """Adds the LoRA weights to the base weights of a new model: ``W + scale · B @ A``, rounded once.
+    """Returns a new model whose weights are ``W + scale · B @ A``, rounded once.
 
     With DoRA each row of the sum is scaled so that its norm is the trained magnitude.
-    It is a plain model again, for ``save_pretrained``, ``quantize`` and everything else, and as fast.
+    Without ``keep`` the result is a model without LoRA, for ``save_pretrained``, ``quantize`` and fast inference.
 
     Args:
         model: a loaded model with LoRA weights; it is not changed.
         keep: whether to keep A and B, unused, for :func:`unmerge`.
-        requantize: whether to dequantise quantised base weights, and quantise them again with the
-            update, which rounds them once more; otherwise they are an error.
+        requantize: whether to dequantise quantised base weights, add the update and quantise the sum,
+            which rounds the weights once more; otherwise quantised base weights raise an error.
 
     Raises:
         UserInputError: there are no LoRA weights, they are merged already, the model is not loaded, a base weight
-            is tied to another layer's, or it is quantised.
-        NotImplementedError: a quantised base weight is of a type that is not encoded here, or ``keep`` is set and
-            the LoRA weights are DoRA's: the norms that rows had could not be restored.
+            is tied to another layer's, or it is quantised and ``requantize`` is not set.
+        NotImplementedError: a quantised base weight has a type that maxjax cannot encode, or ``keep`` is set and
+            the LoRA weights are DoRA's: :func:`unmerge` could not restore the norms of the rows.
 
     Example:
         >>> import maxjax
@@ -67,13 +67,13 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
 
 
 def unmerge(model: M) -> M:
-    """Undoes ``merge(model, keep=True)``, up to the rounding of the base weights.
+    """Returns a new model that undoes ``merge(model, keep=True)``, up to the rounding of the base weights.
 
     Args:
         model: a model with merged LoRA weights; it is not changed.
 
     Raises:
-        UserInputError: the model has no LoRA weights, or they are not merged, or base weights are quantised.
+        UserInputError: the model has no LoRA weights, they are not merged, or base weights are quantised.
     """
     if not all(one.layer.lora.merged for one in adapted(model)):
         raise UserInputError("the LoRA weights are not merged: there is nothing to take out")
@@ -91,7 +91,7 @@ def _changed(model: M, sign: float, requantize: bool) -> M:
 
 
 def _check_tied(model: Module) -> None:
-    """Checks that no base weight is also another layer's, which would change with it."""
+    """Checks that no base weight is tied to another layer's: merging would change that layer too."""
     walk = Walk(model, stacked=True)
     places: dict[int, list[str]] = {}
     for name, _, weight, _ in walk.places:
@@ -100,8 +100,8 @@ def _check_tied(model: Module) -> None:
         names = places[id(walk.holder(one.base))]
         if len(names) > 1:
             raise UserInputError(
-                f"'{names[0]}' and '{names[1]}' are one tied weight, and LoRA weights are only for one of the two: "
-                "they cannot be merged"
+                f"'{names[0]}' and '{names[1]}' are one tied weight: merging the LoRA update of "
+                "one would change the other too. maxjax.lora.save keeps the adapter separate"
             )
 
 
@@ -149,9 +149,9 @@ def _sum(
     b: Any,
     magnitudes: Any = None,
 ) -> jax.Array:
-    """``base + scale · b @ a``, with DoRA's factors if there are magnitudes, in the dtype of ``base``.
+    """``base + scale · b @ a``, times DoRA's factors if ``magnitudes`` are given, in the dtype of ``base``.
 
-    The arrays have ``depth`` leading axes.
+    The arrays have ``depth`` leading axes, those of stacked layers.
     """
     restore, arrange = (
         (lambda array: array,) * 2 if layout is None else (layout.restore, layout.arrange)

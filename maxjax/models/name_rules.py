@@ -1,8 +1,8 @@
 """Sharding rules by tensor names, for checkpoints with Hugging Face's names.
 
-Models that maxjax has are split by the rules of their Modules; this table is for all others. It
-follows Megatron-LM (arXiv:1909.08053): the first linear layer of a pair is split by rows, the second
-by columns, and attention between heads.
+Models of maxjax's own families are sharded by the rules of their Modules; this table is for all
+others. It follows Megatron-LM (arXiv:1909.08053): the first linear layer of a pair is split by rows,
+the second by columns, and attention between heads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..graph.placement.specs import EXPERTS, TENSOR, Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 
 # For each kind of linear layer: which side is split (its outputs are the rows of a weight, its
-# inputs the columns), what lies along that side, over which mesh axes, and the layers' names. The
-# first row that matches is used.
+# inputs the columns), what that side consists of, the mesh axes, and the layers' names. The first
+# row that matches is used.
 TABLE = (
     ("out", "values", EXPERTS, "experts.*.gate_proj experts.*.up_proj experts.*.w1 experts.*.w3"),
     ("in", "values", EXPERTS, "experts.*.down_proj experts.*.w2"),
@@ -36,14 +36,26 @@ TABLE = (
     ("table", "values", TENSOR, "embed_tokens word_embeddings wte tok_embeddings embed_in shared"),
     ("head", "values", TENSOR, "lm_head output embed_out"),
 )  # fmt: skip
-# All experts of a layer as one tensor: it is split between experts, along its first axis.
+# The names of embedding tables, of tables that are never tied to the head, and of heads.
+TABLES = (
+    "embed_tokens",
+    "word_embeddings",
+    "wte",
+    "tok_embeddings",
+    "embed_in",
+    "shared",
+    "embeddings",
+)
+UNTIED_TABLES = ("embed_tokens_per_layer",)
+HEADS = ("lm_head", "output", "embed_out")
+# Tensors that hold all experts of a layer: they are split between experts, along the first axis.
 STACKED_EXPERTS = "experts.gate_up_proj* experts.down_proj*"
 # Models whose linear layers have weights [inputs, outputs], and the names of these layers.
 TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 TRANSPOSED_MAPS = ("c_attn", "c_fc", "c_proj", "attn.c_proj")
-# Parts of multimodal models: a pattern of their tensors' names → the key of their settings.
+# Parts of multimodal models: pattern of their tensor names → key of their settings.
 PARTS = {"*vision*.": "vision_config", "*audio*.": "audio_config", "": "text_config"}
-# The keys of each count; the first is the current one.
+# The keys of each number; the first is today's.
 KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -60,13 +72,13 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Heads(NamedTuple):
-    """The sizes of attention in a configuration; None for those that it does not give.
+    """The sizes of attention in a configuration; None for each that the configuration does not give.
 
     Attributes:
         layers: number of layers with attention.
         heads, kv_heads: H query heads and K KV heads.
         head_dim, value_dim: width of a head of queries and keys, and of a head of values.
-        window: maximum number of tokens that a cache keeps for it; None: all.
+        window: maximum number of tokens that the KV cache keeps; None: all.
     """
 
     layers: int | None
@@ -78,12 +90,13 @@ class Heads(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A state of a whole sequence, whose size does not depend on the number of tokens.
+    """A recurrent state of a sequence, whose size does not depend on the number of tokens.
 
     Attributes:
         layers: number of layers that have it.
-        shape, dtype: those of one layer's state of one sequence.
-        axis: the axis that a mesh's axis "model" splits where it divides it; None: no axis.
+        shape, dtype: shape and dtype of one layer's state of one sequence.
+        axis: index of the axis that is split over the mesh axis "model" if that divides it evenly;
+            None: the state is replicated.
     """
 
     layers: int
@@ -96,11 +109,11 @@ def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The rules for ``model.to(mesh, rules=...)``: patterns of names and how such tensors are split.
 
     Args:
-        config: content of ``config.json``, for the numbers of heads. Without them queries,
-            keys and values are split by rows, also inside heads.
+        config: content of ``config.json``, for the numbers of heads. Without these numbers,
+            queries, keys and values are split by rows, also inside heads.
 
     Returns:
-        Pattern → ``Split``. A tensor that matches no pattern has no strategy.
+        Pattern → ``Split``. There is no rule for a tensor that matches no pattern.
 
     Example:
         >>> found = rules({"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
@@ -140,7 +153,7 @@ def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, 
 def _strategies(
     side: str, what: str, counts: Heads, is_transposed: bool
 ) -> tuple[ShardingStrategy, ShardingStrategy]:
-    """The strategies of the weight and of the bias, which is split as the outputs are."""
+    """The strategies of the weight and of the bias; the bias is split as the layer's outputs are."""
     segments = _segments(what, counts)
     if side == "in":
         return _along(int(not is_transposed), what, segments), ShardingStrategy.replicate(1)
@@ -157,7 +170,7 @@ def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
 
 
 def _segments(what: str, counts: Heads) -> list[Segment]:
-    """The heads along one side of a linear layer; none if their numbers are not known."""
+    """The heads along one side of a linear layer; empty if their numbers are not known."""
     q, k, d, v = counts.heads, counts.kv_heads, counts.head_dim, counts.value_dim
     if what in ("values", "halves") or not (q and k and d and v):
         return []
@@ -169,7 +182,7 @@ def _segments(what: str, counts: Heads) -> list[Segment]:
 
 
 def generic(name: str) -> str:
-    """A name with each number replaced by ``*``, which all tensors of its kind share.
+    """A tensor name with each number replaced by ``*``: equal for the tensors of all layers and experts.
 
     Example:
         >>> generic("layers.3.experts.10.w1.weight")
@@ -178,11 +191,21 @@ def generic(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def layer_of(name: str) -> str:
+    """The own name of the layer that a tensor belongs to.
+
+    Example:
+        >>> layer_of("model.layers.3.self_attn.q_proj.weight")
+        'q_proj'
+    """
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
 # --- what a configuration says ----------------------------------------------------------------
 
 
 def heads(config: Any) -> Heads:
-    """The Heads of a configuration, which is the content of ``config.json`` or a dataclass.
+    """Reads the Heads of a configuration: the content of a ``config.json``, or a dataclass.
 
     Example:
         >>> heads({"n_layer": 2, "n_head": 4, "n_embd": 32})
@@ -212,5 +235,5 @@ def text_part(config: Any) -> Mapping[str, Any]:
 
 
 def count(settings: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of these settings that is a positive integer, or None: a file may hold anything."""
+    """The first of these settings that is a positive integer; None if none is (a file may hold anything)."""
     return next((n for n in map(settings.get, keys) if type(n) is int and n > 0), None)

@@ -1,4 +1,4 @@
-"""Attention maps: how much each token attends to each, as images, one for each head."""
+"""Attention maps: how much each token attends to each other token, as one image per head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AttentionMap:
     Attributes:
         weights: attention weights ``[heads, queries, keys]``.
         tokens: texts of the keys; empty if they are not known.
-        query_tokens: texts of the queries: those of the last ``queries`` tokens, if both are of one text.
+        query_tokens: texts of the queries; empty if they are not known.
         names: name of each head.
     """
 
@@ -112,12 +112,13 @@ def draw_attention(
         weights: attention weights ``[heads, queries, keys]``, ``[B, heads, queries, keys]`` or
             ``[queries, keys]``, which are copied from the device.
         tokens: text of each key.
-        batch: number of the row that is drawn of ``[B, …]``.
+        batch: index of the row to draw, if the weights are ``[B, …]``.
         heads: numbers of the heads to draw; by default all.
         query_tokens: text of each query; by default those of the last keys, as many as there are queries.
 
     Raises:
-        UserInputError: there are not two to four axes, not as many texts as keys, or no such row or head.
+        UserInputError: the number of axes is not 2 to 4; there are not as many texts as keys or queries; or
+            there is no such row or head.
 
     Example:
         >>> import numpy as np
@@ -157,7 +158,7 @@ def draw_attention(
 
 
 def _shrunk(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The largest of each block of so many rows and columns."""
+    """The largest value in each block of ``rows`` × ``columns`` values."""
     if rows <= 1 and columns <= 1:
         return values
     starts = (

@@ -1,6 +1,6 @@
 """Division: which device holds which part of an array, and drawings of it as text and as SVG.
 
-An array has many axes and a drawing two: drawn are the two that are split most.
+A drawing has two axes: those of the array that are split most.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 Box = tuple[tuple[int, int], ...]
-# The blue of what a device has a part of, and the orange of what it has all of.
+# The largest numbers of devices or columns, of lines, and of labelled parts that are drawn.
 _MOST_DEVICES, _MOST_LINES, _MOST_CELLS = 16, 32, 64
 
 
@@ -47,8 +47,8 @@ class Division:
 
     Attributes:
         shape: sizes of the array.
-        title: how it is split, and over what, in words.
-        parts: for each part, the range along each axis, and the numbers of the devices that have it.
+        title: description of the sharding in words.
+        parts: for each part, the range along each axis, and the ids of the devices that hold it.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Division:
 
     @classmethod
     def of(cls, shape: Sequence[int], title: str, boxes: Mapping[int, Box]) -> Division:
-        """The division in which each device has the part that is given for it.
+        """The division of an array for which ``boxes`` gives the part of each device.
 
         Example:
             >>> found = Division.of((4, 2), "rows", {0: ((0, 2), (0, 2)), 1: ((2, 4), (0, 2))})
@@ -79,12 +79,12 @@ class Division:
 
     @property
     def devices(self) -> list[int]:
-        """The numbers of all devices."""
+        """The ids of all devices."""
         return sorted({device for _, held in self.parts for device in held})
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device has all of it."""
+        """Whether every device has the complete array."""
         return len(self.parts) == 1
 
     @cached_property
@@ -97,7 +97,7 @@ class Division:
     def drawn(self) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
         """The parts as rectangles (rows, columns) of the drawn axes, each with its devices.
 
-        Where further axes are split, it is the first part of these.
+        If further axes are split, only the first part along them is included.
         """
         axes, found = self.axes, {}
         others = [axis for axis in range(len(self.shape)) if axis not in axes]
@@ -149,7 +149,7 @@ class Division:
     # -- drawings
 
     def text(self) -> str:
-        """The parts as a grid of characters, with the numbers of the devices in each.
+        """The parts as a grid of characters, with the ids of the devices in each.
 
         Example:
             >>> rows = {0: ((0, 2), (0, 2)), 1: ((2, 4), (0, 2)), 2: ((0, 2), (0, 2)), 3: ((2, 4), (0, 2))}
@@ -209,7 +209,7 @@ class Division:
         return _n(left), _n(top), _n(right - left), _n(down - top)
 
     def small(self) -> str:
-        """A drawing of a line's height: the array with its parts, that of the first device filled."""
+        """A drawing as high as a line of text: the array with its parts, the first device's filled."""
         wide, high = self._scaled(24, 14, 4)
         cells = self.drawn()
         if not cells:
@@ -231,7 +231,7 @@ class Division:
         )
 
     def svg(self) -> str:
-        """A drawing in which each part has the numbers of its devices."""
+        """A drawing in which each part shows the ids of its devices."""
         wide, high = self._scaled(320, 240, 24)
         cells = self.drawn()
         pieces = []
@@ -271,11 +271,11 @@ class Division:
 
 
 def device_table(rows: Mapping[str, Division], labels: Mapping[int, str]) -> str:
-    """HTML with a line for each array and a column for each device: what of the array it has.
+    """An HTML table of the part that each device has, with a row for each array and a column for each device.
 
     Args:
         rows: divisions by the names of the arrays.
-        labels: what is written above a device, by its number.
+        labels: title of a device's column, by device id.
     """
     devices = sorted({device for one in rows.values() for device in one.devices})
     shown = devices[:_MOST_DEVICES]

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-# The last colour of a palette is for what is not a finite number.
+# The last colour of a palette, for NaN and infinities.
 _BAD = (214, 39, 40)
 
 
 def number(value: Any) -> str:
-    """A number in at most four digits.
+    """A number as text: an integer with all its digits, a float with at most four.
 
     Example:
         >>> number(0.000012345), number(65536), number(float("nan")), number(-3)
@@ -43,7 +43,7 @@ def bars(counts: Sequence[int]) -> str:
 
 
 def histogram(counts: Sequence[int], low: str, high: str, wide: int = 320, tall: int = 90) -> str:
-    """A histogram as SVG, with what stands below its ends."""
+    """A histogram as SVG, with the labels ``low`` and ``high`` below its ends."""
     most, step = max(max(counts, default=0), 1), wide / max(len(counts), 1)
     path = "".join(
         f"M{i * step:.1f} {tall}v-{tall * count / most:.1f}h{step * 0.92:.1f}V{tall}z"
@@ -61,7 +61,7 @@ def histogram(counts: Sequence[int], low: str, high: str, wide: int = 320, tall:
 
 
 def small_histogram(counts: Sequence[int]) -> str:
-    """A histogram of a line's height as SVG."""
+    """A histogram as SVG, as high as a line of text."""
     most = max(max(counts, default=0), 1)
     path = "".join(f"M{3 * i} 14v-{14 * c / most:.1f}h2.6V14z" for i, c in enumerate(counts) if c)
     return f'<svg width="{3 * len(counts)}" height="14"><path d="{path}" fill="#4c86b8"/></svg>'
@@ -115,7 +115,7 @@ def png(values: np.ndarray, low: float, high: float, signed: bool = False) -> by
 def image(
     values: np.ndarray, low: float, high: float, signed: bool, wide: float, high_px: float
 ) -> str:
-    """An image as an HTML element of that size in pixels."""
+    """An image as an HTML element that is ``wide`` × ``high_px`` pixels large."""
     data = base64.b64encode(png(values, low, high, signed)).decode()
     return (
         f'<img alt="" src="data:image/png;base64,{data}" style="width:{wide:.0f}px;height:{high_px:.0f}px;'
@@ -124,7 +124,7 @@ def image(
 
 
 def shades(values: np.ndarray, low: float, high: float) -> list[str]:
-    """An image as lines of characters, one for each row; "!" is not a finite number.
+    """An image as lines of characters, one for each row; "!" stands for NaN and infinities.
 
     Example:
         >>> shades(np.array([[0.0, 0.5, 1.0], [np.nan, 1.0, 0.0]]), 0, 1)

@@ -1,9 +1,9 @@
-"""Rendered: what gives a class ``__repr__``, ``_repr_html_`` and ``__treescope_repr__``, made of its row.
+"""Rendered: a base class that makes ``__repr__``, ``_repr_html_`` and ``__treescope_repr__`` from an object's row.
 
 A row as HTML is a tree that folds, without scripts, for light and dark notebooks.
 
-A repr may be asked for at any time: of an object whose ``__init__`` has failed, inside a trace, of arrays
-whose memory is gone. So whatever fails here becomes text, never an exception.
+A repr may be requested at any time: of an object whose ``__init__`` has failed, inside a trace, or of arrays
+whose memory was freed. So any failure here becomes text, never an exception.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .row import Row, bytes_text, lines, short
 
 
 class Rendered:
-    """A class that shows itself as a row: of text in a terminal, of HTML in a notebook.
+    """A base class of objects that show themselves as a row: text in a terminal, HTML in a notebook.
 
-    A subclass defines ``_mx_row``, ``_mx_title`` for its first line, and ``_mx_html`` if it is no tree.
+    A subclass defines ``_mx_row``, ``_mx_title`` for its first line, and ``_mx_html`` if its HTML is not a tree.
     """
 
     __slots__ = ()
 
     def _mx_row(self) -> Row:
-        """What is shown of the object; it reads nothing from a device."""
+        """The row that shows the object; making it reads nothing from a device."""
         return Row(kind=type(self).__name__)
 
     def _mx_title(self, row: Row) -> str:
-        """The first line, complete by itself."""
+        """The first line, which can stand alone."""
         return row.kind
 
     def __repr__(self) -> str:
         return guarded(self, lambda: lines(self._mx_title(row := self._mx_row()), row))
 
     def _mx_html(self) -> str:
-        """Its HTML."""
+        """The HTML of the object."""
         row = self._mx_row()
         return tree(self._mx_title(row), row)
 
@@ -47,7 +47,7 @@ class Rendered:
             return f"<pre>{html.escape(failed(self, error))}</pre>"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """The same rows for treescope, which calls this and is therefore there."""
+        """The same rows for treescope, which calls this and is therefore installed."""
         from treescope import rendering_parts
 
         try:
@@ -66,7 +66,7 @@ def summary(shown: Any) -> str:
 
 
 def guarded(shown: Any, write: Any) -> str:
-    """What ``write`` returns; a text that says why if it fails."""
+    """The result of ``write``; if it raises an error, a text that describes the error."""
     try:
         return write()
     except Exception as error:
@@ -93,7 +93,7 @@ def _one_line(row: Row) -> str:
     return short(f"{row.name}: {', '.join(filter(None, [what, *row.notes, *where]))}", 160)
 
 
-# Only tables need it: notebooks have a style of their own for them.
+# Only for tables, for which notebooks have a style of their own.
 _TABLE_STYLE = (
     ".mxj table{border-collapse:collapse;font:inherit;color:inherit}.mxj tr{background:none!important}"
     ".mxj td,.mxj th{border:none;padding:0 8px;text-align:right;white-space:nowrap;background:none}"
@@ -101,9 +101,9 @@ _TABLE_STYLE = (
 )
 _LEFT = ("", "name", "type")
 _BARS = ("#4c86b8", "#f0a24b", "#8a8a8a")
-# Rows that are shown at most: with about 250 characters each, a rendering stays below 30 kB.
+# The largest number of rows: with about 250 characters each, a rendering stays below 30 kB.
 _MOST_ROWS = 90
-# Rows that are to be seen at first: levels are opened until there are as many.
+# The number of rows that are visible at first: levels are opened until it is reached.
 _OPEN_ROWS = 12
 # Colours come from the notebook's own text colour, so that both themes work.
 _STYLE = (
@@ -134,13 +134,13 @@ def tree(title: str, row: Row) -> str:
 
 
 def card(title: str, facts: Mapping[str, str], drawing: str = "", in_line: bool = False) -> str:
-    """The HTML of a single thing: what is known of it, line by line, and a drawing.
+    """The HTML of a single object: a title, facts, and a drawing.
 
     Args:
         title: text of the first line.
         facts: texts by their names.
         drawing: HTML, which is not escaped.
-        in_line: whether the facts stand beside each other.
+        in_line: whether all facts are on one line, and not each on its own.
     """
     found = [
         f"<s>{_text(name, 40)}</s><span>{_text(text, 300)}</span>" for name, text in facts.items()
@@ -170,7 +170,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence
 
 
 def memory_bar(parts: Mapping[str, int], size: int) -> str:
-    """A bar of what takes how much of a memory; red where it is too small.
+    """A bar of the parts of a device's memory as HTML; its border is red if they exceed ``size`` bytes.
 
     Example:
         >>> "weights: 3 KiB" in memory_bar({"weights": 3072}, 4096)
@@ -199,7 +199,7 @@ def boxed(content: str) -> str:
 
 
 def _nearest(row: Row) -> set[int]:
-    """ids of the rows that are nearest to the top, as many as are shown."""
+    """The ``id`` of each row to show: those nearest to the top, at most ``_MOST_ROWS``."""
     queue, found = deque(row.children), set[int]()
     while queue and len(found) < _MOST_ROWS:
         one = queue.popleft()
@@ -209,7 +209,7 @@ def _nearest(row: Row) -> set[int]:
 
 
 def _opened(row: Row) -> set[int]:
-    """ids of the rows that are open at first: from the top, while there are few rows to be seen."""
+    """The ``id`` of each row that is open at first: from the top, up to ``_OPEN_ROWS`` visible rows."""
     found, count, queue = {id(row)}, len(row.children), deque(row.children)
     while queue:
         one = queue.popleft()
@@ -263,5 +263,5 @@ def _text(text: object, most: int) -> str:
 
 
 def _value(value: Any) -> str:
-    """A setting; a number of a GGUF file, which is a float32, as it was written: 1e-05."""
+    """A setting as text; a float with 7 digits, because the numbers of GGUF files are float32: 1e-05."""
     return f"{value:.7g}" if type(value) is float else short(value, 24)

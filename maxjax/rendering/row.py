@@ -1,6 +1,6 @@
-"""Row: one line of what is shown of an object, with rows below it; equal rows fold into one.
+"""Row: one line of an object's rendering, with rows below it; equal rows fold into one.
 
-:func:`lines` writes a row as text: one line for a small thing, a few for one with parts.
+:func:`lines` writes a row as text: one line for a small object, a few lines for one with parts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Row:
 
     Attributes:
         name: name below the row above; "" for the object itself.
-        kind: class of what it is.
-        dtype: dtype or encoding of its elements; of several, those of most bytes first.
-        shape: sizes of an array, as numbers or text; None if it is no array.
-        parameters: number of elements, of all ``count`` together.
-        nbytes: bytes of all ``count`` together.
-        count: number of equal things that the row stands for; the rows below are of one of them.
+        kind: class of the object.
+        dtype: dtype or encoding of its elements; if there are several, ordered by their bytes.
+        shape: sizes of an array, as numbers or text; None if the object is not an array.
+        parameters: number of elements in all ``count`` objects together.
+        nbytes: bytes of all ``count`` objects together.
+        count: number of equal objects that the row stands for; ``children`` are the rows of one.
         notes: further short remarks: lazy, tied to another, where it is.
         settings: plain attributes by name: numbers and texts.
-        division: which device holds which part.
+        division: the part of the array on each device.
         children: rows below it.
-        is_array: whether it is a single array, and not something that holds others.
+        is_array: whether the object is a single array, and not a container.
     """
 
     name: str = ""
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def kind_text(self) -> str:
-        """The kind, with the number of equal things before it."""
+        """The kind, with the number of equal objects before it."""
         return f"{self.count} × {self.kind}" if self.count > 1 else self.kind
 
 
@@ -140,9 +140,9 @@ def braced(indices: Sequence[int]) -> str:
 def fold(rows: Sequence[Row]) -> list[Row]:
     """The rows of the items of a list, with equal ones folded into one.
 
-    A repeated pattern becomes a row for each kind in it, other runs of equal items a row each. Items are
-    equal if their rows are, settings apart; a setting counts if few values of it recur, as that of layers
-    with a sliding window and of those without, and not if each item has its own, as its number.
+    A repeated pattern becomes one row for each kind of item in it, and any other run of equal items one row.
+    Items are equal if their rows are equal apart from settings. A setting with a few recurring values (layers
+    with and without a sliding window) also tells items apart; one that differs in each item does not.
 
     Example:
         >>> kinds = "aabaabaab"
@@ -168,10 +168,10 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def merged(rows: Sequence[tuple[list[int], Row]]) -> list[Row]:
-    """The rows of several sets of items of a list, those of one kind together.
+    """The rows of several sets of items of a list, with sets of one kind merged.
 
     Args:
-        rows: for each set its numbers, and its row, with the sums of all of them.
+        rows: for each set the indices of its items, and its row, which holds their sums.
     """
     groups: dict[Any, list[tuple[list[int], Row]]] = {}
     for members, row in rows:
@@ -203,7 +203,7 @@ def _same_settings(a: Row, b: Row) -> bool:
 
 
 def _telling(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
-    """For each row, the values of the settings that tell kinds of rows apart."""
+    """For each row, the values of the settings that distinguish kinds of rows."""
     if len(rows) < 3:
         return [()] * len(rows)
     if all(_same_settings(rows[0], row) for row in rows):
@@ -216,7 +216,7 @@ def _telling(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
 
 
 def _regions(keys: list[int]) -> Iterator[tuple[int, int]]:
-    """Where a pattern repeats, as (start, stop), and what lies between."""
+    """The (start, stop) of each repeated pattern, and of each single item between them."""
     i = 0
     while i < len(keys):
         best = 1
@@ -232,7 +232,7 @@ def _regions(keys: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _key(row: Row) -> Any:
-    """Equal for rows that show the same, names and settings apart."""
+    """A key that is equal for rows that are equal apart from names and settings."""
     below = tuple([(child.name, _key(child)) for child in row.children])
     where = None if row.division is None else row.division.title
     return row.kind, row.dtype, row.shape, row.count, row.parameters, row.notes, where, below
@@ -273,7 +273,7 @@ def _common(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def lines(title: str, row: Row, most: int = _MOST_LINES) -> str:
-    """A title, and below it the parts that matter most: the largest are opened first.
+    """A title, and below it at most ``most`` rows: the largest ones are replaced by their children first.
 
     Example:
         >>> rows = (Row("a", "Linear", "float32", None, 6, 24), Row("b", "Linear", "float32", None, 3, 12))
@@ -297,7 +297,7 @@ def lines(title: str, row: Row, most: int = _MOST_LINES) -> str:
 
 
 def _opened(row: Row, most: int) -> list[tuple[str, Row]]:
-    """The rows to show with their full names, in order: the largest ones replaced by those below."""
+    """The rows to show with their full names, in order: the largest are replaced by their children."""
     shown: dict[tuple[int, ...], tuple[str, Row]] = {
         (i,): (child.name, child) for i, child in enumerate(row.children) if _counts(child)
     }
@@ -324,5 +324,5 @@ def _opened(row: Row, most: int) -> list[tuple[str, Row]]:
 
 
 def _counts(row: Row) -> bool:
-    """Whether it has anything worth a line."""
+    """Whether the row has anything to show."""
     return bool(row.nbytes or row.parameters or row.notes or row.is_array)

@@ -29,7 +29,7 @@ def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
     if os.environ.get(VARIABLE) == "off":
         return None
     try:
-        library = ctypes.CDLL(str(library_path()))  # lets other threads run
+        library = ctypes.CDLL(str(library_path()))  # its functions release the GIL
         function, level = library.maxjax_crc32, library.maxjax_crc32_level
     except (OSError, AttributeError):
         return None

@@ -4,7 +4,7 @@ A file states its own counts and lengths, so each is compared with a limit befor
 If you trust a file, raise a limit with ``limits=``, which the public functions that open files
 take, or with ``--limit`` on the command line. A model is more than one file: its configuration,
 tokenizer and index are read deep inside these functions. Therefore the limits are a context
-variable, which applies to everything opened meanwhile, and not an argument of every function.
+variable, which applies to all files opened in the context, and not an argument of every function.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def open_checkpoint(
     checksum takes less than a tenth of the time. True compares whenever any part of a tensor is read,
     if necessary by reading the rest, and warns about tensors without a checksum. False never compares.
 
-    If another process replaces the checkpoint meanwhile, it is opened again, so the result is
+    If another process replaces the checkpoint during opening, it is opened again, so the result is
     entirely the old or entirely the new checkpoint.
 
     Raises:
@@ -81,7 +81,7 @@ def open_checkpoint(
         CheckpointIncompleteError: the directory holds only an unfinished download or save.
         CheckpointFormatError: the format is not supported, or the directory is ambiguous.
         CheckpointChangedError: the checkpoint was replaced again and again during opening.
-        UserInputError: the list of paths is empty.
+        UserInputError: the list of paths is empty, or ``verify`` is not "auto", True or False.
         CheckpointError: as for the readers of the formats and ``open_index``.
 
     Example:

@@ -164,7 +164,7 @@ def require(
     *,
     hint: str | None = None,
 ) -> None:
-    """Raises the error of :func:`wrong` unless a condition holds."""
+    """Raises the error of :func:`invalid` unless a condition holds."""
     if not holds:
         raise invalid(path, what, expected, found, tensor, hint=hint)
 
@@ -226,7 +226,7 @@ class Text:
             self._bad_utf8(error)
         decoder = json.JSONDecoder(
             object_pairs_hook=self._object,
-            # Floats like any other for those who take them.
+            # With allow_nan, NaN and infinities are plain floats.
             parse_constant=float if allow_nan else self._constant,
             # Used only if necessary: the built-in conversion is much faster.
             parse_int=self._integer if long_digits or b"-0" in self.data else None,

@@ -34,7 +34,7 @@ BLOCK_BYTES = 16 << 20
 # would cost more than copying the bytes. A slab lives as long as any tensor in it.
 SMALL_BYTES = 128 << 10
 SLAB_BYTES = 4 << 20
-# What a checkpoint is told by: so many reads of so many bytes, over all of its files.
+# Number of samples over all files of a checkpoint, and bytes of each, for ``sampled``.
 SAMPLES, SAMPLE_BYTES = 64, 64
 # Maximum buffers of one scattered read (preadv); the system's own bound (IOV_MAX) is 1024.
 SCATTER = 512
@@ -78,7 +78,7 @@ class TensorTable:
         self.indexes: list[OpenFile] = []
         self.directory: str | None = None
 
-    # Most checkpoints have no checksums, and what lies beside them is not read by everyone.
+    # Cached: most checkpoints have no checksums, and not every caller needs the files beside the weights.
 
     @cached_property
     def checks(self) -> Checks:

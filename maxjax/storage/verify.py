@@ -91,7 +91,7 @@ def second_reading(table: TensorTable) -> list[str]:
     library.
 
     Returns:
-        One line for each file that the library refuses or reads with other tensors, dtypes or shapes.
+        One line for each file that the library refuses, or in which it lacks a tensor or finds another shape.
 
     Example:
         >>> import os, tempfile

@@ -17,7 +17,7 @@ from .template.render import render
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message that is to be continued. The blank shows whether a template trims messages.
 _END = "END_OF_THE_MESSAGE_TO_CONTINUE "
-# A template that tells a message without content by its None, as DeepSeek R1's does, and not by a missing key.
+# Matches a template that tests whether a message's content is None, as DeepSeek R1's does, and not whether it exists.
 _READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
 
@@ -45,7 +45,7 @@ def apply_chat_template(
         chat_template: the name of one of the tokenizer's templates, or the source of a template. By
             default "tool_use" if there are tools and such a template, else the unnamed one.
         continue_final_message: whether the prompt ends with the content of the last message, which the
-            model is to go on with, instead of with the header of an answer.
+            model continues, instead of with the header of an answer.
         kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
@@ -96,7 +96,7 @@ def _continued(template: str, values: dict[str, Any]) -> str:
             block = {**content[i], "text": content[i]["text"] + _END}
             marked = [*content[:i], block, *content[i + 1 :]]
     if marked is None:
-        raise UserInputError("continue_final_message: the last message has no text to go on with")
+        raise UserInputError("continue_final_message: the last message has no text to continue")
     text = render(template, {**values, "messages": [*before, {**last, "content": marked}]})
     at = text.rfind(_END.strip())
     if at < 0:
@@ -150,7 +150,7 @@ def _listed(messages: Any) -> list[Any]:
 
 
 def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
-    """A message with its reasoning under each name, and without keys that are None but for those ``kept``."""
+    """A message with its reasoning under both names, and without None values except under the keys ``kept``."""
     if not isinstance(message, Mapping):
         raise TypeError(f"messages[{index}] is a {type(message).__name__}, not a dict")
     found = {key: at for key, at in message.items() if at is not None or key in kept}

@@ -1,6 +1,6 @@
-"""Streams of generated text: token ids one by one → pieces of text, up to a stop string.
+"""Streams of generated text: they turn token ids, one by one, into pieces of text up to a stop string.
 
-A piece that was returned is final.
+A piece that was returned does not change any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Token ids → pieces of text, which never end inside a character.
+    """Turns token ids into pieces of text, which never end inside a character.
 
     All pieces joined, with that of :meth:`flush`, equal ``tokenizer.decode(ids)``. The time for a
     token does not grow with the number of tokens before it. A run of tokens for single bytes is
@@ -113,7 +113,7 @@ class _Window:
 
 
 class StopStrings:
-    """Pieces of text → the text before the first stop string, which may span several pieces.
+    """Cuts a text that comes in pieces before its first stop string, which may span several pieces.
 
     The first stop string is the one that is complete first; of two that end together, the longer.
     Only text that may be the beginning of a stop string is held back.

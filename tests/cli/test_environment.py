@@ -92,6 +92,13 @@ def test_versions_name_what_is_missing(monkeypatch):
     assert found["numpy"] and found["no-such-package"] is None
 
 
+def test_without_any_device_jax_does_not_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(environment, "_devices", lambda: ([], ["JAX has no device: no"]))
+    monkeypatch.setattr(environment, "accelerator_signs", lambda: ["/dev/nvidia0"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert environment.environment()["problems"] == ["JAX has no device: no"]
+
+
 @pytest.mark.slow
 def test_a_backend_that_does_not_start_is_a_problem_not_an_error():
     code = "from maxjax.cli.environment import environment; print(environment()['problems'])"

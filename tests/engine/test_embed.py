@@ -140,9 +140,11 @@ def test_truncated_vectors(loaded):
     np.testing.assert_allclose(np.linalg.norm(again, axis=1), 1, atol=1e-6)
     np.testing.assert_allclose(again, part / np.linalg.norm(part, axis=1, keepdims=True), atol=1e-6)
     assert maxjax.embed(*loaded, [], truncate_dim=16).shape == (0, 16)
-    for wrong in (0, whole.shape[1] + 1, "16", 1.5):
-        with pytest.raises(UserInputError, match="truncate_dim is a number from 1 to 384"):
+    for wrong in (0, "16", 1.5, True):
+        with pytest.raises(UserInputError, match="truncate_dim is a number from 1 on, not"):
             maxjax.embed(*loaded, texts, truncate_dim=wrong)
+    with pytest.raises(UserInputError, match="truncate_dim is a number from 1 to 384, not 385"):
+        maxjax.embed(*loaded, texts, truncate_dim=whole.shape[1] + 1)
 
 
 def test_a_model_without_pooling_files_gives_the_plain_mean(minilm, loaded):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import maxjax
 from maxjax import nn
-from maxjax.engine.statistics import SIDE
+from maxjax.engine.statistics import SIDE, from_bytes, summed_bytes
 from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
 from maxjax.graph.placement.specs import Split
 from maxjax.graph.weights import WeightData
@@ -37,6 +37,11 @@ def agrees(found, values, rtol=1e-5):
     assert (found.nan, found.inf, found.zeros, found.size) == (*counts, values.size)
     assert found.counts.sum() == finite.size
     assert abs(found.counts - np.histogram(finite, 32)[0]).max() <= 2  # an edge is rounded
+
+
+def test_more_elements_than_32_bits_can_count():
+    rows = np.random.default_rng(0).integers(0, 1 << 32, (70, 1000), np.uint32)
+    assert from_bytes(np.asarray(summed_bytes(jnp.asarray(rows)))) == rows.astype(np.int64).sum()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "bool"])

@@ -229,7 +229,7 @@ def test_what_it_prints(small):
         ("", {}, "the text is empty"),
         ("a", {}, "the text has 1 token: perplexity needs at least 2"),
         ("a\ud800", {}, "the text"),
-        ("abc", {"context": 65}, "context is 65, and the model's context is 64"),
+        ("abc", {"context": 65}, "context=65 is larger than the model's context of 64 tokens"),
         ("abc", {"context": 1}, "context is 1: it must be an integer of at least 2"),
         ("abc", {"context": 2.0}, "context is 2.0"),
         ("abc", {"context": True}, "context is True"),

@@ -367,6 +367,18 @@ def test_named_dimensions():
         model(np.ones((2, 3), np.float32), np.ones((3, 3), np.float32))
 
 
+def test_inputs_of_any_size_meet_a_weight_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("model",))
+    w = weight("w", (8, 3))
+    w.value = jax.device_put(jnp.ones((8, 3)), jax.NamedSharding(mesh, jax.P("model", None)))
+    kinds = [TensorType("float32", ("batch", 3), CPU), TensorType("float32", (3,), CPU)]
+    model = Model(Graph("g", lambda x, y: (x + y) @ w.T, kinds))
+    # Five rows are not divided by eight devices, and a vector has no second axis.
+    x, y = (jax.device_put(jnp.ones(shape), jax.devices()[1]) for shape in ((5, 3), (3,)))
+    (found,) = model.execute(x, y)
+    np.testing.assert_array_equal(found.to_numpy(), np.full((5, 8), 6.0))
+
+
 def test_a_branch_on_a_symbolic_size_names_the_dimension():
     def forward(x):
         return x if int(x.shape[0]) > 3 else x + 1

@@ -191,6 +191,10 @@ def test_graph_subgraphs_of_functions():
     assert [o.to_numpy().tolist() for o in outs] == [[0, 1, 2], [0, 2, 4], [3, 3, 3]]
     with pytest.raises(NotImplementedError):
         g.add_subgraph("s")
+    with pytest.raises(NotImplementedError, match=r"add_subgraph\(path="):
+        g.add_subgraph("s", lambda x: x, path="graph.mlir")
+    with pytest.raises(TypeError, match="'inputs'"):
+        g.add_subgraph("s", lambda x: x, inputs=[])
 
 
 # -- what is refused

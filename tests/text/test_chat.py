@@ -364,7 +364,7 @@ def test_a_last_message_that_cannot_be_continued(tokenizer):
     with pytest.raises(UserInputError, match="does not show the last message"):
         use([USER], chat_template="x")
     for content in (None, [{"type": "image"}]):
-        with pytest.raises(UserInputError, match="no text to go on with"):
+        with pytest.raises(UserInputError, match="no text to continue"):
             use([{"role": "assistant", "content": content}], chat_template="x")
 
 

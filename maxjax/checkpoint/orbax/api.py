@@ -1,9 +1,9 @@
 """The only file that calls orbax: its functions, settings, errors and log messages.
 
 Values are written uncompressed (zarr3 in OCDBT): weights hardly shrink, and compressing them takes
-a copy and more time than the disk. Directories are made first, in the foreground: with orbax's
-default, in the background, a directory that cannot be made leaves threads waiting for ever, and
-the process does not end.
+a copy and more time than the disk. Directories are created in the foreground, before the values are
+written: with orbax's default, the background, a directory that cannot be created leaves threads that
+wait forever, and the process does not end.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def storable(title: str, name: str, value: Any) -> Any:
 
 
 def own_value(value: Any) -> Any:
-    """The array for orbax: with several processes, an array of this one alone becomes NumPy's."""
+    """The array that orbax gets: with several processes, a jax.Array of this process alone becomes a NumPy array."""
     is_local = isinstance(value, jax.Array) and value.is_fully_addressable
     return np.asarray(value) if is_local and jax.process_count() > 1 else value
 

@@ -50,9 +50,9 @@ def save(
     """Saves a model, and other pytrees, as a new step of a directory.
 
     Names, shapes and dtypes are those of the state dict, whether weights are stacked, sharded over
-    a mesh or stored in the order of the devices. Several processes call it together; each writes
-    what its devices hold. The step before stays the newest until the new one is complete and on
-    the disk; nothing is ever overwritten.
+    a mesh or stored in device-major order. Several processes call it together; each writes what its
+    devices hold. The previous step stays the newest until the new one is complete and on the disk;
+    nothing is ever overwritten.
 
     Args:
         path: path of the directory of the steps, made if it does not exist.
@@ -67,7 +67,7 @@ def save(
         The path of the step.
 
     Raises:
-        UserInputError: a leaf cannot be saved, or a weight has no value.
+        UserInputError: a leaf cannot be saved, a weight has no value, or an argument is invalid.
         CheckpointBusyError: another process is saving there.
         CheckpointSaveError: the step exists already, the disk is full, …; ``errno`` is the
             system's, and earlier steps are intact.
@@ -296,7 +296,7 @@ class CheckpointManager(Rendered):
     Args:
         path: path of the directory, made by the first save.
         max_to_keep: number of newest steps to keep; by default all.
-        keep_every: number whose multiples are steps that are always kept.
+        keep_every: interval: steps whose number is a multiple of it are always kept.
 
     One save runs at a time: the next one waits for it, and raises its error if it failed.
 

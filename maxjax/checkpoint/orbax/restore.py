@@ -61,7 +61,7 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafT
     """The target for a leaf that is an array.
 
     Args:
-        like: what is stored of the leaf, if not itself.
+        like: array that is stored for the leaf, if not the leaf itself (the data of a random key).
     """
     held = leaf if like is None else like
     return LeafTarget(

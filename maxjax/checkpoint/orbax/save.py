@@ -276,7 +276,7 @@ def translated(error: BaseException, target: NewStep) -> BaseException:
         if system is None:
             text = next(iter(str(error).splitlines()), "")[:300]
             problem = f"orbax could not save the step ({type(error).__name__}: {text})"
-            hint = getattr(target.staging, "_kept", "") or None
+            hint = None if target.staging is None else target.staging.kept or None
             raise save_failed(problem, target.root, None, hint) from error
         if target.staging is None:
             raise save_failed(f"writing failed: {system.strerror}", target.root, system.errno)

@@ -31,10 +31,10 @@ ONLY = "value"
 
 @dataclass(slots=True)
 class Item(Extras):
-    """One tree of a checkpoint, with what orbax cannot hold of it.
+    """One tree of a checkpoint, with the leaves that orbax cannot store.
 
     Attributes:
-        arrays: name → jax.Array, or NumPy array where the value is this process's own.
+        arrays: name → jax.Array, or a NumPy array for a value that only this process holds.
         nested: the tree that orbax is given: dicts with text as keys.
     """
 

@@ -28,7 +28,7 @@ from ...storage.signatures import SNIFF_BYTES, foreign
 from ...storage.strict_json import load_json
 from .signature import ArrayKind, Signature, field, texts
 
-MAGIC = b"\x89MAXJAX\n"  # sent as text, it loses its first byte or its last
+MAGIC = b"\x89MAXJAX\n"  # a transfer as text changes its first or its last byte
 PREFIX = struct.Struct("<8sQ32s")
 VERSION = 2
 WHAT = "a file of maxjax.export"
@@ -49,7 +49,7 @@ class WeightEntry(NamedTuple):
 
 
 class ProgramHeader(NamedTuple):
-    """The header of a file: what it says of its program beyond what JAX stores.
+    """The header of a file: what maxjax stores about the program in addition to JAX.
 
     Attributes:
         name: class name of the model.
@@ -122,7 +122,7 @@ def open_program(path: str, limits: Limits) -> tuple[ProgramHeader, Any]:
         problem = next(_disagreements(header, exported), None)
     except ImportError:
         raise
-    except Exception as error:  # of whatever class: flatbuffers and JAX check little
+    except Exception as error:  # of any class: flatbuffers and JAX check little
         raise unreadable(header, path) from error
     least = jax_export.minimum_supported_calling_convention_version
     most = jax_export.maximum_supported_calling_convention_version

@@ -61,9 +61,9 @@ def export(
         vjp_order: number of times the program can be differentiated in reverse mode.
 
     Raises:
-        TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, or a key of a dict
-            is neither a string nor an integer.
-        ValueError: a platform is unknown, or a weight has no known shape.
+        TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, a key of a dict is
+            neither a string nor an integer, or an argument or the result holds a LayerStack.
+        ValueError: a platform is unknown, ``vjp_order`` is negative, or a weight has no known shape.
         CheckpointSaveError: the file cannot be written; an existing file is unchanged.
         CheckpointMissingError: the directory does not exist.
         CheckpointAccessError: the file may not be written.
@@ -113,7 +113,7 @@ def export(
 
 
 def _unplaced(model: Module) -> Module:
-    """The model as it would be on one device, without values if it was sharded: files have no mesh."""
+    """The model as on one device, because files have no mesh; if it was sharded, a copy without values."""
     if all(holder.sharding is None for holder in model._mx_definition()[1]):
         return model
     free = jax.tree.map(lambda leaf: leaf, model)
@@ -185,7 +185,7 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
 
 
 def _declared(declared: Any, found: Any) -> str:
-    """The dtype, but the 64-bit one of integers that JAX made narrower, because files hold 64 bits."""
+    """The name of the dtype; for integers that JAX narrowed to 32 bits, the 64-bit dtype that files have."""
     name = str(found.dtype)
     if name not in ("int32", "uint32"):
         return name

@@ -39,13 +39,13 @@ class Batch:
         limits: the largest number of tokens of each text, its prompt included.
         sampling: how the next token is chosen.
         eos_ids: the token ids that end a text.
-        key: the random key; greedy sampling needs none.
+        key: the random key; None for ``jax.random.key(0)``. Greedy sampling uses none.
         rows: the number of each text among all texts of the call, from which its random key is
             made; 0, 1, 2, … by default.
         chunk: the largest number of prompt tokens in one prefill; a power of two.
         cache_dtype: dtype of the KV cache: None for the model's dtype, or ``"int8"``.
-        together: the call of this batch, if several processes make it together.
-        watch: the run that this batch is a part of, for those who observe the model.
+        together: the call that this batch belongs to, if several processes make it together.
+        watch: the run that this batch belongs to, for captures and patches of the model.
 
     Example:
         >>> import maxjax
@@ -84,7 +84,7 @@ class Batch:
         self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
-        self.shows = True  # whether it is shown that a program is compiled
+        self.shows = True  # whether compilation is shown as progress
         self._read = 0  # number of tokens of each row that are in the cache already
         batch = len(self._prompts)
         # Temperature etc. are arguments of the program: another value compiles nothing.
@@ -213,7 +213,7 @@ class Batch:
         checked = _checked_key(key)
         if self._input_sharding.is_fully_addressable or checked.dtype == np.uint32:
             return self._put(checked)
-        # JAX makes no array of keys out of parts that several processes have.
+        # JAX cannot assemble an array of keys from the shards of several processes.
         data = self._put(np.asarray(jax.random.key_data(checked)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(checked))
 
@@ -305,7 +305,7 @@ def _committed(cache: KVCache) -> KVCache:
 
 
 def _shortest(sharding: Any) -> Any:
-    """The sharding as XLA's results have it: without what the spec says of replicated last axes."""
+    """The sharding as XLA's results have it: a spec without the trailing None of replicated axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     entries = list(sharding.spec)

@@ -119,7 +119,7 @@ class PartialCompletion:
         return "".join(self.pieces(written, row))
 
     def pieces(self, written: DispatchTokens, row: int) -> Iterator[str]:
-        """Does as :meth:`take`, but lazily: a token is added when its piece is asked for."""
+        """The pieces of :meth:`take`, lazily: a token is added when its piece is asked for."""
         # If the logits of a row were not finite, its last token is meaningless.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
             if self.done or len(self.tokens) == self._most:
@@ -132,7 +132,7 @@ class PartialCompletion:
                 yield piece
 
     def cut(self, dispatches: Iterable[DispatchTokens], count: int, flushed: bool) -> None:
-        """Becomes the answer of the first ``count`` tokens of these dispatches, in their row 0."""
+        """Makes this the answer of the first ``count`` tokens in row 0 of these dispatches."""
         if (len(self.tokens), self.flushed) != (count, flushed):
             self._restart()
             self._most = count

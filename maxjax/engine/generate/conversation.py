@@ -42,10 +42,10 @@ class Conversation(Rendered):
         template_kwargs: further variables of the template, e.g. ``{"enable_thinking": False}``.
 
     Attributes:
-        messages: the chat so far. An answer that was interrupted is in it as far as it came.
+        messages: the chat so far, including the generated part of an answer that was interrupted.
 
     Raises:
-        UserInputError: there is no chat template, or an argument is wrong as for ``generate``.
+        UserInputError: there is no chat template, or an argument is invalid as for ``generate``.
 
     Example:
         >>> import maxjax

@@ -14,7 +14,7 @@ from ...models.config import read_object
 from ..sampling.settings import Sampling, eos_token_ids
 
 FILE = "generation_config.json"
-# What transformers wrote into every config.json once, and means where nothing is said.
+# The max_length that old versions of transformers wrote into every config.json: it means unset.
 _UNSET_LENGTH = 20
 # Limit on all stop strings together: each character is a state, of 300 bytes, of the automaton.
 _MAX_STOP_CHARACTERS = 1 << 16
@@ -22,13 +22,13 @@ _MAX_STOP_CHARACTERS = 1 << 16
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The values of the arguments that a caller of ``generate`` does not give.
+    """The values of ``generate``'s arguments that are used if the caller does not pass them.
 
     Attributes:
         sampling: how the next token is chosen.
         max_new_tokens: the largest number of tokens of an answer, or None.
-        max_length: the largest number of tokens of a prompt with its answer, which counts where
-            ``max_new_tokens`` is not known; or None.
+        max_length: the largest number of tokens of a prompt with its answer, or None; it is used
+            only if ``max_new_tokens`` is None.
         eos_ids: the token ids that end an answer.
         stop: the stop strings.
     """
@@ -47,9 +47,9 @@ def read_defaults(
 
     Args:
         directory: the directory; it may have no ``generation_config.json``.
-        config: the content of ``config.json``, whose ``eos_token_id`` is used if
-            ``generation_config.json`` has none; and, where there is no such file, all its settings of
-            generation, which old files have there.
+        config: the content of ``config.json``. Its ``eos_token_id`` is used if
+            ``generation_config.json`` has none; without that file, all its generation settings
+            are used, because old checkpoints have them there.
         eos_ids: the tokenizer's end-of-text tokens, used if neither file has any.
 
     Raises:

@@ -60,7 +60,7 @@ class DispatchTokens(NamedTuple):
     Attributes:
         tokens: token ids ``[B, MAX_STEPS]``; the first ``counts`` of each row are valid.
         counts: the number of new tokens of each row ``[B]``.
-        done, bad: the same as in :class:`State`, after the dispatch.
+        done, bad: the same as in :class:`BatchState`, after the dispatch.
         sampled: the samples with their log-probabilities; axis 1 is the step.
     """
 
@@ -77,7 +77,7 @@ class SamplerArgs(NamedTuple):
     Attributes:
         eos: the token ids that end a text, padded with -1.
         key: the random key, or None for greedy sampling.
-        amounts: the numeric settings; the program is compiled for their kind alone.
+        amounts: the numeric settings, such as the temperature; another value compiles nothing.
     """
 
     eos: jax.Array
@@ -103,7 +103,7 @@ def prefill(
     """Runs the chunk ``ids`` ``[B, T]``, and samples the first token of rows whose prompt ends here.
 
     Returns:
-        The state; of a model that is observed (``nn/layer/observe``) with what was recorded.
+        The state; for a model that is observed (``nn/layer/observe``), the state and what was recorded.
     """
     (logits, cache), taps = tapped(
         model, patches, lambda: model(ids, state.cache, lengths=counts, last=True)
@@ -133,8 +133,8 @@ def decode(
     """Generates token by token until every row is done, but at most ``steps`` tokens.
 
     Returns:
-        The state and the Tokens; of a model that is observed these as one, and what was recorded,
-        with a first axis of ``MAX_STEPS`` steps.
+        The state and the DispatchTokens; for a model that is observed, this pair and what was recorded,
+        whose first axis is the step, of length ``MAX_STEPS``.
     """
     batch = state.last.shape[0]
     samples = jax.tree.map(
@@ -211,7 +211,7 @@ def _choose(
 
 
 def _withheld(logits: jax.Array, written: jax.Array, sampler: SamplerArgs) -> jax.Array:
-    """The tokens that may not end a text yet, of which so many are ``written``, bool ``[B, V]``."""
+    """The end-of-text tokens that a row with ``written`` new tokens may not get yet, bool ``[B, V]``."""
     tokens = jax.lax.broadcasted_iota(jnp.int32, (logits.shape[1], sampler.eos.shape[0]), 0)
     ends = jnp.any(tokens == sampler.eos[None, :], axis=1)
     early = written.astype(jnp.float32) < sampler.amounts.min_new_tokens

@@ -68,7 +68,7 @@ class Request:
 
         Args:
             prompt: text or token ids.
-            which: what messages call it.
+            which: name of the prompt for error messages.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -79,7 +79,7 @@ class Request:
             check_unicode(prompt, which)
             ids = self.tokenizer.encode(prompt) if prompt else []
             if (first := self.tokenizer.bos_id) is not None and ids[:2] == [first, first]:
-                ids = ids[1:]  # the text has it already, as one that a chat template wrote
+                ids = ids[1:]  # the text begins with it already, as rendered chat templates do
         else:
             ids = _ids(prompt, which)
         size, longest = self.model.config.vocab_size, self.longest

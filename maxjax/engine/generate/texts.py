@@ -126,7 +126,7 @@ def generate(
 
 
 def _shown(count: int) -> AbstractContextManager[Task]:
-    """A task of so many texts; of a single one only what is compiled is shown."""
+    """A task of ``count`` texts; for a single text only compilation is shown."""
     if count == 1:
         return nullcontext(Task("generating"))
     return task(f"generating {count:,} texts", count, unit=" texts")
@@ -144,7 +144,7 @@ def _fill(
         texts: the texts; the batch may have more rows, which are padding.
         batch: the batch of their prompts.
         numbers: the index of each text's prompt among the prompts of the call.
-        count_ended: function that is told how many texts have ended, as they do.
+        count_ended: function that is called with the number of texts that have just ended.
     """
     count, written, told = 4, batch.prefill(), 0
     while True:
@@ -158,7 +158,7 @@ def _fill(
         told = now
         over = all(a or b for a, b in zip(done, ended, strict=True))
         stopped = any(b and not a for a, b in zip(done, ended, strict=True))
-        # A process that computes by itself what it does next may differ from the others.
+        # Processes that decide by themselves could decide differently, so the first one does.
         following = batch.together.decide(
             {"count": 0 if over else count, "stop": ended if stopped else None}
         )
@@ -202,8 +202,8 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Stops the generation and frees the cache.
 
-        Of several processes the first one decides: what it closes ends in all of them, and the
-        others wait in their ``close`` until it has ended.
+        With several processes the first one decides: when it closes its stream, the answer ends in
+        all of them. The others wait in their ``close`` until then.
         """
         self._pieces.close()
 
@@ -284,7 +284,7 @@ class _Answer:
             yield rest
 
     def finish(self) -> None:
-        """Ends the answer where the first process ends it, after the same dispatches."""
+        """With several processes, ends the answer at the token where the first process ends it."""
         together, partial = self._batch.together, self._partial
         if not together.is_shared:
             return
@@ -344,7 +344,7 @@ def stream(
 ) -> Stream:
     """Generates text from one prompt, and yields it piece by piece.
 
-    The arguments are those of :func:`generate`, and the pieces together are its result. No piece
+    The arguments are those of :func:`generate`, and the joined pieces are its result. No piece
     ends within a character, and text that may be the beginning of a stop string is held back until
     it is certain. If there are several processes, each gets the pieces, at the pace of the slowest.
 

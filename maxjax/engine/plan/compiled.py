@@ -37,10 +37,10 @@ class ProgramMemory:
     Attributes:
         program: ``"decode"``, ``"prefill"`` or ``"call"``.
         arguments: bytes of weights, cache and other arguments.
-        temporaries: bytes that it needs beside them while it runs.
-        results: bytes of results that do not lie in memory of the arguments.
-        seconds: time that it took to compile.
-        refused: what the compiler says if it makes no program, for want of memory; else "".
+        temporaries: bytes of temporary buffers while it runs.
+        results: bytes of results that do not alias a donated argument.
+        seconds: time that it took to compile, in seconds.
+        refused: the compiler's message if the program needs more memory than the device has; else "".
     """
 
     program: str
@@ -52,7 +52,7 @@ class ProgramMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all of it.
+        """Bytes of arguments, temporaries and results.
 
         Example:
             >>> ProgramMemory("decode", 10, 3, 2).total
@@ -186,14 +186,14 @@ class Programs:
         source: the model.
         mesh: the mesh as sizes, or a real one.
         request: the planned sizes.
-        rules: rules of sharding before the model's own, or None.
+        rules: sharding rules that take precedence over the model's own, or None.
         topology: the devices, or None.
 
     Attributes:
         found: the memory of each program.
 
     Raises:
-        UserInputError: the model is no decoder that maxjax has, or the size of its cache is not known.
+        UserInputError: maxjax has no such decoder, or the batch or the length is not known.
         MissingCompilerError: the compiler is not installed.
     """
 
@@ -231,16 +231,16 @@ class Programs:
 
     @property
     def refused(self) -> str:
-        """What the compiler says of a program that is too large; "" if it makes both."""
+        """The compiler's message about a program that is too large; "" if it compiles both."""
         return next((one.refused for one in self.found if one.refused), "")
 
     @property
     def most(self) -> int | None:
-        """Bytes of temporaries of the program that needs most of them."""
+        """The largest bytes of temporaries and results of a program; None if nothing was compiled."""
         return max((one.temporaries + one.results for one in self.found), default=None)
 
     def temporaries(self, batch: int, length: int) -> int | None:
-        """The same for other sizes, by the program that needs most for the planned ones."""
+        """As ``most``, for other sizes, of the program that needs most; None if that is too large."""
         if (batch, length) == (self._options.batch, self._options.length):
             return None if self.refused else self.most
         largest = max(self.found, key=lambda one: one.temporaries + one.results)

@@ -57,7 +57,7 @@ class TensorGroup(NamedTuple):
         spec: the PartitionSpec: for each dimension, the mesh axes that it is sharded over.
         parts: the number of shards of one tensor; 0 if it is in host memory.
         why: the reason for the sharding, as a phrase.
-        encoding: the encoding of a quantised tensor, or None; its ``shape`` is in bytes.
+        encoding: the encoding of a quantised tensor, whose ``shape`` is in bytes; else None.
     """
 
     names: Sequence[str]
@@ -90,7 +90,7 @@ class TensorGroup(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a configuration says of the weights that one decoded token reads.
+    """What a configuration says about the weights that one decode step reads.
 
     Attributes:
         vocab_size: number of rows of the embedding table.
@@ -126,10 +126,10 @@ class Reading(NamedTuple):
         )  # fmt: skip
 
     def share(self, name: str, batch: int, tied: bool) -> Fraction:
-        """The share of a weight that a step of ``batch`` rows reads.
+        """The share of a weight that a decode step for ``batch`` sequences reads.
 
-        Of an embedding table that is not the output head, one row for each; of experts, at most as
-        many as can be chosen.
+        An embedding table that is not the output head is read one row per sequence, and at most as
+        many experts as can be chosen are read.
 
         Example:
             >>> Reading(100, 8, experts=8, chosen=2).share("mlp.experts.0.up_proj.weight", 3, False)
@@ -137,7 +137,8 @@ class Reading(NamedTuple):
         """
         if ".experts." in name and self.experts:
             return Fraction(min(self.experts, batch * self.chosen), self.experts)
-        if "embed_tokens" in name and not tied:
+        layer = names.layer_of(name)
+        if layer in names.UNTIED_TABLES or (layer in names.TABLES and not tied):
             return Fraction(min(self.vocab_size, batch), max(self.vocab_size, 1))
         return Fraction(1)
 
@@ -155,7 +156,7 @@ class Footprint:
         mesh: the mesh on which the model is now, or None.
         devices: the number of devices on which the model is now.
         notes: further remarks for the user.
-        reading: what the configuration says of the weights that a token reads.
+        reading: what the configuration says about the weights that a decode step reads.
         model: a function of (mesh, dtype of floats or None) that returns the model as it would be
             on the mesh, without values or with them; None if maxjax has no such model.
     """
@@ -266,7 +267,7 @@ def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
 
 
 def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
-    """What the layers of a decoder keep of tokens, and of whole sequences."""
+    """What the layers of a decoder cache: KV heads for each token, or a state for each sequence."""
     found: list[names.Heads | names.Fixed] = []
     groups = groups_of_config(config)
     for layers, kind in ((group.layers, group.kind) for group in groups.values()):
@@ -421,7 +422,7 @@ def _attention_from_config(config: Any, who: str) -> list[names.Heads | names.Fi
 def cache_bytes(
     layers: Sequence[names.Heads | names.Fixed], batch: int, length: int, dtype: DType, mesh: Any
 ) -> tuple[int, list[str]]:
-    """Bytes of the KV cache on one device, and notes on what the axes of a mesh do not divide.
+    """Bytes of the KV cache on one device, and notes on sizes that the axes of a mesh do not divide.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))

@@ -1,8 +1,8 @@
-"""Meshes on which a model fits: the smallest that does, the best of a number of devices, and how much fits one.
+"""Finds the smallest mesh that a model fits on, the best mesh of some devices, and the largest batch and context.
 
 The best mesh is the one that decodes a token in the least time, as far as that can be computed from
-sizes: the bytes that a device reads, at the bandwidth of its kind, and what the devices send each
-other. It is an estimate to rank meshes by, no prediction of speed.
+sizes: the bytes that a device reads, at the bandwidth of its kind, and the bytes that the devices send
+each other. It is an estimate to rank meshes by, not a prediction of speed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from .options import PlanRequest
 from .topology import AcceleratorKind
 
 _MAX_GROWTH = 4096
-# Seconds until a collective of a few bytes is done, beside those that its bytes take. An assumption, of
-# the order of what libraries report within a host and a slice.
+# Seconds that a collective takes in addition to the transfer of its bytes. An assumption, of the order of
+# what libraries report within a host and a slice.
 LATENCY = 10e-6
-_TABLES = ("embed_tokens", "word_embeddings", "wte", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class MeshChoice:
         bytes_per_device, cache_bytes_per_device: bytes of weights and of KV cache on each device.
         fits: whether weights and cache fit; None if the memory of a device is not known.
         bytes_read: bytes that a device reads for one token of every row: weights and the cache.
-        collectives, bytes_sent: how often a device exchanges data with others for that, and how
-            many bytes it sends.
+        collectives, bytes_sent: the number of collectives for that token, and the bytes that a
+            device sends in them.
         seconds: an estimate of the time that this takes, to rank meshes by; None if the bandwidth
             is not known.
-        why: what speaks against the mesh, as text; "" if nothing does.
+        why: the disadvantages of the mesh, as text; "" if there are none.
     """
 
     mesh: dict[str, int]
@@ -168,16 +167,16 @@ def _choice(
 def _traffic(
     source: Footprint, groups: list[TensorGroup], mesh: Any, batch: int
 ) -> tuple[int, int, int]:
-    """Of one token of every row, for a device: bytes of weights read, collectives, and bytes sent.
+    """For one token of every row, on one device: bytes of weights read, collectives, and bytes sent.
 
-    A linear layer whose inputs are split ends in an all-reduce; the experts of a layer share one. So does
-    a lookup in an embedding table of which each device has some rows. Where devices hold whole
-    experts, the rows of all of them are gathered before and their sums are scattered after. What fsdp splits
-    is gathered and then read whole, except tables, of which each device uses its part for all rows.
+    A linear layer whose inputs are sharded ends in an all-reduce; the experts of a layer share one. So does
+    a lookup in an embedding table whose rows are sharded. If each device holds complete experts, the rows of
+    all devices are gathered before and their sums are scattered after. Weights sharded over fsdp are
+    gathered and then read completely, except tables, of which each device uses its shard for all rows.
     """
     reading = source.reading
     rows = batch // math.prod(mesh.shape[axis] for axis in batch_axes(mesh, batch))
-    tied = not any("lm_head" in one.names[0] for one in groups)
+    tied = not any(names.layer_of(one.names[0]) in names.HEADS for one in groups)
     fsdp = axis_of(mesh, "fsdp")
     shards = mesh.shape[fsdp] if fsdp is not None else 1
     read, sent, collectives = 0, Fraction(0), Fraction(0)
@@ -186,7 +185,8 @@ def _traffic(
         axes = [{*names_in(entry)} for entry in (*one.spec, *[None] * len(one.shape))]
         parts = lambda split: math.prod(mesh.shape[axis] for axis in split)
         layer, nbytes, here = name.rpartition(".")[0], count * one.nbytes_per_device, rows
-        is_table, is_head = layer.endswith(_TABLES), layer.endswith("lm_head")
+        is_head = names.layer_of(name) in names.HEADS
+        is_table = is_head or names.layer_of(name) in (*names.TABLES, *names.UNTIED_TABLES)
         itemsize = max(2, one.dtype.size_in_bits // 8)
         if shards > 1 and any(fsdp in axis for axis in axes):
             if is_table:
@@ -290,7 +290,7 @@ def suggest(source: Footprint, mesh: Any, request: PlanRequest, hbm: int) -> Sug
 def _attempt(
     source: Footprint, sizes: dict[str, int], request: PlanRequest
 ) -> tuple[int, int] | None:
-    """Bytes of weights and of KV cache on a device of such a mesh; None if the mesh is invalid."""
+    """Bytes of weights and of KV cache on each device of a mesh; None if the mesh is invalid."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     try:
         groups = source.tensors_of(mesh, request.dtype)
@@ -321,11 +321,11 @@ def gib(n: int) -> str:
     return f"{n / (1 << 30):,.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):,.2f} MiB"
 
 
-# More rows than this are not looked for.
+# The largest batch that is tried.
 _MAX_BATCH = 1 << 20
 
 Temporaries = Callable[[int, int], int | None]
-"""(batch, length) → bytes of temporaries, or None if the compiler makes no such program."""
+"""(batch, length) → bytes of temporaries, or None if the compiler refuses the program as too large."""
 
 
 # --- the largest batch and the longest context ----------------------------------------------------
@@ -343,19 +343,19 @@ def largest(
 
     The batch is a multiple of the devices that split it, and the context is no longer than the model
     takes. Temporaries are those of programs compiled for the planned sizes and for one larger size,
-    and are taken to grow in a straight line between and beyond these.
+    and are assumed to grow linearly between and beyond these.
 
     Args:
         source: the model.
         groups: its tensors on the mesh.
         mesh: the mesh, or None for one device.
         request: the planned sizes.
-        room: bytes of a device that weights leave.
-        temporaries: measures them; None: they are left out.
+        room: bytes of a device's memory that the weights leave free.
+        temporaries: function that measures the temporaries; None leaves them out.
 
     Returns:
-        Batch and length, 0 where not even the smallest fits; None for what is not known: of an
-        encoder, or without planned sizes.
+        The batch and the length; 0 if not even the smallest fits, and None if it is not known: for
+        an encoder, or without planned sizes.
     """
     if request.batch is None or request.length is None or source.encoder:
         return None, None
@@ -378,7 +378,7 @@ def largest(
 
 
 def _most(taken: Callable[[int], int], room: int, most: int) -> int:
-    """The largest number up to ``most`` that takes no more than ``room``, where more takes more.
+    """The largest number up to ``most`` for which ``taken``, an increasing function, is at most ``room``.
 
     Example:
         >>> _most(lambda n: 10 * n, 45, 100), _most(lambda n: 10 * n, 5, 100), _most(lambda n: n, 9, 3)
@@ -394,7 +394,7 @@ def _most(taken: Callable[[int], int], room: int, most: int) -> int:
 def _line(
     measure: Callable[[int], int | None], at: int, first: int, other: int
 ) -> Callable[[int], int]:
-    """A straight line through what is measured at two sizes; in proportion if there is but one.
+    """A linear function through the measurements at two sizes; proportional to the size if there is only one.
 
     Example:
         >>> _line(lambda n: 5 + n, 1, 6, 10)(100), _line(lambda n: None, 2, 6, 10)(4)

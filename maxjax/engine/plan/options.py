@@ -1,4 +1,4 @@
-"""The options of ``maxjax.plan`` as they may be written: meshes as sizes, memory as text, dtypes by name."""
+"""Reads the options of ``maxjax.plan``: meshes as sizes, memory as text, dtypes by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The checked options of ``plan`` that sizes depend on."""
+    """The checked options of ``plan`` that determine the sizes of weights and KV cache."""
 
     dtype: DType | None
     batch: int | None
@@ -33,7 +33,7 @@ class PlanRequest:
 
 
 def read_mesh(mesh: Any, rules: Any = None) -> Any:
-    """Makes a mesh of an option; from sizes alone, one without devices.
+    """The mesh that an option describes; sizes alone give an AbstractMesh, which has no devices.
 
     Example:
         >>> dict(read_mesh("model=8,data=2").shape)

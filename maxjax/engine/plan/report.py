@@ -1,4 +1,4 @@
-"""``maxjax.plan``: says whether a model fits on a mesh of devices, and if not, on which it does."""
+"""``maxjax.plan``: shows whether a model fits on a mesh of devices, and if not, on which mesh it fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .options import PlanRequest, parse_bytes, read_dtype, read_mesh
 from .topology import Topology, memory_of_kind
 
 _LARGEST, _SHOWN_MESHES = 10, 5
-# The tokens of a sequence that are planned for if a device is named and no length is.
+# The tokens of a sequence that are planned for if device= is given without length=.
 _LENGTH = 8192
 
 
@@ -125,7 +125,7 @@ class Plan(Rendered):
 
     @property
     def temporaries_per_device(self) -> int | None:
-        """Bytes that the largest compiled program needs beside weights and cache; None if not compiled."""
+        """Bytes that the largest compiled program needs besides weights and cache; None if not compiled."""
         found = [one.temporaries + one.results for one in self.programs if not one.refused]
         return max(found, default=None)
 
@@ -351,7 +351,9 @@ def _plan(
         request = _with_sizes(source, request, notes)
         choices = ranked(source, topology.count, topology.kind, request, hbm)
         if not choices:
-            raise UserInputError(f"rules= fit no mesh of {topology.name}: pass mesh= as well")
+            raise UserInputError(
+                f"no mesh of {topology.name} divides the dimensions that rules= shards: pass mesh= as well"
+            )
         if mesh is None:
             sizes = choices[0].mesh
             mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -411,7 +413,7 @@ def _plan(
 
 
 def _with_sizes(source: Footprint, request: PlanRequest, notes: list[str]) -> PlanRequest:
-    """The request with the sizes of a cache, if there is one: those given, or one sequence."""
+    """The request with the sizes of the KV cache, if there is one: those given, or one sequence."""
     if request.batch is not None or source.encoder:
         return request
     try:
@@ -419,7 +421,9 @@ def _with_sizes(source: Footprint, request: PlanRequest, notes: list[str]) -> Pl
     except UserInputError:  # the size of the cache is not known
         return request
     length = min(_LENGTH, source.reading.max_length or _LENGTH)
-    notes.append(f"one sequence of {length:,} tokens is assumed: batch and length say otherwise")
+    notes.append(
+        f"one sequence of {length:,} tokens is assumed: pass batch= and length= for other sizes"
+    )
     return dataclasses.replace(request, batch=1, length=length)
 
 

@@ -23,14 +23,14 @@ _GIB = 1 << 30
 
 
 class AcceleratorKind(NamedTuple):
-    """A kind of device, with its maker's figures.
+    """A kind of device, with its manufacturer's figures.
 
     Attributes:
         platform: its platform in JAX.
         memory: bytes of memory of one device that a program can use.
         bandwidth: bytes per second that one device reads from its memory.
         link: bytes per second that one device sends to the others of its slice or host.
-        parts: parts of JAX's ``device_kind`` by which such a device is known, in lower case.
+        parts: substrings of JAX's ``device_kind`` that identify such a device, in lower case.
         axes: number of axes of a topology.
         host: number of devices in one host.
     """
@@ -55,12 +55,17 @@ KINDS = {
     "h200": AcceleratorKind("cuda", 141 * 10**9, 4800e9, 450e9, ("h200",), 1, 8),
     "h100": AcceleratorKind("cuda", 80 * 10**9, 3350e9, 450e9, ("h100",), 1, 8),
 }
-# Kinds whose programs are not compiled here, and what is known of their memory.
-_MEMORY = {"v4": 32 * _GIB, "a100-sxm4-80gb": 80 * 10**9, "a100-sxm4-40gb": 40 * 10**9}
+# Kinds for which no programs are compiled, and the bytes of their memory.
+_MEMORY = {
+    "gh200": 96 * 10**9,
+    "v4": 32 * _GIB,
+    "a100-sxm4-80gb": 80 * 10**9,
+    "a100-sxm4-40gb": 40 * 10**9,
+}
 # Devices of the CPU, to try programs on: they have no memory of their own.
 _CPU = AcceleratorKind("cpu", 0, 0.0, 0.0, ("cpu",), 1, 1 << 20)
 
-# What XLA has to know of a Hopper GPU in order to compile for it.
+# What XLA has to know about a Hopper GPU in order to compile for it.
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -78,7 +83,7 @@ _L2_CACHE = {"h200": 60 << 20, "h100": 50 << 20}
 
 
 class Topology(NamedTuple):
-    """So many devices of a kind.
+    """A number of devices of one kind.
 
     Attributes:
         name: its name, such as ``"v5e:2x4"`` or ``"h200:8"``.
@@ -100,7 +105,7 @@ class Topology(NamedTuple):
         """The topology of a name; no compiler is needed.
 
         Raises:
-            UserInputError: there is no such kind, or its devices are not arranged so.
+            UserInputError: there is no such kind, or it has another number of axes.
         """
         if not isinstance(name, str):
             raise TypeError(f"a topology is a str such as 'v5e:2x4', not {type(name).__name__}")
@@ -136,7 +141,7 @@ class Topology(NamedTuple):
         Raises:
             MissingCompilerError: the compiler is not installed, or does not load; the message says
                 what to install.
-            UserInputError: the compiler knows no such topology, or the process has too few CPU devices.
+            UserInputError: the compiler has no such topology, or the process has too few CPU devices.
         """
         if self.kind is _CPU:
             found = jax.devices("cpu")
@@ -165,7 +170,7 @@ class Topology(NamedTuple):
                 f" TPU_LIBRARY_PATH is {os.environ['TPU_LIBRARY_PATH']}, where no file is."
                 if "TPU_LIBRARY_PATH" in os.environ else ""
             )  # fmt: skip
-        if not _has_tpus():  # without these libtpu looks for the machine that it is on
+        if not _has_tpus():  # without these variables libtpu tries to detect the machine
             for name, value in _NO_TPU.items():
                 os.environ.setdefault(name, value)
             os.environ["TPU_LIBRARY_PATH"] = library
@@ -223,4 +228,5 @@ def memory_of_kind(device: Any) -> int | None:
     """Bytes of memory of a device that does not report it, by the name of its kind; None if unknown."""
     name = str(getattr(device, "device_kind", "")).lower()
     known = {part: kind.memory for kind in KINDS.values() for part in kind.parts} | _MEMORY
-    return next((size for part, size in known.items() if part in name), None)
+    fitting = [part for part in known if part in name]
+    return known[max(fitting, key=len)] if fitting else None

@@ -1,4 +1,4 @@
-"""``calibrate``: run texts through a model, and sum up the squared inputs of its linear layers."""
+"""``calibrate``: runs texts through a model, and sums the squared inputs of its linear layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def calibrate(
         format.
 
     Raises:
-        UserInputError: the model is no decoder or is not loaded, or there is no text.
+        UserInputError: the model is not a decoder, is not loaded, or has inputs that are not
+            finite; or there is no text, or no tokenizer for it.
 
     Example:
         >>> import maxjax
@@ -89,7 +90,9 @@ def _chunks(tokenizer: Any, texts: Any, length: int) -> list[list[int]]:
             ids += tokenizer.encode(text)
         else:
             ids += [int(token) for token in text]
-    if not ids or length < 1:
+    if length < 1:
+        raise UserInputError(f"length is {length}: a chunk has at least one token")
+    if not ids:
         raise UserInputError("there are no tokens to calibrate with: give at least one text")
     whole = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     return whole or [ids]
@@ -110,7 +113,7 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
 
     def hook(layer: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
         if inside:
-            return  # of a mixture of experts, which is summed up as one
+            return  # a layer of a mixture of experts, which _add_experts handles
         if type(layer) in (Linear, ColumnParallelLinear):
             x = jnp.asarray(args[0], jnp.float32).reshape(-1, args[0].shape[-1])
             add(layer, jnp.sum(x * x, axis=0), float(x.shape[0]))
@@ -127,7 +130,7 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
 
 
 def _add_experts(layer: SparseMLP, tokens: jax.Array, add: Any) -> None:
-    """Adds the inputs of each expert's layers, of the tokens that chose it."""
+    """Adds the squared inputs of each expert's layers, for the tokens that are routed to it."""
     chosen, shares = layer.choose(tokens)
     given = tokens
     for number, expert in enumerate(layer.experts):

@@ -1,4 +1,4 @@
-"""Which weight of a model gets which type of blocks."""
+"""Chooses which weights of a model are quantised, and to which type."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ...nn.moe.moe import MoEGate
 from ...storage.blocks import ENCODERS, KEPT, LAYOUTS
 
 Patterns = Mapping[str, str | None] | Iterable[tuple[str, str | None]]
-# For rows that are not complete blocks of the type that was asked for.
+# The type for rows that cannot be divided into complete blocks of the type that was asked for.
 _SMALLEST = "Q8_0"
-_OTHERS = "int8 and fp8 are not: weights with one scale for each row have no kernel yet"
+_OTHERS = "int8 and fp8 cannot: there is no kernel yet for weights with one scale for each row"
 
 
 def chosen_types(
     model: Module, to: str | None, patterns: Patterns | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The type of each weight that is to be quantised, and the reason for each other linear one.
+    """The type of each weight to quantise, and the reason why each other one that could be is not.
 
     Args:
         to: a type or a mixture; None quantises what ``patterns`` name.
-        patterns: (glob pattern over names, type or None) in order; the first that fits counts.
+        patterns: (glob pattern over names, type or None) in order; the first that matches is used.
 
     Raises:
-        UserInputError: a pattern fits no weight of a linear layer or embedding table; a mixture needs the
-            model's configuration.
+        UserInputError: a pattern matches no weight of a linear layer or embedding table; a mixture needs the
+            model's configuration; a weight is quantised already, as another type.
         NotImplementedError: weights of this type cannot stay quantised in memory.
     """
     able = block_weights(model)
@@ -71,7 +71,7 @@ def chosen_types(
 
 
 def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """The weights that llama.cpp does not quantise: routers, tables of positions and token types."""
+    """Weights that llama.cpp does not quantise: routers, embeddings of positions and token types."""
     modules = [module for _, module in model.named_modules()]
     layers = [module.router_layer for module in modules if isinstance(module, SparseMLP)]
     routers = {id(weight) for layer in layers for weight in layer.raw_state_dict().values()}
@@ -105,7 +105,7 @@ def _wanted(model: Module, shapes: Mapping[str, Sequence[int]], to: str | None) 
 
 
 def type_of(name: str) -> str:
-    """The type of blocks of a name such as "q4_k".
+    """The quantisation type with a name such as "q4_k".
 
     Raises:
         NotImplementedError: weights of this type cannot stay quantised in memory, or there is none.
@@ -134,7 +134,7 @@ def _check(kind: str | None, name: str) -> None:
 def _by_pattern(
     names: Iterable[str], patterns: Patterns | None
 ) -> Iterable[tuple[str, str | None]]:
-    """The names that patterns fit, with the types."""
+    """The names that a pattern matches, each with the type of the first such pattern."""
     if patterns is None:
         return
     pairs: Any = patterns.items() if isinstance(patterns, Mapping) else patterns

@@ -1,6 +1,6 @@
-"""The importance matrix: how much each input of each linear layer counts, and its file.
+"""The importance matrix, which says how much each input of each linear layer counts, and its file.
 
-The file is llama.cpp's (``llama-imatrix``, GGUF): for each weight, by GGUF's name of it, ``.in_sum2``
+The file is llama.cpp's (``llama-imatrix``, GGUF). For each weight, by its GGUF name, ``.in_sum2``
 ``[experts or 1, in]`` holds sums of squared inputs, and ``.counts`` the numbers of tokens.
 """
 
@@ -31,9 +31,9 @@ class Importance(Mapping[str, np.ndarray]):
     Attributes:
         sums: sums of the squared inputs, float64 of the same shapes.
         counts: numbers of tokens, ``[]`` or ``[experts]``.
-        gguf_names: GGUF's name and the number of the expert (-1: none) for names of checkpoints; empty
+        gguf_names: GGUF name and number of the expert (-1: none) by the checkpoint's name; empty
             for a matrix from a file.
-        chunks, chunk_size: number and length of the texts it is from.
+        chunks, chunk_size: number of chunks of text it was computed from, and tokens in each.
 
     Example:
         >>> matrix = Importance({"weight": np.array([8.0, 2.0])}, {"weight": np.array(4)})
@@ -64,15 +64,23 @@ class Importance(Mapping[str, np.ndarray]):
         return f"Importance({len(self)} weights, {self.chunks} chunks of {self.chunk_size} tokens)"
 
     def of_checkpoint(self, names: Mapping[str, tuple[str, int]]) -> dict[str, np.ndarray]:
-        """The importance ``[in]`` of weights of a checkpoint that it has.
+        """The importance ``[in]`` of those weights of a checkpoint that this matrix contains.
 
         Args:
-            names: GGUF's name and the number of the expert (-1: none) of each weight.
+            names: GGUF name and number of the expert (-1: none) of each weight, by its name.
+
+        Raises:
+            UserInputError: the matrix has fewer experts than the checkpoint.
         """
         found = {name: self[name] for name in names if name in self}
         for name, (other, expert) in names.items():
             if name not in found and other in self:
                 given = self[other]
+                if given.ndim > 1 and expert >= len(given):
+                    raise UserInputError(
+                        f"the importance matrix has {len(given)} experts for {other}, but {name} is expert {expert}: "
+                        "it was computed with another model"
+                    )
                 found[name] = given if expert < 0 or given.ndim == 1 else given[expert]
         return found
 
@@ -81,7 +89,7 @@ class Importance(Mapping[str, np.ndarray]):
         return {name: np.atleast_2d(given) for name, given in self._gathered().items()}
 
     def _gathered(self) -> Importance:
-        """The same by GGUF's names, with the experts of a layer together."""
+        """This matrix by GGUF names, with the experts of a layer as one weight."""
         if not self.gguf_names:
             return self
         sums: dict[str, dict[int, Any]] = {}
@@ -98,10 +106,10 @@ class Importance(Mapping[str, np.ndarray]):
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as llama.cpp's GGUF file of an importance matrix.
+        """Writes the matrix as a GGUF file, in the format of ``llama-imatrix``.
 
         Raises:
-            CheckpointSaveError: the file cannot be written; an older one is intact.
+            CheckpointError: the file cannot be written; an existing file is unchanged.
         """
         path = os.fsdecode(path)
         require_writable(path)
@@ -123,11 +131,11 @@ class Importance(Mapping[str, np.ndarray]):
 
 
 def load_importance(path: str | os.PathLike[str]) -> Importance:
-    """Read an importance matrix that :meth:`Importance.save` or ``llama-imatrix`` wrote.
+    """Reads an importance matrix that :meth:`Importance.save` or ``llama-imatrix`` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no importance matrix.
-        UserInputError: it is a file of another kind than GGUF.
+        CheckpointError: the file cannot be read, or is not an importance matrix.
+        UserInputError: the file is a checkpoint in another format than GGUF.
     """
     with load_weights(path) as weights:
         if not isinstance(weights, GGUFWeights):
@@ -151,7 +159,7 @@ def load_importance(path: str | os.PathLike[str]) -> Importance:
                 "counts do not fit the sums", path=path, tensor=name + _COUNTS,
                 expected=f"{len(rows)} numbers", found=None if count is None else list(count.shape),
             )  # fmt: skip
-        if not np.isfinite(total).all() or (total < 0).any() or not np.isfinite(count).all():
+        if not all(np.isfinite(one).all() and (one >= 0).all() for one in (total, count)):
             raise CheckpointFormatError(
                 "holds values that are negative or not finite", path=path, tensor=name + _SUMS
             )

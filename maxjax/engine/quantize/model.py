@@ -1,4 +1,4 @@
-"""``quantize``: a model with quantised weights, made of a loaded one on its devices, and the report of it."""
+"""``quantize``: makes a quantised model from a loaded one, on its devices, and a report of the errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORST = 3
 
 
 class Quantized(NamedTuple, Generic[M]):
-    """A quantised model, and the report of what it lost."""
+    """A quantised model, and the report of its sizes and errors."""
 
     model: M
     report: QuantizationReport
@@ -144,7 +144,11 @@ def _checked(
         if given.shape != (size,) or not np.isfinite(given).all() or (given < 0).any():
             raise UserInputError(
                 f"the importance of weight '{name}' must be {size} numbers, not negative; got "
-                f"{list(given.shape)}" + ("" if given.shape != (size,) else " with others")
+                + (
+                    f"shape {list(given.shape)}"
+                    if given.shape != (size,)
+                    else "some that are, or are not finite"
+                )
             )
         found[name] = given
     return found
@@ -185,12 +189,12 @@ def _quantise(
 def _stacked_importance(
     stored: Any, names: list[str], importance: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
-    """The importance as the leaf has its axes, ``[..., in]``; ones for weights that lack it."""
+    """The importance with the leading axes of the leaf, ``[..., in]``; ones for weights without it."""
     if not any(name in importance for name in names):
         return None
     size = next(len(importance[name]) for name in names if name in importance)
     each = [importance.get(name, np.ones(size, np.float32)) for name in names]
-    # Of the order of the devices, which only concerns rows, there is an axis of its own.
+    # A device-major layout has a further axis, which splits only the rows.
     inner = (1,) * (stored.layout is not None)
     return np.stack(each).reshape(*stored.lead, *inner, size)
 
@@ -229,7 +233,7 @@ class WeightReport:
         type: type of the blocks, "Q4_K" for example.
         bytes_before, bytes_after: size of its values.
         error: relative root mean square error: the norm of the difference over that of the weight.
-        worst_rows: the rows with the largest relative errors and these errors, the worst first.
+        worst_rows: pairs of a row and its relative error, for the rows with the largest errors, the worst first.
     """
 
     name: str
@@ -242,12 +246,12 @@ class WeightReport:
 
 @dataclass(frozen=True, repr=False)
 class QuantizationReport:
-    """What :func:`maxjax.quantize` did. It prints as a table, and is one in a notebook.
+    """What :func:`maxjax.quantize` did. It prints as a table, and is shown as one in a notebook.
 
     Attributes:
         rows: the weights that were quantised.
-        kept: names of the linear layers' and embedding tables' weights that were not, with the reason.
-        bytes_kept: size of all weights that were not quantised.
+        kept: reason by name, for each weight of a linear layer or embedding table that was not quantised.
+        bytes_kept: bytes of all weights that were not quantised.
 
     Example:
         >>> row = WeightReport("lm_head.weight", "Q8_0", 4096, 1088, 0.0042, ((3, 0.005),))
@@ -263,12 +267,12 @@ class QuantizationReport:
 
     @property
     def bytes_before(self) -> int:
-        """The size of the quantised weights before."""
+        """The bytes of the quantised weights before quantisation."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """The size of the quantised weights now."""
+        """The bytes of the quantised weights now."""
         return sum(row.bytes_after for row in self.rows)
 
     def __getitem__(self, name: str) -> WeightReport:

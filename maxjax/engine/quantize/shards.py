@@ -1,7 +1,7 @@
-"""A weight's array encoded where it lies: each device's part by itself.
+"""Quantises a weight's array on its devices, each shard by itself.
 
-On accelerators a part is encoded by ``kernels.encode`` on its device. On a CPU the compiled encoders
-are used, which read the same memory.
+An accelerator encodes its shard with ``kernels.encode``. On a CPU the compiled encoders are used, which
+read the shard's memory without a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _PIECE = 1 << 22
 
 
 class Encoded(NamedTuple):
-    """A quantised array, and the sums of squares of each row, float64 ``[..., out]`` on the host."""
+    """A quantised array, and for each row the sums of squared errors and of squared values.
+
+    Both sums are float64 ``[..., out]`` on the host.
+    """
 
     blocks: jax.Array
     errors: np.ndarray
@@ -31,16 +34,17 @@ class Encoded(NamedTuple):
 
 
 def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None) -> Encoded:
-    """Quantise floats ``[..., out, in]`` to blocks ``[..., out, bytes]`` with the same sharding.
+    """Quantises floats ``[..., out, in]`` to blocks ``[..., out, bytes]`` with the same sharding.
 
     Args:
         name: name of the weight, for messages.
-        array: array with all parts on devices of this process.
+        array: array whose shards are all on devices of this process.
         kind: type of the blocks.
         importance: float32 ``[..., in]``, of which the leading axes may have size 1, or None.
 
     Raises:
-        UserInputError: a part of the last axis is not complete blocks, or a value is not finite.
+        UserInputError: a shard's last axis cannot be divided into complete blocks, or a value is
+            not finite.
     """
     array = jnp.asarray(array)
     layout = LAYOUTS[kind]
@@ -75,7 +79,7 @@ def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None
 
 
 def _placed_like(array: jax.Array, shape: tuple[int, ...], parts: list[Any]) -> jax.Array:
-    """The parts as an array with the sharding of `array`, and committed to it only if that is."""
+    """The parts as an array with the sharding of ``array``; uncommitted if ``array`` is."""
     if not array.committed:
         with jax.default_device(next(iter(array.devices()))):
             return jax.device_put(parts[0])
@@ -93,7 +97,7 @@ def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, i
 def _encode_part(
     part: jax.Array, kind: str, weights: np.ndarray | None
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """The blocks of one device's part, and the sums of squares of its rows' errors and values."""
+    """The blocks of one shard, and the sums of squares of its rows' errors and values."""
     if next(iter(part.devices())).platform == "cpu":
         return _encode_on_host(np.asarray(part), kind, weights)
     importance = None if weights is None else jnp.asarray(weights)[..., None, :]

@@ -52,20 +52,20 @@ class Sampling:
     Attributes:
         temperature: the divisor of the logits. 0 is greedy: the most probable token (the first, if
             several are equal), without top-k, top-p and min-p.
-        top_k: keeps only the k most probable tokens, with all that equal the last; 0 is off.
-        top_p: keeps only the most probable tokens that together reach this probability; 1 is off.
-        min_p: keeps only tokens at least this many times as probable as the most probable; 0 is
-            off.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the
-            prompt or the answer (as in transformers); 1 is off.
-        presence_penalty: is subtracted from the logits of tokens in the answer (as in the OpenAI
-            API); 0 is off.
-        frequency_penalty: is subtracted once for each time that the token is in the answer; 0 is
-            off.
-        logit_bias: a number for each of some token ids, added to its logit. Stored as sorted pairs.
+        top_k: the number of most probable tokens that are kept, with all that equal the last; 0 is off.
+        top_p: the probability that the most probable tokens, which are kept, together reach; 1 is off.
+        min_p: the smallest probability of a kept token, as a fraction of that of the most probable
+            one; 0 is off.
+        repetition_penalty: the divisor of positive logits, and the factor of negative ones, of
+            tokens in the prompt or the answer (as in transformers); 1 is off.
+        presence_penalty: the number subtracted from the logits of tokens in the answer (as in the
+            OpenAI API); 0 is off.
+        frequency_penalty: the number subtracted from a token's logit for each time that the token
+            is in the answer; 0 is off.
+        logit_bias: numbers by token id, each added to the token's logit. Stored as sorted pairs.
         banned: token ids that are never chosen.
-        min_new_tokens: the number of tokens of an answer before which no token is chosen that ends
-            it; stop strings end it all the same. 0 is off.
+        min_new_tokens: the number of tokens that an answer must have before an end-of-text token
+            may be chosen; stop strings end it even earlier. 0 is off.
         logprobs: the number of most probable tokens that are reported, with log-probabilities, in
             addition to the chosen one; 0 for the chosen one alone, None for no report.
 

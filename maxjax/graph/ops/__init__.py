@@ -1,8 +1,8 @@
 """MAX's ops over jnp, under the names of ``max.graph.ops``.
 
-With a TensorValue among its operands, or of Weights alone, an op gives TensorValues; of
-plain arrays it gives plain arrays. All run eagerly, under ``jax.jit`` and, where they have
-one, under ``jax.grad``.
+An op returns TensorValues if an operand is a TensorValue or if all are Weights; on plain
+arrays it returns plain arrays. All ops run eagerly and under ``jax.jit``, and the
+differentiable ones under ``jax.grad``.
 """
 
 from ...absent import absent as _absent

@@ -14,15 +14,16 @@ def sum(
     signal_buffers: Iterable[Any] | None = None,
     group_size: int | None = None,
 ) -> list[TensorValue]:
-    """The sum of the tensors of all devices, for each of them.
+    """The elementwise sum of the devices' tensors, once for each device.
 
     Args:
         inputs: a tensor for each device, of one dtype and shape.
-        signal_buffers: as many buffers, which MAX's devices synchronise with; ignored.
-        group_size: number of neighbours that sum with each other; all by default.
+        signal_buffers: a buffer for each device, with which MAX synchronises; only their number is checked.
+        group_size: number of consecutive tensors that are summed together; all by default.
 
     Raises:
-        ValueError: the tensors, their groups or the buffers do not fit each other.
+        ValueError: there is no tensor, the tensors of a group differ in dtype or shape, ``group_size`` does not
+            divide their number, or the number of buffers is another.
 
     Example:
         >>> import jax.numpy as jnp

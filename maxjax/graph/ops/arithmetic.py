@@ -48,7 +48,7 @@ def mul(lhs: Any, rhs: Any) -> Any:
 
 @pairwise
 def div(lhs: Any, rhs: Any) -> Any:
-    """``lhs / rhs``; for integers, of any two widths, it is float32, or float64 with ``jax_enable_x64``."""
+    """``lhs / rhs``; for two integers of any width, a float32, or with ``jax_enable_x64`` a float64."""
     return jnp.true_divide(*binary_operands(*dividends(lhs, rhs)))
 
 
@@ -75,7 +75,7 @@ def pow(lhs: Any, rhs: Any) -> Any:
 
 @pairwise
 def equal(lhs: Any, rhs: Any) -> Any:
-    """``lhs = rhs``, as booleans."""
+    """``lhs == rhs``, as booleans."""
     return jnp.equal(*binary_operands(lhs, rhs))
 
 

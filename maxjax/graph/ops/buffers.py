@@ -27,23 +27,23 @@ def buffer_create(type: BufferType) -> BufferValue:
 
 
 def buffer_load(x: BufferValue) -> TensorValue:
-    """The tensor in a buffer; stores that follow do not change it."""
+    """The present value of a buffer as a tensor; later stores do not change it."""
     return x.load()
 
 
 def buffer_store(destination: BufferValue, source: Any) -> None:
-    """Puts a tensor into a buffer.
+    """Stores a tensor in a buffer.
 
     Raises:
-        ValueError: the dtype or the shape is another.
+        ValueError: the dtype or the shape differs from that of the buffer.
     """
     destination.store(source)
 
 
 def buffer_store_slice(destination: BufferValue, source: Any, indices: Sequence[Any]) -> None:
-    """Puts a tensor into a part of a buffer.
+    """Stores a tensor in a part of a buffer.
 
     Raises:
-        ValueError: the dtype is another, or the shape is not that of the part.
+        ValueError: the dtype differs from that of the buffer, or the shape from that of the part.
     """
     destination.store(source, tuple(indices))

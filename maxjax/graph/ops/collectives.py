@@ -1,8 +1,8 @@
-"""Collectives over lists of tensors, one for each device, as MAX's code writes them.
+"""Collectives over lists of tensors, one tensor for each device, as in MAX.
 
-A list of tensors is what ``layer.shard(devices)`` and ``forward_sharded_layers`` work with. Eagerly, each result is
-on the device of its input. In a program, XLA decides where parts of it run, so that a list is as many
-copies: for a program that is spread over devices, keep one model and give its weights to a mesh (``Module.to``).
+``layer.shard(devices)`` and ``forward_sharded_layers`` work with such lists. Eagerly, each result is on the device
+of its input. Under ``jax.jit`` the tensors of a list are not bound to devices, so that each result is a copy: for a
+program that runs on several devices, keep one model and shard its weights over a mesh (``Module.to``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def inputs_of(
     """The tensors of a collective.
 
     Raises:
-        ValueError: there is none, or not one signal buffer for each.
+        ValueError: there is no tensor, or not one signal buffer for each.
     """
     values = [TensorValue(x) for x in inputs]
     if not values:
@@ -37,10 +37,10 @@ def inputs_of(
 
 
 def groups_of(op: str, values: Sequence[TensorValue], size: int | None) -> list[list[TensorValue]]:
-    """Neighbours that communicate, ``size`` of them in each group; all by default.
+    """The tensors in groups of ``size`` consecutive ones, which communicate; one group if ``size`` is None.
 
     Raises:
-        ValueError: the groups are not whole.
+        ValueError: ``size`` does not divide the number of tensors.
     """
     size = len(values) if size is None else size
     if size < 1 or len(values) % size:
@@ -54,7 +54,7 @@ def same_shapes(op: str, group: Sequence[TensorValue]) -> None:
     """Checks that tensors have one dtype and shape.
 
     Raises:
-        ValueError: they have not.
+        ValueError: they differ.
     """
     for one in group:
         if one.dtype != group[0].dtype or one.shape != group[0].shape:
@@ -69,7 +69,7 @@ def together(values: Sequence[TensorValue]) -> list[Any]:
 
 
 def placed(x: Any, like: Any) -> Any:
-    """An array on the device of another; traced arrays are on none."""
+    """The array ``x``, moved to the device of ``like``; unchanged if one is traced or ``like`` is uncommitted."""
     if isinstance(x, Tracer) or isinstance(like, Tracer) or not getattr(like, "committed", False):
         return x
     return (
@@ -101,8 +101,8 @@ def scattered_sums(
     axis: int = 0,
     group_size: int | None = None,
 ) -> list[TensorValue]:
-    """For each tensor of a group, its part of their sum along an axis; the first parts are one longer where
-    they do not divide evenly."""
+    """For each tensor of a group, its part of their sum, which is split along an axis; if that does not divide
+    evenly, the first parts are one element longer."""
     values = inputs_of("reducescatter.sum", inputs, signal_buffers)
     groups = groups_of("reducescatter.sum", values, group_size)
     axis = axis_of(axis, values[0].rank, "reducescatter.sum")
@@ -125,31 +125,41 @@ def allgather(
     axis: int = 0,
     group_size: int | None = None,
 ) -> list[TensorValue]:
-    """The tensors of all devices joined along an axis, for each of them.
+    """The devices' tensors concatenated along an axis, once for each device.
 
     Args:
         inputs: a tensor for each device; they may differ in size along the axis.
         signal_buffers, group_size: as for ``allreduce.sum``.
-        axis: axis along which they are joined.
+        axis: axis along which the tensors are concatenated.
 
     Raises:
-        ValueError: the tensors, their groups or the buffers do not fit each other.
+        ValueError: there is no tensor or no such axis, ``group_size`` does not divide the number of tensors, the
+            number of buffers is another, or the tensors differ in dtype, rank, or size along another axis.
     """
     values = inputs_of("allgather", inputs, signal_buffers)
     axis = axis_of(axis, values[0].rank, "allgather")
     found: list[TensorValue] = []
     for group in groups_of("allgather", values, group_size):
+        _same_along_others(group, axis)
         joined = jnp.concatenate(together(group), axis=axis) if len(group) > 1 else group[0].value
         found += [TensorValue(placed(joined, x.value)) for x in group]
     return found
 
 
+def _same_along_others(group: Sequence[TensorValue], axis: int) -> None:
+    kinds = [(one.dtype, [*one.shape[:axis], *one.shape[axis + 1 :]]) for one in group]
+    for one, kind in zip(group, kinds, strict=True):
+        if kind != kinds[0] or one.rank != group[0].rank:
+            raise ValueError(f"allgather needs tensors of one dtype, and of one size along all axes but {axis}, not "
+                             f"{group[0].dtype} {group[0].shape} and {one.dtype} {one.shape}")  # fmt: skip
+
+
 def distributed_broadcast(input: Any, signal_buffers: Iterable[Any]) -> list[TensorValue]:
-    """The tensor on each device.
+    """A copy of a tensor on the device of each signal buffer.
 
     Args:
         input: the tensor.
-        signal_buffers: a buffer on each device.
+        signal_buffers: a buffer on each device that receives the tensor.
 
     Raises:
         ValueError: there is no signal buffer.

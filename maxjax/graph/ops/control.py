@@ -110,16 +110,16 @@ def side_stream(
     result_types: Sequence[TensorType],
     stream_id: int = 1,
 ) -> list[TensorValue]:
-    """The results of a function. XLA decides what runs at the same time.
+    """Calls a function and returns its results. There are no streams: XLA decides what runs in parallel.
 
     Args:
-        inputs: what the function is called with, as TensorValues.
+        inputs: arguments of the function, which receives them as TensorValues.
         body_fn: function that returns a tensor, or several.
         result_types: the types of the results.
         stream_id: ignored.
 
     Raises:
-        TypeError: the results are not of these types.
+        TypeError: the results have other types than ``result_types``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -173,7 +173,7 @@ def transfer_to(x: Any, device: Any) -> Any:
     """The tensor on another device. Does nothing while tracing, where the compiler places arrays.
 
     Raises:
-        RuntimeError: there is no such device.
+        ValueError: this process has no such device.
     """
     moved = TensorValue(array(x)).to(device)
     return moved if isinstance(x, TensorValue) else moved.value

@@ -29,8 +29,8 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
     """A tensor with the given elements.
 
     Args:
-        value: number, static Dim or nested lists of numbers, with ``dtype`` and ``device``; or an array, which is
-            copied.
+        value: number, static Dim or nested lists of numbers, which need ``dtype`` and ``device``; or an array, which
+            is copied.
 
     Raises:
         TypeError: a number or list is given without dtype or device, or something else is given.
@@ -65,7 +65,7 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
 
 
 def _made(array: np.ndarray) -> jax.Array:
-    """An array of JAX's; lists of integers stay known while a program is traced, as sizes may follow from them."""
+    """A jax.Array; an array of integers stays concrete while a program is traced, as it may determine sizes."""
     known = array.ndim and array.dtype.kind in "iu"
     with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
         return jnp.array(from_numpy(array))
@@ -106,7 +106,7 @@ def range(
     dtype: Any,
     device: Any,
 ) -> Any:
-    """``start``, ``start + step``, … up to but without ``stop``: ``⌈(stop - start) / step⌉`` numbers.
+    """``start``, ``start + step``, … up to but excluding ``stop``: ``⌈(stop - start) / step⌉`` numbers.
 
     Args:
         start, stop, step: numbers, Dims, or tensors of one number.

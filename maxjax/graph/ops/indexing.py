@@ -2,8 +2,8 @@
 
 Negative indices count from the end. Indices into a TensorValue that are known when the op is called
 (a number, a list, a NumPy array) must be in range. Other indices are not checked, because compiled
-code cannot raise errors: out of range, they read NaN (for integers the smallest value) and write
-nothing.
+code cannot raise errors. Out of range they write nothing, and read NaN (the smallest signed integer, the
+largest unsigned one, or True).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def gather(input: Any, indices: Any, axis: int) -> Any:
     """The slices of ``input`` at the given indices of one axis.
 
     Returns:
-        ``input.shape[:axis] + indices.shape + input.shape[axis + 1:]``.
+        A tensor of shape ``input.shape[:axis] + indices.shape + input.shape[axis + 1:]``.
 
     Raises:
         IndexError: there is no such axis.
@@ -95,10 +95,10 @@ def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
     Args:
         indices: ``[..., n]``; the last axis holds indices into the first ``n`` axes after the batch
             axes.
-        batch_dims: number of leading axes that both share.
+        batch_dims: number of leading axes that the input and the indices share.
 
     Returns:
-        ``indices.shape[:-1] + input.shape[batch_dims + n:]``.
+        A tensor of shape ``indices.shape[:-1] + input.shape[batch_dims + n:]``.
 
     Raises:
         ValueError: there are more indices than axes, the batch axes differ, or the indices are not
@@ -232,7 +232,7 @@ def scatter_nd(input: Any, updates: Any, indices: Any) -> Any:
 
     Args:
         indices: ``[..., n]``; the last axis holds indices into the first ``n`` axes.
-        updates: ``indices.shape[:-1] + input.shape[n:]``.
+        updates: tensor of shape ``indices.shape[:-1] + input.shape[n:]``.
 
     Raises:
         ValueError: the shape or dtype of the updates does not fit, there are more indices than axes, or
@@ -279,7 +279,7 @@ def masked_scatter(input: Any, mask: Any, updates: Any, out_dim: Any = None) -> 
     Args:
         mask: booleans that broadcast to the shape of the input.
         updates: values in row-major order, at least as many as the mask has True elements.
-        out_dim: MAX's name for that number; ignored.
+        out_dim: name of the number of True elements in MAX; ignored.
 
     Raises:
         ValueError: the mask is not boolean or does not broadcast, or the updates have another dtype
@@ -297,8 +297,8 @@ def masked_scatter(input: Any, mask: Any, updates: Any, out_dim: Any = None) -> 
 def nonzero(x: Any, out_dim: Any = None) -> Any:
     """The indices of the elements that are not zero: one row for each, in row-major order.
 
-    Their number depends on the values. Therefore ``out_dim`` must be a number under ``jax.jit``; extra
-    rows are -1.
+    The number of rows depends on the values. Therefore ``out_dim`` must be an integer under ``jax.jit``; rows after
+    the last index are -1.
 
     Raises:
         ValueError: the tensor is traced, and ``out_dim`` is not a number.

@@ -73,11 +73,11 @@ def _shapes(arrays: Sequence[jax.Array]) -> str:
 
 @lift
 def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
-    """A list of pieces of the given lengths, which together are the axis.
+    """Splits a tensor along an axis into a list of pieces of the given lengths.
 
     Raises:
         IndexError: there is no such axis.
-        ValueError: a length is negative, or they do not add up to the axis.
+        ValueError: a length is negative, or the lengths do not add up to that of the axis.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ def _pieces(x: jax.Array, sizes: Sequence[Any], axis: int) -> list[jax.Array]:
 
 @lift
 def tile(x: Any, repeats: Iterable[Any]) -> Any:
-    """Repeats the tensor along each axis.
+    """Repeats the tensor ``repeats[i]`` times along axis ``i``.
 
     Raises:
         ValueError: the number of repeats is wrong, or one is below 1.
@@ -140,10 +140,10 @@ def tile(x: Any, repeats: Iterable[Any]) -> Any:
 
 @lift
 def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: Any = None) -> Any:
-    """Repeats each element along an axis; without an axis, those of the flattened tensor.
+    """Repeats each element along an axis; without an axis, each element of the flattened tensor.
 
     Args:
-        repeats: number of repeats, or a tensor with one for each element along the axis.
+        repeats: number of repeats, or a tensor with one number for each element along the axis.
         out_dim: length of the axis in the result; required if ``repeats`` is a tensor.
 
     Raises:
@@ -219,7 +219,8 @@ def pad(
 def slice_tensor(x: Any, indices: Sequence[Any]) -> Any:
     """``x[indices]`` for a list of numbers, slices, ``...``, None and scalar tensors.
 
-    A slice may be given with the length of its result, as ``(slice, length)``; one whose bounds are tensors must be.
+    A slice may be given with the length of its result, as ``(slice, length)``; this is required if its bounds are
+    tensors.
 
     Raises:
         ValueError: an index is out of range, there are more indices than axes, a step is below 1, or

@@ -5,7 +5,9 @@ A lifted op accepts TensorValues, Weights and arrays, and returns the kind of va
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, ValuesView
 from typing import Any, TypeVar
 
@@ -47,11 +49,15 @@ def lift(function: _F) -> _F:
 
 
 def pairwise(function: _F) -> _F:
-    """:func:`lift` for an op whose last two operands meet: a NumPy array beside a TensorValue takes its dtype."""
-    op = lift(function)
+    """:func:`lift` for an op that combines its last two operands: a NumPy array is cast to a TensorValue's dtype."""
+    op, signature = lift(function), inspect.signature(function)
+    operands = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
     @functools.wraps(function)
     def paired(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and operands.issuperset(kwargs):
+            with contextlib.suppress(TypeError):  # the call itself says what is wrong
+                args, kwargs = signature.bind(*args, **kwargs).args, {}
         if len(args) < 2 or kwargs:
             return op(*args, **kwargs)
         return op(*args[:-2], *alike(*args[-2:]))
@@ -177,25 +183,25 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def narrow(dtype: Any) -> bool:
-    """Whether it is a float of 16 bits or less."""
+    """Whether a dtype is a float of 16 bits or less."""
     return dtype.itemsize < 4 and is_float(dtype)
 
 
 def rounded(y: jax.Array, dtype: Any) -> jax.Array:
-    """A result cast to a dtype, unless it has it: even that cast takes time in eager code."""
+    """A result cast to a dtype. A result that already has it is returned as it is, which is faster in eager code."""
     return y if y.dtype == dtype else y.astype(dtype)
 
 
 def canonical(dtype: Any) -> Any:
-    """The dtype that JAX uses for a DType: 64-bit ones need ``jax_enable_x64``."""
+    """The dtype that JAX uses for a DType: without ``jax_enable_x64``, 32 bits instead of 64."""
     return jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
 
 
 def pair(value: Any, length: int, name: str, positive: bool = False) -> tuple[Any, ...]:
-    """One number for each of ``length`` axes, given as one for all or one for each.
+    """A tuple of ``length`` numbers, one for each axis; a single number is repeated.
 
     Raises:
-        ValueError: their number is another, or one that must be positive is not.
+        ValueError: there are not ``length`` numbers, or one that must be positive is not.
     """
     values = (value,) * length if isinstance(value, (int, Dim)) else tuple(value)
     if len(values) != length or (positive and any(isinstance(n, int) and n < 1 for n in values)):

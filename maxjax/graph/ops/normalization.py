@@ -1,7 +1,7 @@
 """Normalisation ops, which take their weights as arguments. The sums are taken in float32.
 
-The result has the dtype of the input, not that of the weights. Some are MAX's collectives, which normalise what
-they give.
+The result has the dtype of the input, not that of the weights. The last two ops are collectives of MAX followed by
+an RMSNorm.
 """
 
 from __future__ import annotations
@@ -124,16 +124,17 @@ def allgather_rms_norm(
     weight_offset: float = 0.0,
     group_size: int | None = None,
 ) -> tuple[list[TensorValue], list[TensorValue]]:
-    """The rows of all devices joined, normalised and as they are, for each of them.
+    """The concatenated rows of all devices, first normalised and then unchanged, once for each device.
 
     Args:
         inputs: a tensor ``[rows, E]`` for each device.
         signal_buffers, group_size: as for ``allreduce.sum``.
         gammas: weights ``[E]`` of an RMSNorm, for each device.
-        epsilon, weight_offset: as for ``rms_norm``, which multiplies before it rounds.
+        epsilon, weight_offset: as for ``rms_norm`` with ``multiply_before_cast``.
 
     Raises:
-        ValueError: the tensors, their groups, the weights or the buffers do not fit each other.
+        ValueError: there are fewer than two tensors, the number or length of the weights does not fit, or an error
+            of ``allgather``.
 
     Example:
         >>> one, rows = jnp.ones(2), [jnp.array([[3.0, 3.0]]), jnp.array([[-2.0, 2.0]])]
@@ -154,17 +155,18 @@ def reduce_scatter_rms_norm(
     weight_offset: float = 0.0,
     group_size: int | None = None,
 ) -> tuple[list[TensorValue], list[TensorValue]]:
-    """The sum of the rows of all devices, of which each gets its part, normalised and as it is.
+    """Each device's rows of the sum of all tensors, first normalised and then unchanged.
 
     Args:
         inputs: a tensor ``[rows, E]`` for each device; the sum is computed in float32.
         signal_buffers, group_size: as for ``allreduce.sum``.
         gammas: weights ``[E]`` of an RMSNorm, for each device.
-        epsilon, weight_offset: as for ``rms_norm``, which multiplies before it rounds.
-        residuals: a tensor ``[rows, E]`` for each device, the same in a group, that is added to the sum once.
+        epsilon, weight_offset: as for ``rms_norm`` with ``multiply_before_cast``.
+        residuals: a tensor ``[rows, E]`` for each device, equal within a group, that is added to its sum once.
 
     Raises:
-        ValueError: the tensors, their groups, the weights or the buffers do not fit each other.
+        ValueError: there are fewer than two tensors, the number or shape of the residuals or weights does not fit,
+            or an error of ``reducescatter.sum``.
 
     Example:
         >>> rows, one = jnp.array([[1.0, 1.0], [1.0, -1.0]]), jnp.ones(2)

@@ -137,8 +137,8 @@ def max_pool2d(
     lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
     first, *rest = windows.slices(windows.pad(x, lowest))
     for other in rest:
-        # The first of equal elements gets the gradient, as in torch; jnp.maximum would split it.
-        first = jnp.where(other > first, other, first)
+        # The first of equal elements gets the gradient, as in torch; jnp.maximum would split it. NaN stays.
+        first = jnp.where((other > first) | (other != other), other, first)
     return first
 
 

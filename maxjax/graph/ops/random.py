@@ -1,4 +1,4 @@
-"""MAX\'s path of random numbers, which raises NotImplementedError with advice when it is used."""
+"""MAX's path of random numbers. Using one of its names raises NotImplementedError with advice."""
 
 from ...absent import absent as _absent
 

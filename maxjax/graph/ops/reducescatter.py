@@ -15,13 +15,13 @@ def sum(
     axis: int = 0,
     group_size: int | None = None,
 ) -> list[TensorValue]:
-    """The sum of the tensors of all devices, of which each gets its part along an axis.
+    """The elementwise sum of the devices' tensors, split along an axis: each device gets its part.
 
     Args:
         inputs, signal_buffers, group_size: as for ``allreduce.sum``.
         axis: axis that is split.
 
     Raises:
-        ValueError: the tensors, their groups or the buffers do not fit each other.
+        ValueError: there is no such axis, or as for ``allreduce.sum``.
     """
     return scattered_sums(inputs, signal_buffers, axis, group_size)

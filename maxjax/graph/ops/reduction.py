@@ -97,9 +97,9 @@ def _ends(dtype: Any) -> tuple[Any, Any]:
 
 @lift
 def argmax(x: Any, axis: int = -1) -> Any:
-    """The index of the maximum along an axis, which is kept with length 1; the first of several.
+    """The index of the maximum along an axis, which is kept with length 1; the first of equal ones.
 
-    int64, or int32 without ``jax_enable_x64``.
+    The dtype is int64, or int32 without ``jax_enable_x64``.
     """
     x = array(x)
     return jnp.argmax(x, axis_of(axis, x.ndim, "argmax"), keepdims=True)
@@ -107,7 +107,7 @@ def argmax(x: Any, axis: int = -1) -> Any:
 
 @lift
 def argmin(x: Any, axis: int = -1) -> Any:
-    """The index of the minimum along an axis, which is kept with length 1; the first of several."""
+    """The index of the minimum along an axis, which is kept with length 1; the first of equal ones."""
     x = array(x)
     return jnp.argmin(x, axis_of(axis, x.ndim, "argmin"), keepdims=True)
 

@@ -22,7 +22,7 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
     """The tensor in another shape with as many elements; one size may be -1, which is then computed.
 
     Raises:
-        ValueError: two sizes are -1, or the number of elements is another.
+        ValueError: two sizes are -1, or the number of elements differs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,7 +64,7 @@ def transpose(x: Any, axis_1: int, axis_2: int) -> Any:
 
 @lift
 def unsqueeze(x: Any, axis: int) -> Any:
-    """The tensor with a new axis of length 1, which then is ``axis``.
+    """The tensor with a new axis of length 1, at index ``axis`` of the result.
 
     Raises:
         ValueError: the result would have no such axis.

@@ -19,7 +19,7 @@ from .specs import axis_of, held_bytes, names_in, spec_of, split_over
 
 
 def put(array: Any, sharding: Any, name: str = "") -> Any:
-    """Puts an array, from the host or from devices, on a Sharding; None lets JAX choose.
+    """``jax.device_put`` of a NumPy or JAX array to a Sharding; None lets JAX choose. Tracers are unchanged.
 
     Raises:
         OutOfMemoryError: a device cannot hold its part; the message names weight and bytes.
@@ -29,7 +29,7 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
     try:
         if getattr(sharding, "is_fully_addressable", True):
             old_sharding = getattr(array, "sharding", None)
-            # Without a sharding an array that JAX may move freely stays one: it is not committed.
+            # Without a sharding, the result of device_put is uncommitted if the array is.
             kind = "device" if sharding is None else getattr(sharding, "memory_kind", None)
             if old_sharding is not None and old_sharding.memory_kind != kind:
                 # Between kinds of memory, JAX moves arrays only on the same devices.
@@ -141,7 +141,7 @@ def as_used(array: Any, dims: Sequence[int] | None, sharding: Any, gathered: boo
 
     Args:
         dims: sizes of the whole array, if they are known.
-        gathered: whether it is gathered over ``fsdp``.
+        gathered: whether a weight that is split over ``fsdp`` is gathered.
     """
     if sharding.memory_kind not in (None, "device"):
         array = _on_device(array, sharding)
@@ -203,7 +203,7 @@ def _gathered(array: Any, sharding: NamedSharding, traced: bool, over: str) -> A
 
 
 def mesh_in_trace(mesh: Any) -> Any:
-    """The mesh of the code being traced, if it is this one: its axis types may differ there."""
+    """The mesh of the surrounding trace, whose axis types may differ, if it has the axes of ``mesh``; else ``mesh``."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.axis_names == mesh.axis_names else mesh
 

@@ -1,9 +1,9 @@
 """DeviceMajor: a layout that stores the rows or columns of a weight device by device.
 
-Concatenated queries, keys and values, or gates and ups, are each split by themselves, which no
-PartitionSpec can express. A layer that supports it stores such a weight as ``[n, rows / n, ...]``
-(``StackedLinear``) or ``[..., n, columns / n]`` (``TransposedLinear``), split over n; everything else
-sees logical order.
+Concatenated queries, keys and values (or gate and up projections) must each be split by themselves,
+which no PartitionSpec can express. A layer that supports it stores such a weight as
+``[n, rows / n, ...]`` (``StackedLinear``) or ``[..., n, columns / n]`` (``TransposedLinear``), split
+over n; all other code uses the logical order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class DeviceMajor:
     """The order in which the rows of a weight are stored, or its columns.
 
     Attributes:
-        n: number of devices that they are split over.
+        n: number of devices that the rows or columns are split over.
         segments: lengths of the parts of the axis that are each split by themselves; n divides
             all of them.
-        axis: axis of the weight that is meant.
+        axis: axis of the weight that is stored in this order.
 
     Example:
         >>> layout = DeviceMajor(2, (4, 2))
@@ -71,7 +71,7 @@ class DeviceMajor:
         return xp.concatenate(parts, axis=self.axis)
 
     def parts(self, array: Any) -> list[Any]:
-        """A result ``[..., rows]`` in stored order, as one ``[..., length]`` in logical order for each segment."""
+        """The segments ``[..., length]``, in logical order, of a result ``[..., rows]`` in stored order."""
         y = array.reshape(*array.shape[:-1], self.n, -1)
         ends = list(accumulate(self.own))[:-1]
         return [part.reshape(*part.shape[:-2], -1) for part in jnp.split(y, ends, axis=-1)]

@@ -1,4 +1,4 @@
-"""The Division of a jax Sharding: which device holds which part of an array, as numbers to draw."""
+"""The Division of a jax Sharding: which device holds which part of an array, for drawings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...kernels import explicit
 from ...rendering.division import Box, Division
 from .device_major import DeviceMajor
 
-# With more devices a drawing says nothing, and making it takes its time.
+# With more devices, a drawing would be unreadable and slow to make.
 _MOST_DEVICES = 4096
 
 

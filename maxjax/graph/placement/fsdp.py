@@ -1,9 +1,9 @@
-"""Weights that are split over ``fsdp``, used where they lie: the activations move instead of them.
+"""Matmuls and lookups that move activations between devices instead of a weight split over ``fsdp``.
 
-A weight split over ``fsdp`` is gathered where it is used, which is right where there are more
-activations than weights. A lookup needs a few rows of a large table, and a step of decoding a few
-products with a large head: there each device computes its part of the result for all rows of the
-batch, and what moves is their activations.
+Usually such a weight is gathered where it is used, which is cheaper if the activations are larger
+than the weight. A lookup needs only a few rows of a large embedding table, and a decode step
+multiplies few activations by a large output head: there each device computes its part of the result
+for all rows of the batch, and only activations are exchanged.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def in_place(
     """``run(operand, x)`` for a Weight that is split over ``fsdp``, without gathering it.
 
     Args:
-        run: a function of the weight's operand and ``x``; the last axis of its result are features.
-        weight: a Weight for which :func:`can_be_in_place` holds.
+        run: function of the weight's operand and ``x`` whose result has the features as last axis.
+        weight: Weight for which :func:`can_be_in_place` holds.
         x: activations or indices ``[B, ...]``.
-        features: the axis of the weight that becomes the features of the result.
-        whole: whether ``x`` are indices, and the features of the result are whole on each device;
-            or they replace the last axis of ``x`` and stay split as this axis of the weight is,
-            over ``fsdp`` only if the batch is not.
+        features: axis of the weight that becomes the features of the result.
+        whole: whether ``x`` holds indices, and the features of the result are replicated. Otherwise
+            the features replace the last axis of ``x`` and stay split as that axis of the weight
+            is, over ``fsdp`` only if the batch is not.
 
     Returns:
-        The result, split over the batch as ``x`` is. On meshes with Auto axes that is taken to be
-        as a batch is split: over ``data`` and ``fsdp``.
+        The result, with its batch axis split as that of ``x``. On meshes with Auto axes the batch
+        is assumed to be split over ``data``, ``fsdp`` and ``expert``.
     """
     operand, axis = weight.stored.operand(gathered=False), _axis(weight)
     every = split_over(weight, features)
@@ -87,7 +87,7 @@ def in_place(
 def _split(
     array: jax.Array, weight: Any, tokens: list[explicit.Entry], last: explicit.Entry | None
 ) -> jax.Array:
-    """``array`` with its first axes and its last one split so; all others as XLA chooses."""
+    """``array`` with its first axes split over ``tokens`` and its last over ``last``; XLA chooses the others."""
     mesh = mesh_in_trace(weight.sharding.mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     used: set[str] = set()

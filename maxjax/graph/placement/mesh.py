@@ -49,8 +49,8 @@ def make_mesh(
     """Makes a mesh of devices from the sizes of its axes: ``make_mesh(data=2, model=4)``.
 
     Args:
-        devices: devices; by default the first of ``jax.devices()``, as many as the sizes need.
-        axis_types: types ``jax.sharding.AxisType`` of all axes, or one for each.
+        devices: devices, of which the first are used, as many as the sizes need; by default ``jax.devices()``.
+        axis_types: ``jax.sharding.AxisType`` of all axes, or a list with one for each axis.
         sizes: number of devices along each axis; one may be -1, for all remaining devices. The
             usual names are data, fsdp, expert, seq and model; dp, tp, ep and sp are
             accepted too.

@@ -21,7 +21,7 @@ from .mesh import AXES, axis_name
 from .strategy import ByModule, Segmented, ShardingStrategy, _Ranges
 
 TENSOR, EXPERTS = ("model",), ("expert", "model")
-# Kinds of axes that split a batch; along ``expert``, all but the experts is data-parallel.
+# Kinds of axes that split a batch; along ``expert``, everything except the experts is data-parallel.
 BATCH = ("data", "fsdp", "expert")
 
 
@@ -34,9 +34,9 @@ class Split(NamedTuple):
         fallback: alternative to try if the sizes do not divide evenly.
         by_device: whether the layer supports rows or columns in device-major order
             (:class:`DeviceMajor`); the strategy is then ``segmented``.
-        whole: kinds of axes over which the weights of a stack are dealt instead, each whole, if
-            their number divides evenly; ``strategy`` then splits over the rest of ``over``.
-        fsdp: axis that is split over ``fsdp`` if it can be; otherwise the largest that can.
+        whole: kinds of axes over which whole weights of a stack are distributed instead, if their
+            number divides evenly; ``strategy`` then splits each over the other axes of ``over``.
+        fsdp: axis of the weight to split over ``fsdp``; the largest possible one if it cannot be.
     """
 
     strategy: ShardingStrategy
@@ -48,15 +48,15 @@ class Split(NamedTuple):
 
 
 class PartOf(NamedTuple):
-    """The rule of one of several tensors that make up a weight, as those of a quantised linear layer.
+    """The rule of a tensor that is a part of a weight, such as the scales of a quantised linear layer.
 
-    Its axes are split as those of the weight that they run along.
+    Each axis of the tensor is split as the axis of the weight that it runs along.
 
     Attributes:
         weight: attribute of the layer whose rule is that of the whole weight.
         shape: shape of the whole weight.
         axes: for each axis of the tensor, the axis of the weight that it runs along; None for an
-            axis that stays whole.
+            axis that is replicated.
         rule: rule of the whole weight.
     """
 
@@ -73,7 +73,7 @@ class Placed(NamedTuple):
         spec: for each axis of the weight, the axes of the mesh that it is split over.
         why: reason as one readable phrase.
         layout: order of the stored rows, if it is not the logical one.
-        split: mesh axes over which the weights of a stack are dealt, each whole.
+        split: mesh axes over which whole weights of a stack are distributed.
     """
 
     spec: PartitionSpec
@@ -99,7 +99,7 @@ def check_mesh(mesh: Any) -> None:
     """Checks that a mesh has a known axis.
 
     Raises:
-        UserInputError: no axis is one that a strategy splits over, or data or seq.
+        UserInputError: none of its axes is data, fsdp, expert, seq or model, or an alias of these.
     """
     if not any(axis_of(mesh, kind) for kind in AXES):
         raise UserInputError(
@@ -115,12 +115,12 @@ def place(
 
     Args:
         name: name of the weight, for messages.
-        shape: sizes of the weight; for quantised weights counted in weights.
+        shape: sizes of the weight; for quantised weights in values, not bytes.
         block: number of values of the last axis that stay together: the quantisation block.
         wanted: requested split: a ShardingStrategy, a :class:`Split`, a PartitionSpec to be used
             unchanged, a :class:`PartOf`, or None for no request.
         mesh: a ``jax.sharding.Mesh``, or an AbstractMesh.
-        count: number of weights along the last axis of a stack, such as the experts of a layer.
+        count: number of weights along the last leading axis of a stack, such as a layer's experts.
 
     Raises:
         UserInputError: the strategy or the spec does not fit the weight's rank; a spec names
@@ -144,7 +144,7 @@ def place(
         )
     if isinstance(wanted, PartitionSpec) or type(wanted) is tuple:
         return Placed(_explicit(name, shape, wanted, mesh, block), "as given")
-    # The largest number of parts of each axis.
+    # For each axis, the largest number of parts that it can be split into.
     counts = [*shape[:-1], shape[-1] // block] if shape else []
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
@@ -169,7 +169,7 @@ def place(
 def _place_part(name: str, shape: Sequence[int], part: PartOf, mesh: Any, count: int) -> Placed:
     """The placement of one of several tensors of a weight: where the whole weight would be split.
 
-    An axis stays whole if the parts would not be those of the weight's axis.
+    An axis is replicated if its parts would not be those of the weight's axis.
     """
     placed = place(name, part.shape, part.rule, mesh, count=count)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -197,7 +197,7 @@ def _are_multiples(a: int, b: int) -> bool:
 
 
 def _dealt(split: Split, mesh: Any, count: int) -> tuple[tuple[str, ...], str]:
-    """The mesh axes over which the weights of a stack are dealt, and the reason in words."""
+    """The mesh axes over which whole weights of a stack are distributed, and the reason in words."""
     axes = [axis_of(mesh, kind) for kind in split.whole]
     over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
     n = math.prod(mesh.shape[axis] for axis in over)
@@ -217,7 +217,7 @@ def _split_tensor(
     mesh: Any,
     entries: list[tuple[str, ...]],
 ) -> str:
-    """Enters the axes that a strategy splits; returns why it does or does not split."""
+    """Enters the axis that a strategy splits into ``entries``; returns why it does or does not split."""
     axes = [axis_of(mesh, kind) for kind in split.over]
     over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
     if not over:
@@ -297,7 +297,10 @@ def _split_fsdp(
     entries: list[tuple[str, ...]],
     first: int | None,
 ) -> str:
-    """Enters the axis ``first`` or the largest left; vectors are replicated, as a gather would cost more."""
+    """Enters the axis that is split over ``fsdp``: ``first``, or else the largest that is free.
+
+    Vectors are replicated, because a gather would cost more than it saves.
+    """
     if len(shape) < 2:
         return ""
     free = [axis for axis in range(len(shape)) if not entries[axis] and counts[axis] % n == 0]

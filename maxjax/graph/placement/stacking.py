@@ -1,9 +1,9 @@
-"""Stacking: the arrays of n layers as one array, and the reverse, in place of each other.
+"""Stacking: the arrays of n layers as one array, and the inverse.
 
-Each is one compiled program with nothing beside its operands and its result, which are there when
-it returns: what the caller then drops is free for the next. ``jnp.stack`` and indexing, which
-dispatch an operation for each layer, would need a second copy of all layers, and on a mesh XLA
-would choose the shardings.
+Each direction is one compiled program, which needs no memory except for its operands and its result
+and has ended when it returns: memory of operands that the caller then drops is free at once.
+``jnp.stack`` and indexing dispatch an operation for each layer and would need a second copy of all
+layers; on a mesh, XLA would also choose the shardings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def stack(parts: Sequence[Any], sharding: Any, lead: tuple[int, ...] = ()) -> An
         >>> stack([jnp.ones(2), jnp.zeros(2)], None).tolist()
         [[1.0, 1.0], [0.0, 0.0]]
     """
-    if not all(_is_concrete(part) for part in parts):  # tracers, whose derivatives count
+    if not all(_is_concrete(part) for part in parts):  # tracers must stay differentiable
         made = _led(jnp.stack(parts), lead)
         return put(made, sharding) if sharding is not None else made
     devices = getattr(sharding, "device_set", None)
@@ -51,7 +51,7 @@ def unstack(array: Any, sharding: Any, levels: int = 1) -> list[Any]:
     Args:
         array: an array with at least one axis.
         sharding: Sharding of each result; None lets JAX choose.
-        levels: number of leading axes that are taken apart.
+        levels: number of leading axes that the results do not have.
 
     Example:
         >>> [part.tolist() for part in unstack(jnp.arange(4.0).reshape(2, 2), None)]
@@ -68,7 +68,7 @@ def unstack(array: Any, sharding: Any, levels: int = 1) -> list[Any]:
 
 
 def with_leading(sharding: Any, levels: int, split: tuple[str, ...] = ()) -> Any:
-    """The Sharding of a stack with so many leading axes, of arrays that each have ``sharding``.
+    """The Sharding of a stack with ``levels`` leading axes, of arrays that each have ``sharding``.
 
     Args:
         split: mesh axes that split the last of the leading axes.
@@ -108,7 +108,7 @@ def _is_concrete(array: Any) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def _stack_program(sharding: Any, lead: tuple[int, ...] = ()) -> Any:
-    """A jitted function for each sharding, kept: otherwise each stack would compile anew."""
+    """A jitted function for each sharding, cached: otherwise each stack would be compiled again."""
 
     def stack(*parts: jax.Array) -> jax.Array:
         made = _led(jnp.stack([_bits(part) for part in parts]), lead)
@@ -137,7 +137,7 @@ def _flat(array: jax.Array, levels: int) -> jax.Array:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """Narrow floats as integers of their bits: for CPUs, XLA takes them through float32."""
+    """Floats of 8 or 16 bits as unsigned integers: on CPUs, XLA would convert them to float32 and back."""
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     word = _WORDS.get(jnp.finfo(array.dtype).bits) if is_float else None
     return array if word is None else jax.lax.bitcast_convert_type(array, word)

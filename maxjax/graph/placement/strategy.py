@@ -71,7 +71,7 @@ class Segment:
 
 
 class _Ranges:
-    """The base of rules: turns ranges of an axis into a callable of (weight, device, devices)."""
+    """Base class of rules: ranges of an axis make a callable ``rule(weight, device, devices)``."""
 
     axis: int | None
 
@@ -239,7 +239,7 @@ class ShardingStrategy(Rendered):
     """How a weight is split: the number of devices and the rule.
 
     Args:
-        num_devices: number of parts that ``Weight.shard`` makes. On a mesh the axis decides.
+        num_devices: number of parts that ``Weight.shard`` makes. On a mesh, the size of the mesh axis counts.
         shard: rule ``f(weight, i, num_devices)`` that returns the part of device ``i``. The
             constructors use rules that are data; ``Weight.shard`` accepts any function.
 
@@ -281,10 +281,10 @@ class ShardingStrategy(Rendered):
         return self.shard(weight, i, self.num_devices)
 
     def check_devices(self, count: int, what: str) -> None:
-        """Checks that there are at most as many devices as parts; fewer take the first parts.
+        """Checks that there are at most as many devices as parts; fewer devices get the first parts.
 
         Raises:
-            ValueError: there are more; the message has both numbers.
+            ValueError: there are more devices; the message has both numbers.
         """
         if count > self.num_devices:
             raise ValueError(
@@ -352,52 +352,52 @@ class ShardingStrategy(Rendered):
 
     @property
     def is_rowwise(self) -> bool:
-        """Made by ``rowwise``."""
+        """Whether the strategy was made by ``rowwise``."""
         return self.shard == Evenly(0, "rowwise")
 
     @property
     def is_colwise(self) -> bool:
-        """Made by ``columnwise``."""
+        """Whether the strategy was made by ``columnwise``."""
         return self.shard == Evenly(1, "columnwise")
 
     @property
     def is_axiswise(self) -> bool:
-        """Made by ``axiswise``."""
+        """Whether the strategy was made by ``axiswise``."""
         return isinstance(self.shard, Evenly) and self.shard.name == "axiswise"
 
     @property
     def is_replicate(self) -> bool:
-        """Made by ``replicate``."""
+        """Whether the strategy was made by ``replicate``."""
         return self.shard == Replicated()
 
     @property
     def is_stacked_qkv(self) -> bool:
-        """Made by ``stacked_qkv``."""
+        """Whether the strategy was made by ``stacked_qkv``."""
         return isinstance(self.shard, StackedQkv)
 
     @property
     def is_head_aware_colwise(self) -> bool:
-        """Made by ``head_aware_columnwise``."""
+        """Whether the strategy was made by ``head_aware_columnwise``."""
         return isinstance(self.shard, HeadAware)
 
     @property
     def is_gate_up(self) -> bool:
-        """Made by ``gate_up``."""
+        """Whether the strategy was made by ``gate_up``."""
         return isinstance(self.shard, GateUp)
 
     @property
     def is_segmented(self) -> bool:
-        """Made by ``segmented``."""
+        """Whether the strategy was made by ``segmented``."""
         return isinstance(self.shard, Segmented)
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Made by ``tensor_parallel``."""
+        """Whether the strategy was made by ``tensor_parallel``."""
         return self.shard == ByModule("tensor_parallel")
 
     @property
     def is_expert_parallel(self) -> bool:
-        """Made by ``expert_parallel``."""
+        """Whether the strategy was made by ``expert_parallel``."""
         return self.shard == ByModule("expert_parallel")
 
     @property
@@ -439,7 +439,7 @@ _MOST_DRAWN = 256
 
 
 def strategy_division(strategy: ShardingStrategy) -> Division | None:
-    """Which device has which part of a weight of a size that suits; None if the rule does not say."""
+    """The part of each device of an example weight of suitable size; None if the rule does not say."""
     rule, count = strategy.shard, strategy.num_devices
     if isinstance(rule, Replicated):
         return Division.of((1, 1), "replicated", dict.fromkeys(range(count), ((0, 1), (0, 1))))
@@ -477,11 +477,12 @@ class Shardable(Protocol):
 def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[Any, ...]:
     """The shape of the part for device ``i`` of a weight of this shape; no values are needed.
 
-    Sizes may be symbolic, except that of the axis that is split. A function of the user's may do with them what a Graph
-    may.
+    Sizes may be symbolic, except that of the axis that is split. A rule that is a user's function is traced with them,
+    as in a Graph.
 
     Raises:
         IndexError: the weight has no such axis.
+        TypeError: the size of the axis is symbolic.
         ValueError: the axis cannot be split in this way.
         NotImplementedError: the strategy is for whole layers.
     """

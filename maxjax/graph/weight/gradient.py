@@ -1,4 +1,4 @@
-"""Which trees are gradients: JAX creates them with the treedef of the model, so only their maker differs."""
+"""Detection of gradients: JAX creates them with the treedef of the model, so only the calling function tells."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import inspect
 def is_made_by_vjp() -> bool:
     """Whether the tree that JAX is creating is the result of a function from ``jax.vjp``.
 
-    ``jax.grad`` and ``jax.value_and_grad`` call one too. It is for the unflatten function of a pytree
-    class: JAX has no name for the purpose of a tree, so the function that called ``tree_unflatten`` is
-    looked at. If a version of JAX has another one, gradients are displayed as models.
+    ``jax.grad`` and ``jax.value_and_grad`` call such a function too. Only the unflatten function of a pytree
+    class may call this one. JAX does not say what a tree is for, so the name of the function that called
+    ``tree_unflatten`` is compared. If a version of JAX uses another name, gradients are displayed as models.
     """
     frame = inspect.currentframe()
     for _ in range(3):  # this function, unflatten, tree_unflatten

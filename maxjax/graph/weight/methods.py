@@ -1,7 +1,7 @@
 """Methods that MAX's values and jax.Array both have, and compute differently.
 
-MAX's keep the axis that they reduce, and reduce the last one by default. As for its operators, where a Weight
-is used decides which of the two it has.
+MAX's methods keep a reduced axis with length 1, and reduce the last axis by default. A Weight has MAX's methods where
+its operators return TensorValues (``kind.py``), and those of jax.Array elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Methods(TensorValue):
     var, argmax, squeeze = map(_method, ("var", "argmax", "squeeze"))
 
     def transpose(self, *axes: Any) -> Any:
-        """Two axes swapped, as in MAX; with none, or with as many as there are, ``jax.Array.transpose``.
+        """With two axes, both swapped, as in MAX; otherwise ``jax.Array.transpose``.
 
         Raises:
             IndexError: there is no such axis.

@@ -1,4 +1,4 @@
-"""Rows of Weights and of other arrays: what a rendering says of them without reading a value."""
+"""Rows of Weights and of other arrays for displays (``rendering.row``), made without reading a value."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def state_of(leaf: Any) -> LeafState:
 
 
 class PlacedRow(NamedTuple):
-    """A row of an array, and what sums over a model need of it.
+    """The row of an array, and what totals over a model need.
 
     Attributes:
-        row: its row.
+        row: row of the array.
         state: what its leaf is.
-        sharding: where it is, or will be; None if that is not known.
+        sharding: sharding that it has or will have; None if not known.
         per_device: bytes on each device.
     """
 
@@ -78,12 +78,12 @@ class PlacedRow(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether it is on several devices."""
+        """Whether the array is on several devices."""
         return self.sharding is not None and device_count(self.sharding) > 1
 
     @property
     def remarks(self) -> list[str]:
-        """What state it is in and where it is, for a line of text."""
+        """The state and the placement of the array, as parts of a line of text."""
         found = [self.state.note] if self.state.note else []
         if self.is_split:
             return [*found, spec_text(self.sharding)]
@@ -134,8 +134,8 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     """The row of a Weight.
 
     Args:
-        of_all: whether it stands for the Weights of all layers of the stack that holds it: its state
-            is then that of the stack.
+        of_all: whether the row stands for the Weights of all layers of the stack that holds this one;
+            the state is then that of the stack.
     """
     stored = weight.stored
     home, packing, encoding = stored.home, stored.packing, stored.encoding
@@ -176,12 +176,12 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     if sharding is None:
         sharding = getattr(array, "sharding", None)
         if home is not None and device_count(sharding) > 1:
-            sharding = None  # that of all layers, whose axes are others
+            sharding = None  # it is that of the stack, which has more axes
     return placed(row, state, sharding if known else None, stored.layout)
 
 
 def _has_other_shape(stored: Any, leaf: Any, shape: tuple[Any, ...], of_all: bool) -> bool:
-    """Whether a leaf is an array of another shape than the Weight's, as gradients of each example are."""
+    """Whether a leaf is an array of another shape than the Weight's, as per-example gradients are."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
     if isinstance(leaf, Tracer):  # it may be one device's part
@@ -194,7 +194,7 @@ def _has_other_shape(stored: Any, leaf: Any, shape: tuple[Any, ...], of_all: boo
 
 
 def _as_it_is(name: str, leaf: Any, count: int) -> PlacedRow:
-    """The row of a leaf that has not the shape of its Weight, or of the Weights of so many layers."""
+    """The row of a leaf without the shape of its Weight, or of the stacked Weights of ``count`` layers."""
     one = array_row(name, leaf)
     if count == 1:
         return one
@@ -205,7 +205,7 @@ def _as_it_is(name: str, leaf: Any, count: int) -> PlacedRow:
 
 
 def _loaded(stack: Any) -> int:
-    """Of how many of its Weights a stack that is not whole has a value."""
+    """The number of Weights with a value, in a stack where some have none."""
     if stack.home is None:
         return len(stack._parts)
     (outer, start), count = stack.home, stack.count
@@ -215,7 +215,7 @@ def _loaded(stack: Any) -> int:
 
 
 def total(kind: str, arrays: Mapping[str, Any]) -> Row:
-    """The row of something that holds arrays by name: None among them is left out.
+    """The row of an object that holds arrays by name; names with None are left out.
 
     Example:
         >>> row = total("Pair", {"a": np.zeros((2, 3)), "b": None})
@@ -242,10 +242,10 @@ def total(kind: str, arrays: Mapping[str, Any]) -> Row:
 
 
 def foreign(kind: str, row: Row, array: Any, rank: int) -> str | None:
-    """A first line for a tree whose leaves are not what it was made of; None if they are.
+    """The title of a tree whose leaves are not arrays of the expected rank; None if they are.
 
     Args:
-        array: a leaf, which should be an array of that rank.
+        array: leaf that should be an array with ``rank`` axes.
     """
     if len(getattr(array, "shape", ())) == rank:
         return None
@@ -257,7 +257,7 @@ def foreign(kind: str, row: Row, array: Any, rank: int) -> str | None:
 
 
 def array_facts(one: PlacedRow, **more: str) -> dict[str, str]:
-    """What is known of an array, for a card."""
+    """The facts about an array that its HTML card shows."""
     row = one.row
     facts = {"type": row.type_text}
     if row.nbytes:

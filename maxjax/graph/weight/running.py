@@ -44,8 +44,9 @@ class Running(threading.local):
     def name_of(self, weight: Any) -> str:
         """The name of a Weight in a program.
 
-        It is the path below the outermost running Module, unless its own name begins further outside: a child that
-        is called alone has the names of the state dict of its parent. A Weight that was renamed has its new name.
+        It is the path below the outermost running Module. If that is only the end of the Weight's own name, it is the
+        whole name: a child that is called alone keeps the names of its parent's state dict. A renamed Weight has its
+        new name.
         """
         name, path = weight.name, self.path_of(weight)
         if path is None or name.endswith(f".{path}") or weight.stored.is_renamed:

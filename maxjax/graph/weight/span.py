@@ -10,7 +10,7 @@ class Span(NamedTuple):
 
     Attributes:
         pattern: text in place of the layer's number in the name of the leaf.
-        start, step, count: numbers of the layers, as of a range.
+        start, step, count: number of the first layer, distance between numbers, and number of layers.
     """
 
     pattern: str

@@ -79,7 +79,7 @@ class StackedWeight(OfStack):
 
     @classmethod
     def of(cls, holders: Sequence[Any], span: Span) -> StackedWeight:
-        """A stack of the layers' own Weights, or own stacks, equal except in value, which are not changed."""
+        """A stack of the layers' Weights, or of their stacks, which differ only in value and are not changed."""
         first = holders[0]
         if isinstance(first, Weight):
             new = cls(first, span)
@@ -134,7 +134,7 @@ class StackedWeight(OfStack):
         return view
 
     def part(self, start: int) -> StackedWeight:
-        """The stack of one layer, of which ``start`` is the first Weight."""
+        """The stack of one layer; ``start`` is the number of its first Weight."""
         part = self._inner.get(start)
         if part is None:
             part = object.__new__(StackedWeight)
@@ -188,7 +188,7 @@ class StackedWeight(OfStack):
                 view._home = (part, index - start)
                 part._views[index - start] = view
 
-    # -- what it is of
+    # -- what it holds
 
     @property
     def template(self) -> Weight:
@@ -214,7 +214,7 @@ class StackedWeight(OfStack):
 
     @property
     def shares(self) -> int:
-        """The number of devices that the Weights are dealt to: each holds 1/shares of them."""
+        """The number of parts that the Weights are distributed in: each device holds 1/shares of them."""
         return math.prod(self.sharding.mesh.shape[name] for name in self.split)
 
     @property
@@ -233,7 +233,7 @@ class StackedWeight(OfStack):
         return full
 
     def refuse_in_stack(self, what: str) -> None:
-        """Checks that it is not a part of another stack, as for a Weight."""
+        """Checks that it is not a part of another stack; raises ValueError as for a Weight."""
         if self._home is not None:
             self.weights[0].stored.refuse_in_stack(what)
 
@@ -275,7 +275,7 @@ class StackedWeight(OfStack):
         return [self.view(i) for i in range(self.count)]
 
     def names(self, full: str) -> list[str]:
-        """Their names, from the name of the leaf."""
+        """The names of all its Weights, from the name of the leaf."""
         return [self.name(full, i) for i in range(self.count)]
 
     def arranged(self, array: Any) -> Any:
@@ -301,7 +301,7 @@ class StackedWeight(OfStack):
         return self.cut(self._own, index)
 
     def cut(self, array: Any, number: int, levels: int = 0) -> Any:
-        """The slice of the stacked ``array`` for a Weight, or for a part with so many ``levels``."""
+        """The slice of the stacked ``array`` for a Weight, or for a part with ``levels`` leading axes."""
         for index in self.index(number)[: len(self.spans) - levels]:
             array = slice_of(array, index)
         return array
@@ -393,7 +393,7 @@ class StackedWeight(OfStack):
     def moved(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
     ) -> Any:
-        """The values as stored with another Sharding: all in one array, or by layer."""
+        """The values converted to another Sharding: one array, or a dict while some Weights have no value."""
         before = self.layout
         if not self.is_whole:
             return {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}

@@ -35,7 +35,7 @@ leaf_of = attrgetter("_leaf")
 def around(holder: Any, leaf: Any, name: str | None, is_gradient: bool = False) -> Any:
     """A Weight or StackedWeight like ``holder`` around ``leaf``, which is not inspected."""
     new = holder._around(leaf, name)
-    if is_gradient or new._is_gradient:  # that of the holder does not say what the new one is
+    if is_gradient or new._is_gradient:  # the flag of the holder does not apply to the new one
         new._is_gradient = is_gradient
     return new
 
@@ -64,24 +64,24 @@ def is_value(leaf: Any) -> bool:
 
 
 class FileForm(Protocol):
-    """How a file holds a value that a Weight holds differently: as text, for example. Hashable.
+    """The conversion between a Weight's value and another form of it in files, such as text. It is hashable.
 
     Attributes:
-        elementwise: whether both have the same shape, and each element is converted by itself.
+        elementwise: whether both forms have the same shape, and each element is converted by itself.
     """
 
     elementwise: ClassVar[bool]
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
-        """Whether it can be a tensor of this dtype and shape."""
+        """Whether a file's tensor of this dtype and shape can be in this form."""
         ...
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The file's tensor as the Weight holds it; a ValueError says what is wrong with it."""
+        """The file's tensor in the form of the Weight; an invalid tensor raises ValueError."""
         ...
 
     def to_file(self, array: Any) -> Any:
-        """The stored value as the file's tensor; one of JAX too if it is elementwise."""
+        """The stored value in the form of the file; if ``elementwise``, also for a jax.Array."""
         ...
 
 
@@ -96,8 +96,8 @@ class StoredWeight:
         encoding: declared quantization encoding, or None.
         leaf: entry in a pytree: an array, a placeholder, None, or a slice of a stack.
         home: (StackedWeight, number in it) if a stack holds the value, otherwise None.
-        spans, lead: what the leading axes of the leaf stand for, and their sizes; () as it is not
-            a stack.
+        spans, lead: what the leading axes of the leaf stand for, and their sizes; both are (), as
+            only a stack has such axes.
         source: data of a checkpoint that has not been read yet.
         sharding: jax Sharding of the array in logical order; None lets JAX choose.
         layout: order of the leaf if it is not the logical one; its shape then differs too.
@@ -149,7 +149,7 @@ class StoredWeight:
         structure_changed()
 
     def filed(self, value: Any) -> Any:
-        """A value as the file holds it that it was loaded from."""
+        """A value in the form and shape of the file's tensor that it was loaded from."""
         form, shape = self.form, self.loaded_shape
         if form is not None and form.elementwise:
             return form.to_file(value)
@@ -165,7 +165,7 @@ class StoredWeight:
         return [self.weight]
 
     def names(self, full: str) -> list[str]:
-        """Their names, from the name of the leaf."""
+        """The names of these Weights, from the name of the leaf."""
         return [full]
 
     # -- what it was declared as
@@ -216,7 +216,7 @@ class StoredWeight:
             )
 
     def finalise(self, name: str) -> None:
-        """Records the full name. A child's state dict does not shorten the name from the parent's."""
+        """Records the full name. The state dict of a child does not shorten a name from that of its parent."""
         known = self.weight._full_name
         if known is None or not known.endswith(f".{name}"):
             self.weight._full_name, self.weight._renamed = name, False
@@ -240,7 +240,7 @@ class StoredWeight:
 
     @property
     def activations(self) -> str:
-        """How kernels for CPUs take what a quantised weight is multiplied with: "int8" or "float"."""
+        """The form in which CPU kernels use the activations beside a quantised weight: "int8" or "float"."""
         return self.weight._activations
 
     @activations.setter
@@ -375,10 +375,10 @@ class StoredWeight:
     def moved(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
     ) -> Any:
-        """The value as stored with another Sharding; None if there is none or a stack holds it.
+        """The value converted to another Sharding; None if there is no value or a stack holds it.
 
         Args:
-            split: mesh axes that the Weights of a stack are dealt over; () for a single Weight.
+            split: mesh axes that the Weights of a stack are distributed over; () for a single Weight.
         """
         if self.weight._home is not None or self.is_lazy:
             return None

@@ -43,7 +43,7 @@ class Weight(OfWeight, Methods):
         device: device that MAX would use. It is only recorded; see ``Module.to``.
         quantization_encoding: block format of quantised weights, or None. Matmuls and look-ups
             dequantise; as an array the Weight is its bytes (MAX's view), while ``logical_shape``
-            counts weights.
+            is the shape of the values.
         align: alignment in bytes required of loaded values; None means the dtype's own.
         sharding_strategy: how the Weight is split over devices.
 
@@ -185,7 +185,7 @@ class Weight(OfWeight, Methods):
 
     @property
     def logical_shape(self) -> Shape:
-        """The shape counted in weights: for quantised bytes, the shape of the weights they encode.
+        """The shape of the values: for quantised bytes, the shape of the values they encode.
 
         Example:
             >>> from maxjax.graph import DeviceRef
@@ -236,7 +236,7 @@ class Weight(OfWeight, Methods):
 
     @property
     def activations(self) -> str:
-        """How kernels for CPUs take what a quantised weight is multiplied with: "int8" or "float"."""
+        """The form in which CPU kernels use the activations beside a quantised weight: "int8" or "float"."""
         return self._activations
 
     @property
@@ -252,7 +252,7 @@ class Weight(OfWeight, Methods):
 
     @property
     def sharding_strategy(self) -> Any:
-        """How the Weight is split over devices, or None. Setting either declares the CPU as device, as in MAX."""
+        """How the Weight is split over devices, or None. Setting it declares the CPU as device, as in MAX."""
         return self._sharding_strategy
 
     @sharding_strategy.setter
@@ -265,8 +265,8 @@ class Weight(OfWeight, Methods):
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
         """One Weight for each device: views of the parts that the sharding strategy defines.
 
-        This Weight needs no value for it. The parts have no values of their own; devices are only
-        recorded.
+        This Weight needs no value yet. A part has no value of its own: it is computed from the value of
+        this Weight at each use, and moved to its device if this process has devices of that kind.
 
         Raises:
             ValueError: there is no strategy, it is for fewer devices, or this Weight is itself a
@@ -290,7 +290,7 @@ class Weight(OfWeight, Methods):
 
     @property
     def sharding(self) -> Any:
-        """The jax Sharding that ``Module.to`` gave it; None lets JAX choose, as ``device_put`` may have."""
+        """The jax Sharding that ``Module.to`` set; None if the array lies where JAX or ``device_put`` put it."""
         return self._sharding if self._home is None else self._home[0].template._sharding
 
     # -- the value

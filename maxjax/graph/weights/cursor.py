@@ -47,7 +47,7 @@ RESERVED_NAMES = (
 
 
 class _FullName(str):
-    """A name from iteration: used as an index it is absolute, at any place."""
+    """A name from iteration. Used as an index, it is absolute, whatever the position of the cursor."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class CheckpointSource:
 
     def __init__(self, table: TensorTable, path: str, allocated: dict[str, Any] | None = None):
         self.table: TensorTable | None = table
-        self.entries = table.entries  # stays when the files are closed: what there is, as MAX tells
+        self.entries = table.entries  # kept when the files are closed, as in MAX
         self.path = path
         self.allocated = {} if allocated is None else allocated
         # The limits at opening also apply to files that are read with the checkpoint.
@@ -213,7 +213,7 @@ class Weights(Rendered):
         return [prefix] * self.exists() + names[start:stop]
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
-        """Every tensor at or below this place by its relative name, for a Module to load."""
+        """Every tensor at or below this position by its relative name, for a Module to load."""
         skip = len(self._prefix) + 1 if self._prefix else 0
         for name in self._below():
             yield name[skip:], self._at(name)._lazy_data()
@@ -223,14 +223,14 @@ class Weights(Rendered):
 
         Raises:
             KeyError: there is no such tensor; the message names a similar one.
-            CheckpointFormatError: arrays do not support its type. It is a ValueError, as in MAX.
+            CheckpointFormatError: no array can hold its type. The error is also a ValueError, as in MAX.
         """
         data = self._lazy_data()
         DType.of(data.dtype)  # raises the error for an unsupported type
         return data
 
     def _lazy_data(self) -> WeightData:
-        """As ``data``, but for an unsupported type only reading fails."""
+        """As ``data``, but an unsupported type raises an error only when it is read."""
         entry = self._family.open_table().entries.get(self._prefix)
         if entry is None:
             raise KeyError(self._unknown_name())
@@ -267,6 +267,7 @@ class Weights(Rendered):
         Args:
             dtype: float type of another width to convert to; None keeps the file's.
             shape: expected shape, checked against the file's.
+            quantization_encoding: None, except for a GGUF file.
             device: device that it is declared on; the CPU by default.
 
         Raises:
@@ -343,7 +344,7 @@ class Weights(Rendered):
         return sorted({*RESERVED_NAMES, *(p for p in parts if p.isidentifier())})
 
     def _ipython_key_completions_(self) -> list[str | int]:
-        """What may stand in brackets here: the next components, and whole names below this place."""
+        """The keys for brackets: the next components of names, and whole names below this position."""
         skip = len(self._prefix) + 1 if self._prefix else 0
         names = [name[skip:] for name in self._below() if len(name) > skip]
         parts = dict.fromkeys(name.split(".", 1)[0] for name in names)
@@ -371,8 +372,8 @@ class SafetensorWeights(Weights):
 
     Args:
         filepaths: files; for a name in several files, the last file's tensor is used.
-        prefix: place to start at.
-        allocated: dict that allocated data is entered in.
+        prefix: name of the position to start at.
+        allocated: dict that the data of allocated Weights is added to.
     """
 
     _alignment = 1

@@ -1,7 +1,7 @@
 """Destination: an array that is read from disk, each device's part into memory of its own.
 
-A device gets only its own bytes, not by way of another device, and the host never holds a whole
-tensor that is split. Loaders, restores and other libraries' modules all read through it.
+A device receives only its own bytes, directly from the host, which never holds a whole tensor that
+is split. Loading, restoring and the modules of other libraries all read through it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..placement.arrays import default_device, out_of_memory, put
 from ..placement.device_major import DeviceMajor
 from .weight_data import WeightData, cast_array
 
-# The most host memory for values that wait to be converted or sent to a device.
+# Maximum host memory for values that wait to be converted or sent to a device.
 STAGED_BYTES = 32 << 20
 # Values that are cast at a time: they stay in the cache of a core.
 _CAST_VALUES = 1 << 18
@@ -62,14 +62,14 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def is_host(sharding: Any) -> bool:
-    """Whether all devices of this process are CPUs, for which JAX reuses host memory."""
+    """Whether the Sharding's devices in this process are all CPUs, for which JAX uses host memory as it is."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def assemble(
     name: str, shape: Sequence[int], sharding: Any, pieces: Mapping[Box, np.ndarray]
 ) -> jax.Array:
-    """The array made of pieces, one for each box, which nobody else holds.
+    """The array made of pieces, one for each box; JAX may keep their memory, so nobody else may write to it.
 
     Raises:
         OutOfMemoryError: a device cannot hold its piece.
@@ -92,7 +92,7 @@ def places(
 ) -> Iterator[tuple[Box, np.ndarray]]:
     """The parts of the tensor that a stored box consists of, with the memory for each.
 
-    In memory they follow each other; where the layout is of columns, :func:`in_order` gives them theirs.
+    In memory the parts follow each other. For a layout of columns, :func:`in_order` rearranges them afterwards.
     """
     if layout is None:
         yield box, memory
@@ -108,7 +108,7 @@ def places(
 
 
 def in_order(layout: DeviceMajor | None, read: np.ndarray, box: Box) -> np.ndarray:
-    """The values of a stored box, of which :func:`places` said where they were read from."""
+    """The values of a stored box in its order, after the parts that :func:`places` lists were read."""
     if layout is None or layout.axis == 0:
         return read.reshape(extents(box))
     parts = [part.reshape(extents(one)) for one, part in places(layout, box, read)]
@@ -116,14 +116,14 @@ def in_order(layout: DeviceMajor | None, read: np.ndarray, box: Box) -> np.ndarr
 
 
 class Order(Protocol):
-    """Another arrangement of a tensor's values: where those of a box of the array are in the file."""
+    """An arrangement of the values in the file that is not that of the array."""
 
     def file_box(self, box: Box) -> Box:
         """The box of the tensor to read for a box of the array."""
         ...
 
     def take(self, read: np.ndarray, box: Box) -> np.ndarray:
-        """The box of the array, made of that box of the tensor."""
+        """The values of a box of the array, from what was read of :meth:`file_box`."""
         ...
 
 
@@ -148,11 +148,12 @@ class Destination:
         layout: order of the stored rows, if it is not the logical one.
         axis: axis of the layers; None if there is one source.
         levels: number of axes of the layers, from ``axis`` on: 2 for a stack of stacks.
-        order: other arrangement of each tensor's values, if any.
-        convert: conversion of what is read of a source, by the source's number, after the casts of
-            its data. It returns values of ``dtype`` unchanged. None casts them.
-        elementwise: whether ``convert`` does with each value what it does with an array of them.
-        pieces: what is there already of the array, by the boxes that devices hold.
+        order: arrangement of each tensor's values in the file, if it is not that of the array.
+        convert: function (number of the source, values) → values of ``dtype``, applied after the casts
+            of the source. It must return values that have ``dtype`` already unchanged, because these
+            may be read without it. None casts the values.
+        elementwise: whether ``convert`` converts each value by itself.
+        pieces: parts of the array that are filled so far, by the boxes that devices hold.
     """
 
     name: str
@@ -178,16 +179,16 @@ class Destination:
         return list(boxes(self.where, self.shape))
 
     def staged(self, number: int) -> int:
-        """The bytes of host memory that a source takes besides those that become the array's."""
+        """The bytes of temporary host memory that a source takes in addition to the memory of the array."""
         data = self.sources[number]
         if not isinstance(data, WeightData) or self._is_direct(number) and is_host(self.where):
             return 0
         return sum(self._nbytes(data, part) for _, part in self._parts(number))
 
     def memory(self, number: int, scratch: BatchMemory) -> dict[Box, np.ndarray]:
-        """Memory to read a source into: its place in a stack where the bytes fit as they are, or new.
+        """Memory to read a source into: its place in a stack if the bytes need no conversion, or else new memory.
 
-        What will be cast value by value is read into scratch memory.
+        A source that is cast value by value is read into scratch memory.
         """
         data, found = self.sources[number], {}
         if not isinstance(data, WeightData):
@@ -221,7 +222,7 @@ class Destination:
                 self._piece(box)[within(part, box)] = found
 
     def casts(self, number: int, memory: Mapping[Box, np.ndarray]) -> Iterator[Cast]:
-        """The casts, value by value, of what was read of a source into its place; threads may share them."""
+        """The elementwise casts of what was read of a source into its place; several threads may run them."""
         if not self._is_cast(number):
             return
         for box, part in self._parts(number):
@@ -231,7 +232,7 @@ class Destination:
                 yield Cast(self, number, values[i : i + _CAST_VALUES], place[i : i + _CAST_VALUES])
 
     def array(self) -> Any:
-        """The array, once all sources are stored; it takes the pieces' memory over."""
+        """The array, once all sources are stored; it takes over the memory of the pieces."""
         pieces, self.pieces = self.pieces, {}
         if self.sharding is not None:
             return assemble(self.name, self.shape, self.sharding, pieces)
@@ -241,7 +242,7 @@ class Destination:
     # -- which part of which tensor, and its values
 
     def _parts(self, number: int) -> Iterator[tuple[Box, Box]]:
-        """The boxes of devices that a source belongs to, each with the part of it that it fills."""
+        """The boxes of devices that a source contributes to, each with the part of the box that it fills."""
         axes = self._axes
         for box in self._boxes:
             layer = self._layer(box, number)
@@ -317,7 +318,7 @@ class Destination:
         return self.pieces[box]
 
     def _values(self, number: int, memory: dict[Box, np.ndarray]) -> Iterator[np.ndarray]:
-        """What a source is in each part of the array that it fills."""
+        """The values of a source for each part of the array that it fills."""
         source = self.sources[number]
         if isinstance(source, WeightData):
             for part in list(memory):
@@ -348,23 +349,23 @@ class Cast(NamedTuple):
     place: np.ndarray
 
     def run(self) -> None:
-        """Casts."""
+        """Casts the values."""
         source: Any = self.destination.sources[self.number]
         self.place[...] = self.destination._converted(self.number, source.cast(self.values))
 
 
 class BatchMemory:
-    """Host memory that is used again for each batch: new memory costs more than to read into it."""
+    """Host memory that is reused for each batch, because allocating memory costs more than reading into it."""
 
     def __init__(self) -> None:
         self._memory, self._used = np.empty(0, np.uint8), 0
 
     def begin(self, nbytes: int) -> None:
-        """Frees all memory, which nobody reads any more; ``nbytes`` will be taken next."""
+        """Starts a batch of ``nbytes``; memory of the previous batch, which is no longer in use, is reused."""
         self._used, self._wanted = 0, nbytes
 
     def take(self, nbytes: int, new: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Aligned memory; ``new`` allocates what there is not yet."""
+        """Aligned memory of ``nbytes``; ``new`` allocates more if there is not enough."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if start + nbytes > len(self._memory):
             self._memory, start = new(max(nbytes, self._wanted)), 0
@@ -373,7 +374,7 @@ class BatchMemory:
 
 
 def read_destinations(wanted: Iterable[Destination]) -> Iterator[Any]:
-    """The arrays, in turn. A few sources are read at a time; those that need no memory besides, all at once.
+    """The arrays in order. Sources are read in batches that need at most STAGED_BYTES of temporary host memory.
 
     Raises:
         CheckpointError: a file cannot be read.

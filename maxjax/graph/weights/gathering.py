@@ -1,7 +1,7 @@
 """Weights on the devices of several processes, as rows on the host of the first process.
 
-No process holds all of such a weight, and no device needs to: a piece of it at a time is put together
-by all devices, which dispatch the same program for it.
+No process holds all of such a weight, and no device needs to: all processes dispatch the same program,
+which gathers one piece of the weight at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Gathering:
     """The weights that the first of several processes reads from the devices of all.
 
     Args:
-        together: the call in which it does so. The first process reads pieces, then calls
-            :meth:`end`; meanwhile the others are in :meth:`follow`.
+        together: Lockstep of the call. The first process reads pieces, then calls :meth:`end`;
+            meanwhile the others are in :meth:`follow`.
     """
 
     def __init__(self, together: Lockstep):
@@ -34,7 +34,7 @@ class Gathering:
         self._arrays: list[tuple[Any, tuple[int, ...], DeviceMajor | None]] = []
 
     def add(self, array: Any, index: tuple[int, ...], layout: DeviceMajor | None) -> int:
-        """Adds ``array[index]``, stored in some order, the same in all processes; returns its number."""
+        """Adds ``array[index]``, stored in the order ``layout``; returns its number, the same in all processes."""
         self._arrays.append((array, index, layout))
         return len(self._arrays) - 1
 

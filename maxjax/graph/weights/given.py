@@ -44,9 +44,9 @@ def data_of(name: str, value: Any) -> WeightData:
 
 
 def host_or_jax(value: Any) -> Any:
-    """A NumPy array where the bytes are on the host, else a jax.Array.
+    """The value as a NumPy array if its bytes are on the host, else as a jax.Array.
 
-    Data that is still on disk is read and not kept, as it may belong to the caller.
+    Data that is still on disk is read, but the WeightData does not keep it.
     """
     if isinstance(value, WeightData):
         if value.source is not None and not value.is_loaded:

@@ -19,16 +19,16 @@ from .weight_data import WeightData, as_leaf
 
 
 class GGUFWeights(Weights):
-    """Weights of a GGUF file, or of a split set by any of its parts.
+    """Weights of a GGUF file, or of a split set, of which any file may be named.
 
     Args:
         source: file; or an open ``gguf.GGUFReader``, whose file is opened again.
         tensors: MAX's own bookkeeping; ignored.
-        prefix: place to start at.
-        allocated: dict that allocated data is entered in.
+        prefix: name of the position to start at.
+        allocated: dict that the data of allocated Weights is added to.
 
-    :attr:`metadata` has the file's keys and values. ``allocate`` takes shapes counted in
-    weights; a quantised Weight has the shape of its bytes, as in MAX, and a ``logical_shape``.
+    :attr:`metadata` has the file's keys and values. ``allocate`` takes the shape of the values; a
+    quantised Weight has the shape of its bytes, as in MAX, and a ``logical_shape``.
 
     Raises:
         CheckpointError: as for :func:`load_weights`.
@@ -57,7 +57,7 @@ class GGUFWeights(Weights):
         return int(self.metadata.get("general.alignment", 32))
 
     def keys(self) -> list[str]:
-        """Full names of the tensors at or below this place, in the file's order."""
+        """Full names of the tensors at or below this position, in the file's order."""
         below = {str(name): name for name in super().keys()}
         return [below[name] for name in self._family.entries if name in below]
 
@@ -73,8 +73,8 @@ class GGUFWeights(Weights):
         Args:
             dtype: float type of another width to convert to, which dequantises blocks. None
                 keeps the file's.
-            shape: expected shape counted in weights, checked against the file's.
-            quantization_encoding: expected block format; None accepts any.
+            shape: expected shape of the values, checked against the file's.
+            quantization_encoding: any encoding requires a quantised tensor; which one is not compared, as in MAX.
             device: device that it is declared on; the CPU by default.
 
         Raises:
@@ -99,7 +99,7 @@ as_leaf(GGUFWeights)
 PathLike = str | bytes | os.PathLike[Any]
 # Renames and converts the tensors of a file for a model: f(weights, …) → state dict.
 WeightsAdapter = Callable[..., dict[str, WeightData]]
-"""A function from a checkpoint's weights to the names and values that a model of MAX's wants."""
+"""Type of a function from a checkpoint's weights to the names and values that a model of MAX expects."""
 
 
 class WeightsFormat(enum.StrEnum):

@@ -1,4 +1,4 @@
-"""Rows of a checkpoint: the tree of its tensors' names, as headers tell it."""
+"""Rows of a checkpoint for displays: the tree of its tensors' names, from the headers alone."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from ...rendering.row import Row, bytes_text, counted, fold
 from ...storage.entry import TensorEntry
 
-# Of more tensors than that only the sums are shown.
+# For more tensors than this, only totals are shown.
 _MOST_TENSORS = 20_000
 _MOST_DTYPES = 3
 
 
 def table_row(entries: Sequence[TensorEntry], place: str = "") -> Row:
-    """The row of the tensors at a place and below, with a row for each part of their names.
+    """The row of the tensors at or below a position, with a row for each component of their names.
 
     Args:
-        entries: their entries.
-        place: name that theirs begin with.
+        entries: entries of the tensors.
+        place: name of the position, with which all their names begin.
     """
     sizes: Counter[str] = Counter()
     tree: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def table_row(entries: Sequence[TensorEntry], place: str = "") -> Row:
 
 
 def _insert(tree: dict[str, Any], name: str, entry: TensorEntry) -> None:
-    """Adds a tensor; one whose name begins with another's and a dot stands beside it."""
+    """Adds a tensor. If another tensor's name and a dot are the beginning of its name, it is put beside that one."""
     *parts, last = name.split(".")
     at = tree
     for i, part in enumerate(parts):

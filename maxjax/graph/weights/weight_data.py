@@ -83,7 +83,7 @@ class PartSource:
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class WeightData(Rendered):
-    """A tensor and what is known about it.
+    """A tensor of a checkpoint and its metadata.
 
     Args:
         data: array: NumPy, JAX, a Buffer, or any DLPack array. A ``jax.ShapeDtypeStruct`` is a
@@ -205,12 +205,12 @@ class WeightData(Rendered):
         return self.source.stored(self.name)[1] == tuple(self.shape)
 
     def astype(self, dtype: Any) -> WeightData:
-        """The data cast to another element type; itself if it has that type.
+        """The data cast to another element type; this WeightData itself if it has that type.
 
-        Rounds to nearest even; floats become integers by truncation. Unread data is cast when it is
-        read; a placeholder only changes its dtype. The result has no encoding. Quantised blocks are
-        dequantised if the new type is a float, and the shape then counts weights; otherwise their bytes
-        are cast.
+        Values are rounded to nearest even; floats become integers by truncation. Unread data is cast when
+        it is read; a placeholder only changes its dtype. The result has no encoding. Quantised blocks are
+        dequantised if the new type is a float, and the shape is then that of the values; otherwise their
+        bytes are cast.
 
         Raises:
             ValueError: a complex type would become a real one.
@@ -236,7 +236,7 @@ class WeightData(Rendered):
 
     @property
     def logical_shape(self) -> Shape:
-        """The shape counted in weights; the plain shape for data without quantised blocks."""
+        """The shape of the values: for quantised blocks that of the dequantised values, else ``shape``."""
         encoding = self.quantization_encoding
         if encoding is None or not self.is_packed:
             return self.shape
@@ -402,12 +402,12 @@ def cast_array(array: np.ndarray, dtype: DType) -> np.ndarray:
     return _cast(array, target)
 
 
-# So many values are cast faster by looking each up in a table of all values of their type.
+# More values than this are cast faster by a look-up in a table of all values of their type.
 _MANY = 1 << 16
 
 
 def _looked_up(array: np.ndarray, target: np.dtype) -> np.ndarray:
-    """``array``, of at most 16 bits, cast by a table: without Python's lock, which ml_dtypes holds."""
+    """``array``, of at most 16 bits per value, cast by a table: without the GIL, which ml_dtypes holds."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
     if (array.dtype, target) == (DType.bfloat16.np, np.float32):
         found = np.left_shift(bits, np.uint32(16), dtype=np.uint32)

@@ -93,7 +93,7 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
     Args:
         name: name of the weight.
         weight: the weight.
-        gathering: reads what is on devices of several processes.
+        gathering: reader of weights on the devices of several processes, if any.
 
     Raises:
         ValueError: the weight has no value.
@@ -234,7 +234,7 @@ class _FiledSource(PartSource):
 
 
 def array_rows(array: Any, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """The values of ``array[index]`` in order, on the host; without a copy if one host array has them."""
+    """The values of ``array[index]`` in order, on the host; not copied where one host array holds them."""
     parts = _parts(array, index)
     for box in row_boxes(array.shape[len(index) :], array.dtype.itemsize):
         containing = (part for part in parts if overlap(box, part[0]) == box)

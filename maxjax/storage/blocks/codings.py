@@ -19,7 +19,7 @@ from .layout import BlockLayout, layout_of, swap_blocks
 class Swapped(Coding):
     """Rows of quantised blocks, read as the bytes that a little-endian file would hold.
 
-    The entry's dtype is uint8 and its last axis in bytes; ``type_name`` is ggml's name of the
+    The entry's dtype is uint8 and its last axis counts bytes; ``type_name`` is ggml's name of the
     blocks. Only the blocks that overlap a part are read.
     """
 

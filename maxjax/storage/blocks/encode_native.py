@@ -19,7 +19,7 @@ def _compiled() -> tuple[Callable[..., int], str] | None:
     if os.environ.get(VARIABLE) == "off":
         return None
     try:
-        library = ctypes.CDLL(str(library_path()))  # lets other threads run
+        library = ctypes.CDLL(str(library_path()))  # its functions release the GIL
         function, level = library.maxjax_encode_blocks, library.maxjax_encode_level
     except (OSError, AttributeError):
         return None
@@ -48,14 +48,14 @@ def encode_native(
     *,
     level: str | None = None,
 ) -> bool | None:
-    """Fills blocks as the NumPy encoders do, in every byte the same; lets other threads run.
+    """Fills blocks with the same bytes as the NumPy encoders; the GIL is released meanwhile.
 
     Args:
         encoding: ggml's name of the type.
         values: C-contiguous float32 ``[n, elements]``.
         importance: C-contiguous float32 of one row of values, which are complete rows then.
         blocks: C-contiguous uint8 ``[n, nbytes]``.
-        level: a level by its name, for tests; the best by default.
+        level: name of the level to use, for tests; the best by default.
 
     Returns:
         Whether all values and scales are finite; if not, the blocks are incomplete. None if there is

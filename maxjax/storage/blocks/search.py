@@ -28,10 +28,10 @@ _ROUNDER = np.float32(3 << 22)
 
 
 class Arrays(NamedTuple):
-    """What an encoder computes with: a module like NumPy, and a loop like ``jax.lax.fori_loop``."""
+    """The array module that an encoder computes with, NumPy or ``jax.numpy``, and a loop for it."""
 
     np: Any
-    # (first, end, body, state) → state; body(step, state) → state
+    # Like jax.lax.fori_loop: (first, end, body, state) → state; body(step, state) → state
     loop: Callable[[int, int, Callable[[Any, Any], Any], Any], Any]
 
 
@@ -45,7 +45,7 @@ NUMPY = Arrays(np, _python_loop)
 
 
 class Affine(NamedTuple):
-    """``scale`` and ``minimum`` (at most 0) of each sub-block; the integers are those of the other two."""
+    """``scale`` and ``minimum`` (at most 0) of each sub-block; ``inverse`` and ``origin`` give the integers."""
 
     scale: Any
     minimum: Any
@@ -54,7 +54,7 @@ class Affine(NamedTuple):
 
 
 class LinearCode(NamedTuple):
-    """``scale`` of each sub-block; the integers are those of ``inverse``, or 0 where ``is_zero``."""
+    """``scale`` of each sub-block; ``inverse`` gives the integers, which are 0 where ``is_zero``."""
 
     scale: Any
     inverse: Any
@@ -107,7 +107,7 @@ def linear_integers(a: Arrays, x: Any, found: LinearCode, top: int) -> Any:
     return a.np.where(found.is_zero, 0, q)
 
 
-# What is assigned in place below is new memory: with NumPy that saves an array, with JAX it is the same.
+# The in-place operations below act only on new arrays: with NumPy they save memory, with JAX they are ordinary ones.
 
 
 def _integers(a: Arrays, x: Any, inverse: Any, lowest: int, highest: int) -> Any:
@@ -220,7 +220,7 @@ def linear(a: Arrays, x: Any, weights: Any, top: int) -> LinearCode:
 
 
 def positive(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:
-    """A scale of the numbers along the first axis, which are not negative, and int32 of 0 to ``top``."""
+    """A scale for the non-negative numbers along the first axis, and their integers, int32 of 0 to ``top``."""
     xp, zero = a.np, np.float32(0)
     high = xp.maximum(xp.max(x, axis=0, keepdims=True), zero)
     is_zero = high < EPSILON
@@ -247,7 +247,7 @@ def positive(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:
 
 
 def descent(a: Arrays, x: Any, top: int) -> tuple[Any, Any]:
-    """A signed scale of each sub-block, and int32 of 0 to 2 * top - 1; both are 0 for zeros."""
+    """A signed scale of each sub-block, and its integers, int32 of 0 to 2 * top - 1; zeros give 0 for both."""
     xp = a.np
     extreme = largest(a, x)
     is_zero = xp.abs(extreme) < EPSILON

@@ -13,7 +13,6 @@ from typing import Any
 from ...errors import (
     CheckpointError,
     CheckpointFormatError,
-    CheckpointLimitError,
     CheckpointTruncatedError,
     integer_text,
 )
@@ -22,7 +21,7 @@ from ..files import OpenFile
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign
 from .types import GGML_TYPES, REMOVED, GgmlType
-from .values import DOWNLOAD_AGAIN, MAX_LENGTH, UINT32, Cursor, number
+from .values import DOWNLOAD_AGAIN, MAX_LENGTH, UINT32, Cursor, number, own_limit
 
 MAX_DIMS = 4
 # The format says 64, but files of image models use up to 128, including C's NUL.
@@ -180,12 +179,6 @@ def error(
 ) -> CheckpointError:
     """An error about a tensor, at a byte offset."""
     return cursor.error(problem, expected, found, offset=offset, tensor=info.name)
-
-
-def own_limit(problem: str, expected: str, found: int, which: str, **where: Any) -> CheckpointError:
-    """The error for a number over a limit that is not one of ``Limits`` but of ``which``."""
-    hint = f"This limit is {which}: no option raises it."
-    return CheckpointLimitError(problem, expected=expected, found=found, hint=hint, **where)
 
 
 def padded(size: int, alignment: int) -> int:

@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointTruncatedError,
+)
 from ..files import OpenFile
 from ..limits import Limits
 
@@ -52,6 +57,12 @@ def number(kind: int, value: Any) -> Any:
         (dtype('uint16'), True, '7')
     """
     return value if kind in (BOOL, STRING, ARRAY) else np.dtype(_NUMBERS[kind]).type(value)
+
+
+def own_limit(problem: str, expected: str, found: int, which: str, **where: Any) -> CheckpointError:
+    """The error for a number over a limit that is not one of ``Limits`` but of ``which``."""
+    hint = f"This limit is {which}: no option raises it."
+    return CheckpointLimitError(problem, expected=expected, found=found, hint=hint, **where)
 
 
 class Cursor:
@@ -171,9 +182,12 @@ class Cursor:
 
     def _long_key(self, what: str, length: int, position: int) -> CheckpointError:
         if length < MAX_LENGTH and length > self.remaining:
-            problem = f"{what}: longer than the file, and than a name may be"
+            problem, expected = (
+                f"{what}: longer than the file, and than a name may be",
+                f"at most {KEY_BYTES} bytes",
+            )
             where = {"path": self.file.path, "offset": position}
-            return self.limits.error(problem, "name_bytes", length, **where)
+            return own_limit(problem, expected, length, "the format's own", **where)
         problem, expected = f"{what}: too long", f"at most {KEY_BYTES} bytes"
         return self.error(problem, expected, length, offset=position)
 

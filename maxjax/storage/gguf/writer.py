@@ -80,8 +80,8 @@ def plan_gguf(metadata: Mapping[str, Any], tensors: Sequence[Outgoing]) -> GGUFP
             expects: an int is uint32 if it fits, else int32, else 64 bits; a float is float32; a
             list of ints is int32 if all fit. NumPy scalars and one-dimensional arrays keep their
             dtype. Lists may hold strings, numbers, bools or lists. "general.alignment" sets the alignment.
-        tensors: tensors, whose names are written unchanged and whose axes in GGUF's reversed order.
-            Those with an ``encoding`` are uint8, the last axis in bytes.
+        tensors: tensors to write. Their names are written unchanged, their axes in GGUF's reversed
+            order. Tensors with an ``encoding`` are uint8, and their last axis counts bytes.
 
     Raises:
         UserInputError: the format cannot hold a value; the message names the key or tensor.

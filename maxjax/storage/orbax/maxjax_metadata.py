@@ -107,7 +107,7 @@ class MaxjaxMetadata:
         """Name → leaf that is not an array.
 
         Raises:
-            CheckpointFormatError: a text is not that of a value.
+            CheckpointFormatError: a text is not the text of a value of its type.
         """
         return {name: self._value(name, found) for name, found in self._plain.items()}
 

@@ -2,8 +2,8 @@
 
 Opening compares the tree (``_METADATA``), the description of every array and the list of its chunks
 with one another; tensorstore reads and decompresses the chunks. Each chunk is compressed separately and
-always decoded completely, so a chunk that several parts need is read once. The bytes in flight are bounded for
-the process: tensorstore would read all at once. Neither orbax nor jax is needed.
+always decoded completely, so a chunk that several parts need is read once. The bytes being read at a time are
+bounded for the process, because tensorstore would read all chunks at once. Neither orbax nor jax is needed.
 Format: orbax-checkpoint 0.4 to 0.12, with zarr 2 or zarr 3, with or without OCDBT.
 """
 

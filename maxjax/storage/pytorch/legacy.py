@@ -78,7 +78,7 @@ class _Legacy:
                 raise self._error(what, offset, expected, shown(value))
         system, offset = self._plain()
         if type(system) is not dict:
-            raise self._error("facts of the system", offset, "a dict", shown(system))
+            raise self._error("system information", offset, "a dict", shown(system))
         offset = self.at
         value = self._pickle(find, self._persistent)
         where = {"path": self.file.path, "offset": offset, "nbytes": self.at - offset}

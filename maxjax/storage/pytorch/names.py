@@ -60,7 +60,7 @@ def _parameter(reader: Reader, arguments: tuple) -> Any:
 
 
 def _from_type(reader: Reader, arguments: tuple) -> Any:
-    """The tensor itself of a tensor with Python attributes: (function, class, arguments, state)."""
+    """The plain tensor of a tensor with Python attributes: (function, class, arguments, state)."""
     function = arguments[0] if arguments else None
     if type(function) is not Token or function.module != "torch._utils" or not function.reduce:
         expected = "a function that makes a tensor"

@@ -113,7 +113,7 @@ def measure(value: Any, limits: Limits, over_limit: Callable[[str, str, int], Ex
             path[-1].add(level.values, level.levels)
 
 
-_SAFE = "Nothing of the file was run. Use a safetensors version."
+_SAFE = "No code in the file was run. Use a safetensors version."
 # Safe types of keys: a file cannot choose their hashes, and so cannot slow down a dict by collisions.
 _KEYS = (str, int, bool, bytes, float, type(None))
 _HASH_MODULUS = 2**61 - 1

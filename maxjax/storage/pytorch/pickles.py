@@ -70,7 +70,7 @@ def read_pickle(
         ...             tokens=lambda module, name: None)
         Traceback (most recent call last):
         maxjax.errors.CheckpointUnsafeError: m.pt: at byte 0: the file asks for 'posix.system',
-        which weights do not need (expected ..., found posix.system). Nothing of the file was run...
+        which weights do not need (expected ..., found posix.system). No code in the file was run...
     """
     reader = Reader(data, path, offset, limits, tokens, persistent, start, compressed_offset)
     with without_collector():
@@ -107,7 +107,9 @@ def _refused(reader: Reader, code: int) -> CheckpointError:
     if code in _OBJECTS:
         what = _OBJECTS[code]
         return reader.unsafe(f"the instruction {what} builds an object of a class", what)
-    return reader.error("no instruction of a checkpoint", "an instruction", f"byte {code:02X}")
+    return reader.error(
+        "not an instruction that torch.save writes", "an instruction", f"byte {code:02X}"
+    )
 
 
 # --- the instructions: code → what to do with the reader ---------------------------------------

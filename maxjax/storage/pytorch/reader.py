@@ -36,7 +36,7 @@ _MEMBERS = 16
 # The first bytes of files from torch.save: a zip archive, or a pickled magic number.
 _ZIP = (b"PK\3\4", b"PK\5\6")
 _MAGIC = (b"\x80", b"L119547037146038801333356L\n")
-_SAFE = "Nothing of the file was run. Use a safetensors version."
+_SAFE = "No code in the file was run. Use a safetensors version."
 
 
 def open_pytorch(
@@ -50,8 +50,8 @@ def open_pytorch(
     ``state_dict``, ``model_state_dict``, ``model`` or ``module``, names begin inside it. Text, numbers
     and lists of these beside the tensors become ``metadata``, as text. A storage that several tensors
     share is read for each of them. A parameter is read as its tensor; strides, hooks and devices are
-    not visible. Quantised, sparse, nested, complex and meta tensors are refused, and so is everything
-    that ``torch.load`` would call beyond tensors and plain containers.
+    not visible. Quantised, sparse, nested and meta tensors, and dtypes that JAX lacks, are listed, but reading
+    them raises an error. A pickle that calls more than constructors of tensors and plain containers is refused.
 
     Raises:
         CheckpointTruncatedError: the file is shorter than it declares.

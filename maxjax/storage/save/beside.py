@@ -153,7 +153,7 @@ class Beside:
         _link(self.directory, folder, left_out)
 
     def _matching(self, described: Sequence[Description]) -> Description | None:
-        """The first description all of whose files exist; several have equal weights."""
+        """The first description all of whose files exist; there are several if their weights are equal."""
         for one in described:
             if len(described) == 1 or all(self._find(*pair) for pair in one.files.items()):
                 return one
@@ -197,7 +197,7 @@ class Beside:
 
 
 def settled(read: Callable[[], _T]) -> _T:
-    """The result of ``read``, which is repeated if a checkpoint is replaced meanwhile.
+    """The result of ``read``, which is called again if a checkpoint is replaced while it runs.
 
     Raises:
         CheckpointChangedError: the checkpoint was replaced again and again, for too long.

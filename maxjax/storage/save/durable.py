@@ -40,7 +40,7 @@ def require_writable(path: str) -> None:
 
 
 def replace_file(path: str, pieces: Iterable[Any]) -> None:
-    """Replaces the file at ``path`` atomically by one of these bytes.
+    """Replaces the file at ``path`` atomically by one that holds the concatenated ``pieces``.
 
     The new file is written beside the old one, flushed to the disk and renamed, so that at any time
     either the complete old file or the complete new one exists. The mode of the old file is kept. If
@@ -81,7 +81,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
 
 
 def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
-    """Creates a file of these bytes, which must not exist yet, and flushes it to the disk.
+    """Creates a file, which must not exist yet, with the concatenated ``pieces``, and flushes it to the disk.
 
     Args:
         like: file whose mode the new file gets, if it exists.

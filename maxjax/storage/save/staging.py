@@ -114,6 +114,11 @@ class Staging:
         """Sets the sentence about the previous checkpoint that every error includes."""
         self._kept_text = what
 
+    @property
+    def kept(self) -> str:
+        """The sentence that :meth:`keeps` set, or one about the directory; "" if there was nothing before."""
+        return self._kept_text
+
     @contextlib.contextmanager
     def saving(self, doing: str, *, needed: int | None = None):
         """Context in which an OSError becomes a CheckpointSaveError that says what is kept."""

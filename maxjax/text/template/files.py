@@ -22,7 +22,7 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
 
     ``chat_template.jinja``, and for named ones ``additional_chat_templates/NAME.jinja``, take
     precedence over ``tokenizer_config.json``, which has a template or a list of named ones.
-    ``chat_template.json``, which old multimodal models have for their processor, counts where there
+    ``chat_template.json``, which old multimodal models have for their processor, is used if there
     is no other.
 
     Raises:

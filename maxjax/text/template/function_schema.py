@@ -113,7 +113,7 @@ def _result(hint: Any) -> dict[str, Any] | None:
 
 
 def _schema(what: str, hint: Any) -> dict[str, Any]:
-    """The schema of a type hint; ``what`` has it."""
+    """The schema of the type hint of ``what``, a name for messages."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     refused = UserInputError(f"{what} has the type {hint}, which has no JSON schema: {_ADVICE}")
     if hint is Any:

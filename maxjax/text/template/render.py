@@ -107,7 +107,7 @@ def _line(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A copy that has only JSON's types, whose methods are safe for a template to find.
+    """A copy that has only JSON's types (and tuples), whose methods a template may safely reach.
 
     Example:
         >>> plain({"a": (1, {2}), "b": True})

@@ -32,7 +32,7 @@ _MAX_ID = 1 << 31
 
 @dataclass(frozen=True)
 class Added:
-    """A token that is searched in the text itself; ``normalized`` None means not ``special``."""
+    """A token that is matched in the text before it is split; ``normalized=None`` means ``not special``."""
 
     content: str
     special: bool
@@ -78,7 +78,7 @@ def read_beside(
 ) -> TokenFiles:
     """Collects the tokens in the files beside a tokenizer.
 
-    If ``tokenizer_config.json`` has an ``added_tokens_decoder``, the other files count only for
+    If ``tokenizer_config.json`` has an ``added_tokens_decoder``, the other files are used only for
     special tokens that it does not name. Otherwise ``special_tokens_map.json`` takes precedence.
 
     Args:
@@ -250,7 +250,7 @@ def check_size(beside: TokenFiles, directory: Any) -> None:
 def with_numbers(
     backend: Any, document: Mapping[str, Any], beside: TokenFiles, path: Any
 ) -> dict[str, Any] | None:
-    """A ``tokenizer.json`` that gives added tokens the ids that the files say.
+    """A ``tokenizer.json`` that gives added tokens the ids that they have in the files.
 
     It puts such tokens into the vocabulary, because the package adds a token of the vocabulary
     under its id there. No id is given twice, and a token of the vocabulary keeps its id; a warning

@@ -115,7 +115,7 @@ def optional(file: Path) -> dict[str, Any]:
 def _with_added(
     backend: Any, document: Mapping[str, Any], beside: TokenFiles, is_changed: bool, path: Path
 ) -> Any:
-    """The tokenizer with the added tokens; a new one if only that gives them their ids."""
+    """The tokenizer with the added tokens; a new one if they get their ids only in a new one."""
     tokens = [token.made() for token in beside.tokens] if is_changed else []
     guarded(backend.add_tokens, tokens)
     changed = with_numbers(backend, document, beside, path)

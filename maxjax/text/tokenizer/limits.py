@@ -1,6 +1,6 @@
 """Limits on a ``tokenizer.json``, checked before it is passed to the ``tokenizers`` package.
 
-In that package each step may lengthen the text of the one before, a template may repeat its tokens,
+In that package each step may lengthen the text of the previous step, a template may repeat tokens,
 and a table becomes a tree of hundreds of bytes per letter. Here the product of all of these is
 computed first, so that a file of some kilobytes cannot take gigabytes or hours. Invalid content is
 left to the package, which reports it.
@@ -65,7 +65,7 @@ def check_tokenizer(document: Any, path: str | os.PathLike[str] | None = None) -
         Traceback (most recent call last):
         ...
         maxjax.errors.CheckpointLimitError: 'normalizer' and 'pre_tokenizer' may lengthen a text too much
-        (expected at most 512 times, found 1073741824 times). No published tokenizer does; ...
+        (expected at most 512 times, found 1073741824 times). No published tokenizer exceeds this. ...
     """
     if not isinstance(document, Mapping):
         return
@@ -88,7 +88,7 @@ def _at_most(value: float, most: int, problem: str, path: Any, unit: str = "") -
         found = f"{value}{unit}" if value < 1 << 63 else f"more than {1 << 63}{unit}"
         raise CheckpointLimitError(
             problem, path=path, expected=f"at most {most}{unit}", found=found,
-            hint="No published tokenizer does; to use the model without it: tokenizer=False.",
+            hint="No published tokenizer exceeds this. To load the model without its tokenizer, pass tokenizer=False.",
         )  # fmt: skip
 
 

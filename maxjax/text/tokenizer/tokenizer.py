@@ -139,8 +139,9 @@ class Tokenizer:
     def digest(self) -> str:
         """A digest of all that decides which ids a text has, and which text ids have."""
         with self._lock:
-            text = self._backend.to_str()
-        return hashlib.sha256(f"{self.cleans_up} {self.pad_id} {text}".encode()).hexdigest()
+            facts = [self.cleans_up, self.pad_id, self._backend.encode_special_tokens]
+            text = f"{facts} {self._backend.to_str()}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def chat_template(self) -> str | None:
@@ -164,7 +165,7 @@ class Tokenizer:
         Args:
             texts: any number of texts, which may be empty.
             max_length: the largest number of tokens of a text, special tokens included; longer texts
-                are truncated. By default they are not.
+                are truncated. By default no text is truncated.
             special: whether special tokens are added around each text.
 
         Raises:
@@ -180,8 +181,8 @@ class Tokenizer:
 
         Args:
             pairs: any number of pairs of texts.
-            max_length: the largest number of tokens of a pair, special tokens included; of longer pairs
-                the longer text is truncated. By default they are not.
+            max_length: the largest number of tokens of a pair, special tokens included; in a longer pair
+                the longer text is truncated first. By default no pair is truncated.
 
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
@@ -229,7 +230,7 @@ class Tokenizer:
     ) -> BatchEncoding:
         """Rows of tokens as arrays ``[count, length]``, padded at the right and with empty rows.
 
-        By default nothing is padded beyond the longest row. The mask of padding is 0.
+        By default rows are padded to the longest one, and no rows are added. The mask of padding is 0.
         """
         length = max((len(row.ids) for row in rows), default=0) if length is None else length
         count = len(rows) if count is None else count
@@ -281,7 +282,7 @@ class Tokenizer:
     def _lists_templates(self) -> bool:
         """Whether the templates are written in ``tokenizer_config.json``.
 
-        They are where that file is made here, and where named ones came from files of their own.
+        They are if the files had no ``tokenizer_config.json``, or had named templates in separate files.
         """
         settings = self._beside.get("tokenizer_config.json", {})
         return (
@@ -450,11 +451,11 @@ def _max_length(settings: dict[str, Any], file: Path) -> int | None:
 
 
 def checked_texts(texts: Iterable[str], which: str = "texts") -> list[str]:
-    """The texts, or an error that names what is none.
+    """The texts as a list, after a check of each.
 
     Raises:
-        TypeError: they are a single text, or not texts.
-        UserInputError: one is not valid Unicode.
+        TypeError: ``texts`` is a single text, or an item is not a str; the message names it.
+        UserInputError: a text is not valid Unicode.
     """
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"{which} must be a list of str: put a single text in brackets, [text]")

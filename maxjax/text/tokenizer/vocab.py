@@ -1,9 +1,9 @@
 """Reads tokenizers without a ``tokenizer.json``: ``vocab.json`` with ``merges.txt``, ``vocab.txt``, and others.
 
-SentencePiece's models and Mistral's ``tekken.json`` have files of their own here. The other files have only the
-tokens. How text is split, and which special tokens surround it, depends on
-the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here these classes
-are written as the content of a ``tokenizer.json``.
+``sentencepiece`` reads SentencePiece's models, and ``tekken`` Mistral's ``tekken.json``. The other files have
+only the tokens. How text is split, and which special tokens surround it, depends on
+the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here each of these
+classes is expressed as the content of a ``tokenizer.json``.
 
 Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
 ``_roberta``, ``_bert`` and ``TOKENIZER_MAPPING_NAMES`` in transformers 5.23; ``read_file`` of the
@@ -13,7 +13,7 @@ Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ _OF_MODELS: dict[str, str] = {
 }
 
 
-# Classes whose tokens have the ids of the file, or fairseq's.
+# Classes with Unigram models whose token ids are those of the file, or fairseq's.
 _UNIGRAMS = ("", "XLMRoberta", "T5", "PreTrained", "TokenizersBackend")
 _XLM_ROBERTA = ("xlm-roberta", "jina_embeddings_v3", "gte", "new")
 _LLAMA_TOKENS = _named("unk=<unk> bos=<s> eos=</s>")
@@ -130,12 +130,11 @@ _LLAMA_TOKENS = _named("unk=<unk> bos=<s> eos=</s>")
 
 @dataclass
 class Read:
-    """A tokenizer read from such files: the content of a ``tokenizer.json``, and its class."""
+    """A tokenizer read without a ``tokenizer.json``: the content that this file would have, and the class."""
 
     document: dict[str, Any]
     kind: TokenizerClass
     file: Path
-    special: dict[str, str] = field(default_factory=dict)
 
 
 def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None:
@@ -220,12 +219,12 @@ def _kind(
     if found is None or found.words != words:
         known = [f"{n}Tokenizer" for n, kind in _KINDS.items() if kind.words == words]
         what = (
-            f"the class {(named + 'Tokenizer')[:80]!r}"
+            f"of the class {(named + 'Tokenizer')[:80]!r}"
             if named
-            else "no class that tokenizer_config.json names"
+            else "and tokenizer_config.json does not name its class"
         )
         raise UnsupportedModelError(
-            f"{directory}: the tokenizer is in {files}, of {what}; maxjax supports such files of"
+            f"{directory}: the tokenizer is in {files}, {what}; maxjax supports such files of"
             f" {some(known, 12)}. Put the model's tokenizer.json into the same directory ({_WRITE}). {_ALONE}"
         )
     return found

@@ -1,14 +1,18 @@
 """Meshes of a device: all are compared, the best is one that fits, and its costs are those of the program."""
 
+from fractions import Fraction
+
 import jax
 import pytest
 
 import maxjax
 from maxjax.engine.plan.compiled import lowered, placeholder_of
+from maxjax.engine.plan.footprint import Reading
 from maxjax.engine.plan.report import plan
 from maxjax.engine.plan.topology import KINDS
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig, Mixtral, MixtralConfig
+from maxjax.models.name_rules import HEADS, layer_of
 from scripts import hlo
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_layers": 3}
@@ -29,6 +33,24 @@ def mixtral():
 
 def choice(found, **sizes):
     return next(one for one in found.meshes if one.mesh == sizes)
+
+
+@pytest.mark.parametrize(
+    ("table", "head"),
+    [
+        ("model.embed_tokens.weight", "lm_head.weight"),
+        ("gpt_neox.embed_in.weight", "embed_out.weight"),
+        ("transformer.wte.weight", "lm_head.weight"),
+        ("backbone.embeddings.weight", "lm_head.weight"),
+    ],
+)
+def test_a_step_reads_one_row_of_a_table_and_the_whole_head(table, head):
+    reading = Reading(vocab_size=100, hidden_size=8)
+    assert layer_of(head) in HEADS
+    assert [reading.share(name, 3, tied=False) for name in (table, head)] == [Fraction(3, 100), 1]
+    assert reading.share(table, 3, tied=True) == 1
+    # Gemma's tables of each layer are only looked up, also where the head is tied to another.
+    assert reading.share("model.embed_tokens_per_layer.weight", 3, tied=True) == Fraction(3, 100)
 
 
 def test_every_mesh_of_all_devices_is_compared():

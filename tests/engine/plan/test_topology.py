@@ -52,6 +52,8 @@ def test_memory_goes_by_the_kind_that_jax_names():
         assert memory_of_kind(device) == KINDS[kind].memory == Topology.of(
             f"{kind}:{'x'.join('1' * KINDS[kind].axes)}"
         ).memory  # fmt: skip
+    of = lambda name: memory_of_kind(type("Device", (), {"device_kind": name}))
+    assert of("NVIDIA GH200 480GB") == 96 * 10**9 and of("NVIDIA T4") is None
 
 
 def test_without_libtpu(monkeypatch, tmp_path):

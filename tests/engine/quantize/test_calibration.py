@@ -146,6 +146,8 @@ def test_experts_in_a_file(tmp_path):
     assert {n: a.tolist() for n, a in found.of_checkpoint(names).items()} == {
         "e.0.weight": [3] * 4, "e.1.weight": [1] * 4, "e.2.weight": [6] * 4,
     }  # fmt: skip
+    with pytest.raises(UserInputError, match="has 3 experts for blk.0.ffn_up_exps.weight, but e.7"):
+        found.of_checkpoint({"e.7.weight": ("blk.0.ffn_up_exps.weight", 7)})
 
 
 @pytest.mark.slow
@@ -192,10 +194,19 @@ def test_experts_of_a_gguf_file_have_their_own(tmp_path):
         _quantised("x", WeightData.from_numpy(values, "x"), None, "Q4_K", {"x": np.ones((1, 32))})
 
 
+def test_negative_counts_are_refused(tmp_path):
+    name = "blk.0.ffn_up.weight"
+    Importance({name: np.ones(4)}, {name: np.array(-1.0)}, {}, 1, 5).save(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointFormatError, match="negative or not finite"):
+        load_importance(tmp_path / "m.gguf")
+
+
 def test_what_cannot_be_calibrated(tiny, tmp_path):
     model, tokenizer = tiny
     with pytest.raises(UserInputError, match="there are no tokens"):
         maxjax.calibrate(model, tokenizer, [])
+    with pytest.raises(UserInputError, match="length is 0: a chunk has at least one token"):
+        maxjax.calibrate(model, tokenizer, "text", length=0)
     with pytest.raises(UserInputError, match="texts need a tokenizer"):
         maxjax.calibrate(model, None, "text")
     with pytest.raises(UserInputError, match="only language models .* Linear"):

@@ -94,6 +94,15 @@ def test_float_widths_meet_in_the_wider():
     assert ops.add(np.int8([1]), INTS).dtype == np.int32
 
 
+def test_arguments_by_name_are_those_by_position():
+    brain, wide = TensorValue(np.ones(3, ml_dtypes.bfloat16)), np.float32([1, 2, 3])
+    one, two = ops.sub(brain, wide), ops.sub(rhs=wide, lhs=brain)
+    assert one.dtype == two.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(one, two)
+    with pytest.raises(TypeError, match="'lhs'"):
+        ops.sub(rhs=wide)
+
+
 @pytest.mark.parametrize("name", ["add", "mul", "greater", "pow"])
 def test_integers_and_floats_do_not_meet(name):
     with pytest.raises(ValueError, match="unsafe cast"):

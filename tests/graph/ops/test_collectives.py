@@ -48,6 +48,9 @@ def test_collectives_that_do_not_fit():
         ops.allreduce.sum(xs, [BufferValue(xs[0])])
     with pytest.raises(ValueError, match="group_size that divides .*4, not 3"):
         ops.allgather(xs, group_size=3)
+    for other in (xs[1].astype(np.float16), xs[1][None]):
+        with pytest.raises(ValueError, match="one size along all axes but 0"):
+            ops.allgather([xs[0], other])
     with pytest.raises(ValueError, match="tensors of one dtype and shape"):
         ops.allreduce.sum([xs[0], xs[1][:2]])
     with pytest.raises(ValueError, match="at least one"):

@@ -54,6 +54,13 @@ def test_of_integers():
     np.testing.assert_array_equal(got[0, :, :, 0], [[-8, -6, -5], [0, 2, 3], [4, 6, 7]])
 
 
+def test_a_window_with_nan_gives_nan():
+    x = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
+    x[0, 1, 1], x[0, 2, 2] = np.nan, np.nan
+    got = ops.max_pool2d(x, (2, 2), stride=2)[0, :, :, 0]
+    np.testing.assert_array_equal(got, [[np.nan, 7], [13, np.nan]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),

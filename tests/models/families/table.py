@@ -107,7 +107,7 @@ def encoders() -> list[tuple[str, ...]]:
         if issubclass(one.config, EncoderConfig):
             head = sys.modules[one.config.__module__].__doc__ or ""
             names, _ = found.setdefault(one.model_type, ([], source(head)))
-            names += [f"`{name}`" for name in one.architectures]
+            names += [f"`{name}`" for name in one.architectures if f"`{name}`" not in names]
     return [(f"`{name}`", ", ".join(names), of) for name, (names, of) in found.items()]
 
 

@@ -176,7 +176,7 @@ def test_every_instruction_of_python_is_read_or_refused():
             with pytest.raises(CheckpointUnsafeError):
                 read(b"\x80\x02](]" + opcode.code.encode("latin-1") + b"os\nsystem\n.")
         elif opcode.code not in known:
-            with pytest.raises(CheckpointFormatError, match="no instruction"):
+            with pytest.raises(CheckpointFormatError, match="not an instruction"):
                 read(b"\x80\x02](]" + opcode.code.encode("latin-1") + b"\0" * 9)
     assert known <= {opcode.code for opcode in pickletools.opcodes}
 

@@ -301,6 +301,12 @@ def test_split_special_tokens(directory):
 # --- the files ------------------------------------------------------------------------------
 
 
+def test_the_digest_covers_how_special_tokens_are_read(directory, tokenizer):
+    change(directory / "tokenizer_config.json", split_special_tokens=True)
+    split = load_tokenizer(directory)
+    assert split.encode("[SEP]") != tokenizer.encode("[SEP]") and split.digest != tokenizer.digest
+
+
 def test_none_when_the_directory_has_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
 
