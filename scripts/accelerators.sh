@@ -3,16 +3,16 @@
 # temporaries and kernels with scripts/aot.txt. No such device is needed.
 #
 #   scripts/accelerators.sh                           compares; up to 4 minutes on two cores
-#   scripts/accelerators.sh --table scripts/aot.txt   any arguments of scripts/aot.py
+#   scripts/accelerators.sh --table scripts/aot.txt   takes any arguments of scripts/aot.py
 #
-# The compilers are installed into .compilers beside .venv, whose packages it sees: about 2 GB, once. They
-# must not be in .venv, where JAX would look for a TPU and a GPU whenever it starts.
+# The compilers are installed once into .compilers, an environment that also sees the packages of .venv: about
+# 2 GB. They must not be in .venv, where JAX would look for a TPU and a GPU whenever it starts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python="$PWD/.venv/bin/python"
 jax="$("$python" -c 'from importlib.metadata import version; print(version("jax"))')"
-# The table holds for these versions.
+# scripts/aot.txt is valid for these versions.
 packages=("libtpu==0.0.52" "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" "nvidia-cudnn-cu13==9.28.1.4")
 
 wanted="$PWD ${packages[*]}"

@@ -1,27 +1,27 @@
-"""Compiles a model's programs for TPUs or GPUs that this machine does not have: `scripts/aot.py`.
+"""Compiles a model's programs ahead of time for TPUs or GPUs that this machine does not have.
 
     python scripts/aot.py h200:8 --model llama8 --layers 8 --mesh model=8 --batch 8 --capacity 8192
     python scripts/aot.py v5e:2x4 --model path/to/config.json --program prefill --tokens 512
     python scripts/aot.py --table scripts/aot.txt
     python scripts/aot.py --check scripts/aot.txt
 
-A topology is one of TPUs (`v5e:2x4`, `v5p:2x2x2`; needs the package libtpu, or TPU_LIBRARY_PATH),
-of NVIDIA GPUs (`h200:8`, `h100:8`; needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version, and
+A topology names TPUs (`v5e:2x4`, `v5p:2x2x2`; needs the package libtpu, or TPU_LIBRARY_PATH),
+NVIDIA GPUs (`h200:8`, `h100:8`; needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version, and
 nvidia-cudnn-cu13), or fake devices (`cpu:8`). The compilers are the real ones; the model has no
-weights, only their shapes, and its layers are as `maxjax.load` would hold them. What is printed:
+weights, only their shapes, and its layers are as `maxjax.load` would hold them. The report has:
 
-arguments    bytes on one device of weights, cache and the rest
-temporaries  bytes that the program needs beside them
-copies       copies of weights or cache of 1 MiB or more, whole or a layer's part: how many in one
-             token of `decode`, or one run of the others; "once" is before and after all tokens
-collectives  what the devices send each other: how often a layer, or beside the layers, and bytes
+arguments    bytes of weights, cache and other arguments on one device
+temporaries  bytes that the program needs in addition
+copies       copies of weights or cache of 1 MiB or more, complete or of one layer: how many for one
+             token of `decode`, or for one run of other programs; "once" is before and after all tokens
+collectives  communication between devices: how often in a layer, how often outside layers, and bytes
 kernels      custom calls, and code that the compiler did not make from its own loops
 
 `--table` compiles the fixed set of `scripts/aot_programs.py` for both kinds of accelerators, or for
 those named (`v5e`, `h200`), and writes a table that does not change unless the programs do. `--check`
 compares with such a table and exits 1 with the lines that differ; sizes of arguments and temporaries
 may differ by 5 % or 1 MiB. Without the compiler of a topology the exit code is 2. Messages about
-`cuInit` on stderr mean nothing.
+`cuInit` on stderr can be ignored.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from scripts import hlo  # noqa: E402
 from scripts.aot_programs import MODELS, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
 MIB = 1 << 20
-# Compilers that run at a time: XLA uses more than one core for a part of a compilation only.
+# The number of compilations at a time: XLA uses more than one core only for a part of each.
 WORKERS = 2
 
 
 class Report(NamedTuple):
-    """What a compiled program is: sizes in bytes on one device, and text for the rest."""
+    """What is measured of a compiled program: sizes in bytes on one device, and text for the rest."""
 
     arguments: int
     temporaries: int
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 
 def model_of(case: Case, mesh: Any) -> Any:
-    """The model without values, placed on a mesh: as ``maxjax.load`` makes it before it reads."""
+    """The model without values, sharded over a mesh, as ``maxjax.load`` makes it before it reads."""
     config = case.config()
     family = find_family(config)
     settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def model_of(case: Case, mesh: Any) -> Any:
 
 
 def _pack_experts(model: Any, encoding: QuantizationEncoding) -> None:
-    """Declares the matrices of a model's experts as blocks, as loading a checkpoint of blocks does."""
+    """Declares the matrices of a model's experts as quantised, as loading a quantised checkpoint does."""
     definition, holders = model._mx_definition()
     for name, holder in zip(definition.names, holders, strict=True):
         dims = [int(size) for size in holder.stored.dims]
@@ -114,7 +114,7 @@ def trace(case: Case, topology: str) -> tuple[Any, int]:
 def compiled(
     case: Case, topology: str, program: Any, layers: int, save: Path | None
 ) -> Report | str:
-    """The report of a lowered program, or why the compiler refuses it: too little memory, say."""
+    """The report of a lowered program, or why the compiler refuses it, for example for lack of memory."""
     start = time.perf_counter()
     try:
         executable = program.compile()
@@ -136,9 +136,9 @@ def compiled(
 def reports(
     cases: Sequence[tuple[str, Case]], save: Path | None
 ) -> Iterator[tuple[str, Case, Report | str]]:
-    """The reports of cases of topologies, in their order.
+    """The reports of pairs of a topology and a case, in their order.
 
-    Programs are traced one after the other, and compiled beside that.
+    Programs are traced one after the other, and compiled in parallel to that.
     """
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting = []
@@ -177,7 +177,7 @@ def copies_of(program: hlo.Program, kind: str) -> str:
 
 
 def collectives_of(program: hlo.Program, layers: int, kind: str) -> str:
-    """The collectives, of which as many as there are layers are said to be of a layer."""
+    """The collectives: of each kind ``times // layers`` in a layer, and the remainder outside layers."""
     groups: Counter[tuple[str, str, int, bool]] = Counter()
     for one in hlo.collectives(program):
         once = kind == "decode" and not one.loops
@@ -199,7 +199,7 @@ def _size(nbytes: int) -> str:
 
 
 def kernels_of(program: hlo.Program) -> str:
-    """The names of kernels, and the number of places they are called at."""
+    """The names of kernels, each with the number of places in the program that call it."""
     found = sorted(hlo.kernels(program).items())
     return "; ".join(f"{count} x {name}" for name, count in found) or "none"
 
@@ -217,7 +217,7 @@ def lines_of(topology: str, case: Case, report: Report | str) -> Iterator[tuple[
 
 
 def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
-    """The lines that differ of two tables, of the topologies in ``found``.
+    """The lines in which two tables differ, for the topologies in ``found``.
 
     Sizes of arguments and temporaries may differ by 5 % or 1 MiB.
 
@@ -255,7 +255,7 @@ def fixed_set(kinds: Sequence[str]) -> list[tuple[str, Case]]:
 
 
 def table(cases: Sequence[tuple[str, Case]], save: Path | None) -> dict[str, str]:
-    """The lines of cases; the time that each took to compile goes to stderr."""
+    """The lines of the cases' table; prints the time that each took to compile to stderr."""
     found: dict[str, str] = {}
     for topology, case, report in reports(cases, save):
         seconds = "refused" if isinstance(report, str) else f"{report.seconds:6.1f} s"
@@ -265,7 +265,7 @@ def table(cases: Sequence[tuple[str, Case]], save: Path | None) -> dict[str, str
 
 
 def written(found: dict[str, str], kinds: Sequence[str]) -> str:
-    """A table as text, with the command that makes it."""
+    """A table as text, with the command that writes it."""
     only = "".join(f" {kind}" for kind in kinds if list(kinds) != list(TOPOLOGIES))
     lines = [
         "# Copies, collectives, temporaries and kernels of programs compiled without the hardware.",
@@ -285,7 +285,7 @@ _INDENT = "\n" + " " * 15
 
 
 def read_table(text: str) -> dict[str, str]:
-    """The lines of :func:`written` again.
+    """The inverse of :func:`written`: a table from its text.
 
     Example:
         >>> read_table(written({"v5e:2x4 decode | copies": "0"}, ["v5e"]))
@@ -358,7 +358,7 @@ def _fixed(kinds: Sequence[str], options: argparse.Namespace) -> int:
         raise UserInputError(f"the fixed set is for {', '.join(TOPOLOGIES)}, not for {unknown[0]}")
     expected = read_table(options.check.read_text()) if options.check else {}
     cases = fixed_set(kinds)
-    for topology in dict(cases):  # a compiler that is not there is said before others have worked
+    for topology in dict(cases):  # a missing compiler is reported before the others start
         Topology.of(topology).devices()
     found = table(cases, options.save)
     if options.check:

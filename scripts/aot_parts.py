@@ -1,17 +1,17 @@
-"""Compiles parts of models for TPUs or GPUs that this machine does not have: `scripts/aot_parts.py`.
+"""Compiles parts of models ahead of time for TPUs or GPUs that this machine does not have.
 
     .compilers/bin/python scripts/aot_parts.py v5e:2x4 attention gradient --tokens 32768
     .compilers/bin/python scripts/aot_parts.py h200:8 experts packed
 
-`scripts/accelerators.sh` makes `.compilers`. The parts are divided over all devices of the topology:
+`scripts/accelerators.sh` makes `.compilers`. The parts are sharded over all devices of the topology:
 
-attention  causal attention of all tokens of a text, 32 heads of 128
-gradient   its derivative
+attention  causal attention of all tokens of a text, 32 heads of width 128
+gradient   the derivative of this attention
 experts    the experts of one layer of Mixtral 8x22B, for one token
 packed     one row times a matrix of 8192 x 8192 in blocks of Q8_0, and of Q4_K, on one device
 
 Printed are the bytes of arguments and temporaries on one device, copies of 1 MiB and more of the
-arguments, kernels, and for TPUs the bytes that the program reads and writes. Loops count once there.
+arguments, kernels, and for TPUs the bytes that the program reads and writes, with each loop counted once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def experts(devices: list[Any], _: int) -> Any:
 
 
 def packed(devices: list[Any], encoding: str) -> Any:
-    """The lowered program of a product with one row."""
+    """The lowered program of a matmul of one row with a quantised weight."""
     kind, size = QuantizationEncoding(encoding), 8192
     where = NamedSharding(maxjax.make_mesh(devices=devices[:1], model=1), PartitionSpec())
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
@@ -94,7 +94,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def line(name: str, lowered: Any) -> str:
-    """What the compiled program is."""
+    """The report of the compiled program, in one line."""
     executable = lowered.compile()
     memory, text = executable.memory_analysis(), executable.as_text()
     parsed = hlo.parse(text)

@@ -1,4 +1,4 @@
-"""The programs that `scripts/aot.py` compiles: shapes of models that many run, and the fixed set of its table."""
+"""The programs that `scripts/aot.py` compiles: shapes of well-known models, and the fixed set of its table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LLAMA = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama8": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                         "num_attention_heads": 32},
-    # Heads of 64, which TPUs keep with the slots last.
+    # Heads of width 64, whose caches TPUs lay out with the slots last.
     "llama1": _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                         "num_attention_heads": 32, "tie_word_embeddings": True},
     "llama70": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -103,8 +103,8 @@ class Case(NamedTuple):
         model: a key of ``MODELS``, or the path of a config.json or of its directory.
         layers: number of layers; None for that of the configuration.
         mesh: sizes of the mesh's axes.
-        batch, capacity: number of sequences, and of slots of the cache.
-        tokens: tokens of each sequence, of a prefill or a call.
+        batch, capacity: number of sequences, and number of slots of the cache.
+        tokens: number of tokens of each sequence, in a prefill or a call.
         dtype, cache_dtype: dtypes of the weights and of the cache; None for that of the weights.
         unstack: whether each layer has weights of its own, whatever ``load`` would choose.
         experts: encoding of the matrices of experts, such as "MXFP4"; None for floats.
@@ -145,7 +145,7 @@ class Case(NamedTuple):
         return math.prod(self.mesh.values())
 
     def config(self) -> dict[str, Any]:
-        """The model's configuration, with as many layers as are wanted."""
+        """The model's configuration, with the number of layers of this case."""
         if self.model in MODELS:
             found = dict(MODELS[self.model])
         else:
@@ -159,7 +159,7 @@ class Case(NamedTuple):
         return found
 
 
-# As few layers as show what a layer costs; all of it compiles in four minutes on two cores.
+# Just enough layers to show what a layer costs; the whole table compiles in four minutes on two cores.
 TABLE = (
     Case("decode", "llama8", 4, {"model": 1}, 1, 8192),
     Case("decode", "llama8", 4, {"model": 1}, 8, 8192),

@@ -1,12 +1,12 @@
 """How fast ggml's quantised blocks become float32, against the gguf package.
 
     python scripts/bench_blocks.py            # 256 MB of values of every type
-    python scripts/bench_blocks.py --quick    # 4 MB: does it run, not how fast
+    python scripts/bench_blocks.py --quick    # 4 MB, to see that it runs
 
-Both decode the same random bytes into fresh memory, in turns, each in one call; the first pair is
-not counted. Printed are the medians of the times and of the ratios of each pair, that many GB of
-values a second of ours, and where the package does not decode a type, our time alone. --threads 1
-keeps us to one thread as the package does, --only a,b chooses types.
+maxjax and the package decode the same random bytes into fresh memory, in turns, each in one call; the
+first pair is not counted. Printed are the medians of the times and of the ratios of each pair, the GB
+of values a second of maxjax, and for a type that the package does not decode, maxjax's time alone.
+--threads 1 limits maxjax to one thread, as the package has; --only a,b chooses types.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WANTED = {"Q4_K": 5.0, "Q6_K": 5.0}
 
 
 def measure(run: Callable[[], object]) -> float:
-    """Seconds of one call; what it gives is freed afterwards."""
+    """Seconds of one call, whose result is freed afterwards."""
     begin = time.perf_counter()
     result = run()
     seconds = time.perf_counter() - begin
@@ -37,7 +37,7 @@ def measure(run: Callable[[], object]) -> float:
 
 
 def random_blocks(name: str, megabytes: int) -> np.ndarray:
-    """Rows of random bytes that decode to so many MB; scales may be NaN, which costs nothing."""
+    """Rows of random bytes that decode to this many MB; scales may be NaN, which takes no longer."""
     rows = megabytes * (1 << 20) // 4 // ROW
     layout = LAYOUTS[name]
     nbytes = ROW // layout.elements * layout.nbytes
@@ -45,7 +45,7 @@ def random_blocks(name: str, megabytes: int) -> np.ndarray:
 
 
 def bench(name: str, megabytes: int, pairs: int, threads: int | None) -> bool:
-    """Prints the line of one type; says whether a wanted ratio is reached."""
+    """Prints the line of one type; returns whether it reaches its wanted ratio."""
     blocks = random_blocks(name, megabytes)
     kind = getattr(gguf.GGMLQuantizationType, name, None)
     theirs_too = kind in quants._type_traits

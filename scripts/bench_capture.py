@@ -1,9 +1,9 @@
 """What a capture costs in a compiled call of a decoder of 30 layers.
 
-Compared with the plain call are: one layer's residual stream, all layers', one layer's attention
-weights, a patch of one layer by a value and by a function; and ``capture`` where nothing is captured,
-which has to be the same program. Calls alternate in pairs; printed are the medians of the ratios. Wanted:
-at most 1.1 for one layer's residual stream, on batches of prompts and on a decode step.
+A plain call is compared with the capture of one layer's residual stream, of all layers' streams, and of
+one layer's attention weights; with a patch of one layer by a value and by a function; and with ``capture``
+that captures nothing, which has to be the same program. Calls alternate in pairs; printed are the medians
+of the ratios. Wanted: at most 1.1 for one layer's residual stream, for prompts and for a decode step.
 
     python scripts/bench_capture.py [--quick]
 """
@@ -40,7 +40,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def ratio(plain: Callable[[], object], other: Callable[[], object], pairs: int) -> float:
     """The median of the ratios of alternating calls."""
-    for call in (plain, other):  # compiled, and warm
+    for call in (plain, other):  # compile, and warm up
         seconds(call), seconds(call)
     found = []
     for i in range(pairs):

@@ -1,18 +1,18 @@
-"""How long it takes until a stack of layers runs, against depth and against other ways to write it.
+"""How long it takes until a stack of layers runs, by depth, and compared with other ways to write it.
 
 compile   trace + lower + compile of n attention blocks: maxjax (``LayerStack.scan`` under
           ``jax.jit``, and ``Module.compile``), ``lax.scan`` written by hand, flax nnx, equinox,
-          and plain unrolled JAX. Wanted: maxjax at 128 layers at most 1.1 times itself at 2, and
+          and plain unrolled JAX. Wanted: maxjax at 128 layers at most 1.1 times its time at 2, and
           1.1 times the scan by hand; the optimised HLO as long at 128 layers as at 2.
 again     the same program in a second process, with the compile cache. Wanted: 20 % of the first.
-dispatch  calling a compiled Model with 290 weights against the raw executable. Wanted: 1.1.
-load      1 GB of weights from a safetensors file into a stack, against the same without one.
+dispatch  calling a compiled Model with 290 weights, against the raw executable. Wanted: 1.1.
+load      1 GB of weights from a safetensors file into a stack, against separate layers.
           Wanted: 1.1 times the time, and at most the largest tensor + 64 MB of memory more.
-calls     32 layers called by ops.call one after the other, as MAX has it: one loop inside
+calls     32 layers called by ops.call one after the other, as in MAX: one loop inside
           ``Module.compile``, n calls of one trace under ``jax.jit``.
-gradient  a step over 32 layers: kept against computed again, stacked against unrolled.
+gradient  a step over 32 layers: activations kept against recomputed, stacked against unrolled.
 
-Rounds are interleaved and each starts with another way; printed are medians and ratios.
+Rounds are interleaved and each starts with a different way; printed are medians and ratios.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from maxjax.graph import DeviceRef, compile_cache, ops
 
 CPU = DeviceRef.CPU()
 HEADS, WIDTH, INNER, TOKENS = 4, 128, 256, 32
-# Name and shape of the weights of a block, as a checkpoint has them.
+# Names and shapes of the weights of a block, as in a checkpoint.
 WEIGHTS = {
     "input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,),
     "self_attn.q_proj.weight": (WIDTH, WIDTH), "self_attn.k_proj.weight": (WIDTH, WIDTH),
@@ -82,7 +82,7 @@ def _block(rope):
 
 
 def block(w, x):
-    """The block by hand: ``w`` gives each weight by its name."""
+    """The hand-written block; ``w`` returns a weight by its name."""
     h = x + _attention(w, _norm(x, w("input_layernorm.weight")))
     y = _norm(h, w("post_attention_layernorm.weight"))
     gate = jax.nn.silu(_product(y, w("mlp.gate_proj.weight")))
@@ -203,7 +203,7 @@ WAYS = {
 
 
 def seconds(way: str, layers: int) -> tuple[float, int]:
-    """Time of trace + lower + compile, from nothing but the model; length of the optimised HLO."""
+    """Seconds of trace + lower + compile of a new model, and the length of the optimised HLO."""
     run, weights = WAYS[way](layers)
     jax.clear_caches()
     gc.collect()
@@ -217,7 +217,7 @@ def seconds(way: str, layers: int) -> tuple[float, int]:
 
 
 def check() -> None:
-    """All ways compute the same."""
+    """Checks that all ways compute the same."""
     model = init(Net(3), jax.random.key(0))
     values = model.state_dict()
     stacked = {n: jnp.stack([values[f"layers.{i}.{n}"] for i in range(3)]) for n in WEIGHTS}
@@ -231,7 +231,7 @@ def compile_times(depths, rounds, most_unrolled):
     cases = [(way, n) for way in WAYS for n in depths if way != "unrolled" or n <= most_unrolled]
     times = {case: [] for case in cases}
     sizes = {}
-    for way in WAYS:  # imports, and what JAX makes once per process
+    for way in WAYS:  # imports, and what JAX creates once per process
         seconds(way, 2)
     for number in range(rounds):
         for case in [*cases[number % len(cases) :], *cases[: number % len(cases)]]:
@@ -266,7 +266,7 @@ def compile_times(depths, rounds, most_unrolled):
 
 
 def max_times(python, depths):
-    """MAX, in a Python that has it, with an empty compile cache for each depth."""
+    """Times of MAX, run by a Python that has it, with an empty compile cache for each depth."""
     for layers in depths:
         with tempfile.TemporaryDirectory() as directory:
             result = subprocess.run(
@@ -284,7 +284,7 @@ def max_times(python, depths):
 
 
 class Calls(Net):
-    """The blocks of Net by a subgraph of the first."""
+    """The blocks of Net as calls of a subgraph, which is that of the first block."""
 
     def __call__(self, h):
         sub = self.layers[0].build_subgraph("block", [h], weight_prefix="layers.0.")

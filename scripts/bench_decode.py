@@ -1,20 +1,20 @@
-"""Text generation's two steps on a CPU, against llama.cpp and against what the memory gives.
+"""Prefill and decode steps of text generation on a CPU, against llama.cpp and the memory bandwidth.
 
-decode    one token of every sequence: a random Llama written by this script as a Hugging Face
-          directory and as a GGUF file, run by what maxjax.generate dispatches and by a live
-          llama.cpp on the same weights, in turns, with a probe of the memory's bandwidth beside
-          every pair. Printed: the median ratio of llama.cpp's time to ours (above 1: we are
-          faster), its quartiles, and which part of the bandwidth measured beside it our step
+decode    one token of every sequence: a random Llama, written by this script as a Hugging Face
+          directory and as a GGUF file, is run by the programs of maxjax.generate and by a running
+          llama.cpp on the same weights, in turns, with a measurement of the memory bandwidth in
+          every pair. Printed: the median ratio of llama.cpp's time to maxjax's (above 1: maxjax is
+          faster), its quartiles, and the share of the measured bandwidth that maxjax's step
           reaches, counting the bytes of the weights and of the part of the cache that is read.
-prefill   prompts of 128 and 512 tokens, the same way.
-others    beside it, where installed: hand-written JAX (unrolled, einsum), transformers on torch,
+prefill   prompts of 128 and 512 tokens, measured in the same way.
+others    where they are installed: hand-written JAX (unrolled, einsum), transformers on torch,
           and Modular MAX (float32) where MAX_COMMAND names its program, `max`.
-generate  a token of maxjax.generate and of maxjax.stream, over a step; eight texts over one.
+generate  time per token of maxjax.generate and maxjax.stream, over a step's; eight texts over one.
 stack     the same model as one loop over stacked layers and unrolled.
-accuracy  quantised weights: logits of ours and of llama.cpp, whose activations are int8, against those
-          with activations in float32.
-memory    what a process holds after loading quantised weights, over the size of the file.
-parts     one product, and attention over one layer's cache: the jnp form's time over the kernel's.
+accuracy  quantised weights: logits of maxjax and of llama.cpp, with int8 activations, against those
+          with float32 activations.
+memory    resident memory of a process after loading quantised weights, over the size of the file.
+parts     one matmul, and attention over one layer's cache: the jnp form's time over the kernel's.
 
 llama.cpp is used where LLAMA_CPP_PYTHON names a Python that has llama-cpp-python, built for this
 processor; without it its columns are empty. --only a,b chooses rows by a part of their name.
@@ -59,7 +59,7 @@ attention_module = sys.modules["maxjax.kernels.decode_attention"]
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PACKED = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-# llama.cpp's is float16
+# The dtype of maxjax's cache for each type of weights; llama.cpp's cache is float16.
 CACHES = {"F32": "float16", "F16": "float16", "BF16": "bfloat16"} | dict.fromkeys(PACKED, "float16")
 
 
@@ -87,7 +87,7 @@ ROWS = [
     *(Row(size, kind, 1, 0, n, wanted=">= 1.0")
       for size in ("135m", "1b") for kind in ("BF16", "F32") for n in (128, 512)),
 ]  # fmt: skip
-# Of quantised weights: the wanted ratio, and the wanted part of the bandwidth.
+# For quantised weights: the wanted ratio, and the wanted share of the bandwidth in percent.
 _WANTED = {
     ("135m", "Q8_0"): (1.1, 60), ("135m", "Q4_0"): (1.1, 60), ("1b", "Q8_0"): (1.1, 80),
     ("1b", "Q4_K"): (1.1, 65), ("1b", "Q6_K"): (1.1, 70), ("1b", "Q5_K"): (1.0, 60),
@@ -110,7 +110,7 @@ class Ours:
         self.model, self.row = model, row
         length = row.prompt or 8
         prompts = np.random.default_rng(0).integers(3, 1000, (row.batch, length)).tolist()
-        # The room of the whole context is made at once.
+        # The capacity of the whole context is allocated at once.
         self.most = (row.prompt or row.context) + 64
         self.texts = Batch(
             model, prompts, [self.most] * row.batch,
@@ -119,7 +119,7 @@ class Ours:
         self.step(1)
 
     def step(self, count: int) -> list[float]:
-        """Seconds of each of `count` steps, written in one dispatch; of a prompt, of each reading."""
+        """Seconds of each of `count` decode steps in one dispatch; for a prompt, of each of `count` prefills."""
         if self.row.prompt:
             return [self._read() for _ in range(count)]
         self._at(self.row.context)
@@ -135,7 +135,7 @@ class Ours:
         return time.perf_counter() - start
 
     def _at(self, length: int) -> None:
-        """As if so many tokens of each text were in the cache, and none were done."""
+        """Sets the state to `length` tokens of each text in the cache, with no text finished."""
         state = self.texts.state
         full = jax.device_put(
             np.full(self.row.batch, length, np.int32), state.cache.lengths.sharding
@@ -146,14 +146,14 @@ class Ours:
         self.texts._used = max(length, 1)
 
     def bytes_read(self) -> int:
-        """Weights, once, and the keys and values of the tokens so far."""
+        """The bytes of all weights, and of the keys and values of the tokens so far."""
         keys = self.texts.state.cache.keys
         used = self.row.context * keys.nbytes // keys.shape[3]
         return weight_bytes(self.model, self.row.batch) + 2 * used
 
 
 def load(directory: Path, stacked: bool = True) -> Any:
-    """The model of a directory."""
+    """The model in a directory."""
     model, _ = maxjax.load(directory, tokenizer=False)
     return model if stacked else model.unstack()
 
@@ -179,7 +179,7 @@ class Theirs:
 
 
 class Bandwidth:
-    """Reads of a large array by all threads, in bytes a second."""
+    """Measures the memory bandwidth: reads of a large array by all threads, in bytes a second."""
 
     def __init__(self, size: int = 400 << 20):
         self.data = jnp.ones((size // 4,), jnp.float32)
@@ -211,7 +211,7 @@ def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
         probe = [bandwidth()]
         for side in order:
             if side is not None:
-                time.sleep(0.05)  # the other one's threads look for work a little longer
+                time.sleep(0.05)  # the other program's threads spin a little longer
                 found[side] = statistics.median(side.step(count))
         probe.append(bandwidth())
         probes.append(statistics.mean(probe))
@@ -236,7 +236,7 @@ def measure(row: Row, folder: Path, pairs: int, bandwidth: Any) -> str:
 
 
 def files(folder: Path, size: str, kind: str) -> tuple[Path, Path]:
-    """What maxjax loads, and the GGUF file, written when they are not there.
+    """The paths of what maxjax loads and of the GGUF file; missing files are written.
 
     maxjax loads a Hugging Face directory of floats, and the GGUF file of quantised weights.
     """
@@ -271,9 +271,9 @@ def check(folder: Path, size: str, kind: str) -> str:
 
 
 def accuracy(folder: Path, size: str, kind: str, count: int) -> str:
-    """How far logits with quantised activations are from the definition's, ours beside llama.cpp's.
+    """How far logits with quantised activations are from the definition's, for maxjax and llama.cpp.
 
-    The definition keeps the activations in float32; all three have a cache of float32. Errors are in
+    The definition keeps the activations in float32; all three have a float32 cache. Errors are in
     standard deviations of the logits.
     """
     _, gguf = files(folder, size, kind)
@@ -299,7 +299,7 @@ def accuracy(folder: Path, size: str, kind: str, count: int) -> str:
 
 
 def memory(folder: Path, size: str, kind: str) -> str:
-    """What a process that has loaded a model holds, above one that has imported maxjax, over the file."""
+    """Memory of a process that has loaded a model, less that of importing maxjax, over the file's size."""
     _, gguf = files(folder, size, kind)
     code = f"""
 import jax.numpy, maxjax
@@ -331,7 +331,7 @@ def stacked(folder: Path, pairs: int, size: str = "135m", kind: str = "BF16") ->
 
 
 def through(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
-    """maxjax.generate and maxjax.stream themselves, beside the steps they dispatch."""
+    """Times of maxjax.generate and maxjax.stream, over those of the steps they dispatch."""
     model = load(files(folder, size, kind)[0])
     prompt = np.random.default_rng(0).integers(3, 1000, 128).tolist()
     count = 128
@@ -339,7 +339,7 @@ def through(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
     steps = Ours(model, row)
 
     def per_token(write: Any) -> float:
-        """Seconds of a token: of 1 + count, less those of 1."""
+        """Seconds of a token: those of 1 + count tokens less those of 1, over count."""
         times = []
         for new in (1, 1 + count):
             start = time.perf_counter()
@@ -378,7 +378,7 @@ def through(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
 
 
 def batches(folder: Path, pairs: int, size: str, kind: str) -> str:
-    """Tokens a second of eight texts at once over those of one."""
+    """Tokens a second of eight texts at once, over those of one text."""
     model = load(files(folder, size, kind)[0])
     one, eight = (Ours(model, Row(size, kind, batch, 128)) for batch in (1, 8))
     ratios = [
@@ -411,7 +411,7 @@ def parts(pairs: int) -> list[str]:
 
 
 def tiles(pairs: int) -> list[str]:
-    """Products of many tokens with the kernels for AVX-512 and for AMX, with weights in a stack."""
+    """Matmuls of many tokens by the kernels for AVX-512 and for AMX, with weights in a stack."""
     lines = []
     x, w = jnp.ones((512, 2048)), jax.random.normal(jax.random.key(0), (2048, 2048))
     first = jnp.int32(0)
@@ -476,7 +476,7 @@ def against(theirs: Any, ours: Any, arguments: Any, pairs: int) -> float:
 
 
 def by_hand(model: Any, row: Row) -> Any:
-    """Plain JAX as it is mostly written: layers unrolled, einsum, a cache of float32 or bf16."""
+    """Plain JAX as it is usually written: layers unrolled, einsum, a cache in float32 or bfloat16."""
     config, weights = model.hf_config, dict(model.state_dict())
     heads, kv, width = (
         config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -553,7 +553,7 @@ def by_torch(directory: Path, row: Row) -> Any:
 
 
 def by_max(folder: Path, size: str) -> float:
-    """Seconds for each token that `max generate` takes for a float32 model; its own figure."""
+    """Seconds per token of `max generate` with a float32 model, by its own figure."""
     directory, _ = files(folder, size, "F32")
     count = json.loads((directory / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -579,7 +579,7 @@ def by_max(folder: Path, size: str) -> float:
 
 
 def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
-    """Decode steps of others, as ratios to ours measured in turns."""
+    """Decode steps of other programs, as ratios to maxjax's time, measured in turns."""
     row = Row(size, kind, 1, 128)
     directory, _ = files(folder, size, kind)
     model = load(directory)
@@ -598,7 +598,7 @@ def others(folder: Path, pairs: int, size: str, kind: str) -> list[str]:
             ratios.append((time.perf_counter() - start) / mine)
         lines.append(f"{size} {kind:4} {name}, time over ours: {statistics.median(ratios):.1f}")
     if kind == "F32" and "MAX_COMMAND" in os.environ:
-        by_max(folder, size)  # compiles, which it keeps
+        by_max(folder, size)  # fills MAX's compile cache
         ratios = []
         for _ in range(3):
             its = by_max(folder, size)

@@ -2,7 +2,7 @@
 
 The function does nothing, so what is timed is flattening, checking and dispatch. The arrays are
 tiny and the same for all; the floor is a flat tuple of them. Rounds are interleaved and each
-starts with another one, so that a disturbance hits all alike. Printed are medians and their
+starts with a different way, so that a disturbance hits all alike. Printed are medians and their
 ratio to the floor. Wanted: maxjax at most 1.25 times the floor, with 290 leaves (32 layers) and
 with 11 (one layer).
 """

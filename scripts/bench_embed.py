@@ -1,12 +1,11 @@
-"""MiniLM: how close to transformers on torch, and how fast beside it.
+"""MiniLM: the differences to transformers on torch, and the speed compared with it.
 
     python scripts/bench_embed.py [--quick]
 
-First the differences over texts of 2 to 256 tokens (240, or 60 with --quick), padded batches
-included. Then texts per second, the two in turn on the same texts, sorted by length and in
-batches of 32 on both sides: the median and the range of the paired ratios; in float32 and in
-bfloat16. Needs the MiniLM
-checkpoint (scripts/setup.sh), torch and transformers (scripts/setup.sh --oracles).
+First it measures the differences over 240 texts (60 with --quick) of 2 to 256 tokens, padded batches
+included. Then it measures texts per second of the two in turn on the same texts, sorted by length and in
+batches of 32 on both sides, in float32 and in bfloat16: the median and the range of the paired ratios.
+Needs the MiniLM checkpoint (scripts/setup.sh), torch and transformers (scripts/setup.sh --oracles).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def accuracy(directory: Path, texts: list[str]) -> None:
 
 
 def many_texts(count: int) -> list[str]:
-    """Texts of 22 tokens in the mean, as sentences have them: most of 10 to 40 tokens, some longer."""
+    """Texts with lengths like those of sentences: 22 tokens in the mean, most 10 to 40, some longer."""
     rng = random.Random(0)
     lengths = [min(max(round(rng.lognormvariate(2.88, 0.5)), 1), 100) for _ in range(count)]
     return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
@@ -59,7 +58,7 @@ def many_texts(count: int) -> list[str]:
 def torch_runner(
     directory: Path, batch_size: int = 32, dtype: str = "float32"
 ) -> Callable[[list[str]], object]:
-    """Embeds texts as sentence-transformers does it: longest first, batches padded to the longest."""
+    """A function that embeds as sentence-transformers does: longest texts first, batches padded."""
     import torch
 
     tokenizer, model = reference(directory, attention="sdpa")
@@ -105,7 +104,7 @@ def speed(directory: Path, quick: bool, dtype: str) -> None:
     jobs[f"{8 * count:,} texts of 22 tokens in the mean"] = many_texts(8 * count)
     print(f"{dtype}: texts per second; ratio = maxjax over torch, paired")
     for name, texts in jobs.items():
-        ours(texts), theirs(texts)  # compiled, warm
+        ours(texts), theirs(texts)  # compile, and warm up
         pairs = [(seconds(ours, texts), seconds(theirs, texts)) for _ in range(rounds)]
         ratios = sorted(torch / jax for jax, torch in pairs)
         rate = [len(texts) / statistics.median(column) for column in zip(*pairs, strict=True)]

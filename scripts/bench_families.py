@@ -1,11 +1,11 @@
-"""A token of each family of decoders on a CPU, against a Llama that reads as many weights for it.
+"""Decode steps of each family of decoders on a CPU, against a Llama that reads as many weights per token.
 
-decode    one token after some others, of a random model of the family and of a Llama of the same hidden
-          size, layers and vocabulary, whose MLP is as wide as makes it read as many weights for a token
-          (of experts, those of one token), in turns. Printed: the Llama's time over the family's (1: as
-          fast; wanted: 0.9 for dense families), its median and quartiles.
-compile   seconds until the first tokens of a model of 2 and of 8 layers of each kind less those of a
-          second run in the same process: they grow with the kinds of layers, not with their number.
+decode    one token after a context, of a random model of the family and of a Llama of the same hidden
+          size, layers and vocabulary, in turns. The Llama's MLP is so wide that it reads as many weights
+          for a token (of experts, those that one token uses). Printed: the Llama's time over the
+          family's (1: as fast; wanted: 0.9 for dense families), its median and quartiles.
+compile   seconds until the first tokens, less those of a second run in the same process, of a model of 2
+          and of 8 layers of each kind: they grow with the kinds of layers, not with their number.
 
 All weights are random float32. --only a,b chooses families by a part of their names.
 """
@@ -45,11 +45,11 @@ class Family:
 
     Attributes:
         name: the class's name.
-        settings: content of ``config.json`` beside :data:`COMMON`.
-        period: layers after which the kinds repeat.
-        first: name of the setting that says how many layers are of another kind before the others.
-        kinds: the kinds of the layers of a period, where the configuration lists them,
-        listed: and the setting that does.
+        settings: settings of ``config.json`` in addition to :data:`COMMON`.
+        period: number of layers after which the kinds repeat.
+        first: name of the setting with the number of leading layers that are of another kind.
+        kinds: kinds of the layers of a period, where the configuration lists them.
+        listed: name of the setting that lists the kinds.
     """
 
     name: str
@@ -97,7 +97,7 @@ def made(name: str, settings: dict[str, Any]) -> Any:
 
 
 def of(row: Family, each: int, small: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The settings of a model of so many layers of each kind, and its layers."""
+    """The settings of a model with ``each`` layers of each kind, and its number of layers."""
     layers = each * row.period * (2 if row.first else 1)
     settings = {**COMMON, **row.settings, **small, "num_hidden_layers": layers}
     if row.name in ("Gemma2", "Gemma3", "GptOss"):
@@ -111,7 +111,7 @@ def of(row: Family, each: int, small: dict[str, Any]) -> tuple[dict[str, Any], i
 
 
 def read(model: Any) -> int:
-    """The numbers that one token reads: all weights but those of experts that it is not sent to."""
+    """The number of weights that one token reads: all but those of experts that it is not routed to."""
     config = model.config
     share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_experts", 0) or 1)
     sizes = {name: weight.value.size for name, weight in model.raw_state_dict().items()}
@@ -119,7 +119,7 @@ def read(model: Any) -> int:
 
 
 def like(settings: dict[str, Any], layers: int, count: int) -> Any:
-    """A Llama of the same hidden size, layers and vocabulary that reads so many numbers."""
+    """A Llama of the same hidden size, layers and vocabulary that reads ``count`` weights."""
     same = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
             "head_dim", "tie_word_embeddings")  # fmt: skip
     plain = {key: settings[key] for key in same}
@@ -134,7 +134,7 @@ def like(settings: dict[str, Any], layers: int, count: int) -> Any:
 
 
 def timed(model: Any, context: int) -> bench_decode.Ours:
-    """Decode steps of one text after so many tokens."""
+    """Decode steps of one text after ``context`` tokens."""
     return bench_decode.Ours(model, bench_decode.Row("", "F32", 1, context))
 
 
@@ -148,7 +148,7 @@ def decode(row: Family, each: int, small: dict[str, Any], pairs: int, context: i
     for i in range(pairs):
         found = {}
         for k in (0, 1) if i % 2 else (1, 0):
-            time.sleep(0.02)  # threads of the other one look for work a little longer
+            time.sleep(0.02)  # threads of the other model spin a little longer
             found[k] = statistics.median(sides[k].step(8))
         ratios.append(found[1] / found[0])
         mine.append(found[0])
@@ -161,7 +161,7 @@ def decode(row: Family, each: int, small: dict[str, Any], pairs: int, context: i
 
 
 def compiled(row: Family, each: int, small: dict[str, Any]) -> float:
-    """Seconds of compiling what reads and writes the first tokens."""
+    """Seconds of compiling the programs of prefill and of the first decode steps."""
     model = made(row.name, of(row, each, small)[0])
     times = []
     for _ in range(2):

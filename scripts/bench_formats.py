@@ -1,17 +1,17 @@
-"""How fast, and in how much memory, GGUF, PyTorch and npz files become arrays that are their own.
+"""How fast, and in how much memory, GGUF, PyTorch and npz files are read into arrays that own their memory.
 
     python scripts/bench_formats.py            # files of 1 GB, five pairs
-    python scripts/bench_formats.py --quick    # 10 MB: does it run, not how fast
+    python scripts/bench_formats.py --quick    # 10 MB, to see that it runs
 
-Every file holds the tensors of a Llama. We load it as a user does: a Module of its weights and
-``load_state_dict(load_weights(path))``; the others end with arrays that alias neither the file
-nor one another. Every run is a process of its own on a warm page cache. The clock starts after
-the imports and stops when all arrays have been summed once: JAX's start-up and the compiling of
-the sums are in it, which torch does not have. Memory is the peak resident size when the arrays
-are ready, above that after the imports and above the arrays; pages of the file that a reader has
+Every file holds the tensors of a Llama. maxjax loads it as a user does, into a Module of its weights by
+``load_state_dict(load_weights(path))``; the other readers end with arrays that alias neither the
+file nor one another. Every run is a new process on a warm page cache. The clock starts after the
+imports and stops when all arrays have been summed once: for JAX it includes the start-up and the
+compiling of the sums, which torch does not have. Memory is the peak resident size when the arrays
+are ready, less that after the imports and less the arrays; pages of the file that a reader has
 mapped count, as they do for a cgroup. Rounds are interleaved; the figures are medians, ratios
-those of each round. --only a,b chooses files by parts of their names. Files are made one at a
-time in a temporary directory. The last table decodes blocks in memory, by NumPy alone, ours in
+are taken within a round. --only a,b chooses files by parts of their names. Files are made one at a
+time in a temporary directory. The last table decodes blocks in memory with NumPy, maxjax in
 two threads (``bench_blocks.py`` has all types).
 """
 
@@ -35,12 +35,12 @@ from bench_load import MEGA, memory, start
 from peers import installed
 
 HIDDEN = 1024
-WANTED = 1.0  # our time over theirs
-WANTED_DECODING = {"Q4_K": 5.0, "Q6_K": 5.0}  # theirs over ours
+WANTED = 1.0  # maxjax's time over the other reader's
+WANTED_DECODING = {"Q4_K": 5.0, "Q6_K": 5.0}  # the gguf package's time over maxjax's
 
 
 def shapes(nbytes: float, itemsize: float) -> dict[str, tuple[int, ...]]:
-    """As many layers of a Llama as make up ``nbytes``; all axes are multiples of 256."""
+    """Shapes of the layers of a Llama of about ``nbytes`` in all; all axes are multiples of 256."""
     hidden = HIDDEN if nbytes > 64 * MEGA else HIDDEN // 4
     layer = {
         "attn_q": (hidden, hidden),
@@ -62,7 +62,7 @@ def shapes(nbytes: float, itemsize: float) -> dict[str, tuple[int, ...]]:
 
 
 def noise(shape: tuple[int, ...], dtype: str, seed: int = 0):
-    """Values round 1 with any mantissa: no NaN, no two pages alike."""
+    """Values near 1 with random mantissas: no NaN, and no two pages alike."""
     import ml_dtypes
     import numpy as np
 
@@ -134,7 +134,7 @@ def write_npz(path: Path, nbytes: float, is_compressed: bool) -> None:
 
 
 # --- the readers ----------------------------------------------------------------------------
-# Each is a generator: imports up to the first yield, then its arrays, ready.
+# Each is a generator: it imports up to the first yield, and then yields its arrays when they are ready.
 
 Reader = Callable[[str], Iterator]
 
@@ -240,13 +240,13 @@ def _sum() -> Callable:
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of file, who reads it, and against whom it is to be how fast."""
+    """A kind of file, its readers, and the reader that maxjax should be as fast as."""
 
     title: str
     suffix: str
     write: Callable[[Path, float], None]
     theirs: dict[str, Reader]
-    wanted: str | None = None  # a name in theirs
+    wanted: str | None = None  # the name of that reader, a key of theirs
     factor: float = 1.0  # bytes of arrays for one byte of the file
 
     @property
@@ -293,7 +293,7 @@ CASES = [
 
 
 def run(case: Case, reader: str, path: str) -> dict[str, float]:
-    """One reading, in this process."""
+    """Reads a file once, in this process."""
     steps = case.readers[reader](path)
     next(steps)
     begin, resident = start()
@@ -311,7 +311,7 @@ def run(case: Case, reader: str, path: str) -> dict[str, float]:
 
 
 def run_child(case: Case, reader: str, path: str) -> dict[str, float]:
-    """One reading, in a process of its own."""
+    """Reads a file once, in a new process."""
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
     done = subprocess.run(
@@ -327,7 +327,7 @@ def run_child(case: Case, reader: str, path: str) -> dict[str, float]:
 
 
 def bench(case: Case, path: Path, pairs: int, quick: bool) -> bool:
-    """Prints the table of one file; says whether the wanted ratio is reached."""
+    """Prints the table of one file; returns whether the wanted ratio is reached."""
     readers = list(case.readers)
     found: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
     one = run if quick else run_child
@@ -366,7 +366,7 @@ def _line(found: dict[str, list[dict[str, float]]], reader: str, is_judged: bool
 
 
 def bench_decoding(nbytes: float, pairs: int, quick: bool) -> bool:
-    """Blocks in memory → float32 by NumPy, ours against the gguf package's."""
+    """Blocks in memory → float32 with NumPy: maxjax's decoders against those of the gguf package."""
     import gguf
     import numpy as np
     from gguf.quants import dequantize
@@ -437,7 +437,7 @@ def main() -> int:
             good &= bench(case, path, pairs, options.quick)
             path.unlink()
     if any(part in "blocks" for part in only):
-        # These take less than a second a pair.
+        # Pairs of these take less than a second each.
         good &= bench_decoding(nbytes / 4, pairs if options.quick else 2 * pairs, options.quick)
     return 0 if good or not options.check else 1
 

@@ -3,14 +3,14 @@
 bandwidth  bytes read a second by a sum over a large array, measured beside every row.
 decode     one token of each of 1 and 8 sequences after 128 and 2048 tokens, with a cache in bfloat16
            and in int8: the bytes of weights and cache that a step has to read, over its time, as
-           a part of the bandwidth. Wanted: 80 %.
-quantised  the same with weights in Q8_0 and Q4_K, and how many times as fast as in bfloat16. Wanted: 2 for Q4_K.
+           a share of the bandwidth. Wanted: 80 %.
+quantised  the same with weights in Q8_0 and Q4_K, and the speed-up over bfloat16. Wanted: 2 for Q4_K.
 prefill    prompts of 2048 and 32768 tokens of one sequence, in chunks of 512: tokens a second.
-ratio      the time of the same model hand-written in JAX (layers unrolled, weights as separate
-           arrays; XLA's attention for decoding, cuDNN's for prefill) over ours: above 1 we are faster.
+ratio      the time of the same model hand-written in JAX (layers unrolled, weights as separate arrays;
+           XLA's attention for decoding, cuDNN's for prefill) over maxjax's: above 1 maxjax is faster.
 copies     bytes of copies of weights and caches in the optimised decode program. Wanted: none.
 
-Other weights are in bfloat16. The 8 B model needs about 40 GB. --quick runs small models on any backend.
+Weights are in bfloat16 unless quantised. The 8 B model needs about 40 GB. --quick runs small models on any backend.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import re
 import statistics
 import sys
@@ -54,14 +55,14 @@ CHUNK = 512
 
 
 def bandwidth(size: int, rounds: int) -> float:
-    """Bytes a second of a sum over bfloat16, summed in float32."""
+    """Bytes a second that a sum over bfloat16 values reads; it adds in float32."""
     data = jnp.ones((size // 2,), jnp.bfloat16)
     read = jax.jit(lambda a: a.sum(dtype=jnp.float32))
     return data.nbytes / median(lambda: read(data), rounds)
 
 
 def median(run: Callable[[], Any], rounds: int) -> float:
-    """The median of the seconds of a call, after two that do not count."""
+    """The median of the seconds of a call, after two calls that do not count."""
     times = []
     for _ in range(rounds + 2):
         start = time.perf_counter()
@@ -70,12 +71,12 @@ def median(run: Callable[[], Any], rounds: int) -> float:
     return statistics.median(times[2:])
 
 
-# --- ours
+# --- maxjax
 
 
 @functools.partial(jax.jit, donate_argnums=2)
 def step(model: Llama, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """Tokens of each sequence → logits of the next, and the cache."""
+    """Tokens of each sequence → logits of the next token, and the new cache."""
     return model(tokens, cache, last=True)
 
 
@@ -83,7 +84,7 @@ Job = tuple[jax.stages.Lowered, Callable[[jax.stages.Compiled], Any]]
 
 
 def compiled(jobs: dict[Any, Job]) -> dict[Any, Any]:
-    """What each job measures, one after the other; their programs are compiled side by side."""
+    """The measurements of the jobs, run one after the other; their programs are compiled in parallel."""
     with ThreadPoolExecutor(4) as pool:
         programs = list(pool.map(lambda job: job[0].compile(), jobs.values()))
     return {
@@ -92,7 +93,7 @@ def compiled(jobs: dict[Any, Job]) -> dict[Any, Any]:
 
 
 def decode(model: Llama, batch: int, context: int, steps: int, kind: str, profile: bool) -> Job:
-    """Seconds of a step, of many that are waited for together, and the bytes it has to read."""
+    """Seconds of a decode step, from many that are awaited together, and the bytes that it has to read."""
     slots = -(-(context + 4 * steps + 8) // 256) * 256
     cache = jax.eval_shape(lambda: model.cache(batch, slots, kind))
     tokens = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -128,7 +129,7 @@ def prefill(model: Llama, length: int, rounds: int, profile: bool) -> Job:
 
 
 def longest(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 4) -> None:
-    """Prints the kernels in which a step spends its time, as the profiler of JAX has it."""
+    """Prints the kernels in which a step spends most of its time, according to JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(steps):
@@ -139,7 +140,7 @@ def longest(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 4) -
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for line in plane.lines if "GPU" in plane.name else ():
                 for event in line.events if line.name.startswith("Stream") else ():
-                    # Of fusions of one kind only the numbers differ.
+                    # Names of fusions of the same kind differ only in their numbers.
                     name = re.sub(r"_\d+$", "", event.name)
                     found.setdefault(name, []).append(event.duration_ns / 1e3 / steps)
     total = sum(map(sum, found.values()))
@@ -149,7 +150,7 @@ def longest(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 4) -
 
 
 def repeated(run: Callable[[Any], tuple[Any, Any]], state: Any, steps: int, profile: bool) -> float:
-    """The least time of a step, of three times so many; prints the kernels of some more."""
+    """Seconds of a step, the least of three means over ``steps``; may print the kernels of some more."""
     times = []
     for _ in range(3):
         out = None
@@ -167,13 +168,12 @@ _COPY = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\("
 
 
 def copied(program: jax.stages.Compiled, least: int) -> int:
-    """Bytes of copies and slices of at least so many numbers that stand by themselves in a program."""
+    """Bytes of unfused copies and slices of at least ``least`` elements in a program."""
     total = 0
-    for _, dims in _COPY.findall(program.as_text()):
-        count = 1
-        for n in dims.split(","):
-            count *= int(n)
-        total += 2 * count if count >= least else 0
+    for dtype, dims in _COPY.findall(program.as_text()):
+        count = math.prod(map(int, dims.split(",")))
+        width = re.search(r"\d+", dtype)  # bits, as in "bf16"; "pred" takes a byte
+        total += count * (int(width[0]) if width else 8) // 8 if count >= least else 0
     return total
 
 
@@ -181,7 +181,7 @@ def copied(program: jax.stages.Compiled, least: int) -> int:
 
 
 def weights_by_hand(config: dict[str, Any]) -> dict[str, Any]:
-    """Random weights ``[in, out]``, those of each layer by themselves."""
+    """Random weights ``[in, out]``, with separate arrays for each layer."""
     size, inner, width = (
         config["hidden_size"],
         config["intermediate_size"],
@@ -210,7 +210,7 @@ def weights_by_hand(config: dict[str, Any]) -> dict[str, Any]:
 def by_hand(
     weights: Any, ids: jax.Array, cache: Any, start: jax.Array, *, config: Any, causal: bool
 ) -> Any:
-    """Tokens ``[B, T]`` at ``start`` → logits of the next and the cache: keys, values ``[B, S, K, D]`` a layer."""
+    """Tokens ``[B, T]`` at ``start`` → logits of the next, and the cache: keys, values ``[B, S, K, D]`` per layer."""
     width, (batch, length) = config["head_dim"], ids.shape
     half = width // 2
     at = start + jnp.arange(length)

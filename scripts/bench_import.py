@@ -1,10 +1,9 @@
-"""What `import maxjax` adds to `import jax`, in fresh processes, interleaved: processor time.
+"""The processor time that `import maxjax` adds to `import jax`, in new processes, interleaved.
 
 Wanted: at most 0.1 s, and 0.15 s with `maxjax.load` and `maxjax.Module`. maxjax imports its parts
-when they are first used; the second figure has most of what a program goes on to use. As users
-have it, the bytecode is there:
-pip writes it. The first run of a checkout writes it, or, with PYTHONDONTWRITEBYTECODE, every run
-compiles all sources again, which the last line shows.
+when they are first used; the second figure includes most parts that a program uses. The bytecode
+exists in these runs, as it does for users, for whom pip writes it. In a checkout the first run writes
+it. With PYTHONDONTWRITEBYTECODE every run compiles all sources again, which the last line shows.
 """
 
 import argparse
@@ -26,8 +25,8 @@ def seconds(statement: str, bytecode: str | None) -> float:
     """The time `statement` takes in a new interpreter, without that interpreter's start.
 
     Args:
-        statement: What it imports.
-        bytecode: Where compiled sources are kept; None for nowhere.
+        statement: the statement to run, which imports something.
+        bytecode: directory that keeps compiled sources; None for no directory.
     """
     code = f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONDONT")}

@@ -1,13 +1,13 @@
 """How fast, and in how much memory, a safetensors checkpoint becomes JAX arrays.
 
     python scripts/bench_load.py            # 1 GB of bfloat16, in one file and in eight
-    python scripts/bench_load.py --quick    # small sizes: does it run, not how fast
+    python scripts/bench_load.py --quick    # small sizes, to see that it runs
 
-Every run is a process of its own on a warm page cache. The clock starts after the imports and
-stops when all arrays are ready, own their memory and have been summed once: JAX's start-up and
-the compiling of the sum are in it, the same for every method that uses JAX. Memory is the peak
-resident size until the arrays are ready, above that after the imports; XLA takes another 64 MB
-to compile the sums, whatever is summed. Rounds are interleaved; the figure is the median.
+Every run is a new process on a warm page cache. The clock starts after the imports and stops when
+all arrays are ready, own their memory and have been summed once: JAX's start-up and the compiling
+of the sum are included, the same for every method that uses JAX. Memory is the peak resident size
+until the arrays are ready, less that after the imports; XLA takes another 64 MB to compile the
+sums, whatever is summed. Rounds are interleaved; the figure is the median.
 A second table opens a checkpoint of many small tensors with `maxjax.load_weights`.
 """
 
@@ -59,7 +59,7 @@ def shapes(layers: int, hidden: int, vocabulary: int) -> dict[str, tuple[int, ..
 
 
 def write_file(path: Path, tensors: dict[str, tuple[int, ...]]) -> int:
-    """Writes bfloat16 tensors of small random values; gives the bytes of the data."""
+    """Writes bfloat16 tensors of small random values; returns the bytes of the data."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def write_file(path: Path, tensors: dict[str, tuple[int, ...]]) -> int:
         at += nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    # Exponents round 1 and any mantissa: no NaN, no two pages alike.
+    # Values near 1 with random mantissas: no NaN, and no two pages alike.
     noise = (rng.integers(0, 1 << 10, 8 * MEGA, np.uint16) + 0x3C00).tobytes()
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
@@ -81,7 +81,7 @@ def write_file(path: Path, tensors: dict[str, tuple[int, ...]]) -> int:
 
 
 def write_set(directory: Path, tensors: dict[str, tuple[int, ...]], files: int) -> int:
-    """Spreads `tensors` over `files` files with an index (one file: model.safetensors)."""
+    """Writes `tensors` to `files` files with an index (one file: model.safetensors)."""
     directory.mkdir()
     if files == 1:
         return write_file(directory / "model.safetensors", tensors)
@@ -122,16 +122,16 @@ def memory(field: str) -> float:
 
 
 def start() -> tuple[float, float]:
-    """(time, resident MB) of the beginning; the peak is counted from here."""
+    """(time, resident MB) at the start of a run; resets the peak of the memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # then a peak of the imports may count against the method
+        pass  # then a peak during the imports may count against the method
     return time.perf_counter(), memory("VmRSS")
 
 
 def child_load(method: str, directory: Path) -> dict[str, float]:
-    """Runs one method: a generator of the start, the peak when the arrays are ready, the sum."""
+    """Runs one method: a generator that yields the start, the peak when the arrays are ready, and the sum."""
     files = sorted(map(str, directory.glob("*.safetensors")))
     run = {
         "maxjax": _maxjax,
@@ -161,7 +161,7 @@ def _maxjax(directory, files):
 
     yield start()
     with open_checkpoint(directory) as table:
-        # device_put takes aligned memory over; jnp.asarray would copy it once more.
+        # device_put aliases aligned memory; jnp.asarray would copy it.
         arrays = [jax.device_put(array) for array in table.read_many().values()]
     yield from _jax_sum(arrays)
 

@@ -1,11 +1,11 @@
-"""What quantising costs: the perplexity of a model for every type that its weights can be stored in.
+"""What quantising costs: the perplexity of a model for every encoding that its weights can be stored in.
 
     python scripts/bench_perplexity.py [--quick]                      # the tiny model
     python scripts/bench_perplexity.py --model DIR --text FILE        # another one
 
-Each matrix whose rows are complete blocks is encoded and dequantised again, and the model computes in
-float32: so the figures are those of the types alone, and not of a kernel. The tiny model's text are
-200 stories of the kind it was trained on, drawn from another seed. Prints a table in Markdown.
+Each matrix whose rows are complete blocks is quantised and dequantised, and the model computes in
+float32, so that the figures show the encodings alone and no kernel. The text for the tiny model is 200
+stories of the kind it was trained on, drawn from another seed. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOATS = {"F32": DType.float32, "BF16": DType.bfloat16, "F16": DType.float16}
 
 
 def rounded(name: str, values: np.ndarray) -> np.ndarray | None:
-    """Float32 values as a type has them; None if its blocks do not divide the rows."""
+    """Float32 values quantised and dequantised; None if blocks of the encoding do not divide the rows."""
     if name in FLOATS:
         return values.astype(FLOATS[name].np).astype(np.float32)
     if values.shape[-1] % LAYOUTS[name].elements:
@@ -38,14 +38,14 @@ def rounded(name: str, values: np.ndarray) -> np.ndarray | None:
 
 
 def bits(name: str) -> float:
-    """Bits of a weight in a type."""
+    """Bits per weight in an encoding."""
     if name in FLOATS:
         return FLOATS[name].np.itemsize * 8
     return LAYOUTS[name].nbytes * 8 / LAYOUTS[name].elements
 
 
 def rows(model: Any, tokenizer: Any, text: str, names: list[str], **options: int) -> Iterator[Any]:
-    """A row of the table for each type that all matrices of the model can be stored in."""
+    """A row of the table for each encoding that all matrices of the model can be stored in."""
     values = {name: np.asarray(weight) for name, weight in model.state_dict().items()}
     matrices = {name: array for name, array in values.items() if array.ndim > 1}
     first = None

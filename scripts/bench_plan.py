@@ -1,11 +1,11 @@
 """How long `maxjax plan` takes for a Llama of 405 billion parameters, and in how much memory.
 
     python scripts/bench_plan.py            # 1138 tensors in 191 files
-    python scripts/bench_plan.py --quick    # four layers: does it run, not how fast
+    python scripts/bench_plan.py --quick    # four layers, to see that it runs
 
-The files have real headers and no data: they are sparse, 811 GB of which a few hundred kB are
-on the disk. Every round is a fresh process, Python's start and the imports included; the figure
-is the median. Memory is the peak resident size of that process.
+The files have real headers and no data: they are sparse files of 811 GB, of which a few hundred kB
+are on the disk. Every round is a new process, and its time includes Python's start and the imports; the
+figure is the median. Memory is the peak resident size of that process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LLAMA_405B = {
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama of those sizes."""
+    """Names and shapes of the tensors of a Llama with this configuration."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     found: dict[str, tuple[int, ...]] = {
@@ -56,7 +56,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def write_sparse(directory: Path, config: dict, files: int) -> int:
-    """Writes such a checkpoint in bfloat16 without its data; gives the bytes of the tensors."""
+    """Writes a bfloat16 checkpoint of this model without data; returns the bytes of its tensors."""
     weights = shapes(config)
     sizes = {name: 2 * _product(shape) for name, shape in weights.items()}
     total, seen = sum(sizes.values()), 0
@@ -91,7 +91,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def run(arguments: list[str]) -> tuple[float, float, str]:
-    """(seconds, peak MB, output) of a fresh process."""
+    """(seconds, peak MB, output) of a new process."""
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
     begin = time.perf_counter()

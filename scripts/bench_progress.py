@@ -1,9 +1,9 @@
 """What a progress bar costs a load: pairs of loads of one file, with the bar and without it.
 
     python scripts/bench_progress.py            # 0.5 GB, 9 pairs
-    python scripts/bench_progress.py --quick    # small: does it run, not how fast
+    python scripts/bench_progress.py --quick    # small, to see that it runs
 
-The bar is drawn into a file in memory ten times a second, from the beginning of the load on. The figure is the
+The bar is drawn into a file in memory ten times a second, from the start of the load on. The figure is the
 median of the ratios; wanted is at most 1.02.
 """
 

@@ -1,14 +1,14 @@
-"""How fast float32 becomes ggml's quantised blocks: the compiled encoders, NumPy and llama.cpp, on one core.
+"""How fast float32 is quantised to ggml's blocks by compiled encoders, NumPy and llama.cpp, on one core.
 
     python scripts/bench_quantize.py            # 32 MB of normal values of every type
-    python scripts/bench_quantize.py --quick    # 1 MB: does it run, not how fast
+    python scripts/bench_quantize.py --quick    # 1 MB, to see that it runs
 
 Each line has GB of float32 a second of one thread: the compiled encoders (`maxjax env` names their
 instruction set), the encoders in NumPy, which run where there is no compiler, and ggml's own
 `ggml_quantize_chunk`, which `llama-quantize` calls for every piece of a tensor; and the ratio of the
-first to the last. They take turns over the same values; medians. llama.cpp's library is that of the
-Python that LLAMA_CPP_PYTHON names (see scripts/llama_cpp_peer.py), or the file GGML_LIBRARY; without
-one its column is empty. --importance adds a column for blocks with an importance matrix.
+first to the last. They take turns on the same values; figures are medians. llama.cpp's library is that
+of the Python that LLAMA_CPP_PYTHON names (see scripts/llama_cpp_peer.py), or the file GGML_LIBRARY;
+without one its column is empty. --importance adds a column for blocks with an importance matrix.
 """
 
 from __future__ import annotations

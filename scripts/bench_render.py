@@ -1,11 +1,11 @@
-"""How long models of 8 and of 405 billion parameters take to show themselves, and in how many bytes.
+"""How long the repr and HTML of models of 8 and 405 billion parameters take, and how many bytes they are.
 
     python scripts/bench_render.py            # 32 and 126 layers, stacked and not
-    python scripts/bench_render.py --quick    # one round: does it run, not how fast
+    python scripts/bench_render.py --quick    # one round, to see that it runs
 
-The models are abstract, so nothing but their structure is there; the transfer guard is on all the same.
-A round makes the repr and the HTML of each model; the figure is the median over the rounds, of each the
-first and the later ones, as the first is what a person waits for.
+The models are abstract: they have no values. Still the transfer guard is on. A round makes the repr and
+the HTML of each model, for the first time and again, as a person waits for the first. The figures are
+medians over the rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def milliseconds(model: Llama) -> tuple[float, float, int, int]:
-    """Of the repr and of the HTML: how long it took, and how many bytes it is."""
+    """Milliseconds of the repr and of the HTML, and the bytes of each."""
     begin = time.perf_counter()
     text = repr(model)
     middle = time.perf_counter()

@@ -1,16 +1,16 @@
-"""How fast, and in how much memory, a model is saved and restored: beside orbax and safetensors.
+"""How fast, and in how much memory, a model is saved and restored, compared with orbax and safetensors.
 
-    python scripts/bench_save.py            # 1 GB of float32, on 1 device and on 8 of the CPU
-    python scripts/bench_save.py --quick    # small sizes: does it run, not how fast
+    python scripts/bench_save.py            # 1 GB of float32, on 1 device and on 8 CPU devices
+    python scripts/bench_save.py --quick    # small sizes, to see that it runs
 
 maxjax writes the checksum of every tensor, flushes what it wrote to the disk and compares the
 checksums when it reads. The others are called as their documentation says: orbax
 (`ocp.save`, `ocp.load`), and `safetensors.flax` with the fsync that makes a file durable.
-Every run is a process of its own, pairs in turn, the figure is the median of the ratios. The
-clock of saving goes from arrays that are ready to a checkpoint on the disk; that of restoring,
-from the path to arrays that are ready, with the file in the page cache. A loop has run once on
-a tiny model before. Memory is the peak resident size above that before the run: of a save all
-of it, of a restore without the arrays themselves.
+Every run is a new process, pairs take turns, and the figure is the median of the ratios. The
+time of a save is from arrays that are ready to a checkpoint on the disk; that of a restore, from
+the path to arrays that are ready, with the file in the page cache. Each process has saved and
+restored a tiny model before. Memory is the peak resident size less that before the run, and for a
+restore less the arrays themselves.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from bench_load import memory
 PEERS = {"orbax": "orbax", "safetensors": "safetensors + fsync"}
 WANTED_RATIO = 1.1
 WANTED_MEMORY = 64  # MB
-SIDE = 4096  # of the square weights
+SIDE = 4096  # rows and columns of the square weights
 LAYERS = 16
 
 
 def model_of(layers: int, side: int, devices: int, is_lazy: bool = False):
-    """Square Linear layers with random values or none, split over the devices by rows."""
+    """Square Linear layers with random values or none, sharded over the devices by rows."""
     import jax
 
     import maxjax
@@ -143,7 +143,7 @@ def child(format: str, who: str, act: str, path: Path, layers: int, side: int, d
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         save(tiny, Path(folder) / "tiny")
         jax.block_until_ready(restore(tiny, abstract(tiny), Path(folder) / "tiny"))
-    # To restore, the others are told shapes and shardings.
+    # The other libraries are given shapes and shardings to restore.
     model = model_of(layers, side, devices, is_lazy=act == "restore")
     wanted = abstract(model)
     os.sync()

@@ -1,16 +1,16 @@
 """How fast, and in how much memory, a checkpoint becomes arrays sharded over eight devices.
 
-    python scripts/bench_sharded_load.py            # 512 MB of bfloat16, 8 devices of the CPU
-    python scripts/bench_sharded_load.py --quick    # small sizes: does it run, not how fast
+    python scripts/bench_sharded_load.py            # 512 MB of bfloat16, 8 CPU devices
+    python scripts/bench_sharded_load.py --quick    # small sizes, to see that it runs
 
-By rows each device's part lies together in the file; by columns it is a piece of every row.
-Every run is a process of its own on a warm page cache, the methods in turn, and the figure is
-the median. The clock goes from the path to arrays that are ready; JAX has started and the
-method has run once on a tiny file. (In one process that loads again and again, huge pages that
-are still warm make whatever takes memory by `malloc` look twice as fast.) What is written by
-hand takes memory that JAX keeps without a copy, as maxjax does. Memory is the peak of the
-anonymous pages, sampled every millisecond in further processes, above that before the run.
-Last, the bytes that maxjax reads for four of the eight devices: one of two processes.
+If sharded by rows, each device's part is contiguous in the file; by columns it is a piece of every
+row. Every run is a new process on a warm page cache, the methods take turns, and the figure is
+the median. The time is from the path to arrays that are ready; JAX has started and the method has
+run once on a tiny file. (In one process that loads again and again, huge pages that are still
+warm would make methods that allocate with `malloc` look twice as fast.) The hand-written methods
+use memory that JAX takes over without a copy, as maxjax does. Memory is the peak of the anonymous
+pages, sampled every millisecond in further processes, less that before the run. The last figure is
+the bytes that maxjax reads for four of the eight devices, as one of two processes does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def regions_of(shape: tuple[int, ...], axis: int):
 
 
 def assembled(shape: tuple[int, ...], axis: int, memories: dict):
-    """One array of the memories, uint8, of each device."""
+    """One sharded array from the uint8 memory of each device, which is not copied."""
     import jax
     import ml_dtypes
 
@@ -71,7 +71,7 @@ def assembled(shape: tuple[int, ...], axis: int, memories: dict):
 
 
 def parts_of(table, axis: int, devices: int):
-    """A Part, with fresh memory, for each tensor and each of the first devices."""
+    """A Part, with newly allocated memory, for each tensor and each of the first devices."""
     from maxjax.storage import aligned_empty
     from maxjax.storage.parts import Part
 
@@ -103,7 +103,7 @@ def maxjax_load(path: Path, axis: int) -> list:
 
 
 def _entries(path: Path) -> tuple[int, dict]:
-    """Where the data begins, and the header, as anyone would read them by hand."""
+    """The offset of the data, and the header, read without a library."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(length))
@@ -185,7 +185,7 @@ METHODS = {**OURS, **HAND, **PEERS}
 
 
 def child_time(path: Path, axis: int, name: str) -> float:
-    """Seconds of one run; then the values of the last tensor are compared with the file."""
+    """Seconds of one run; compares the values of the last tensor with the file afterwards."""
     import jax
     import numpy as np
 
@@ -230,7 +230,7 @@ def child_memory(path: Path, axis: int, name: str) -> float:
 
 
 def child_share(path: Path, axis: int, name: str) -> float:
-    """The part of the weights' bytes that maxjax reads for half of the devices."""
+    """The share of the weights' bytes that maxjax reads for half of the devices."""
     from maxjax.storage import open_checkpoint
     from maxjax.storage.parts import read_parts
 
@@ -243,9 +243,9 @@ def child(kind: str, path: Path, axis: int, name: str) -> float:
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    # Brings in all the code and starts JAX.
+    # Imports all code and starts JAX.
     jax.block_until_ready(METHODS[name](path.with_name("small.safetensors"), axis))
-    gc.collect()  # what the imports left is of no method
+    gc.collect()  # garbage of the imports must not count for a method
     return {"time": child_time, "memory": child_memory, "share": child_share}[kind](
         path, axis, name
     )

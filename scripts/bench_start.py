@@ -1,11 +1,11 @@
 """From the command to the first token: whole processes of `maxjax generate` with the small model.
 
-cold      an empty compile cache: everything is compiled.
+cold      with an empty compile cache: everything is compiled.
 second    the same again: programs come from the cache.
 help      `maxjax --help` over Python's own start (`python -c pass`).
 
-A time is from the start of the process to the first character on its stdout, and the processor time
-that it had taken then, which is the same on a busy machine. Medians of --rounds.
+The figures are the time from the start of the process to the first character on its stdout, and the
+processor time until then, which is the same on a busy machine. They are medians of --rounds runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What MAX's values cost: a block written on TensorValues against the same block in plain jnp.
+"""What TensorValues cost: a block written with them against the same block in plain jnp.
 
-Eagerly the two are called in turn, with activations of a decode step and of a small batch; printed
-are the medians and their ratio (wanted: at most 1.3). Under jit both become the same program: the
+Eager calls of the two take turns, with activations of a decode step and of a small batch; printed are
+the medians and their ratio (wanted: at most 1.3). Under jit both must become the same program: the
 optimised HLO is compared as text, without metadata.
 """
 
@@ -12,7 +12,7 @@ import statistics
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The kernels are what a product of values is on a CPU, and not what plain jnp is: like with like.
+# A matmul of TensorValues would use the CPU kernels, which plain jnp does not: both must compute alike.
 os.environ.setdefault("MAXJAX_KERNELS", "off")
 
 import jax
@@ -26,7 +26,7 @@ WANTED = 1.3
 
 
 class Block(Module):
-    """RMS norm, two products and a gate, as MAX model code writes them."""
+    """RMS norm, matmuls and a gate, as MAX model code writes them."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -44,7 +44,7 @@ class Block(Module):
 
 
 def plain(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """The same in jnp."""
+    """The same block in jnp."""
     variance = jnp.mean(x * x, -1, keepdims=True)
     h = x * jax.lax.rsqrt(variance + 1e-6) * weights["norm"].reshape((1, -1))
     product = lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())))

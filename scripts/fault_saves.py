@@ -1,15 +1,15 @@
-"""Lets system calls fail while something is saved, and looks at what comes of it.
+"""Lets system calls fail during saves, and checks what is left.
 
-    python scripts/fault_saves.py                      # every call, four errors, once and for good
+    python scripts/fault_saves.py                      # every call, four errors, once and from then on
     python scripts/fault_saves.py --kind set --calls 20 --error EIO
-    python scripts/fault_saves.py --quick              # a few of each: does it work
+    python scripts/fault_saves.py --quick              # a few of each, to see that it runs
 
 For n = 1, 2, … the n-th call that changes a file or makes it durable (write, fsync, rename, link,
 open for a new file, mkdir, unlink, …) fails with ENOSPC, EIO, EDQUOT or EROFS, once or from then
 on, or writes only half. Wanted: the save raises CheckpointSaveError with that errno and the old
-checkpoint is there, or it works where the call is only for cleaning; nothing temporary is left;
-the next save in the same process works; and that ends within 5 s. Prints a table; ends with 1 if
-anything is otherwise.
+checkpoint is still there, or the save succeeds if the call only cleans up; nothing temporary is left;
+the next save in the same process works; and it ends within 5 s. Prints a table; the exit code is 1 if
+anything else happens.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from scripts.save_trials import (
     which_save,
 )  # fmt: skip
 
-# Those that clean up: what they cannot remove is left for the next save.
+# The calls that clean up: what they cannot remove is left for the next save.
 CLEANING = ("unlink", "unlinkat", "rmdir")
 
 
 @dataclass
 class Row:
-    """What came of the trials with one error."""
+    """The results of the trials with one error."""
 
     kind: str
     fault: str
     trials: int = 0
     raised: int = 0
-    saved: int = 0  # in spite of it
+    saved: int = 0  # in spite of the fault
     left: int = 0  # times that the next save had to clean up
     slowest_exit: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class Trial:
-    """One save of k with a fault at call n, over a good save k - 1."""
+    """A save of model k with a fault at call n, over a good save of model k - 1."""
 
     server: Server
     row: Row
@@ -78,7 +78,7 @@ class Trial:
     call = "?"
 
     def run(self) -> int | None:
-        """Which save is there at last; None if there is no n-th call."""
+        """The number of the model that is there at the end; None if there is no n-th call."""
         action = FAIL if self.number else SHORT
         fault = {"n": self.n, "action": action, "errno": self.number, "forever": self.forever}
         job = {"job": "fault", "kind": self.row.kind, "path": self.path, "k": self.k}
@@ -109,7 +109,7 @@ class Trial:
                 self.bad(
                     f"raised {message['error']}, errno {message['errno']}: {message['message']}"
                 )
-            # What cannot be taken back, since that fails as well, is new, and whole.
+            # If the failing call also prevents the undo, the new checkpoint is there, complete.
             if found != self.k - 1 and not (self.forever and found == self.k):
                 self.bad(f"the save failed, and {found} is there, not {self.k - 1}")
         if left := strays(self.path):
@@ -138,7 +138,7 @@ class Trial:
 def campaign(
     server: Server, kind: str, fault: str, *, forever: bool, calls: list[int], start: int = 0
 ) -> Row:
-    """A fault at each of these calls."""
+    """Runs a trial with a fault at each of these calls."""
     row = Row(kind, fault + (" from then on" if forever else ""))
     number = ERRORS.get(fault, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def campaign(
                 break
             if found is None:
                 break
-            k += 2  # turns: it is always the same that is replaced
+            k += 2  # even steps: the same kind of model is replaced in each trial
     return row
 
 

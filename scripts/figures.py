@@ -1,17 +1,17 @@
 """The figures of the documentation: measured by benchmarks, kept in one file, shown by pages.
 
-    python scripts/figures.py                        writes the tables of all pages anew
-    python scripts/figures.py --check                says which page differs; exit code 1
-    python scripts/figures.py --run NAME …           runs the benchmark and keeps what it found
-    python scripts/figures.py --run NAME --output F  the same with what it printed before, in a file
+    python scripts/figures.py                        rewrites the tables of all pages
+    python scripts/figures.py --check                names the pages that differ; exit code 1
+    python scripts/figures.py --run NAME …           runs a benchmark and stores its figures
+    python scripts/figures.py --run NAME --output F  the same from the benchmark's earlier output, a file
 
-docs/figures.toml is the one place of a figure. Each entry is a table:
+All figures are in docs/figures.toml. Each entry is a table:
 
     [dispatch]
     title = "Calling a jitted function"
-    command = "python scripts/bench_dispatch.py"      what prints it
-    date = "2026-11-23"                               when it did
-    machine = "zen4"                                  where: a key of [machines]
+    command = "python scripts/bench_dispatch.py"      the command that prints the figures
+    date = "2026-11-23"                               the date of the measurement
+    machine = "zen4"                                  the machine: a key of [machines]
     note = "…"                                        optional: a sentence below the table
     columns = ["what", "figure"]
     rows = [["call of a jitted no-op", "1.02; 1.06"]]
@@ -20,16 +20,16 @@ docs/figures.toml is the one place of a figure. Each entry is a table:
     form = "{}; {}"                                   one {} for each pattern
     patterns = ["290 leaves.*?maxjax +\\\\S+ +(\\\\S+) x", "11 leaves.*?maxjax +\\\\S+ +(\\\\S+) x"]
 
-A pattern is a regular expression over all that the command prints (a dot matches line breaks); its first
-group is the value. Cells that have none are edited by hand, and `--run` names them.
+A pattern is a regular expression over the whole output of the command (a dot matches line breaks); its first
+group is the value. Cells without patterns are edited by hand, and `--run` names them.
 
-A page shows a table between two comments, and this script writes what is between them:
+A page shows a table between two comments, and this script writes the text between them:
 
     <!-- figures: dispatch -->
     <!-- /figures -->
 
-With several names, whose tables all have the columns "what" and "figure", it is one table with a third
-column for the command. The name "machines" lists the machines.
+With several names, whose tables must all have the columns "what" and "figure", one table is written with a
+third column for the command. The name "machines" lists the machines.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def read(path: Path = FILE) -> tuple[dict[str, str], Tables]:
     """(machines, tables) of the file of figures.
 
     Raises:
-        ValueError: a table lacks a key, has one too many, names a machine that is not there, or has
-            a row that is not as wide as its columns.
+        ValueError: a table lacks a key, has an unknown key, names an unknown machine, or has
+            a row with another number of cells than it has columns.
     """
     tables = tomllib.loads(path.read_text())
     machines = tables.pop("machines")
@@ -82,7 +82,7 @@ def read(path: Path = FILE) -> tuple[dict[str, str], Tables]:
 
 
 def write(machines: dict[str, str], tables: Tables, path: Path = FILE) -> None:
-    """Writes the file of figures: one line a row, so that a change is a line."""
+    """Writes the file of figures, with one line for each row, so that diffs are short."""
     lines = ["# scripts/figures.py says what this is, and writes it.", "", "[machines]"]
     lines += [f"{name} = {_toml(said)}" for name, said in machines.items()]
     for name, table in tables.items():
@@ -100,12 +100,12 @@ def write(machines: dict[str, str], tables: Tables, path: Path = FILE) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A string, a number or a list of them: JSON of these is TOML."""
+    """The TOML of a string, a number or a list of them, which is the same as its JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def table_of(names: list[str], machines: dict[str, str], tables: Tables) -> str:
-    """The Markdown of one table, or of several in one; "machines" is what each machine is."""
+    """The Markdown of one table, or of several as one; the name "machines" describes the machines."""
     if names == ["machines"]:
         return "\n" + "".join(f"* {name}: {said}\n" for name, said in machines.items()) + "\n"
     if missing := [name for name in names if name not in tables]:
@@ -130,14 +130,14 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def render(text: str, machines: dict[str, str], tables: Tables) -> str:
-    """The text of a page with the tables between its comments written anew."""
+    """The text of a page with the tables between its comments replaced."""
     return BLOCK.sub(
         lambda found: f"{found[1]}{table_of(found[2].split(), machines, tables)}{found[4]}", text
     )
 
 
 def keep(table: dict[str, Any], printed: str) -> tuple[list[str], list[list[int]]]:
-    """Puts what a command printed into a table's cells: (patterns not found, cells without patterns)."""
+    """Fills a table's cells from a command's output: (patterns not found, cells without patterns)."""
     missing, cells = [], []
     for one in table.get("read", []):
         found = [re.search(pattern, printed, re.DOTALL) for pattern in one["patterns"]]
@@ -151,7 +151,7 @@ def keep(table: dict[str, Any], printed: str) -> tuple[list[str], list[list[int]
 
 
 def run(name: str, output: Path | None, machine: str | None) -> int:
-    """Runs a table's command and keeps its figures; 1 if some were not found, and nothing is kept."""
+    """Runs a table's command and stores its figures; if some are not found, stores none and returns 1."""
     machines, tables = read()
     table = tables[name]
     if output is None:

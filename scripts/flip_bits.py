@@ -1,14 +1,14 @@
-"""Flips bits of checkpoints that maxjax wrote, one at a time, and looks at what loading says.
+"""Flips single bits of checkpoints that maxjax wrote, and checks whether loading notices.
 
     python scripts/flip_bits.py                    # 2,000 flips: about a minute
     python scripts/flip_bits.py --count 20000 --seed 7 --kind orbax
-    python scripts/flip_bits.py --blind            # with verify=False: what would go unseen
+    python scripts/flip_bits.py --blind            # with verify=False: what would go unnoticed
 
 One model with weights of several types is written as a safetensors file, as a set of them, as
-GGUF and as an orbax step. Three flips of four hit the bytes of an array, the others any byte of
-any other file or header. Wanted: a flip in an array is found, and the message names that tensor; any
-other is an error of maxjax's own or changes no name, type or value. Prints a table; ends with
-1 if anything is otherwise.
+GGUF and as an orbax step. Three of four flips hit the bytes of an array, the others any other byte of
+a file or header. Wanted: a flip in an array raises an error that names the tensor; any other flip
+raises one of maxjax's errors, or changes no name, type or value. Prints a table; the exit code is
+1 if anything else happens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_model(seed: int) -> Any:
 
 
 def write_gguf(path: Path, model: Any) -> None:
-    """The model's tensors and a little metadata."""
+    """Writes the model's tensors and a little metadata."""
     tensors = [outgoing_data(data, name) for name, data in model_data(model).items()]
     metadata = {"general.architecture": "none", "general.name": "flips", "none.rope.base": 1e4}
 
@@ -82,7 +82,7 @@ WRITERS: dict[str, Callable[[Path, Any], Any]] = {
 
 
 def load(path: Path, verify: Any) -> dict[str, tuple[Any, bytes]]:
-    """Everything that is read: name → type, shape and encoding, and bytes."""
+    """All tensors of a checkpoint: name → (type, shape and encoding; bytes)."""
     with open_checkpoint(path, verify=verify) as table:
         arrays = table.read_many()
         metadata = {key: repr(value) for key, value in sorted(table.metadata.items())}
@@ -95,7 +95,7 @@ def load(path: Path, verify: Any) -> dict[str, tuple[Any, bytes]]:
 
 @dataclass
 class Place:
-    """Where a flip may go: ``nbytes`` bytes of a file, of a tensor or of none."""
+    """A range of bytes for flips: ``nbytes`` bytes of a file, which belong to one tensor or to none."""
 
     file: Path
     offset: int
@@ -104,7 +104,7 @@ class Place:
 
 
 def find_places(folder: Path, tensors: dict[str, tuple[Any, bytes]]) -> list[Place]:
-    """Every byte of every file: those of the arrays, which lie there as they are, and the rest."""
+    """Ranges for every byte of every file: those of the arrays, which are stored unchanged, and the rest."""
     left, places = dict(tensors), []
     del left["metadata"]
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -128,7 +128,7 @@ def find_places(folder: Path, tensors: dict[str, tuple[Any, bytes]]) -> list[Pla
 
 @dataclass
 class Row:
-    """What came of the flips of one kind."""
+    """The results of the flips of one kind of checkpoint."""
 
     kind: str
     where: str
@@ -141,7 +141,7 @@ class Row:
 
 
 def flip(place: Place, rng: random.Random) -> tuple[int, int]:
-    """Flips a bit; gives its place in the file and its number."""
+    """Flips a bit; returns the offset of its byte in the file and the number of the bit."""
     at, bit = place.offset + rng.randrange(place.nbytes), rng.randrange(8)
     with open(place.file, "r+b") as file:
         file.seek(at)
@@ -152,7 +152,7 @@ def flip(place: Place, rng: random.Random) -> tuple[int, int]:
 
 
 def judge(folder: Path, place: Place, good: Any, row: Row, verify: Any) -> str | None:
-    """Loads what has a flip; counts what came of it, and gives what is wrong about that."""
+    """Loads a checkpoint with a flip; counts the result in ``row``, and returns what is wrong, if anything."""
     row.flips += 1
     try:
         found = load(folder, verify)
@@ -163,7 +163,7 @@ def judge(folder: Path, place: Place, good: Any, row: Row, verify: Any) -> str |
         if place.tensor is not None and error.tensor != place.tensor:
             return f"the message does not name '{place.tensor}': {error}"
         return None
-    except Exception as error:  # the point of it all: there are to be none
+    except Exception as error:  # what this script looks for: there must be none
         return f"{type(error).__name__}: {error}"
     if found == good:
         row.nothing += 1
@@ -173,7 +173,7 @@ def judge(folder: Path, place: Place, good: Any, row: Row, verify: Any) -> str |
 
 
 def run(kind: str, count: int, seed: int, verify: Any, base: Path) -> Iterator[Row]:
-    """The flips of one kind of checkpoint, and what is wrong printed."""
+    """Makes the flips of one kind of checkpoint, and prints what is wrong."""
     rng, folder = random.Random(f"{kind} {seed}"), base / kind
     WRITERS[kind](folder, make_model(seed))
     good = load(folder, True)
@@ -182,7 +182,7 @@ def run(kind: str, count: int, seed: int, verify: Any, base: Path) -> Iterator[R
     others = Row(kind, "other"), [place for place in places if place.tensor is None]
     for number in range(count):
         row, several = others if number % 4 == 3 else arrays
-        # The files are as likely as they are many, not long: the small ones matter as much.
+        # Each file is equally likely, whatever its size: the small ones matter as much.
         (place,) = rng.choices(several, [one.nbytes if one.tensor else 1 for one in several])
         before = place.file.read_bytes()
         at, bit = flip(place, rng)

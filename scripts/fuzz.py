@@ -1,16 +1,16 @@
-"""Damages good files at random and looks at what reading them does.
+"""Damages good files at random and checks what reading them does.
 
     python scripts/fuzz.py                    # 50,000 mutations of every format
     python scripts/fuzz.py --format gguf --count 3000 --seed 7
-    python scripts/fuzz.py --quick            # a few of each: does it run
+    python scripts/fuzz.py --quick            # a few of each, to see that it runs
     python scripts/fuzz.py --refusal          # how long each bad file of the corpus takes
 
-Files are read in a child process, so that a crash or an endless loop is seen and told, and the
-rest goes on behind it. Wanted are none of these: a signal, a read of over 5 s, memory that grows
-by over 300 MB and twice the file, an exception that is no CheckpointError or does not name the
-file in one line, a file that is read otherwise than its reference reader does (safetensors, gguf,
-torch, numpy; they may refuse what is read here), and a wrong CRC of an archive that passes. Ends
-with 1 if there is any, after the command that shows it again.
+Files are read in a child process, so that a crash or an endless loop is reported, and a new child
+reads the rest. Failures are: a signal, a read of over 5 s, memory that grows by over 300 MB and
+twice the file, an exception that is not a CheckpointError or does not name the file in one line,
+a file that the reference reader reads differently (safetensors, gguf, torch, numpy; they may
+refuse what maxjax reads), and a wrong CRC of an archive that is accepted. If there is one, the exit
+code is 1, and the command that reproduces it is printed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from tests.storage.mutate import mutations  # noqa: E402
 
 HANG_SECONDS = 5.0
 GROWTH_BYTES = 300_000_000
-# Address space beyond this is an allocation by a number out of the file.
+# The limit of the child's address space: only an allocation by a damaged number exceeds it.
 SPACE_BYTES = 3 << 30
-# Of the child's imports, and of a reference reader that does not end.
+# Time limits for the child's imports, and for a reference reader that does not end.
 START_SECONDS, REFERENCE_SECONDS = 120.0, 20.0
 SMALL_FILE, SMALL_SECONDS, ANY_SECONDS = 1_000_000, 0.1, 1.0
 SHOWN = 5
@@ -53,23 +53,23 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Seed:
-    """A good file: `data` is damaged, made a file by `wrap`, and written as `name`."""
+    """A good file: `data` is damaged, turned into a file by `wrap`, and written as `name`."""
 
     data: bytes
     name: str
     wrap: Callable[[bytes], bytes] = lambda data: data
-    opened: str = ""  # the file that is opened, if it is another
+    opened: str = ""  # the file that is opened, if it is another one
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, directory: Path, damaged: bytes) -> Path:
-        # A new file each time: a reference reader may have the old one mapped.
+        # A new inode each time: a reference reader may still have the old file mapped.
         path = directory / self.name
         path.unlink(missing_ok=True)
         path.write_bytes(self.wrap(damaged))
         return directory / (self.opened or self.name)
 
 
-# --- the formats: good files, and whether a table is what the reference reader reads -----------
+# --- the formats: good files, and whether maxjax and the reference reader read the same --------
 
 
 def safetensors_seeds() -> list[Seed]:
@@ -128,7 +128,7 @@ def pytorch_seeds() -> list[Seed]:
             members = {n.removeprefix("m/"): archive.read(n) for n in archive.namelist()}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
-        for name, content in members.items():  # without the time, which is another in every run
+        for name, content in members.items():  # without the time, which differs in every run
             archive.writestr(zipfile.ZipInfo(f"m/{name}"), content, zipfile.ZIP_DEFLATED)
 
     def with_right_sum(pickled: bytes) -> bytes:
@@ -175,7 +175,7 @@ def safetensors_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
 
 
 def index_agrees(path: Path, table: Any, arrays: dict[str, Any]) -> bool:
-    """What one gets by following the map by hand."""
+    """Compares with the tensors that the index points to, read without maxjax's reader of indices."""
     import safetensors
 
     from tests.storage.pytorch.test_reader import load_with_torch
@@ -260,7 +260,7 @@ FORMATS: dict[str, tuple[Callable[[], list[Seed]], Callable[[Path, Any, Any], bo
 
 
 def damaged_files(format: str, count: int, seed: int) -> Iterator[tuple[Seed, bytes]]:
-    """`count` of them, shared evenly by the good files; the same for the same numbers."""
+    """`count` damaged files, divided evenly between the good files; reproducible from `seed`."""
     good = FORMATS[format][0]()
     for place, each in enumerate(good):
         share = count * (place + 1) // len(good) - count * place // len(good)
@@ -268,11 +268,11 @@ def damaged_files(format: str, count: int, seed: int) -> Iterator[tuple[Seed, by
             yield each, damaged
 
 
-# --- the child: reads one after another, and says so before and after ---------------------------
+# --- the child: reads one file after another, and reports before and after each -----------------
 
 
 def read_checkpoint(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The reader that is looked at: the table, still open, and all its arrays."""
+    """The reader under test: the table, still open, and all its arrays."""
     from maxjax.storage import open_checkpoint
 
     table = open_checkpoint(path)
@@ -280,10 +280,10 @@ def read_checkpoint(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def resident(key: str) -> int:
-    """Bytes: VmRSS now, or VmHWM, the most since `forget_peak`."""
+    """Resident memory in bytes: VmRSS now, or VmHWM, the peak since `forget_peak`."""
     try:
         text = Path("/proc/self/status").read_text()
-    except OSError:  # not Linux: the peak of the process has to do for both
+    except OSError:  # not Linux: the peak of the process is used for both
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak * (1 if sys.platform == "darwin" else 1024)
     return int(text.split(f"{key}:")[1].split()[0]) * 1024
@@ -323,7 +323,7 @@ def child(format: str, count: int, seed: int, first: int, reader: str, pipe: int
 
 
 def warm_up(good: Seed, root: Path, read: Callable, agrees: Callable) -> None:
-    """The undamaged file first: it must be read, and imports are no growth."""
+    """Reads the undamaged file, which must succeed; its imports then do not count as growth."""
     for name, content in good.beside.items():
         (root / name).write_bytes(content)
     path = good.put(root, good.data)
@@ -340,7 +340,7 @@ def warm_up(good: Seed, root: Path, read: Callable, agrees: Callable) -> None:
 
 
 def one(number: int, path: Path, read: Callable, agrees: Callable, tell: Callable) -> None:
-    """Reads one file, and compares it with what the reference reads if it is taken."""
+    """Reads one file, and compares it with what the reference reader reads if both accept it."""
     from maxjax.errors import CheckpointError
 
     forget_peak()
@@ -356,7 +356,7 @@ def one(number: int, path: Path, read: Callable, agrees: Callable, tell: Callabl
             problem = f"a message that does not name the file in one line: {error}"
     except Exception as error:
         outcome, problem = "unclean", f"{type(error).__name__}: {error}"
-    # Of the processor: on a busy machine any file may wait for its turn.
+    # Processor time: on a busy machine the time that passes may be long for any file.
     work, seconds = time.process_time() - begin, time.perf_counter() - start
     grown = resident("VmHWM") - before
     nbytes = sum(each.stat().st_size for each in path.parent.iterdir())
@@ -375,7 +375,7 @@ def one(number: int, path: Path, read: Callable, agrees: Callable, tell: Callabl
 
 @dataclass
 class Result:
-    """What came of the mutations of one format."""
+    """The results of the mutations of one format."""
 
     format: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -391,7 +391,7 @@ class Result:
 
 @dataclass
 class Fuzz:
-    """One run over a format. `reader` ("module:function") stands for the reader, to test this."""
+    """One run over a format. `reader` ("module:function") replaces the reader, to test this script."""
 
     format: str
     count: int
@@ -401,14 +401,14 @@ class Fuzz:
     growth_bytes: int = GROWTH_BYTES
 
     def run(self) -> Result:
-        """Reads all; a new child takes over behind a file that ended one."""
+        """Reads all files; after a file that ended its child, a new child continues."""
         self.result, first = Result(self.format), 0
         while first < self.count:
             first = self._watch_child(first)
         return self.result
 
     def _watch_child(self, first: int) -> int:
-        """Runs a child from number `first` on; gives the number behind the last that it read."""
+        """Runs a child from number `first` on; returns the number after the last that it read."""
         ours, theirs = os.pipe()
         flags = [f"--{key}={value}" for key, value in (
             ("format", self.format), ("count", self.count), ("seed", self.seed),
@@ -438,7 +438,7 @@ class Fuzz:
                 self._note(*step)
 
     def _lost(self, process: subprocess.Popen, step: list, kind: str) -> int:
-        """The child ended, or does not go on: what at?"""
+        """Records the file at which the child ended or hung; returns the number after it."""
         if kind == "hang":
             process.kill()
         code = process.wait()
@@ -490,7 +490,7 @@ def print_row(result: Result, seconds: float) -> None:
 
 
 def show(result: Result, options: argparse.Namespace) -> None:
-    """The first violations, with the files that showed them."""
+    """Prints the first violations, with the files that caused them."""
     wanted = dict(result.violations[:SHOWN])
     files = enumerate(damaged_files(result.format, options.count, options.seed))
     for number, (good, damaged) in files if wanted else ():
@@ -508,7 +508,7 @@ def show(result: Result, options: argparse.Namespace) -> None:
 
 
 def refusals(format: str) -> list[tuple[float, str, int]]:
-    """(seconds, case, bytes) of every refused case of a format's corpus, the best of three."""
+    """(seconds, case, bytes) of every refused case of a format's corpus; the least time of three."""
     from tests.storage import corpus, index_corpus
     from tests.storage.gguf import corpus as gguf_corpus
     from tests.storage.numpy import corpus as npz_corpus
@@ -534,7 +534,7 @@ def refusals(format: str) -> list[tuple[float, str, int]]:
 
 
 def long_headers() -> Iterator[tuple[str, bytes]]:
-    """Headers of safetensors as long as they may be, and wrong."""
+    """Wrong safetensors headers of the greatest length that is allowed."""
 
     def tensors(count: int) -> bytes:
         one = '"t{0}":{{"dtype":"F32","shape":[1],"data_offsets":[{1},{2}]}}'
@@ -550,7 +550,7 @@ def long_headers() -> Iterator[tuple[str, bytes]]:
 
 
 def long_refusals() -> list[tuple[float, str, int]]:
-    """(seconds, header, bytes) of each, the best of three."""
+    """(seconds, header, bytes) of each long header; the least time of three."""
     found = []
     for name, header in long_headers():
         with tempfile.TemporaryDirectory() as directory:

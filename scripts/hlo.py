@@ -1,15 +1,15 @@
-"""Reads the text of a program that XLA has optimised: what it copies, sends and calls.
+"""Reads the text of optimised HLO: which copies, collectives and kernels a program has.
 
-``parse`` turns the text into a Program. ``collectives`` lists what its devices send each other,
-``kernels`` the custom calls, and ``copies`` the copies that it makes of its own arguments: of
-weights and of a KV cache. Everything is counted as often as it runs: what is in a loop of eight
-turns counts eight times. A loop whose number of turns is not known (decoding token by token)
-counts once, and ``Found.loops`` says so.
+``parse`` turns the text into a Program. ``collectives`` lists the communication between devices,
+``kernels`` the custom calls, and ``copies`` the copies that the program makes of its arguments, such
+as weights and a KV cache. An operation counts as often as it runs: one in a loop of eight iterations
+counts eight times. A loop whose number of iterations is not known (decoding token by token)
+counts as one iteration, and ``Found.loops`` is the number of such loops.
 
-A copy is an operation that writes an argument, or a slice of it, to memory once more: a ``copy``,
-a slice, another dtype or order of axes, a selection by a mask. Within a fusion nothing is written
-but the fusion's result, so a copy inside one counts only if it is the result. An argument is
-followed through loops, tuples, branches, fusions and updates in place.
+A copy is an operation that writes an argument, or a slice of it, to memory again: a ``copy``, a
+slice, a change of dtype or of the order of axes, a selection by a mask. A fusion writes only its
+result, so a copy inside a fusion counts only if it is the result. An argument is followed through
+loops, tuples, branches, fusions and updates in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
-# Custom calls that are no kernels: notes to the compiler, and names for memory.
+# Custom calls that are not kernels: annotations for the compiler, and names for memory.
 _NO_KERNELS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
                "GatherScatterIndicesBitpacked", "Sharding", "SPMDFullToShardShape",
                "SPMDShardToFullShape", "annotate_device_placement")  # fmt: skip
@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
         name: its name, without %.
         type: the type of its result, as text.
         kind: the operation, such as ``fusion``.
-        operands: names of its operands; of a ``parameter`` its number, of a ``constant`` its value.
+        operands: names of its operands; for a ``parameter`` its number, for a ``constant`` its value.
         rest: its attributes, as text.
         is_root: whether it is the result of the computation.
     """
@@ -59,13 +59,13 @@ class Instruction(NamedTuple):
     is_root: bool
 
     def attribute(self, name: str) -> str:
-        """The value of an attribute ``name=value`` or ``name={values}``, or ""."""
+        """The value of an attribute ``name=value`` or ``name={values}``; "" if there is none."""
         found = re.search(rf"\b{name}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.rest)
         return found[1] if found else ""
 
     @property
     def source(self) -> str:
-        """The name that JAX gave it: a path of functions, or for a parameter of the argument."""
+        """The name that JAX gave it: a path of functions, or for a parameter that of the argument."""
         found = re.search(r'\bop_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -87,11 +87,11 @@ class Found(NamedTuple):
 
     Attributes:
         what: the kind of collective, or the argument that is copied.
-        dtype: the dtype of what is sent or written.
-        bytes: its size on one device.
-        times: how often it runs, in one turn of each loop whose number of turns is unknown.
-        loops: how many such loops it is in.
-        source: the path of functions that it stems from.
+        dtype: the dtype of the data that is sent or written.
+        bytes: the size of this data on one device.
+        times: number of runs in one iteration of each loop whose number of iterations is unknown.
+        loops: number of such loops that it is in.
+        source: the path of the JAX functions that it comes from.
     """
 
     what: str
@@ -147,13 +147,13 @@ def _first(text: str) -> tuple[str, str]:
         depth += (letter in "({[") - (letter in ")}]")
         if depth == 0 and (letter == ")" or letter == " "):
             end = i + (letter == ")")
-            # A type such as bf16[8]{0:T(8,128)} closes a parenthesis only within its braces.
+            # In a type such as bf16[8]{0:T(8,128)} the inner parentheses are within braces.
             return text[:end], text[end:]
     return text, ""
 
 
 def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each array of a type.
+    """The dtype and shape of each array in an HLO type.
 
     Example:
         >>> arrays("(bf16[2,3]{1,0:T(8,128)}, /*index=1*/s32[])")
@@ -166,7 +166,7 @@ def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def nbytes(array: tuple[str, tuple[int, ...]]) -> int:
-    """Size of an array.
+    """The size in bytes of an array with this dtype and shape.
 
     Example:
         >>> nbytes(("bf16", (2, 3))), nbytes(("f8e4m3fn", (5,))), nbytes(("s4", (8,)))
@@ -179,9 +179,9 @@ def nbytes(array: tuple[str, tuple[int, ...]]) -> int:
 
 
 def trips(program: Program, loop: Instruction) -> int | None:
-    """The number of turns of a ``while``, or None if it is decided while the program runs.
+    """The number of iterations of a ``while``, or None if it is decided while the program runs.
 
-    GPU programs say it. In TPU programs it is seen from the condition, ``counter < constant``,
+    GPU programs contain the number. In TPU programs it follows from the condition, ``counter < constant``,
     with a counter that starts at 0, as that of ``jax.lax.scan`` does.
     """
     known = re.search(r'known_trip_count":?\{"n":"(\d+)"', loop.rest)
@@ -208,13 +208,13 @@ def trips(program: Program, loop: Instruction) -> int | None:
 
 
 def instructions(program: Program) -> Iterator[tuple[Instruction, int, int]]:
-    """Each instruction that runs, with how often, and in how many loops of unknown length."""
+    """(instruction, number of runs, number of loops of unknown length it is in), for each that runs."""
 
     def walk(name: str, times: int, loops: int) -> Iterator[tuple[Instruction, int, int]]:
         for one in program.computations.get(name, ()):
             yield one, times, loops
             if one.kind in ("async-update", "async-done"):
-                continue  # their computation is that of the async-start
+                continue  # they have the same computation as the async-start
             inner, unknown = times, loops
             if one.kind == "while":
                 turns = trips(program, one)
@@ -226,7 +226,7 @@ def instructions(program: Program) -> Iterator[tuple[Instruction, int, int]]:
 
 
 def collectives(program: Program) -> list[Found]:
-    """What the devices send each other. The size is that of the result on one device."""
+    """The collectives of a program. The size is that of the result on one device."""
     found = []
     for one, times, loops in instructions(program):
         kind = one.kind.removesuffix("-start")
@@ -234,17 +234,17 @@ def collectives(program: Program) -> list[Found]:
             continue
         parts = arrays(one.type)
         if one.kind.endswith("-start") and kind != "all-reduce":
-            parts = [max(parts, key=nbytes)]  # the type has the operand as well
+            parts = [max(parts, key=nbytes)]  # the type contains the operand too
         size = sum(map(nbytes, parts))
         found.append(Found(kind, max(parts, key=nbytes)[0], size, times, loops, one.source))
     return found
 
 
 def kernels(program: Program) -> Counter[str]:
-    """Names of the kernels that are called, and at how many places of the program.
+    """Names of the kernels that are called, and the number of places in the program that call each.
 
-    A custom call has the name of its target, and after a colon that of the kernel. A fusion counts
-    if the compiler gives it to another code generator than its own loops.
+    A custom call is named by its target and, after a colon, its kernel. A fusion counts if the
+    compiler generates it in another way than as a loop.
     """
     found: Counter[str] = Counter()
     places = {id(one): one for one, _, _ in instructions(program)}
@@ -253,7 +253,7 @@ def kernels(program: Program) -> Counter[str]:
             target = re.search(r'custom_call_target="([^"]*)"', one.rest)
             if target and target[1] not in _NO_KERNELS:
                 name = re.search(r'\b(?:kernel_name|name)\\?"?\s*[:=]\s*\\?"([^"\\]+)', one.rest)
-                # Of Mosaic, the path of functions has it.
+                # For Mosaic, the path of functions has the kernel's name.
                 name = name or re.search(r"\b(\w+)/pallas_call$", one.source)
                 found[target[1] + (f":{name[1]}" if name else "")] += 1
         elif one.kind == "fusion":
@@ -268,13 +268,13 @@ def kernels(program: Program) -> Counter[str]:
 
 
 class _Data(NamedTuple):
-    """A value that is an argument, or data of it: its name, and whether it was written anew."""
+    """A value that is an argument or data from it: the argument's name, and whether it is a copy."""
 
     name: str
     is_new: bool = False
 
 
-# The value of an instruction: data of an argument, None, or a tuple of such.
+# The value of an instruction: a _Data, None for other data, or a tuple of these.
 _Value = Any
 
 _SAME = ("bitcast", "reshape", "optimization-barrier", "add-dependency", "copy-done", "slice-done",
@@ -298,11 +298,11 @@ def copies(program: Program, is_data: Callable[[str], bool], least: int = 1 << 2
 
     Args:
         program: the program.
-        is_data: whether an argument of this name is meant: a weight or a cache.
+        is_data: function of an argument's name: whether its copies count, as of a weight or a cache.
         least: the smallest size of a copy that counts, in bytes.
 
     Raises:
-        ValueError: no argument is meant, so that nothing could be found.
+        ValueError: ``is_data`` is false for all arguments, so that no copy could be found.
     """
     inputs = [one for one in program.computations[program.entry] if one.kind == "parameter"]
     start: list[_Value] = [None] * len(inputs)
@@ -318,7 +318,7 @@ def copies(program: Program, is_data: Callable[[str], bool], least: int = 1 << 2
 
 
 class _Follow:
-    """Runs a program with the names of its data instead of values."""
+    """Interprets a program with names of arguments instead of values."""
 
     def __init__(self, program: Program, least: int):
         self.program, self.least = program, least
@@ -349,7 +349,7 @@ class _Follow:
     def written(
         self, one: Instruction, value: _Value, type_: str, times: int, loops: int
     ) -> _Value:
-        """Counts what is new of a value that lies in memory, which then is data like its source."""
+        """Counts the copies in a value that is written to memory; the value then counts as their source."""
         if isinstance(value, tuple) and not isinstance(value, _Data):
             parts = _parts(type_)
             if len(parts) != len(value):
@@ -372,7 +372,7 @@ class _Follow:
         loops: int,
         fused: bool,
     ) -> _Value:
-        """The value of an instruction, by those of its operands and their types."""
+        """The value of an instruction, from the values and types of its operands."""
         kind = one.kind
         if kind == "tuple":
             return tuple(given)
@@ -401,13 +401,13 @@ class _Follow:
         if kind in _SAME:
             value = given[0] if given else None
             return value[0] if kind == "copy-done" and type(value) is tuple else value
-        if kind in _UPDATES:  # in place, but what is written into a new buffer is a copy
+        if kind in _UPDATES:  # in place, but data written into a new buffer is a copy
             return given[0] or _new(given[1] if kind == "dynamic-update-slice" else None)
         first = next(((v, t) for v, t in zip(given, types, strict=True) if _is(v)), None)
         if first is None:
             return None
         value, type_ = first
-        if kind == "gather":  # of whole rows of experts, not of rows of an embedding table
+        if kind == "gather":  # of complete matrices of experts, not of rows of an embedding table
             rows = [int(n) for n in one.attribute("slice_sizes").strip("{}").split(",") if n]
             return _new(value) if nbytes((arrays(type_)[0][0], tuple(rows))) >= self.least else None
         if kind == "broadcast":
@@ -417,7 +417,7 @@ class _Follow:
         return None
 
     def same_size(self, one: Instruction, given: list[_Value], types: list[str]) -> _Value:
-        """New data of the first operand that is data; element by element, of one of the same size."""
+        """A copy of the first operand that is data; elementwise operations need one of the same size."""
         count = math.prod(arrays(one.type)[0][1]) if arrays(one.type) else 0
         for value, type_ in zip(given, types, strict=True):
             fits = one.kind in _MOVED or math.prod(arrays(type_)[0][1]) == count
@@ -426,7 +426,7 @@ class _Follow:
         return None
 
     def loop(self, one: Instruction, start: _Value, times: int, loops: int) -> _Value:
-        """The value after a loop: what is data before it or after a turn is data in each turn."""
+        """The value after a loop: data before it or after an iteration is data in each iteration."""
         body = one.attribute("body").lstrip("%")
         turns = trips(self.program, one)
         inner, unknown = times * (turns or 1), loops + (turns is None)
@@ -455,7 +455,7 @@ def _either(one: _Value, other: _Value) -> _Value:
 
 
 def _aliased(one: Instruction, given: list[_Value]) -> _Value:
-    """The operands of a custom call that it updates in place."""
+    """The values of the operands that a custom call updates in place."""
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", one.rest)
     if not pairs:
         return None
@@ -479,5 +479,5 @@ def _parts(type_: str) -> list[str]:
 
 
 def _in_vmem(type_: str) -> bool:
-    """Whether a TPU keeps the array in its fast memory: then it was fetched early, not copied."""
+    """Whether a TPU keeps the array in VMEM: then it was prefetched, not copied."""
     return bool(re.search(r"T\([^{}]*S\(1\)", type_))

@@ -1,10 +1,10 @@
-"""Figures of the layout: `python scripts/house.py [FOLDER]`. Fails where one is over its limit.
+"""Figures of the package's layout: `python scripts/house.py [FOLDER]`. Fails if one exceeds its limit.
 
-The longest chain of imports, files that only a sibling imports, names of classes that stand twice,
-private members of Weight that others use, attributes assigned from a higher floor, lines of code, and
-those of the files of model families.
-Facades (an `__init__` and what it passes on) and `TYPE_CHECKING` do not count. Who imports a name through a
-facade is an importer of the file that defines it.
+Counted are files in the longest chain of imports, files that only a sibling imports, class names that are
+defined twice, private members of Weight that other files use, attributes assigned from another file, lines of
+code, and lines of code of the files of model families.
+Facades (an `__init__` that re-exports names) and imports under `TYPE_CHECKING` do not count. An import through
+a facade counts as an import of the file that defines the name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.house import House, private_uses, slots  # noqa: E402
 
-# A family, a command, a format or a path of MAX is a file of its own whoever imports it. `MAX_NAMES` has
-# the paths that MAX's model files import.
+# Files that may have a single importer: a family, a command, a format, or a path that MAX has. `MAX_NAMES`
+# has the paths that MAX's model files import.
 KINDS = """
 models/ cli/ storage/blocks/
 storage/numpy/npy.py storage/orbax/zarr.py storage/orbax/store.py storage/pytorch/legacy.py
@@ -35,7 +35,7 @@ MAX_NAMES = ROOT / "tests" / "max_names.txt"
 
 
 def direct(house: House) -> dict[str, set[str]]:
-    """File -> the files that it names in its imports, not through a facade."""
+    """File -> the files that it imports directly, not through a facade."""
     graph: dict[str, set[str]] = {}
     for file, edges in house.edges.items():
         if file.endswith("__init__.py"):
@@ -64,9 +64,9 @@ def longest_chain(graph: dict[str, set[str]]) -> list[str]:
 
 
 def lonely(house: House) -> list[tuple[str, str]]:
-    """Files whose one importer is in the same folder, with it.
+    """(file, importer) for each file whose only importer is in the same folder.
 
-    Who imports a name through a facade imports the file that defines it, and not the facade.
+    An import through a facade counts as an import of the file that defines the name.
     """
     importers = defaultdict(set)
     for file, edges in house.edges.items():
@@ -85,7 +85,7 @@ def lonely(house: House) -> list[tuple[str, str]]:
 
 
 def is_facade(house: House, file: str) -> bool:
-    """Whether a file only passes names on: an ``__init__``, or a path that is only MAX's."""
+    """Whether a file only re-exports names: an ``__init__``, or a file at a path of MAX."""
     return file.endswith("__init__.py") or all(
         isinstance(node, ast.ImportFrom | ast.Expr) for node in house.trees[file].body
     )
@@ -103,7 +103,7 @@ def classes_twice(house: House) -> list[str]:
 
 
 def code_lines(path: Path) -> int:
-    """Lines with code: not blank, no comment alone, no docstring."""
+    """The number of lines with code, without blank lines, comment lines and docstrings."""
     lines: set[int] = set()
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
@@ -135,7 +135,7 @@ def family_files(house: House) -> list[str]:
 
 
 def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
-    """Each figure of the package at `root`, its limit, what it is, and which files or names it counts."""
+    """For each figure of the package at `root`: value, limit, meaning, and the files or names counted."""
     house = House(root)
     chain = longest_chain(direct(house))
     yield len(chain), 18, "files in the longest chain of imports", " > ".join(chain)

@@ -1,7 +1,7 @@
 """The packages of an environment by size: `python scripts/install_size.py`, with the environment's own Python.
 
-What pip installed, without bytecode, in 10^6 bytes, and by which packages each is needed. pip and setuptools are
-left out.
+Prints the size of the files that pip installed, without bytecode, in 10^6 bytes, and which packages need each
+package. pip and setuptools are left out.
 """
 
 import re
@@ -12,12 +12,12 @@ LEFT_OUT = {"pip", "setuptools", "wheel"}
 
 
 def key(name: str) -> str:
-    """One spelling of a package's name."""
+    """The normalised spelling of a package's name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def size(package: Distribution) -> int:
-    """Bytes of its files."""
+    """The bytes of a package's files."""
     paths = [file.locate() for file in package.files or () if file.suffix != ".pyc"]
     return sum(path.stat().st_size for path in (p.resolve() for p in paths) if path.exists())  # type: ignore[union-attr]
 

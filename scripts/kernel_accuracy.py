@@ -1,9 +1,9 @@
-"""How exact the CPU's products are: random ones against NumPy in float64, on every instruction set.
+"""The accuracy of the CPU's matmuls: random ones against NumPy in float64, on every instruction set.
 
-An error is counted in units of 2^-23 of the sum of the absolute products. Up to 4 are right; and
-Inf and NaN where float64 has them or where a sum in float32 overflows. Printed is the worst of
-each instruction set and pair of types; exit 1 if one is wrong.
-About ten minutes for 10000.
+The unit of an error is 2^-23 of the sum of the absolute products. Errors of up to 4 units are right; so
+are Inf and NaN where float64 has them or where a sum in float32 overflows. Printed is the largest
+error for each instruction set and pair of types; the exit code is 1 if one is wrong.
+It takes about ten minutes for 10000.
 
     .venv/bin/python scripts/kernel_accuracy.py --count 10000
 """
@@ -32,12 +32,12 @@ ALLOWED = 4.0  # in units of 2^-23 of the sum of the absolute products
 UNIT = 2.0**-23
 LEAST = 2.0**-126  # the least normal float32 and bfloat16
 OVERFLOW = 2.0**128 * (1 - 2.0**-25)  # what float32 rounds to Inf
-# Exponents of the least and the greatest numbers of each type.
+# Exponents of the smallest and the largest numbers of each type.
 RANGES = {"float32": (-149, 127), "float16": (-24, 15), "bfloat16": (-133, 127)}
 
 
 class Product(NamedTuple):
-    """Activations ``[tokens, depth]`` and weights ``[rows, depth]``, and what they are made of."""
+    """Operands of a matmul: activations ``[tokens, depth]``, weights ``[rows, depth]``, and their kind."""
 
     x: np.ndarray
     w: np.ndarray
@@ -58,7 +58,7 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _powers(rng: np.random.Generator, shape: Any, low: float, high: float) -> np.ndarray:
-    """Numbers of both signs whose exponents lie evenly between the two."""
+    """Numbers of both signs whose exponents are uniform between ``low`` and ``high``."""
     return rng.choice([-1.0, 1.0], shape) * np.exp2(rng.uniform(low, high, shape))
 
 
@@ -67,12 +67,12 @@ def _normal(rng: Any, shapes: Any, names: Any) -> Any:
 
 
 def _same(rng: Any, shapes: Any, names: Any) -> Any:
-    """Every addition is rounded the same way."""
+    """Constant operands, so that every addition is rounded in the same direction."""
     return [np.full(shape, rng.uniform(0.5, 2.0)) for shape in shapes]
 
 
 def _cancelling(rng: Any, shapes: Any, names: Any) -> Any:
-    """The second half of every sum takes away the first."""
+    """The second half of every sum cancels the first."""
     x, w = _normal(rng, shapes, names)
     half = x.shape[1] // 2
     x[:, half : 2 * half], w[:, half : 2 * half] = -x[:, :half], w[:, :half]
@@ -80,7 +80,7 @@ def _cancelling(rng: Any, shapes: Any, names: Any) -> Any:
 
 
 def _range(rng: Any, shapes: Any, names: Any) -> Any:
-    """Over the whole range of the types; but for a quarter of them no sum is beyond float32."""
+    """Numbers over the whole range of the types; in three of four cases no sum overflows float32."""
     (low, high), (other_low, other_high) = (RANGES[name] for name in names)
     if rng.random() < 0.75:
         high = rng.uniform(low, high)
@@ -91,7 +91,7 @@ def _range(rng: Any, shapes: Any, names: Any) -> Any:
 
 
 def _denormal(rng: Any, shapes: Any, names: Any) -> Any:
-    """Numbers below the least normal one times any; or normal ones with such products."""
+    """Subnormal numbers times ordinary ones; or normal numbers whose products are subnormal."""
     low = [RANGES[name][0] for name in names]
     least = [-14 if name == "float16" else -126 for name in names]
     kind = rng.integers(3)
@@ -105,7 +105,7 @@ def _denormal(rng: Any, shapes: Any, names: Any) -> Any:
 
 
 def _huge(rng: Any, shapes: Any, names: Any) -> Any:
-    """Sums near the greatest float32, on both sides of it; of the sign that one draw gives all."""
+    """Sums near the largest float32, below it and above; in half of the cases all terms are positive."""
     top = RANGES[names[0]][1]
     other = min(rng.uniform(120, 129) - top - math.log2(shapes[0][1]), RANGES[names[1]][1])
     x, w = _powers(rng, shapes[0], top - 3, top + 1), _powers(rng, shapes[1], other - 3, other)
@@ -153,9 +153,9 @@ def draw(rng: np.random.Generator) -> Product:
 
 
 def takes_small_as_zero(level: str, product: Product) -> bool:
-    """Whether numbers below 2^-126 and such sums are zeros, as everywhere in XLA on a CPU.
+    """Whether numbers and sums below 2^-126 are flushed to zero, as everywhere in XLA on a CPU.
 
-    The instructions of ``amx`` and ``avx512bf16`` for products of bfloat16 with bfloat16 does that, and
+    The instructions of ``amx`` and ``avx512bf16`` for products of bfloat16 with bfloat16 do that, and
     ``portable`` leaves the processor as XLA has set it.
     """
     pairs = product.types == ("bfloat16", "bfloat16")
@@ -164,7 +164,7 @@ def takes_small_as_zero(level: str, product: Product) -> bool:
 
 def _float64(array: np.ndarray, flushed: bool) -> np.ndarray:
     values = array.astype(np.float64)
-    if flushed and array.dtype != np.float16:  # whose smallest are normal as float32
+    if flushed and array.dtype != np.float16:  # every float16 is normal as float32
         values = np.where(np.abs(values) < LEAST, np.copysign(0.0, values), values)
     return values
 
@@ -172,11 +172,11 @@ def _float64(array: np.ndarray, flushed: bool) -> np.ndarray:
 def error(got: np.ndarray, product: Product, flushed: bool = False) -> float:
     """The worst error of a result in units of 2^-23 of the sum of the absolute products.
 
-    The rounding of a narrow result is no error. Infinite where something is wrong: an error over
-    what is allowed, a NaN or an Inf too many or too few.
+    The rounding of a result of 16 bits is no error. The result is infinite if something is wrong: an
+    error is too large, or a NaN or an Inf is missing or unexpected.
 
     Args:
-        flushed: As :func:`takes_small_as_zero` says.
+        flushed: result of :func:`takes_small_as_zero`.
     """
     with np.errstate(all="ignore"):
         return _error(got, product, flushed)
@@ -186,19 +186,19 @@ def _error(got: np.ndarray, product: Product, flushed: bool) -> float:
     x, w = (_float64(a, flushed) for a in (product.x, product.w))
     finite = [np.where(np.isfinite(a), a, 0.0) for a in (x, w)]
     exact, scale = finite[0] @ finite[1].T, np.abs(finite[0]) @ np.abs(finite[1]).T
-    # Each operation may take away so much where exponents end.
+    # Each operation may lose this much by underflow.
     ends = (2 * x.shape[1] + 8) * LEAST if flushed else (x.shape[1] + 8) * 2.0**-150
     slack = ALLOWED * UNIT * scale + ends
     as_float32 = lambda values: values.astype(np.float32).astype(got.dtype).astype(np.float64)
     low, high, y = as_float32(exact - slack), as_float32(exact + slack), got.astype(np.float64)
-    # Partial sums go beyond the end on the side of those terms that do so together.
+    # A partial sum may overflow to the sign of the terms whose own sum overflows.
     up, down = (((scale + sign * exact) / 2 + slack >= OVERFLOW) for sign in (1, -1))
     right = (low <= y) & (y <= high)
     right |= (up & (y == np.inf)) | (down & (y == -np.inf)) | (up & down & np.isnan(y))
 
     special = np.zeros(exact.shape, bool)
     if not all(np.isfinite(a).all() for a in (x, w)):
-        value = np.einsum("td,od->to", x, w)  # no BLAS, which may leave out what is times zero
+        value = np.einsum("td,od->to", x, w)  # no BLAS, which may skip products with zero
         special = ~np.isfinite(value)
         same = (np.isnan(value) & np.isnan(y)) | (value == y)
         of_both = np.isnan(y) & np.where(value > 0, down, up)
@@ -213,7 +213,7 @@ def _error(got: np.ndarray, product: Product, flushed: bool) -> float:
 
 
 def _half_unit(y: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Half of a result's last place."""
+    """Half a unit in the last place of each result."""
     digits, least = (10, -14) if dtype == np.float16 else (7, -126)
     exponent = np.frexp(np.where(np.isfinite(y), y, 0.0))[1] - 1
     return np.ldexp(0.5, np.maximum(exponent, least) - digits)
@@ -227,9 +227,9 @@ Worst = dict[tuple[str, str, str], float]
 def measured(
     products: Sequence[Product], levels: Iterable[str]
 ) -> list[tuple[str, Product, float]]:
-    """Level, product and error, for every level and each of some products.
+    """(level, product, error) for every level and each of these products.
 
-    They are compiled together: a program for each takes most of the time.
+    They are compiled as one program, because compiling a program for each would take most of the time.
     """
     import jax
 
@@ -251,7 +251,7 @@ def campaign(
     count: int, seed: int = 0, levels: Sequence[str] | None = None,
     report: Callable[[int, Worst], None] = lambda done, worst: None,
 ) -> tuple[Worst, list[str]]:  # fmt: skip
-    """The worst error by level, activations' and weights' type; what is wrong."""
+    """The largest error by (level, activations' type, weights' type), and a list of what is wrong."""
     import jax
 
     from maxjax.kernels import native

@@ -1,15 +1,15 @@
-"""Kills processes that save, and looks at what they leave.
+"""Kills processes during saves, and checks what they leave.
 
     python scripts/kill_saves.py                       # 200 kills for each kind, and at every call
     python scripts/kill_saves.py --kind set --count 50 --seed 7
-    python scripts/kill_saves.py --quick               # a few of each: does it work
+    python scripts/kill_saves.py --quick               # a few of each, to see that it runs
 
-A process saves models 1, 2, 3, … to one place and tells of each that is saved. It is ended at
-random moments (SIGKILL, SIGTERM), or interrupted (SIGINT: it goes on), or by SIGKILL in the place
-of the n-th system call that changes a file, for each n. Each save has another configuration and
-tokenizer. Wanted: what is there opens, is of one save throughout and of no older one than was told
-of, agrees with its checksums, and the next save works and removes what is left over. Prints a
-table; ends with 1 if anything is otherwise.
+A process saves models 1, 2, 3, … to the same path and reports each one that is saved. It is ended at
+random moments (SIGKILL, SIGTERM), or interrupted (SIGINT, after which it continues), or killed in
+place of the n-th system call that changes a file, for each n. Each save has another configuration and
+tokenizer. Wanted: the checkpoint opens, is completely of one save, which is not older than the last one
+reported, agrees with its checksums, and the next save works and removes what is left over. Prints a
+table; the exit code is 1 if anything else happens.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signa
 
 @dataclass
 class Row:
-    """What came of the trials of one way to end a save."""
+    """The results of the trials of one way to end a save."""
 
     kind: str
     how: str
     trials: int = 0
-    inside: int = 0  # those that ended a save, not what is between two
+    inside: int = 0  # trials that ended a save, and not the time between two
     old: int = 0
     new: int = 0
-    leftovers: int = 0  # times that something was left for the next save to remove
+    leftovers: int = 0  # trials that left something for the next save to remove
     dropped: int = 0  # interrupts that Python itself lost
     lost: int = 0
     mixed: int = 0
@@ -67,7 +67,7 @@ class Row:
         self.mixed += what == "mixed"
 
     def look(self, path: str, atleast: int) -> int:
-        """What is there now; ``atleast`` was said to be saved."""
+        """The number of the save that is there now; ``atleast`` is the last one that was reported."""
         try:
             found = which_save(self.kind, path)
         except Problem as problem:
@@ -107,7 +107,7 @@ def at_random(server: Server, kind: str, how: str, count: int, rng: random.Rando
 
 
 def _seconds(server: Server, kind: str, folder: str) -> float:
-    """How long a save takes here."""
+    """Seconds that a save takes on this machine."""
     path = os.path.join(folder, "timed")
     server.start(job="again", kind=kind, path=path, k=1, nbytes=LARGE)
     times = []
@@ -120,7 +120,7 @@ def _seconds(server: Server, kind: str, folder: str) -> float:
 
 
 def _after(server: Server, row: Row, path: str, k: int, how: str) -> int:
-    """Looks at what a save has left that was ended; gives the newest that is there."""
+    """Checks what a save that was ended has left; returns the number of the newest save there."""
     if how != "SIGINT":
         heard = server.end()
         saved = max((one.get("saved", 0) for one in heard), default=0)
@@ -156,7 +156,7 @@ def _after(server: Server, row: Row, path: str, k: int, how: str) -> int:
 
 
 def _final(server: Server, row: Row, path: str, k: int) -> None:
-    """One save that nothing ends: it works, and nothing is left over."""
+    """Makes a save that nothing ends, and checks that it works and nothing is left over."""
     server.start(**_fault(row.kind, path, k + 1, 0, LARGE))
     message = server.hear()
     server.send(save=False)
@@ -176,15 +176,15 @@ def _fault(kind: str, path: str, k: int, n: int, nbytes: int) -> dict[str, Any]:
 
 
 def at_each_call(server: Server, kind: str, most: int, start: int = 1) -> Row:
-    """Kills a save in the place of its first call that changes a file, of its second, …
+    """Kills a save in place of its first call that changes a file, another save in place of its second, …
 
-    Before each there are two whole saves, ``start`` and the one behind it.
+    Two complete saves precede each of these; the first of all is save ``start``.
     """
     row = Row(kind, f"at each call of save {start + 2}")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "checkpoint")
         for n in range(1, most + 1):
-            k = start + 4 * n - 4  # turns: what is replaced, and by what, is always the same
+            k = start + 4 * n - 4  # every n replaces the same kind of save by the same kind
             _two_saves(server, row, path, k, f"call {n}")
             if not _killed_at(server, kind, path, k + 2, n):
                 break
@@ -195,7 +195,7 @@ def at_each_call(server: Server, kind: str, most: int, start: int = 1) -> Row:
 
 
 def at_each_call_of_the_first(server: Server, kind: str, most: int) -> Row:
-    """The same where nothing was saved before: nothing is there then, or all."""
+    """As :func:`at_each_call`, but for the first save: afterwards all of it is there, or nothing."""
     row = Row(kind, "at each call of the first")
     for n in range(1, most + 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -216,7 +216,7 @@ def at_each_call_of_the_first(server: Server, kind: str, most: int) -> Row:
 
 
 def _two_saves(server: Server, row: Row, path: str, k: int, when: str) -> None:
-    """Saves k and k + 1, which work and remove what a save before has left."""
+    """Makes saves k and k + 1, and checks that they work and remove what an earlier save has left."""
     server.start(**_fault(row.kind, path, k, 0, SMALL))
     message = server.hear()
     server.send(save=True)
@@ -230,7 +230,7 @@ def _two_saves(server: Server, row: Row, path: str, k: int, when: str) -> None:
 
 
 def _killed_at(server: Server, kind: str, path: str, k: int, n: int) -> bool:
-    """Saves k with a kill at call n; False if it has not so many."""
+    """Makes save k with a kill at call n; False if it has fewer calls."""
     server.start(**_fault(kind, path, k, n, SMALL))
     if "ended" in server.hear():
         server.pid = 0

@@ -1,13 +1,13 @@
-"""llama.cpp as something to compare with: a process of its own that runs a GGUF file on the CPU.
+"""Runs llama.cpp for comparisons: a separate process that runs a GGUF file on the CPU.
 
     python scripts/llama_cpp_peer.py MODEL.gguf --threads 2 --context 1024   # the worker
-    python scripts/llama_cpp_peer.py MODEL.gguf --quick                      # does it run
+    python scripts/llama_cpp_peer.py MODEL.gguf --quick                      # to see that it runs
 
-The worker needs llama-cpp-python (https://pypi.org/project/llama-cpp-python) and nothing else but
+The worker needs llama-cpp-python (https://pypi.org/project/llama-cpp-python) and otherwise only
 the standard library; `Peer` starts it with the Python that LLAMA_CPP_PYTHON names, by default this
-one. So llama.cpp may live in an environment of its own, built for this processor, and its threads
-are not those of JAX. The worker answers each line of JSON on its standard input by one on its
-standard output:
+one. So llama.cpp can be installed in an environment of its own, built for this processor, and does
+not share its threads with JAX. The worker answers each line of JSON on its standard input with one on
+its standard output:
 
     {"do": "prefill", "tokens": [[...], ...]}     {"seconds": s}
     {"do": "decode", "tokens": [...], "steps": n, "position": p}     {"seconds": [s, ...]}
@@ -15,11 +15,11 @@ standard output:
     {"do": "logits", "tokens": [...]}     {"logits": [...]}
     {"do": "quit"}
 
-Times are of `llama_decode` and `llama_synchronize`, so of the computing and of the logits' way to
-where they can be read. Filling in the tokens from Python is not counted: in C it takes no time.
-Defaults are those of llama.cpp: the file mapped, flash attention where it can, cache in float16.
+Times are those of `llama_decode` and `llama_synchronize`: of the computation, and of copying the logits
+to where they can be read. Filling in the tokens from Python is not counted: in C it takes no time.
+Defaults are those of llama.cpp: a mapped file, flash attention if possible, a float16 cache.
 Flash attention reads a float32 cache as float16 too, and sums the values of one new token in
-float16; who wants logits to more than three digits takes `cache="F32", flash="off"`.
+float16; for logits with more than three digits use `cache="F32", flash="off"`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ FLASH = {"auto": -1, "off": 0, "on": 1}  # of enum llama_flash_attn_type
 
 
 class PeerError(RuntimeError):
-    """llama.cpp is missing, or has failed."""
+    """Raised when llama.cpp is missing, or has failed."""
 
 
 def python() -> str:
-    """The Python that has llama_cpp."""
+    """The command of the Python that has llama_cpp."""
     return os.environ.get("LLAMA_CPP_PYTHON") or sys.executable
 
 
 @functools.cache
 def _imports(name: str) -> bool:
-    # The import, not only the search: the shared library must fit this machine.
+    # llama_cpp is really imported, as its shared library must fit this machine.
     try:
         done = subprocess.run([name, "-c", "import llama_cpp"], capture_output=True)
     except OSError:
@@ -69,15 +69,15 @@ def _imports(name: str) -> bool:
 
 
 def available() -> bool:
-    """Whether there is a llama.cpp to compare with."""
+    """Whether llama.cpp can be run here."""
     return _imports(python())
 
 
 class Peer:
     """A llama.cpp that has loaded a GGUF file; use it in a `with`, or close it.
 
-    `context` is how many tokens a sequence can have. `info` says what the worker told when it was
-    ready: version of llama-cpp-python, features of the processor in use, seconds of the loading.
+    `context` is the number of tokens that a sequence can have. `info` is what the worker reported when it
+    was ready: version of llama-cpp-python, features of the processor in use, seconds of loading.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Peer:
         return self._ask({"do": "prefill", "tokens": tokens})["seconds"]
 
     def decode(self, tokens: list[int], steps: int, position: int) -> list[float]:
-        """Seconds of each of `steps` steps that put tokens[i] after sequence i, from `position` on.
+        """Seconds of each of `steps` steps that append tokens[i] to sequence i, from `position` on.
 
-        Whatever the cache has at `position` and after it is dropped first, so that a benchmark
-        can repeat the same steps.
+        The cache's content from `position` on is dropped first, so that a benchmark can repeat the
+        same steps.
         """
         command = {"do": "decode", "tokens": tokens, "steps": steps, "position": position}
         return self._ask(command)["seconds"]
@@ -128,7 +128,7 @@ class Peer:
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
-        with contextlib.suppress(OSError):  # a command may wait there for a worker that is gone
+        with contextlib.suppress(OSError):  # a command may be unsent, the worker gone
             self._process.stdin.close()
         self._process.stdout.close()
         self._log.close()
@@ -147,7 +147,7 @@ class Peer:
         try:
             self._send(command)
         except OSError:
-            pass  # the worker is gone: the answer is missing, and says why
+            pass  # the worker has ended: reading the answer raises the error
         return self._answer()
 
     def _answer(self) -> dict:
@@ -187,7 +187,7 @@ class Worker:
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
     def _start(self, sequences: int) -> None:
-        """An empty cache for that many sequences; a context is made for one number of them."""
+        """Makes an empty cache for this many sequences; another number needs a new context."""
         api = self.api
         if self.sequences != sequences:
             self.free()
@@ -212,7 +212,7 @@ class Worker:
         self.handle, self.sequences = None, 0
 
     def _fill(self, tokens: list[list[int]], position: int) -> None:
-        """Puts tokens[i] into the batch, for sequence i from `position`; its last gives logits."""
+        """Puts tokens[i] into the batch, for sequence i from `position` on; the last one gets logits."""
         batch, at = self.batch, 0
         self.outputs = []
         for sequence, row in enumerate(tokens):
@@ -253,7 +253,7 @@ class Worker:
         memory = self.api.llama_get_memory(self.handle)
         self.api.llama_memory_seq_rm(memory, -1, position, -1)  # of all sequences, to the end
         filled = self.api.llama_memory_seq_pos_max(memory, 0) + 1
-        if filled != position:  # llama.cpp would run on with a gap
+        if filled != position:  # llama.cpp would continue with a gap
             raise ValueError(f"position {position}, but the cache ends at {filled}")
         rows = [[token] for token in tokens]
         seconds = []

@@ -7,6 +7,7 @@ PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 if __name__ == "__main__":
     with PROJECT.open("rb") as file:
-        dependencies = tomllib.load(file)["project"]["dependencies"]
-    for one in dependencies:
+        project = tomllib.load(file)["project"]
+    # Those of training are installed by `version_matrix.sh` too.
+    for one in [*project["dependencies"], *project["optional-dependencies"]["train"]]:
         print(one.split(",")[0].replace(">=", "=="))

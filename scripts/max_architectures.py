@@ -7,13 +7,13 @@
     python scripts/max_architectures.py --max … --devices 2 llama3  # over two devices, which a CPU pretends to be
     python scripts/max_architectures.py --max … --devices 2 --apart qwen3_moe  # a sequence on each device
 
-Of each architecture the files below ``max/pipelines/architectures`` are imported with ``max`` changed to
+For each architecture the files below ``max/pipelines/architectures`` are imported with ``max`` changed to
 ``maxjax`` (``max_import``; none of their lines is kept). transformers makes a small model with random weights
 and writes it as a checkpoint. Then MAX's own code reads the settings, adapts the weights, builds the model,
 loads it and traces its Graph; maxjax compiles that. Two sequences of different lengths run: their prompts in
-one ragged batch, then token after token, over paged caches whose pages lie in no order. Every logit of the prompts
-and of the last tokens is compared with transformers, which runs each sequence by itself; the largest difference
-is the figure. Needs torch and transformers (scripts/setup.sh --oracles).
+one ragged batch, then token after token, with paged caches whose pages are in random order. Every logit of the
+prompts and of the last tokens is compared with transformers, which runs each sequence alone; the figure is the
+largest difference. Needs torch and transformers (scripts/setup.sh --oracles).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SMALL: dict[str, Any] = {
 
 
 class Architecture(NamedTuple):
-    """What one run needs to know of an architecture.
+    """The settings for the run of one architecture.
 
     Attributes:
-        kind: the class of transformers' model.
-        settings: settings of its configuration beside SMALL.
-        narrow: ends of names of weights that MAX's files declare in bfloat16, whatever the model's dtype is;
-            their values are rounded to it on both sides.
+        kind: name of transformers' class of the model.
+        settings: settings of its configuration in addition to SMALL.
+        narrow: endings of the names of weights that MAX's files declare in bfloat16, whatever the model's
+            dtype is; their values are rounded to bfloat16 on both sides.
         folder: name of the folder of MAX's files, if it is not that of the architecture.
     """
 
@@ -95,7 +95,7 @@ ARCHITECTURES = {
          "logits_scaling": 2.0},
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
-    # On several devices its experts are dealt to them (nn.comm.ep).
+    # On several devices its experts are divided between them (nn.comm.ep).
     "hy_v3": Architecture(
         "HYV3ForCausalLM",
         {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
@@ -148,13 +148,13 @@ def checkpoint_of(theirs: Any, one: Architecture, directory: Path) -> Path:
 
 
 def max_name(path: str) -> Any:
-    """A name of MAX's files: path below ``max``, dots between."""
+    """The object of MAX's files with this dotted path below ``max``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"maxjax.{module}"), name)
 
 
 def settings_of(config: Any, file: Path, devices: int, apart: bool) -> SimpleNamespace:
-    """What MAX's files read of the settings of its server."""
+    """The settings of MAX's server that MAX's files read."""
     from maxjax.driver import DeviceSpec
 
     cache = max_name("pipelines.kv_cache.config.KVCacheConfig").model_construct(
@@ -177,13 +177,13 @@ class Ours:
     """An architecture of MAX's files, built, loaded and compiled.
 
     Args:
-        one: what the run needs to know of it.
-        folder: name of its folder.
-        config: transformers' settings.
-        file: the checkpoint.
-        devices: the number of devices.
-        apart: whether each device has a sequence by itself and some of the experts. MAX's files then
-            split the batch at places that only values tell, which a program cannot: it runs eagerly.
+        one: settings of the run.
+        folder: name of the architecture's folder.
+        config: transformers' configuration.
+        file: path of the checkpoint.
+        devices: number of devices.
+        apart: whether each device has one sequence and a part of the experts. MAX's files then split the
+            batch at indices that are values, which a compiled program cannot do, so it runs eagerly.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Ours:
         found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
         arch = next(a for a in found if a.name == one.kind)
         settings = settings_of(config, file, devices, apart)
-        # MAX's pipeline without its server: what reads, adapts, builds and loads is its own.
+        # MAX's pipeline without its server: its own methods read, adapt, build and load the model.
         pipeline = object.__new__(arch.pipeline_model)
         vars(pipeline).update(
             pipeline_config=settings, weights=load_weights([file]), _batch_processor=None,
@@ -209,7 +209,7 @@ class Ours:
         )  # fmt: skip
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
-        # Subgraphs take no pages; their layers are traced one by one.
+        # Subgraphs cannot take pages, so the layers are traced one by one.
         model_config.use_subgraphs = False
         session = InferenceSession()
         if (experts := getattr(model_config, "ep_config", None)) is not None:
@@ -238,17 +238,17 @@ class Ours:
         return [kind for kind in tail if isinstance(kind, BufferType)]
 
     def empty(self, kind: Any) -> np.ndarray:
-        """Pages of a cache; what was never written is no number, so that a wrong read is seen."""
+        """Pages of a cache, filled with NaN, so that a read of unwritten slots is noticed."""
         pages = len(LENGTHS) * self.pages
         return np.full([pages, *map(int, list(kind.shape)[1:])], np.nan, kind.dtype.np)
 
     @property
     def pages(self) -> int:
-        """The pages of a sequence."""
+        """The number of pages of a sequence."""
         return -(-(max(LENGTHS) + STEPS) // PAGE)
 
     def step(self, tokens: list[np.ndarray], cached: list[int]) -> list[np.ndarray]:
-        """The logits of new tokens of each sequence, ``[tokens, VOCAB]``; some models give those of the last."""
+        """The logits of each sequence's new tokens, ``[tokens, VOCAB]``; some models give only the last one's."""
         from maxjax.graph import BufferType
 
         lengths = [len(one) for one in tokens]
@@ -275,7 +275,7 @@ class Ours:
                 continue
             mine = slice(device, device + 1) if self.apart else slice(None)
             before, new = cached[mine], max(lengths[mine])
-            # In MAX's order: lengths of the caches, tables, the longest prompt, the longest cache.
+            # In MAX's order: lengths of the caches, page tables, the longest prompt, the longest cache.
             value = [before, tables[mine], [new], [max(before) + new]][tensors]
             inputs.append(np.asarray(value, kind.dtype.np))
             tensors += 1
@@ -288,9 +288,9 @@ class Ours:
 
 
 def eagerly(spec: Any) -> Any:
-    """The function that a GraphSpec traces, called with arrays on their devices instead.
+    """The function that a GraphSpec traces, as a function that is called with arrays on their devices.
 
-    As a program does, it gives the results and then the content of the buffers.
+    As a compiled program does, it returns the results and then the content of the buffers.
     """
     import jax
 
@@ -317,7 +317,7 @@ def eagerly(spec: Any) -> Any:
 
 
 def compare(name: str, devices: int = 1, apart: bool = False) -> dict[str, Any]:
-    """Runs one architecture: the largest differences of the prompts and of the tokens after them."""
+    """Runs one architecture: the largest differences for the prompts and for the tokens after them."""
     import torch
 
     one = ARCHITECTURES[name]
@@ -344,7 +344,7 @@ def compare(name: str, devices: int = 1, apart: bool = False) -> dict[str, Any]:
             )
             for got, want, i in zip(found, wanted, places, strict=True):
                 decode.append(np.abs(got[0] - want[i]).max())
-    # NumPy's maximum: Python's does not see what is no number.
+    # NumPy's maximum, because Python's ignores NaN.
     return {"name": name, "prefill": float(np.max(prefill)), "decode": float(np.max(decode)),
             "spread": float(np.std(wanted[0]))}  # fmt: skip
 
@@ -380,7 +380,7 @@ def main() -> int:
     if site is None:
         print(HOW, file=sys.stderr)
         return 2
-    sys.path.append(str(site))  # what MAX's files import of other packages
+    sys.path.append(str(site))  # other packages that MAX's files import
     sys.meta_path.insert(0, MaxFiles(site / "max"))
     if options.table:
         print(
@@ -390,7 +390,7 @@ def main() -> int:
     for name in names:
         try:
             one = compare(name, options.devices, options.apart)
-        except Exception as error:  # the others run all the same
+        except Exception as error:  # the other architectures still run
             if options.trace:
                 raise
             text = (str(error).splitlines() or [""])[0]

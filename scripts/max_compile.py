@@ -3,8 +3,8 @@
     /path/to/python/with/max scripts/max_compile.py 2 8
 
 The blocks are those of bench_compile.py, one subgraph called with each layer's weights. Prints
-a line of JSON for each n. MAX's own compile cache must be empty to mean anything: give
-MODULAR_MAX_CACHE_DIR a fresh directory.
+a line of JSON for each n. MAX's own compile cache must be empty, or the times mean nothing: set
+MODULAR_MAX_CACHE_DIR to a new directory.
 """
 
 import json
@@ -55,7 +55,7 @@ class Block(Module):
 
 
 class Net(Module):
-    """n of them by a subgraph of the first."""
+    """n blocks as calls of a subgraph, which is that of the first block."""
 
     def __init__(self, layers):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How much of MAX's own model code finds what it needs in maxjax: `python scripts/max_files.py`.
+"""Counts the names that MAX's own model code uses and maxjax has: `python scripts/max_files.py`.
 
     pip install max==26.7.0                                  # into an environment of its own
     python scripts/max_files.py --max ENV/lib/python3.11/site-packages
@@ -6,13 +6,13 @@
     python scripts/max_files.py --max … --numbers            # run layers of them, and compare with MAX
     python scripts/max_files.py --max … --json figures.json --names tests/max_names.txt
 
-MAX is neither part nor requirement of maxjax, and its licence is its own: this reads the files of an
-installation and keeps none of their lines. Each file below ``max/pipelines/architectures`` is parsed for
+MAX is neither a part nor a requirement of maxjax, and has a licence of its own: this script reads the files of
+an installation and keeps none of their lines. Each file below ``max/pipelines/architectures`` is parsed for
 the names of ``max.graph``, ``nn``, ``dtype``, ``driver`` and ``engine`` that it uses. A name is *there* if maxjax
 has it at the same path, *refused* if it can be imported and raises NotImplementedError when it is used, else
-*missing*. With ``--run`` every file that defines a Module is imported with ``max`` changed to ``maxjax``, in a
-process for each few files; what it imports of MAX outside of those five packages (its server) is read from the
-installation in the same way, except for what needs MAX's native libraries: its names are refused when they are used.
+*missing*. With ``--run`` every file that defines a Module is imported with ``max`` changed to ``maxjax``, in new
+processes for a few files each. Modules of MAX outside those five packages (its server) are read from the installation
+in the same way; those that need MAX's native libraries are replaced by modules that refuse every name.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PACKAGES = ("graph", "nn", "dtype", "driver", "engine")
 BATCH = 12
 NAMES = Path(__file__).resolve().parent.parent / "tests" / "max_names.txt"
 KINDS = ("there", "refused", "missing")
-# The rows of the table; each name counts in the first that its path begins with.
+# The rows of the table; each name counts in the first row with which its path begins.
 ROWS = ("graph.ops", "graph.weights", "graph", "dtype", "driver", "engine", "nn.attention", "nn.transformer", "nn.moe",
         "nn.kv_cache", "nn.kernels", "nn.state_space", "nn.quant_config", "nn.comm", "nn")  # fmt: skip
 
 
 class Found(NamedTuple):
-    """What one file uses.
+    """The names of MAX that one file uses.
 
     Attributes:
         uses: (path below max, name) → number of uses.
@@ -59,12 +59,12 @@ class Found(NamedTuple):
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the names of PACKAGES in one file: imports, and uses of what they bind."""
+    """Collects the names of PACKAGES in one file: imports, and uses of the names that they bind."""
 
     def __init__(self, root: Path):
         self.root = root
-        self.modules: dict[str, str] = {}  # what a name of the file is bound to: a module of max
-        self.names: dict[str, tuple[str, str]] = {}  # … or a name of one
+        self.modules: dict[str, str] = {}  # name in the file → module of max
+        self.names: dict[str, tuple[str, str]] = {}  # … or → (module, name in it)
         self.uses: Counter[tuple[str, str]] = Counter()
         self.defines_module = False
 
@@ -76,7 +76,7 @@ class _Reader(ast.NodeVisitor):
         full = f"{path}.{what}" if path else what
         if full.split(".")[0] not in PACKAGES:
             return
-        # A function of the name of its file, as max.nn.clamp, counts as the function.
+        # A function with the name of its file, such as max.nn.clamp, counts as the function.
         if self.is_module(full) and what != path.rpartition(".")[2] and full != "nn.clamp":
             self.modules[name] = full
         if path:
@@ -97,7 +97,7 @@ class _Reader(ast.NodeVisitor):
                 self.bind(alias.asname, "", alias.name.partition(".")[2])
 
     def resolve(self, node: ast.AST) -> tuple[str, str] | None:
-        """The (path, name) that an expression means, if it is one of max's."""
+        """The (path, name) of max that an expression refers to, or None."""
         chain: list[str] = []
         while isinstance(node, ast.Attribute):
             chain.insert(0, node.attr)
@@ -132,10 +132,10 @@ class _Reader(ast.NodeVisitor):
 
 
 def read(file: Path, root: Path) -> Found | None:
-    """What a file uses of max; None where it uses nothing of PACKAGES."""
+    """The names of max that a file uses; None if it uses none of PACKAGES."""
     reader = _Reader(root)
     tree = ast.parse(file.read_bytes())
-    # Imports first: a function may use what is imported below it.
+    # Imports first: a function may use a name that is imported below it.
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             reader.visit_ImportFrom(node)
@@ -168,7 +168,7 @@ def status(path: str, name: str) -> str:
 def import_batch(root: Path, files: list[str]) -> Iterator[dict[str, Any]]:
     """Imports files of MAX, renamed, in this process."""
     finder = MaxFiles(root)
-    sys.meta_path.insert(0, finder)  # the usual finder would read MAX's files as they are
+    sys.meta_path.insert(0, finder)  # the usual finder would read MAX's files unchanged
     for file in files:
         name = "maxjax." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         try:
@@ -183,7 +183,7 @@ def import_batch(root: Path, files: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def import_all(site: Path, files: list[str]) -> list[dict[str, Any]]:
-    """The outcome of importing each file; batches in processes of their own."""
+    """The outcome of importing each file; each batch of files has a new process."""
     found: list[dict[str, Any]] = []
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for start in range(0, len(files), BATCH):
@@ -229,7 +229,7 @@ def survey(root: Path) -> dict[str, Any]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """The sums of a survey."""
+    """The totals of a survey."""
     names, files = report["names"], report["files"]
     modules = {file for file, one in files.items() if one["defines_module"]}
 
@@ -258,7 +258,7 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def surveyed(file: Path = NAMES) -> list[dict[str, Any]]:
-    """The names of the committed table, as :func:`survey` gives them; MAX need not be installed."""
+    """The names in the committed file, as :func:`survey` returns them; MAX need not be installed."""
     return [
         {"path": path, "name": name, "uses": int(count), "status": status(path, name)}
         for line in file.read_text().splitlines()
@@ -268,7 +268,7 @@ def surveyed(file: Path = NAMES) -> list[dict[str, Any]]:
 
 
 def table(names: list[dict[str, Any]]) -> str:
-    """What there is of each part of MAX, as Markdown, for docs/coming-from-max.md."""
+    """The Markdown table of docs/coming-from-max.md: how many names of each part of MAX there are."""
     counts: dict[str, Counter[str]] = {title: Counter() for title in [*ROWS, "all"]}
     for one in names:
         title = next(row for row in ROWS if f"{one['path']}.".startswith(f"{row}."))
@@ -286,7 +286,7 @@ def table(names: list[dict[str, Any]]) -> str:
 
 
 def show(report: dict[str, Any], most: int) -> None:
-    """Prints the figures, and what is missing most."""
+    """Prints the figures, and the missing names with the most uses."""
     print(table(report["names"]), end="\n\n")
     for title, values in figures(report).items():
         print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
@@ -326,7 +326,7 @@ def main() -> int:
         print(HOW, file=sys.stderr)
         return 2
     if options.batch:
-        sys.path.append(str(site))  # what MAX's files import of other packages
+        sys.path.append(str(site))  # other packages that MAX's files import
         for one in import_batch(site / "max", options.batch):
             print("\x1e" + json.dumps(one), flush=True)
         return 0

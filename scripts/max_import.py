@@ -1,9 +1,9 @@
 """Imports files of Modular MAX with ``max`` changed to ``maxjax``, in memory: for the scripts that run them.
 
-MAX is neither part nor requirement of maxjax, and its licence is its own: this reads the files of an
-installation and keeps none of their lines. ``maxjax.graph``, ``nn``, ``dtype``, ``driver`` and ``engine`` are ours;
-what the files import of MAX outside of those five (its server) is read from the installation too, except for
-what needs MAX's native libraries: its names are refused when they are used.
+MAX is neither a part nor a requirement of maxjax, and has a licence of its own: this module reads the files of
+an installation and keeps none of their lines. ``maxjax.graph``, ``nn``, ``dtype``, ``driver`` and ``engine`` are
+those of this repository. Modules of MAX outside those five (its server) are read from the installation too; those
+that need MAX's native libraries are replaced by modules that refuse every name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN = Path(__file__).resolve().parent.parent / "maxjax"
 
 
 def installation(given: str | None) -> Path | None:
-    """The directory that holds ``max``; None where it is not installed."""
+    """The directory that contains ``max``; None if it is not installed."""
     if given is not None:
         place = Path(given)
         return place if (place / "max" / BELOW).is_dir() else None
@@ -38,7 +38,7 @@ def installation(given: str | None) -> Path | None:
 
 
 class _Renamed(ast.NodeTransformer):
-    """``max`` is called ``maxjax`` in imports."""
+    """Renames ``max`` to ``maxjax`` in imports."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if not node.level and (node.module or "").split(".")[0] == "max":
@@ -62,11 +62,11 @@ class _Renamed(ast.NodeTransformer):
 
 
 class MaxFiles(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``maxjax.pipelines…``, which maxjax has none of, in an installation of MAX, renamed in memory.
+    """Finds ``maxjax.pipelines…``, which maxjax does not have, in an installation of MAX, renamed in memory.
 
     The five packages that maxjax re-implements are never taken from there. The ``__init__`` of a package
-    is not run when a file in it is imported, but when a name is asked for, and then the one line that imports
-    it: otherwise each file would import MAX's server.
+    is not run when a file in it is imported. When a name of it is used, only the line that imports that name
+    runs: otherwise each file would import MAX's server.
     """
 
     package = "maxjax"
@@ -122,12 +122,12 @@ class MaxFiles(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         except Exception:
             if module.__name__.startswith(f"{self.package}.pipelines.architectures."):
                 raise
-            # A part of MAX's server that needs its native libraries already to be imported.
+            # A part of MAX's server that cannot even be imported without its native libraries.
             self.refused.append(module.__name__)
             module.__dict__["__getattr__"] = _refusing(module.__name__)
 
     def _read_later(self, module: ModuleType, tree: ast.Module) -> None:
-        """Makes an ``__init__`` that imports a name when it is asked for."""
+        """Makes an ``__init__`` that imports each name when it is first used."""
         lines = {
             alias.asname or alias.name: (node, alias)
             for node in tree.body

@@ -1,4 +1,4 @@
-"""What the operations and kernels in a graph of MAX's compute, written in NumPy for ``max_oracle.py``."""
+"""The operations and kernels in MAX's graphs, written in NumPy for ``max_oracle.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUSTOM: dict[str, Callable[..., Any]] = {}
 
 
 def operation(*names: str) -> Callable[[Any], Any]:
-    """Says how the operations of these names are computed: a function of (op, *arrays)."""
+    """A decorator of the function ``(op, *arrays)`` that computes the operations with these names."""
 
     def keep(function: Any) -> Any:
         OPS.update(dict.fromkeys(names, function))
@@ -90,7 +90,7 @@ def _all_summed(op: Any, *xs: Any) -> Any:
 @operation("StaticReshape", "Reshape", "SqueezeShape", "UnsqueezeShape")
 def _reshape(op: Any, x: Any, *rest: Any) -> Any:
     if type(op).__name__.endswith("ShapeOp") and "queeze" in type(op).__name__:
-        return np.zeros(op.sizes[0], np.int64)  # the shapes are those of the result's type
+        return np.zeros(op.sizes[0], np.int64)  # the result's type determines the shape
     return x.reshape(op.sizes)
 
 
@@ -257,7 +257,7 @@ def _group_norm(op: Any, x: Any, gamma: Any, beta: Any, epsilon: Any, groups: An
 def _conv(
     op: Any, x: Any, kernel: Any, strides: Any, dilations: Any, paddings: Any, groups: Any = 1
 ) -> Any:
-    """NHWC and RSCF, or FCRS where the filter's type says so, of two or three spatial axes."""
+    """A convolution of NHWC with RSCF, or FCRS if the filter's type says so, with two or three spatial axes."""
     groups, spatial = int(np.reshape(groups, -1)[0]), x.ndim - 2
     written = str(op.operands[1].value.type)
     if "FCRS" in written or "FCQRS" in written:
@@ -290,13 +290,13 @@ def _avg_pool(
 
 
 def number(attribute: Any) -> float:
-    """The number of an attribute, as `#M.dense_array<1.0> : tensor<f32>`."""
+    """The number in an attribute such as `#M.dense_array<1.0> : tensor<f32>`."""
     text = str(attribute)
     return float(text[text.index("<") + 1 : text.index(">")])
 
 
 def custom(*names: str) -> Callable[[Any], Any]:
-    """Says how MAX's kernels of these names are computed."""
+    """A decorator of the function ``(params, *arrays)`` that computes MAX's kernels with these names."""
 
     def keep(function: Any) -> Any:
         CUSTOM.update(dict.fromkeys(names, function))
@@ -306,7 +306,7 @@ def custom(*names: str) -> Callable[[Any], Any]:
 
 
 def _mask(shape: tuple[int, int], kind: str, window: int) -> Any:
-    """Which keys a query sees, by the name of MAX's mask."""
+    """Which keys a query sees, for a mask that is given by its name in MAX."""
     i, j = np.ogrid[: shape[0], : shape[1]]
     i = i + shape[1] - shape[0]
     seen = np.ones(shape, bool) if kind == "null" else j <= i
@@ -369,7 +369,7 @@ def _composite_masked(op: Any, q: Any, k: Any, v: Any, mask: Any, scale: Any, *r
 
 
 def _turned(x: Any, c: Any, interleaved: bool) -> Any:
-    """x of [T, H, D] turned by the cosines and sines c of [T, D/2, 2]."""
+    """x of shape [T, H, D], rotated by the cosines and sines c of shape [T, D/2, 2]."""
     c, out, n = c[:, None], np.empty_like(x), x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :n], x[..., n:])
     first, second = a * c[..., 0] - b * c[..., 1], a * c[..., 1] + b * c[..., 0]
@@ -381,7 +381,7 @@ def _turned(x: Any, c: Any, interleaved: bool) -> Any:
 
 
 def _is_interleaved(params: dict[str, Any]) -> bool:
-    return bool(params.get("interleaved"))  # true is -1, a number of one bit
+    return bool(params.get("interleaved"))  # true is -1, a signed integer of one bit
 
 
 @custom("mo.rope.ragged.with_position_id")
@@ -403,7 +403,7 @@ def _rope_ragged(params: dict[str, Any], x: Any, offsets: Any, start: Any, freqs
 
 @custom("mo.moe.router.group.limited", "mo.moe.single.group.router")
 def _group_limited(params: dict[str, Any], scores: Any, bias: Any, factor: Any) -> Any:
-    """Of the groups whose two best experts have the largest sums, the best experts, by score plus bias."""
+    """Chooses the groups whose two best experts have the largest sums, then their best experts by score plus bias."""
     k, groups = int(params["n_experts_per_tok"]), int(params.get("n_groups", 1))
     with_bias = scores + bias
     parts = with_bias.reshape(len(scores), groups, -1)
@@ -434,14 +434,14 @@ def _gates(params: dict[str, Any], mix: Any, bias: Any, scale: Any, epsilon: Any
 
 
 def _cubic(distance: Any, a: float = -0.75) -> Any:
-    """Keys' kernel of cubic convolution."""
+    """Keys's cubic convolution kernel."""
     d = np.abs(distance)
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     return np.where(d <= 1, near, np.where(d < 2, a * (((d - 5) * d + 8) * d - 4), 0))
 
 
 def _resized(x: Any, size: int, axis: int) -> Any:
-    """An axis resized by cubic convolution; what is beyond an end is its last value."""
+    """An axis resized by cubic convolution; the values at its ends are repeated beyond them."""
     old = x.shape[axis]
     centres = (np.arange(size) + 0.5) * old / size - 0.5
     near = np.floor(centres)[:, None] + np.arange(-1, 3)

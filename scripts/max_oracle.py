@@ -1,9 +1,9 @@
-"""What MAX's own model files compute: MAX builds their graphs, and NumPy computes the operations in them.
+"""Computes MAX's own model files: MAX builds their graphs, and NumPy computes the operations in them.
 
-``max_runs.py`` starts it, in a process of its own. MAX needs minutes to compile
-a graph on a CPU, and a graph of a hundred operations is computed by NumPy in no time, so nothing is compiled. What
-is MAX's here is all that its files and its graph decide: shapes, names, promotions, casts, broadcasting, which
-operation is called with what. What an operation computes is written in ``max_operations.py``, in float64.
+``max_runs.py`` starts it in a new process. MAX needs minutes to compile a graph on a CPU, while NumPy computes
+a graph of a hundred operations quickly, so nothing is compiled. MAX's files and graph decide shapes, names,
+promotions, casts and broadcasting, and which operation is called with which operands. What an operation
+computes is written in ``max_operations.py``, in float64.
 
     python scripts/max_oracle.py SITE OUT FILE …
 """
@@ -28,7 +28,7 @@ from scripts.max_recipes import RECIPES, typed, weight_value
 
 
 def rounded(array: Any, dtype: Any) -> Any:
-    """An array as values of a DType, held in float64 where they are floats."""
+    """An array rounded to a DType; floats stay float64 arrays."""
     array = np.asarray(array)
     if dtype.name == "bfloat16":
         bits = array.astype(np.float32).view(np.uint32)
@@ -44,7 +44,7 @@ def rounded(array: Any, dtype: Any) -> Any:
 
 
 class _Op:
-    """An operation, with the number of tensors that it gives, and the sizes of the first."""
+    """An operation, with the number of its results, and the sizes of the first result."""
 
     def __init__(self, op: Any, sizes: Any, count: int):
         self._op, self.sizes, self.count = op, sizes, count
@@ -57,7 +57,7 @@ class _Op:
 def evaluate(
     graph: Any, inputs: list[Any], weights: Callable[[str, tuple[int, ...], str], Any]
 ) -> list[Any]:
-    """The outputs of a graph of MAX's."""
+    """The outputs of a graph that MAX built."""
     from max import _core
     from max._core.dialects import mo, rmo
     from max.graph import Dim, TensorType, Type
@@ -73,7 +73,7 @@ def evaluate(
              for value, array, kind in zip(graph.inputs, inputs, kinds, strict=True)}  # fmt: skip
 
     def sizes_of(shape: Any) -> tuple[Any, ...]:
-        """The numbers of a shape; a size that depends on values has a name until it is computed."""
+        """The sizes of a shape as numbers; a size that depends on values is a name until it is computed."""
         sizes = [dim if hasattr(dim, "dim") else Dim(dim).substitute(names) for dim in shape]
         return tuple(int(dim) if hasattr(dim, "dim") else dim for dim in sizes)
 
@@ -127,7 +127,7 @@ def evaluate(
 
 
 def _ape(value: Any, names: dict[str, int]) -> list[int]:
-    """The numbers of a shape attribute, as `#mosh<ape[b, 3]>`."""
+    """The sizes in a shape attribute such as `#mosh<ape[b, 3]>`."""
     from max.graph import Shape
 
     return [
@@ -156,7 +156,7 @@ def _parameters(op: Any) -> dict[str, Any]:
 
 
 class Server(MaxFiles):
-    """Finds ``max.pipelines…`` with no need for the packages that MAX's server needs: no ``__init__`` of it is run."""
+    """Imports ``max.pipelines…`` without the packages that MAX's server needs: none of its ``__init__`` runs."""
 
     package = "max"
 
@@ -168,7 +168,7 @@ class Server(MaxFiles):
 
 
 def run(name: str) -> list[Any]:
-    """What a recipe computes on MAX."""
+    """The results of a recipe on MAX."""
     from max.graph import Graph
 
     def of(path: str) -> Any:
@@ -188,7 +188,7 @@ def main() -> int:
     site, out, *names = sys.argv[1:]
     sys.path.append(site)
     sys.meta_path.insert(0, Server(Path(site) / "max"))
-    # A layer over devices opens accelerators when it is made, which a graph that is only walked does not need.
+    # A layer over devices opens accelerators when it is made; a graph that only NumPy computes needs none.
     devices: Any = importlib.import_module("max.nn.comm.allreduce")
     devices.Accelerator = importlib.import_module("max.driver").CPU
     found: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Each recipe of ``max_recipes`` is built twice from the same file: by MAX, whose graph ``max_oracle.py`` computes with
 NumPy, and by maxjax with ``max`` changed to ``maxjax`` in the imports, as a compiled Graph. Both get the same
-weights, by name, and the same inputs. The answers of MAX are kept in a file if one is named.
+weights, by name, and the same inputs. The results of MAX are stored in a file if one is named.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TOLERANCE = 1e-5
 
 
 class Outcome(NamedTuple):
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
-        name: the file and what is run of it.
-        difference: the largest, of MAX's largest number where that is above 1; None if it did not run.
+        name: the file, and what of it is run.
+        difference: largest difference, divided by MAX's largest number if that is above 1; None if it did not run.
         error: why it did not run, or why the two cannot be compared.
     """
 
@@ -42,12 +42,12 @@ class Outcome(NamedTuple):
 
 
 def asked(site: Path, names: list[str], kept: Path | None = None) -> dict[str, Any]:
-    """What MAX computes: name of a run → its arrays, or the text of its error.
+    """The results of MAX: name of a run → its arrays, or the text of its error.
 
     Args:
         site: the site-packages that MAX is installed in.
-        names: of runs.
-        kept: file to take the answers from and to add them to.
+        names: names of the runs.
+        kept: file to read results from and to store new ones in.
     """
     found: dict[str, Any] = {}
     if kept is not None and kept.exists():
@@ -80,7 +80,7 @@ def _answers(file: Path) -> dict[str, Any]:
 
 
 def run(name: str) -> list[np.ndarray]:
-    """What a recipe computes on maxjax."""
+    """The results of a recipe on maxjax."""
     from maxjax.driver import CPU
     from maxjax.engine import InferenceSession
     from maxjax.graph import Graph
@@ -138,7 +138,7 @@ def _last(text: str) -> str:
 
 
 def outcomes(site: Path, names: list[str], kept: Path | None = None) -> Iterator[Outcome]:
-    """The outcomes of runs, in turn; maxjax imports MAX's files in this process."""
+    """The outcomes of runs, one by one; maxjax imports MAX's files in this process."""
     expected = asked(site, names, kept)
     sys.meta_path.insert(0, MaxFiles(site / "max"))
     sys.path.append(str(site))
@@ -147,15 +147,15 @@ def outcomes(site: Path, names: list[str], kept: Path | None = None) -> Iterator
 
 
 def numbers(site: Path, only: str = "", kept: Path | None = None) -> int:
-    """Prints a line for each run, and how many files of MAX's run with MAX's numbers.
+    """Prints a line for each run, and how many of MAX's files compute the same numbers on maxjax.
 
     Args:
         site: the site-packages that MAX is installed in.
-        only: a part of the names of the runs.
-        kept: file that keeps MAX's answers.
+        only: part of the names of the runs to make.
+        kept: file that stores MAX's results.
 
     Returns:
-        How many files have a run, and none that is not equal.
+        The number of files all of whose runs are equal.
     """
     good: dict[str, bool] = {}
     for one in outcomes(site, [name for name in RECIPES if only in name], kept):

@@ -1,7 +1,7 @@
-"""Prints where the MiniLM checkpoint of the quickstart and the tests lies.
+"""Prints the directory of the MiniLM checkpoint that the quickstart and the tests use.
 
-The files come in a Python package; only its location is looked up here, because its own
-code needs torch.
+The files are in a Python package; this script only looks up its location, because importing it
+needs torch.
 """
 
 import sys

@@ -1,18 +1,18 @@
-"""Draws mutants of the package and runs the tests on each: do they notice?
+"""Mutation testing: draws mutants of the package, and checks whether a test fails on each.
 
     python scripts/mutate.py --count 200 --seed 1 --json before.json
-    python scripts/mutate.py --again before.json --json after.json    # those that were killed
-    python scripts/mutate.py --show 20                                # which ones, without running
+    python scripts/mutate.py --again before.json --json after.json    # the killed mutants again
+    python scripts/mutate.py --show 20                                # only lists the mutants
     pytest -m "not campaign and not oracle" --cov=maxjax --cov-context=test && \
         python scripts/mutate.py --contexts .coverage --json default.json  # only tests that reach the line
     python scripts/mutate.py --survivors default.json --tests "campaign or oracle" --contexts .coverage
 
-A mutant has one small mistake: a comparison, a constant, an operator, a condition turned round, a
-flush or rename left out or exchanged with the statement after it. It is made in a copy of the
+A mutant has one small mistake: another comparison, constant or operator, a negated condition, or a
+flush or rename that is left out or swapped with the next statement. It is made in a copy of the
 package, and the tests of that file run first (the mirrored file or folder), then with ``--wide`` the
-whole default set. With ``--contexts``, a file of pytest-cov, those tests run that reach the line, at
-most 80, which is much quicker; with other ``--tests`` than the default set, all cases of these tests, and
-those of that file. Killed means that a test failed or did not end in time. Prints the survivors.
+whole default set. With ``--contexts``, a data file of pytest-cov, only tests that reach the line run, at
+most 80, which is much faster; with other ``--tests`` than the default set, all cases of these tests run,
+and the tests of that file. Killed means that a test failed or did not end in time. Prints the survivors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPARE = {
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
 }  # fmt: skip
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "//"}
-# Calls whose order decides whether a save can be lost.
+# Calls whose order decides whether a crash can lose a save.
 DURABLE = {"fsync", "flush", "flush_directory", "rename", "replace", "link", "unlink", "sync"}
 
 
@@ -117,7 +117,7 @@ def mutants(file: Path) -> Iterator[Mutant]:
 
 
 def _running(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that are run: not those of annotations and of ``TYPE_CHECKING``."""
+    """The nodes that are run, without those of annotations and below ``TYPE_CHECKING``."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list") or (
             isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
@@ -130,7 +130,7 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests that mirror a file of the package: its own, else those of its folder."""
+    """The tests that mirror a file of the package: its own test file, otherwise the tests of its folder."""
     inner = Path(file).relative_to("maxjax")
     own = ROOT / "tests" / inner.parent / f"test_{inner.name}"
     folder = ROOT / "tests" / inner.parent
@@ -146,7 +146,7 @@ def tests_of(file: str) -> list[str]:
 
 @cache
 def _contexts_of(file: str, contexts: Path) -> dict[int, list[str]]:
-    """Line of a file → the tests, with their phases, that reach it."""
+    """Line of a file → the test contexts (test and phase) that reach it."""
     import coverage
 
     data = coverage.CoverageData(str(contexts))
@@ -156,9 +156,9 @@ def _contexts_of(file: str, contexts: Path) -> dict[int, list[str]]:
 
 
 def reaching(mutant: Mutant, contexts: Path, few: bool) -> list[str]:
-    """The tests that reach a mutant's line, its own file's first: cases that differ in it, or all."""
+    """The tests that reach a mutant's line, those of its file first. ``few``: at most 80 different cases."""
     by_line = _contexts_of(mutant.file, contexts)
-    # A statement of several lines may be recorded at its first.
+    # Coverage may record a statement of several lines at its first line.
     line = next((at for at in range(mutant.line, mutant.line - 8, -1) if by_line.get(at)), 0)
     # Case → the lines of the file that it reaches.
     reached: dict[str, set[int]] = {}
@@ -167,10 +167,10 @@ def reaching(mutant: Mutant, contexts: Path, few: bool) -> list[str]:
             reached.setdefault(context.rsplit("|", 1)[0], set()).add(number)
     cases = [case for case, lines in reached.items() if case and line in lines]
     own = tuple(tests_of(mutant.file))
-    if not few:  # with all their cases, also those that the run left out
+    if not few:  # with all cases, also those that the coverage run left out
         others = {case.split("[", 1)[0] for case in cases if not case.startswith(own)}
         return [*own, *sorted(others)]
-    # First one of those that reach the same lines, then another: what few lines decide is tested apart.
+    # Of cases that reach the same lines one comes first, and the others later, so that the 80 differ.
     cases.sort(key=lambda case: (not case.startswith(own), len(reached[case]), case))
     seen: Counter[frozenset[int]] = Counter()
     turns: dict[str, int] = {}
@@ -181,11 +181,11 @@ def reaching(mutant: Mutant, contexts: Path, few: bool) -> list[str]:
 
 
 class Checkouts:
-    """Copies of the checkout, one for each mutant that is tried at a time; they keep their bytecode."""
+    """Copies of the checkout, one for each mutant that runs at the same time; they keep their bytecode."""
 
     def __init__(self, place: Path, count: int) -> None:
         self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        # Bytecode is known to be old by the second in which its source was written.
+        # Python compares bytecode with its source by the time of writing, in seconds.
         self._times = itertools.count(int(time.time()) + 1)
         ignored = (".git", ".venv", "__pycache__", ".compile-cache", "build")
         for number in range(count):
@@ -197,7 +197,7 @@ class Checkouts:
 
     @contextlib.contextmanager
     def having(self, mutant: Mutant) -> Iterator[Path]:
-        """A copy in which the mistake is."""
+        """A copy of the checkout with the mistake in it."""
         copy = self._free.get()
         code = (ROOT / mutant.file).read_text()
         try:
@@ -221,9 +221,9 @@ def killed(
     contexts: Path | None = None,
     chosen: str = DEFAULT,
 ) -> bool:
-    """Whether a test fails on it."""
+    """Whether a test fails on a mutant."""
     runs = [tests_of(mutant.file), *([[]] if wide else [])]
-    # No test reaches what runs when the file is imported.
+    # Code that runs when a file is imported belongs to no test's context.
     if contexts is not None and (found := reaching(mutant, contexts, chosen == DEFAULT)):
         runs = [found]
     with checkouts.having(mutant) as copy:
@@ -259,7 +259,7 @@ def killed(
 
 
 def main() -> int:
-    """Draws, runs, prints."""
+    """Draws mutants, runs the tests on them, and prints the survivors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

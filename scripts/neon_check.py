@@ -1,13 +1,13 @@
-"""The ARM kernels on a machine that is none: `scripts/neon_check.py [--level neondot]`.
+"""Checks the ARM kernels on any machine, in an emulator: `scripts/neon_check.py [--level neondot]`.
 
     pip install ziglang unicorn
     python scripts/neon_check.py
 
 Compiles a level of maxjax/kernels/cpu for 64-bit ARM with the flags of an installation, runs
 its functions in an emulator and compares them with NumPy in float64. Every array ends where
-its memory ends, so a read or a write past it stops the run; and the processor is set to take
-numbers below 2^-126 as zeros, as XLA's threads have it. One line for each check, with the
-worst error; exit 1 where one is too large. A few seconds, or 15 the first time.
+its memory ends, so a read or a write past it stops the run; and the processor is set to flush
+numbers below 2^-126 to zero, as in XLA's threads. Prints a line with the largest error for each
+check; the exit code is 1 if one is too large. It takes a few seconds, the first time about 15.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ STACK_BYTES = 1 << 20
 FLUSH = 1 << 24  # FPCR.FZ
 PAD, PART = 32, 256  # kPad and kPart of kernels.h
 FLOAT, HALF, BRAIN = TYPES = [np.dtype(t) for t in ("f4", "f2", ml_dtypes.bfloat16)]
-# Half a unit in the last place, relative, and the least that makes a difference.
+# The largest error of rounding to each type: relative, and absolute among subnormal numbers.
 ROUNDING = {FLOAT: (0.0, 0.0), HALF: (2.0**-11, 2.0**-25), BRAIN: (2.0**-8, 2.0**-134)}
-# The functions of maxjax::Level by where they are in it, in words: its name and needs come before them.
+# The index of each function in maxjax::Level, in words of 8 bytes: the other members take the first two.
 LEVEL = re.search(r"^struct Level \{.*?^\};", (CPU / "kernels.h").read_text(), re.M | re.S)
 assert LEVEL, "kernels.h has no struct Level"
 FUNCTIONS = {name: 2 + i for i, name in enumerate(re.findall(r"\(\*(\w+)\)\(", LEVEL[0]))}
 
 
 class Rows(ctypes.Structure):
-    """maxjax::Rows, its Activations in place."""
+    """maxjax::Rows, with the members of its Activations inline."""
 
     _fields_ = [
         ("x", ctypes.c_uint64), ("x_stride", ctypes.c_int64), ("narrow", ctypes.c_bool),
@@ -68,7 +68,7 @@ class Rows(ctypes.Structure):
 
 
 class PackedRows(ctypes.Structure):
-    """maxjax::PackedRows, its Int8 in place."""
+    """maxjax::PackedRows, with the members of its Int8 inline."""
 
     _fields_ = [
         ("format", ctypes.c_int), ("w", ctypes.c_uint64), ("depth", ctypes.c_int64),
@@ -115,7 +115,7 @@ class Ssd(ctypes.Structure):
 
 
 def compiled(level: str) -> bytes:
-    """A program for ARM with no more in it than the level; it begins at the level's table."""
+    """A program for ARM that contains only the level; its entry point is the level's table."""
     found = importlib.util.spec_from_file_location("build", CPU / "build.py")
     assert found is not None and found.loader is not None
     build = importlib.util.module_from_spec(found)
@@ -128,7 +128,7 @@ def compiled(level: str) -> bytes:
         source = f"level_{level}.cc"
         flags = [*build.SOURCES["aarch64"][source], "-Wall", "-Wextra", "-Werror"]
         build.compile_one(source, path, linux, flags)
-        # memcpy, memset and expf are the compiler's own there.
+        # memcpy, memset and expf come from the compiler's own libraries there.
         link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
         subprocess.run([*bare, *link], check=True)
         return program.read_bytes()
@@ -139,8 +139,8 @@ class Machine:
 
     def __init__(self, level: str):
         self.uc = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
-        self.uc.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)  # which has the dot products
-        self.flush = 0 if level == "portable" else FLUSH  # which says that it knows no flag
+        self.uc.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)  # has dot product instructions
+        self.flush = 0 if level == "portable" else FLUSH  # the portable level would not clear it
         self.arrays: list[tuple[int, int]] = []
         table = self._load(compiled(level))
         self.functions = {name: self._word(table + 8 * i) for name, i in FUNCTIONS.items()}
@@ -148,7 +148,7 @@ class Machine:
         self.uc.mem_map(RETURN, PAGE)
 
     def _load(self, program: bytes) -> int:
-        """Puts the segments of an ELF file where they belong; where it begins."""
+        """Loads the segments of an ELF file at their addresses; returns its entry point."""
         entry, headers = struct.unpack_from("<QQ", program, 24)
         size, count = struct.unpack_from("<HH", program, 54)
         loads = []
@@ -169,7 +169,7 @@ class Machine:
         return int.from_bytes(self.uc.mem_read(at, 8), "little")
 
     def put(self, array: np.ndarray) -> int:
-        """Copies an array to memory that ends with it; where it is."""
+        """Copies an array to the end of a new piece of memory; returns its address."""
         size = max(1, -(-array.nbytes // PAGE)) * PAGE
         start = sum(self.arrays[-1]) + PAGE if self.arrays else ARRAYS
         self.uc.mem_map(start, size)
@@ -179,13 +179,13 @@ class Machine:
         return at
 
     def get(self, at: int, like: np.ndarray) -> np.ndarray:
-        """The array of that shape and type at this place."""
+        """The array at an address, with the shape and dtype of ``like``."""
         data = bytes(self.uc.mem_read(at, like.nbytes))
         return np.frombuffer(data, like.dtype).reshape(like.shape)
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Arrays that are put here are gone after it."""
+        """A context manager that frees the arrays that are put inside it."""
         try:
             yield
         finally:
@@ -194,7 +194,7 @@ class Machine:
             self.arrays.clear()
 
     def call(self, name: str, *args: int | ctypes.Structure) -> None:
-        """Calls a function; structures are passed by where they are."""
+        """Calls a function; structures are passed by their address."""
         for i, value in enumerate(args):
             if isinstance(value, ctypes.Structure):
                 value = self.put(np.frombuffer(bytes(value), np.uint8))
@@ -218,7 +218,7 @@ class Machine:
         return out
 
     def narrow(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """A row of floats as another type, from the order of float32."""
+        """A row of floats, in the order for float32 weights, in another dtype."""
         with self.room():
             out = np.zeros(x.shape, dtype)
             to = self.put(out)
@@ -240,8 +240,8 @@ class Machine:
             return self.get(to, y)
 
     def quantise(self, x: np.ndarray) -> list[np.ndarray]:
-        """Of rows of a multiple of 256 floats: codes, scales, sums of groups of 32 and of 16, and of the
-        codes of 16."""
+        """For rows of a multiple of 256 floats: codes, scales, sums of groups of 32 and of 16, and sums
+        of the codes in groups of 16."""
         count, size = x.shape
         found = [np.zeros((count, size), np.int8)]
         found += [np.zeros((count, size // n), np.float32) for n in (32, 32, 16)]
@@ -290,7 +290,7 @@ class Machine:
         cap: float,
         scales: Sequence[np.ndarray] = (),
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The highest score of each query, the sum of the weights and that of the values."""
+        """The highest score of each query, the sum of its weights, and the weighted sum of the values."""
         kind = FLOAT if scales else keys.dtype
         with self.room():
             scalars = np.zeros(len(q), np.float32)
@@ -304,14 +304,14 @@ class Machine:
 
 
 def same(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises unless two arrays are the same to the bit, or NaN in the same places."""
+    """Raises unless two arrays are equal bit for bit, or NaN in the same places."""
     number, bits = ~np.isnan(wanted), f"u{wanted.itemsize}"
     np.testing.assert_array_equal(np.isnan(found), ~number)
     np.testing.assert_array_equal(found.view(bits)[number], wanted.view(bits)[number])
 
 
 def check_widen(machine: Machine, _: np.random.Generator) -> str:
-    """Every number of 16 bits, and every length of a row."""
+    """Checks every number of 16 bits, and every length of a row."""
     every = np.arange(1 << 16, dtype=np.uint16)
     for dtype, w_type in itertools.product((HALF, BRAIN), TYPES):
         same(machine.widen(every.view(dtype)[None], w_type)[0], every.view(dtype).astype("f4"))
@@ -323,7 +323,7 @@ def check_widen(machine: Machine, _: np.random.Generator) -> str:
 
 
 def check_narrow(machine: Machine, rng: np.random.Generator) -> str:
-    """Numbers of 16 bits, what lies halfway between two, and the next floats to those."""
+    """Checks 16-bit numbers, the values halfway between two, and the floats next to these."""
     several = [rng.integers(0, 1 << 32, 1 << 16, np.uint64).astype(np.uint32)]
     every = np.arange(1 << 16, dtype=np.uint32)
     several += [(every << 16) + np.uint32(low) for low in (0, 1, 0x7FFF, 0x8000, 0x8001)]
@@ -339,7 +339,7 @@ def check_narrow(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def error_of_product(x: np.ndarray, w: np.ndarray, y: np.ndarray) -> float:
-    """Beyond the rounding of y, in units of 2^-24 of the sum of the absolute products."""
+    """The error beyond the rounding of y, in units of 2^-24 of the sum of the absolute products."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     exact = x @ w.T
     relative, least = ROUNDING[y.dtype]
@@ -348,7 +348,7 @@ def error_of_product(x: np.ndarray, w: np.ndarray, y: np.ndarray) -> float:
 
 
 def check_product(machine: Machine, rng: np.random.Generator) -> str:
-    """Every tile and its edges, for all types."""
+    """Checks matmuls with every tile and its edges, for all types."""
     worst, count = 0.0, 0
     kinds = itertools.cycle(itertools.product(TYPES, TYPES))
     parts = [(1, 0, 1), (2, 0, 2), (5, 1, 4), (67, 3, 67)]
@@ -368,7 +368,7 @@ def check_product(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_quantise(machine: Machine, rng: np.random.Generator) -> str:
-    """Codes are those of NumPy, and the sums those of the codes."""
+    """Checks codes against NumPy, and the sums against the codes."""
     x = rng.standard_normal((40, 256)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, (40, 1))
     x = x.astype(np.float32)
     x[3, :32] = 0
@@ -391,7 +391,7 @@ def check_quantise(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_packed(machine: Machine, rng: np.random.Generator) -> str:
-    """Every format, whole units and not, panels that are full and not, in int8 and in floats."""
+    """Checks every format with complete and partial units and panels, in int8 and in floats."""
     worst, count = 0.0, 0
     parts = [(1, 0, 1), (3, 0, 3), (9, 1, 8), (21, 0, 21)]
     cases = itertools.product(enumerate(FORMATS), (1, 2, 5, 9), parts, (32, 96, 256, 320, 768))
@@ -419,7 +419,7 @@ def check_packed(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_small(machine: Machine, rng: np.random.Generator) -> str:
-    """Numbers below 2^-126 count, in activations, weights and results."""
+    """Checks that numbers below 2^-126 count in activations, weights and results."""
     if not machine.flush:
         return "not for this level"
     tiny = (rng.standard_normal((3, 64)) * 2.0**-130).astype("f4")
@@ -441,7 +441,7 @@ def check_small(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_exp(machine: Machine, rng: np.random.Generator) -> str:
-    """exp(x) for x from -110 to 0, which attention with values of the unit matrix shows."""
+    """Checks exp(x) for x from -110 to 0, by attention whose values are the identity matrix."""
     worst = lost = 0.0
     q = np.eye(1, PART, dtype="f4")
     for _ in range(24):
@@ -460,7 +460,7 @@ def check_exp(machine: Machine, rng: np.random.Generator) -> str:
 def exact_attention(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, cap: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The highest scores, and the values' means."""
+    """The highest scores, and the weighted means of the values."""
     q, keys, values = (a.astype(np.float64) for a in (q, keys, values))
     scores = q @ keys.T
     scores = cap * np.tanh(scores / cap) if cap else scores
@@ -470,7 +470,7 @@ def exact_attention(
 
 
 def check_attend(machine: Machine, rng: np.random.Generator) -> str:
-    """Groups of queries, depths and parts of a cache, with and without a cap."""
+    """Checks groups of queries, depths and parts of a cache, with and without a cap."""
     worst, count = 0.0, 0
     parts = [(0, 1), (2, 5), (0, 31), (3, PART + 3), (9, 80)]
     options = itertools.product(TYPES, range(1, 10), (4, 8, 20, 64, 80), parts)
@@ -499,7 +499,7 @@ def check_attend(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_delta(machine: Machine, rng: np.random.Generator) -> str:
-    """The delta rule of a head, whole vectors and not, and SiLU."""
+    """Checks the delta rule of one head, with complete and partial vectors, and SiLU."""
     worst, count = 0.0, 0
     for key_dim, value_dim in itertools.product((1, 5, 64), (1, 4, 7, 16, 37, 64)):
         q, k = rng.standard_normal((2, key_dim)).astype("f4") / np.float32(key_dim**0.5)
@@ -527,7 +527,7 @@ def check_delta(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_ssd(machine: Machine, rng: np.random.Generator) -> str:
-    """Mamba 2's recurrence of a head, whole vectors and not."""
+    """Checks Mamba 2's recurrence of one head, with complete and partial vectors."""
     worst, count = 0.0, 0
     for rows, size in itertools.product((1, 5, 64), (1, 4, 7, 16, 37, 128)):
         b, c = rng.standard_normal((2, size)).astype("f4")
@@ -547,7 +547,7 @@ def check_ssd(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def check_not_numbers(machine: Machine, rng: np.random.Generator) -> str:
-    """A NaN reaches every result that it is part of, and no other; an infinity has its cap."""
+    """Checks that a NaN reaches every result that it is part of and no other, and that infinities are capped."""
     x, w = rng.standard_normal((6, PAD)).astype("f4"), rng.standard_normal((9, PAD)).astype("f4")
     x[2, 5] = w[4, 7] = np.nan
     found = np.isnan(machine.product(x, w, FLOAT, 0, 9))
@@ -580,7 +580,7 @@ CHECKS: dict[str, Callable[[Machine, np.random.Generator], str]] = {
 
 
 def failed(name: str, check: Callable[[], str]) -> bool:
-    """Prints what a check found; whether it fails."""
+    """Prints the result of a check; returns whether it failed."""
     start = time.perf_counter()
     try:
         found, bad = check(), False

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# maxjax as it is where there is no C++ compiler: makes a wheel without one, installs it into a
-# temporary folder, and runs there the tests that do not ask for the compiled kernels, which
-# then pass through the jnp forms. PYTHON=/path/to/python has the dependencies; about a minute.
+# Tests maxjax as it is installed without a C++ compiler: makes a wheel without one, installs it into a
+# temporary folder, and runs there the tests that do not need the compiled kernels, which then use
+# the jnp forms. PYTHON=/path/to/python must have the dependencies. It takes about a minute.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root="$PWD"
@@ -16,7 +16,7 @@ CXX=/nonexistent "$python" -m pip wheel -q --disable-pip-version-check --no-deps
 "$python" -m pip install -q --disable-pip-version-check --no-deps --target "$folder/site" \
   "$folder"/wheel/*.whl
 
-# pytest puts its own folder first, which must not have a maxjax in it.
+# pytest puts its root folder first on the path, so that folder must not contain maxjax.
 mkdir "$folder/checkout"
 cp -r pyproject.toml tests scripts "$folder/checkout"
 cd "$folder/checkout"
@@ -33,7 +33,7 @@ attention="derivatives or exported or vmap or without_jit or nothing_to_do or do
 "$python" -m pytest -q -p no:cacheprovider tests/kernels \
   -k "test_matmul or test_no_library or (test_decode_attention and ($attention))"
 
-# Attention and products at a few sizes, in the terms of NumPy, and how often the log says why.
+# Compares attention and matmuls of a few sizes with NumPy, and checks that the log gives the reason once.
 "$python" - 2> "$folder/log" <<'EOF'
 import logging
 

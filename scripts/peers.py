@@ -1,4 +1,4 @@
-"""Which libraries a benchmark can compare with here."""
+"""Whether the libraries that benchmarks compare with are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WHERE = "scripts/setup.sh --oracles installs it"
 
 
 def installed(*names: str) -> bool:
-    """Whether all of these can be imported; otherwise prints that they are left out of the comparison."""
+    """Whether all of these libraries can be imported; prints the missing ones, which are not compared."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
         print(f"without {' and '.join(absent)}: {WHERE}")

@@ -1,4 +1,4 @@
-"""Which of a few sentences are alike: the cosine similarity of their embeddings."""
+"""Compares a few sentences by the cosine similarity of their embeddings."""
 
 import sys
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From a fresh clone to a real model: sets up .venv, looks into the MiniLM checkpoint,
+# From a fresh clone to a real model: sets up .venv, inspects the MiniLM checkpoint,
 # embeds sentences with it and prints which of them are alike; then asks the small language model
-# that comes with maxjax for a sum.
+# that is part of maxjax for a sum.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh --light
 
-# Found by its place, not by importing the package: its code would need torch.
+# The script looks up the package's location instead of importing it, which would need torch.
 model="$(.venv/bin/python scripts/minilm.py)"
 
 echo "\$ maxjax inspect MODEL | tail"

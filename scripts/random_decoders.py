@@ -1,18 +1,18 @@
-"""Random configurations of every family of decoders, against transformers.
+"""Compares random configurations of every family of decoders with transformers.
 
-    python scripts/random_decoders.py 300            # so many, all families in turn
+    python scripts/random_decoders.py 300            # 300 configurations, all families in turn
     python scripts/random_decoders.py 5 --family gemma2 --seed 7
-    python scripts/random_decoders.py --quick        # one of each: does it run
+    python scripts/random_decoders.py --quick        # one of each, to see that it runs
 
 A configuration is drawn (``tests/models/families/draws.py``): heads, widths, layers, ties, biases, windows, kinds
-of RoPE, caps, experts, in the spelling of old files or of new ones, at times within a multimodal model.
+of RoPE, caps, experts, in the spelling of old files or of new ones, sometimes within a multimodal model.
 transformers makes a model of it with random weights; maxjax opens its files, on one device or several,
-stacked or not. Compared are the logits of texts of different length side by side, at once, and in chunks
-and single steps with a cache; for the first configuration of a family also what ``maxjax.generate`` writes,
-greedily, with what transformers' ``generate`` does. Logits have a standard deviation of 1 and may differ
-by 1e-4; a token may be another one only where the oracle's two best are as near. A larger difference is
-right, and printed, where the oracle's own logits move by half of it when the last bit of its weights does.
-Ends with 1 if one is wrong, after the command that shows it again.
+stacked or not. The logits of a batch of texts of different length are compared, computed at once, and in chunks
+and single steps with a cache; for the first configuration of a family also the greedy texts of
+``maxjax.generate`` and of transformers' ``generate``. Logits have a standard deviation of 1 and may differ by
+1e-4; a token may differ only where the two best logits of transformers are as close. A larger difference is
+accepted, and printed, if transformers' own logits move by half of it when the last bit of its weights changes.
+If a configuration fails, the exit code is 1, and the command that reproduces it is printed.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def whole(model: Any, ids: Any, lengths: Any) -> Any:
 
 @jax.jit
 def part(model: Any, ids: Any, cache: Any, lengths: Any) -> Any:
-    """All logits of a part of the texts, and the next cache."""
+    """All logits of a part of the texts, and the new cache."""
     return model(ids, cache, lengths=lengths)
 
 
 def in_parts(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[np.ndarray]]:
-    """The texts with greedy tokens at their ends, and the logits of all but the last token."""
+    """The texts with greedy tokens appended, and the logits of all tokens but the last."""
     rows, lengths = padded(prompts)
     batch, width = rows.shape
     cache = model.cache(batch, width + NEW)
@@ -88,7 +88,7 @@ def in_parts(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], lis
 
 
 def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
-    """maxjax's model of the files, whose settings are spelled in another way at times."""
+    """maxjax's model of the files; sometimes their settings are first changed to another spelling."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if drawn.bare:
@@ -116,7 +116,7 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
 
 
 def within(config: dict[str, Any], kind: str, folder: Path, is_old: bool) -> dict[str, Any]:
-    """The settings of a multimodal model with this text model; its tensors get their names there."""
+    """The settings of a multimodal model with this text model; renames the tensors in its file to match."""
     front = "language_model.model." if is_old else "model.language_model."
     head = "language_model.lm_head." if is_old else "lm_head."
     tensors = load_file(folder / "model.safetensors")
@@ -130,15 +130,15 @@ def within(config: dict[str, Any], kind: str, folder: Path, is_old: bool) -> dic
 
 
 def generator(family: str, seed: int) -> np.random.Generator:
-    """What draws the configuration of a family with that seed."""
+    """The random generator for the configuration of a family with this seed."""
     return np.random.default_rng([seed, zlib.crc32(family.encode())])
 
 
 def one(family: str, seed: int, *, writes: bool) -> tuple[float, float]:
-    """(Largest difference of logits of one configuration, what is right for it).
+    """(largest difference of logits of one configuration, largest difference that is accepted for it).
 
     Raises:
-        AssertionError: a token is another one.
+        AssertionError: a generated token differs.
     """
     rng = generator(family, seed)
     drawn = draws.draw(family, rng)
@@ -163,15 +163,15 @@ def one(family: str, seed: int, *, writes: bool) -> tuple[float, float]:
 
 
 def logits_of(theirs: Any, text: list[int]) -> np.ndarray:
-    """transformers' logits of a text alone."""
+    """transformers' logits of one text, without others in the batch."""
     with torch.no_grad():
         return theirs.live()(torch.tensor([text]).long()).logits[0].numpy()
 
 
 def wavering(theirs: Any, pairs: list[tuple[list[int], np.ndarray]]) -> float:
-    """How far transformers' own logits move when the last bit of its weights does.
+    """How far transformers' own logits move when the last bit of its weights changes.
 
-    Some random models are so badly conditioned that float32 does not tell their logits.
+    Some random models are so badly conditioned that float32 does not determine their logits.
     """
     before = [logits_of(theirs, text) for text, _ in pairs]
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def wavering(theirs: Any, pairs: list[tuple[list[int], np.ndarray]]) -> float:
 
 
 def assert_same(theirs: Any, prompt: list[int], mine: list[int], other: list[int]) -> None:
-    """Both texts are the same up to a token where the two best logits are a tie."""
+    """Asserts that both texts are the same, up to a token where the two best logits are a tie."""
     at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
     if at is not None:
         logits = logits_of(theirs, prompt + mine[:at])[-1]

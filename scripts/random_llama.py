@@ -3,13 +3,13 @@
     python scripts/random_llama.py --size 135m --type BF16 DIR   # DIR/hf and DIR/model.gguf
     python scripts/random_llama.py --quick DIR                   # the tiny size
 
-A speed does not depend on what the weights say, so a benchmark needs no download; and two programs
-that read the same weights can be held to the same logits. Every tensor has a random stream of its
-own, drawn from the seed and its name: the two files agree although neither is read to write the
+Speed does not depend on the values of weights, so a benchmark needs no download; and two programs
+that read the same weights must compute the same logits. Every tensor has a random stream of its
+own, determined by the seed and its name: the two files agree although neither is read to write the
 other, and no more than one tensor is in memory at a time.
 
 All values are rounded to bfloat16 once, so F32 and BF16 files hold the same numbers, and F16
-files too but for the few below 2**-17, which lose bits (less than 3e-8 each).
+files too, except for the few below 2**-17, which lose bits (less than 3e-8 each).
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def tensor_shapes(size: Size) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(size: Size) -> int:
-    """How many weights a model of that size has; a tied embedding counts once."""
+    """The number of weights of a model of this size; a tied embedding counts once."""
     return sum(int(np.prod(shape)) for shape in tensor_shapes(size).values())
 
 
 def tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """The bfloat16 values of one tensor, which the seed, the name and the shape decide."""
+    """The bfloat16 values of one tensor, determined by the seed, the name and the shape."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape, np.float32)
     values *= STD
@@ -102,7 +102,7 @@ def tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _cast(values: np.ndarray, kind: str) -> np.ndarray:
-    # By way of float32, from which every one of the types is rounded directly.
+    # Casts through float32, from which NumPy rounds to each type directly.
     return values if kind == "BF16" else values.astype(np.float32).astype(DTYPES[kind], copy=False)
 
 
@@ -110,12 +110,12 @@ def _cast(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_hf(directory: str | Path, size: Size, kind: str, seed: int = 0) -> Path:
-    """Writes config.json and model.safetensors of type `kind`; gives the directory."""
+    """Writes config.json and model.safetensors of type `kind`; returns the directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config(size, kind), indent=2) + "\n")
     with open(directory / "model.safetensors", "wb") as file:
-        # By hand: safetensors wants all tensors in memory at once.
+        # Written by hand, because safetensors needs all tensors in memory at once.
         file.write(_safetensors_header(size, kind))
         for name, shape in tensor_shapes(size).items():
             _cast(tensor(name, shape, seed), kind).tofile(file)
@@ -176,7 +176,7 @@ def write_gguf(path: str | Path, size: Size, kind: str, seed: int = 0) -> Path:
     entries = list(_gguf_tensors(size, kind))
     for _, name, shape, own in entries:
         nbytes = int(np.prod(shape)) * DTYPES[own].itemsize
-        # GGUF has bfloat16 only as a raw type; naming it for all types is the same call.
+        # gguf supports bfloat16 only as a raw type; for the other types the raw type changes nothing.
         raw = gguf.GGMLQuantizationType[own]
         writer.add_tensor_info(name, shape, DTYPES[own], nbytes, raw)
     writer.write_header_to_file()
@@ -224,8 +224,8 @@ def _gguf_tensors(size: Size, kind: str) -> Iterator[tuple[str, str, tuple[int, 
 def _permuted(source: str, values: np.ndarray, size: Size) -> np.ndarray:
     """The rows of q and k in the order of GGUF.
 
-    Rope turns pairs of rows: i and i + head_dim / 2 in a Hugging Face file, 2 i and 2 i + 1 in
-    GGUF. llama.cpp's converter moves the rows so, head by head.
+    Rope rotates pairs of rows: i and i + head_dim / 2 in a Hugging Face file, 2 i and 2 i + 1 in
+    GGUF. llama.cpp's converter permutes the rows in the same way, head by head.
     """
     if source.endswith("q_proj.weight"):
         heads = size.heads

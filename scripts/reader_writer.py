@@ -3,13 +3,13 @@
     python scripts/reader_writer.py                        # 200 reads of each kind
     python scripts/reader_writer.py --count 10000 --kind set
 
-One process saves model A, model B, model A, … to one place, without a pause; every value, the
-configuration, the tokenizer or the metadata say which it is. This one opens what is there, reads
-all of it with its checksums compared, and what describes it. Wanted: it is A or B, all of it, and
-never called damaged. Prints a table; ends with 1 if anything is otherwise.
+One process saves model A, model B, model A, … to the same path, without a pause; every value, the
+configuration, the tokenizer or the metadata identify the model. This process opens the checkpoint,
+reads all of it with its checksums compared, and the files that describe it. Wanted: all of it is A or
+all of it is B, and it is never reported as damaged. Prints a table; exits with 1 on a failure.
 
-A read that is told "open it again" is counted, and done again: a step of orbax was deleted while
-it was being read, or weights were replaced between their opening and the reading of their
+A read whose error says "open it again" is counted and repeated: a step of orbax was deleted while
+it was being read, or weights were replaced between opening them and reading their
 configuration.
 """
 
@@ -37,7 +37,7 @@ NBYTES = 20_000
 
 @dataclass
 class Row:
-    """What came of the reads of one kind."""
+    """The results of the reads of one kind of checkpoint."""
 
     kind: str
     reads: int = 0
@@ -50,7 +50,7 @@ class Row:
 
 
 def place(kind: str, folder: str) -> str:
-    """What is opened."""
+    """The path that is opened for a kind of checkpoint."""
     names = {"alone": "weights.safetensors", "gguf": "model.gguf"}
     return os.path.join(folder, kind, *([names[kind]] if kind in names else []))
 
@@ -86,7 +86,7 @@ def write(kind: str, folder: str) -> None:
 
 
 def read(row: Row, path: str) -> None:
-    """One read, as a user would do it."""
+    """Reads the checkpoint once, as a user would do it."""
     import maxjax
     from maxjax.errors import CheckpointChangedError, CheckpointCorruptError, CheckpointError
 
@@ -125,7 +125,7 @@ SECONDS = 60.0  # how long the writer is waited for
 
 
 def campaign(kind: str, count: int) -> Row:
-    """So many reads of one kind beside its writer, and more until both of its models were read."""
+    """Reads one kind ``count`` times while its writer runs, and then until both models have been read."""
     row = Row(kind)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--write", folder, "--kind", kind]

@@ -1,6 +1,6 @@
 """How easy pages are to read: `python scripts/reading_ease.py` prints Flesch's figures of README and Getting started.
 
-Beside them stands equinox's README, as its wheel has it (the package of the tests' environment). Other files may be
+For comparison it prints those of equinox's README, from the package in the tests' environment. Other files may be
 named. Only prose counts: no code, headings, tables or pictures; `code` in a line is one word of one syllable.
 Syllables are counted by vowels, in the same way for all. Reading ease: 206.835 - 1.015 words/sentence -
 84.6 syllables/word; higher is easier, 60 to 70 is plain English.
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def prose(text: str) -> list[str]:
-    """The paragraphs and items of a Markdown text."""
+    """The paragraphs and list items of a Markdown text, as plain prose."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"^```.*?^```\s*$", "", text, flags=re.S | re.M)
     found = []
@@ -32,7 +32,7 @@ def prose(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """Groups of vowels, without a silent e."""
+    """The number of groups of vowels in a word, without a silent e."""
     word = word.lower()
     count = len(re.findall(r"[aeiouy]+", word))
     count -= word.endswith("e") and not re.search(r"[^aeiouy]le$", word)
@@ -41,7 +41,7 @@ def syllables(word: str) -> int:
 
 
 def measure(text: str) -> tuple[int, float, float]:
-    """Words, words of a sentence, and the reading ease."""
+    """The number of words, the mean words per sentence, and the reading ease."""
     parts = [s for line in prose(text) for s in re.split(r"(?<=[.!?:])\s+", line)]
     words = [re.findall(r"[A-Za-z][A-Za-z'’]*", part) for part in parts]
     sentences = [found for found in words if found]

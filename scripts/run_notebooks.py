@@ -1,6 +1,6 @@
-"""Runs every notebook from its first cell to its last, as a person would, and fails on an error.
+"""Runs every notebook from its first cell to its last, and fails on an error.
 
-`scripts/run_notebooks.py [NOTEBOOK …] [--write]`: all of `notebooks/` unless some are named;
+`scripts/run_notebooks.py [NOTEBOOK …] [--write]` runs all of `notebooks/` unless some are named;
 `--write` stores the outputs in the files. A notebook starts in its own folder.
 """
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(path: Path, write: bool, timeout: int) -> str | None:
-    """Executes one notebook; the error as text, or None."""
+    """Runs one notebook; returns the error as text, or None."""
     notebook = nbformat.read(path, as_version=4)
-    os.environ.setdefault("MAXJAX_PROGRESS", "0")  # what lasts depends on the machine
+    os.environ.setdefault("MAXJAX_PROGRESS", "0")  # when a bar appears depends on the machine
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -37,7 +37,7 @@ def run(path: Path, write: bool, timeout: int) -> str | None:
 
 
 def main() -> int:
-    """Runs them all; the exit code is the number that failed, at most 1."""
+    """Runs all notebooks; returns the exit code, 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true", help="store the outputs")

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their
-# tests: a read or a write past an array, or arithmetic that C++ does not define, ends them.
+# tests: a read or a write past an array, or undefined behaviour of C++, ends them.
 #
-#   scripts/sanitize_kernels.sh            about two minutes, half of them for compiling
-#   scripts/sanitize_kernels.sh --prove    that it finds something: a copy reads one number too far
+#   scripts/sanitize_kernels.sh            takes about two minutes, half of them for compiling
+#   scripts/sanitize_kernels.sh --prove    proves that it finds a mistake: a copy reads one element too far
 #
-# Of tests/kernels it runs what reaches the C++ code in new ways: types, sizes, lengths, options,
-# layers, addresses, threads, loops. Not derivatives, exports and jaxprs, which run the jnp form,
-# nor meshes, on which each device runs what one does. CXX names the compiler.
-# Where there is no compiler or no sanitizer's library it says so and exits 0.
+# Of tests/kernels it runs those that reach the C++ code in different ways: types, sizes, lengths, options,
+# layers, addresses, threads, loops. It leaves out derivatives, exports and jaxprs, which run the jnp form,
+# and meshes, on which each device runs the same code as a single one. CXX names the compiler.
+# Without a compiler or without the sanitizers' libraries it says so and exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root="$PWD"
@@ -22,7 +22,7 @@ skipped() {
   exit 0
 }
 
-# Where the compiler has a library; nothing if it has it nowhere.
+# Prints the path of a library of the compiler, or nothing if it has none.
 library() {
   local path
   path="$($cxx -print-file-name="$1")"
@@ -38,7 +38,7 @@ for name in libasan.so libubsan.so libstdc++.so; do
 done
 
 mkdir -p "$build"
-# -O1 at the end, in place of -O3: with the checks in it, that takes five times as long.
+# -O1 at the end overrides -O3, which takes five times as long to compile with the checks.
 printf '#!/bin/sh\nexec %s "$@" -O1\n' "$cxx" >"$build/cxx"
 chmod +x "$build/cxx"
 
@@ -47,7 +47,7 @@ compile() { # folder of the sources, library
   CXX="$build/cxx" "$python" "$1/build.py" --sanitize address,undefined --output "$2" >/dev/null
 }
 
-# A leak of Python's at exit is no finding, and its allocators fit together in their own way.
+# Leaks of Python at exit are not reported, nor its own mixing of allocators.
 run() { # library, arguments of pytest
   local file="$1"
   shift

@@ -1,10 +1,10 @@
-"""What kill_saves.py and fault_saves.py share: saves in a process of their own that comes to harm.
+"""Shared by kill_saves.py and fault_saves.py: saves in a separate process, which are killed or get faults.
 
-Run as a program this is that process: it imports everything once, then forks itself for each
-trial it is told of on its standard input. ``fault_shim.c`` is loaded into it, so that a system
-call can be made to fail, or to be the last. All values of the k-th model that is saved are k, and
-its configuration and tokenizer say k, so a checkpoint tells which save it is of, and whether it is
-of one.
+Run as a program, this file is that process: it imports everything once, then forks itself for each
+trial that it reads from its standard input. ``fault_shim.c`` is loaded into it, so that a system
+call can be made to fail, or to kill the process. All values of the k-th model that is saved are k, and
+its configuration and tokenizer contain k, so a checkpoint shows which save it is from, and whether all
+of it is from one save.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_model(k: int, nbytes: int) -> Any:
 
 
 class Said:
-    """In the place of the k-th model's tokenizer: files that say k, of which every other has one more."""
+    """A stand-in for the k-th model's tokenizer: files that contain k; every other k has one file more."""
 
     def __init__(self, k: int):
         self.k = k
@@ -71,7 +71,7 @@ class Said:
 
 
 def description(k: int) -> dict[str, str]:
-    """All that describes the k-th model: name of a file → what is in it."""
+    """The files that describe the k-th model: name → content."""
     config = json.dumps({**CONFIG, "save": k, "dtype": "float32"}, indent=2) + "\n"
     return {"config.json": config, **Said(k).files()}
 
@@ -93,7 +93,7 @@ def save(kind: str, path: str, k: int, model: Any, nbytes: int) -> None:
 
 
 def save_gguf(path: str, k: int, model: Any) -> None:
-    """One GGUF file, written as convert does it."""
+    """Saves the model as one GGUF file, as ``maxjax convert`` does."""
     from maxjax.checkpoint.file_set import write_file
     from maxjax.checkpoint.pretrained import model_data
     from maxjax.graph.weights.writing import outgoing_data
@@ -108,12 +108,12 @@ def save_gguf(path: str, k: int, model: Any) -> None:
 
 
 def say(**message: Any) -> None:
-    """Tells the process that drives; one write, so that a kill leaves no half of it."""
+    """Sends a message to the driving process, in one write, so that a kill cannot leave half of it."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def hear() -> dict[str, Any]:
-    """A line of what that process says; byte by byte, for the next is perhaps for another."""
+    """The next message of the driving process; read byte by byte, as later lines may be for another fork."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -130,7 +130,7 @@ def shim() -> ctypes.CDLL:
 
 
 def save_again_and_again(job: dict[str, Any]) -> None:
-    """Saves k, k + 1, … until something ends it; after an interrupt once more when told so."""
+    """Makes saves k, k + 1, … until something ends it; after an interrupt one more when told to."""
     k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
     make_model(k, nbytes)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,7 +150,7 @@ def save_again_and_again(job: dict[str, Any]) -> None:
 
 
 def save_with_fault(job: dict[str, Any]) -> None:
-    """Saves k with a fault on its way, tells how it ended, and saves k + 1 when told to."""
+    """Makes save k with a fault, reports how it ended, and makes save k + 1 when told to."""
     k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
     model, library = make_model(k, nbytes), shim()
     fault = (job["n"], job["action"], job["errno"], job["forever"])
@@ -171,7 +171,7 @@ def save_with_fault(job: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Forks a process for every job; what it says is heard before how it ended."""
+    """Forks a process for every job, and reports how it ended after the process's own messages."""
     import maxjax
     import maxjax.checkpoint
     import maxjax.nn
@@ -193,7 +193,7 @@ def serve() -> None:
 
 
 class Problem(Exception):
-    """What must not be."""
+    """Raised when a checkpoint or a process is not as it must be."""
 
 
 class Server:
@@ -216,10 +216,10 @@ class Server:
         self.hear(START_SECONDS)
 
     def hear(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """The next message.
+        """The next message of the process.
 
         Raises:
-            Problem: There is none in time.
+            Problem: no message comes in time.
         """
         end = time.monotonic() + seconds
         assert self.process.stdout is not None
@@ -243,7 +243,7 @@ class Server:
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def end(self, seconds: float = ANSWER_SECONDS) -> list[dict[str, Any]]:
-        """What the forked process said before its end, and how it ended."""
+        """The messages of the forked process until its end, and how it ended."""
         heard = []
         end = time.monotonic() + seconds
         try:
@@ -264,7 +264,7 @@ class Server:
         self.pid = 0
 
     def said(self) -> str:
-        """What was printed to the standard error since this was asked last."""
+        """The text that was printed to the standard error since the last call."""
         text = Path(self.stderr.name).read_text(errors="replace")
         os.truncate(self.stderr.name, 0)
         self.stderr.seek(0)
@@ -293,17 +293,17 @@ def _compiler() -> str:
 
 
 def can_run(kind: str) -> bool:
-    """Whether saves of a kind are there to be tried."""
+    """Whether saves of this kind can run here."""
     import maxjax.checkpoint
 
     return kind != "orbax" or hasattr(maxjax.checkpoint, "save")
 
 
 def which_save(kind: str, path: str) -> int:
-    """Which save a checkpoint is of, every bit of it; 0 if there is none.
+    """The number of the save that all of a checkpoint is from; 0 if there is no checkpoint.
 
     Raises:
-        Problem: It cannot be read, is of several, or its checksums say otherwise.
+        Problem: it cannot be read, is from several saves, or differs from its checksums.
     """
     import maxjax
     from maxjax.errors import CheckpointError
@@ -338,13 +338,13 @@ def which_save(kind: str, path: str) -> int:
 
 
 def _said(folder: Path) -> dict[str, str]:
-    """The files that describe the model there."""
+    """The files in a folder that describe the model: name → content."""
     names = ("config.json", "tokenizer.json", "chat_template.jinja")
     return {name: (folder / name).read_text() for name in names if (folder / name).exists()}
 
 
 def settled(kind: str, path: str, k: int) -> str | None:
-    """What is wrong about a checkpoint for programs that only see the names of files, after a save."""
+    """What is wrong, after save k, for programs that look only at the names of files; None: nothing."""
     if kind in ("orbax", "gguf") or _said(Path(path)) == description(k):
         return None
     return f"after save {k} the files are {_said(Path(path))}"
@@ -356,7 +356,7 @@ def _newest_step(path: str) -> str | None:
 
 
 def _check_digests(table: Any) -> None:
-    """That each file has a record, and agrees with it, by zlib's own sums."""
+    """Raises a Problem unless each file has a record of checksums that agrees with it, by zlib's CRC."""
     for number, file in enumerate(table.files):
         folder, name = os.path.split(file.path)
         records = json.loads(Path(folder, "maxjax_digests.json").read_bytes())["files"].get(
@@ -378,13 +378,13 @@ def _agrees(record: dict[str, Any], file: Any, sums: dict[str, str]) -> bool:
 
 
 def temporaries(path: str) -> list[str]:
-    """What is there that is only of a save that goes on, or that was ended."""
+    """The names of temporary files, of a save that is running or was ended."""
     names = os.listdir(path) if os.path.isdir(path) else []
     return [name for name in names if name.startswith(".") or "tmp" in name]
 
 
 def strays(path: str) -> list[str]:
-    """What is there that does not belong to the checkpoint."""
+    """The names of files that do not belong to the checkpoint."""
     kept = {*description(1), "maxjax_digests.json", "model.safetensors", "model.gguf"}
     index = Path(path, "model.safetensors.index.json")
     if index.exists():
@@ -394,11 +394,11 @@ def strays(path: str) -> list[str]:
 
 
 def report(rows: Sequence[Any], table: str, how: str, file: str | None) -> int:
-    """Prints a campaign's table and its problems, and writes the rows as JSON; 1 if there are any.
+    """Prints a campaign's table and its problems, and writes the rows as JSON; returns 1 if there are problems.
 
     Args:
-        how: The attribute of a row that says what was done.
-        file: Where the JSON goes, if anywhere.
+        how: the attribute of a row that describes the trial.
+        file: path of the JSON file; None: it is not written.
     """
     print(table)
     problems = (f"{row.kind}, {getattr(row, how)}: {p}" for row in rows for p in row.problems)

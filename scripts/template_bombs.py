@@ -1,14 +1,14 @@
-"""Chat templates written to hang, to fill memory or to get out of their sandbox: what each achieves.
+"""Runs chat templates written to hang, to fill memory or to escape their sandbox, and measures their effect.
 
-A bomb is rendered in a process of a batch: how long `render` took, how much the process's
-memory grew at its peak (VmHWM, reset before each), whether a thread is left, and whether the caller's
-thread then renders something ordinary, with its trace function still there. An escape is rendered with a
-canary in the environment: it must say nothing of Python's insides, change nothing, write no file.
+Bombs are rendered in processes, a batch in each. Measured are the time of `render` and the growth of the
+process's memory at its peak (VmHWM, reset before each bomb); checked are that no thread is left, and that the
+caller's thread then renders an ordinary template and still has its trace function. An escape is rendered with a
+canary in the environment: it must reveal none of Python's internals, change nothing, and write no file.
 
     python scripts/template_bombs.py             # all of them; minutes
     python scripts/template_bombs.py --every 10  # a sample
 
-Exits with 1 if a bomb takes more than --seconds or --mb, something is left, or an escape is one.
+The exit code is 1 if a bomb takes more than --seconds or --mb, something is left, or an escape succeeds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _values() -> dict[str, Any]:
 
 
 def bomb(text: str) -> dict[str, Any]:
-    """What came of a bomb: how long it took, how much memory, and what is wrong afterwards."""
+    """The result of a bomb: how long it took, how much memory, and what is wrong afterwards."""
     from maxjax.errors import UserInputError
     from maxjax.text.template.render import render
 
@@ -62,7 +62,7 @@ def bomb(text: str) -> dict[str, Any]:
     trace = lambda frame, event, argument: calls.append(event)
     traced = sys.gettrace()
     before, threads = _memory("VmRSS:"), threading.active_count()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the memory
     sys.settrace(trace)
     start = time.perf_counter()
     try:
@@ -88,7 +88,7 @@ def bomb(text: str) -> dict[str, Any]:
 
 
 def escape(text: str) -> dict[str, Any]:
-    """What came of an escape, and what is wrong with it."""
+    """The result of an escape, and what is wrong with it."""
     from jinja2.utils import Cycler, Joiner
 
     from maxjax.errors import UserInputError
@@ -121,7 +121,7 @@ def escape(text: str) -> dict[str, Any]:
 
 
 def _work() -> None:
-    """Tries what stands on stdin, a line of JSON each, and says what came of it."""
+    """Runs the templates on stdin, one JSON object a line, and prints the results."""
     import maxjax  # noqa: F401 (JAX's callbacks are there as in a user's process)
     from maxjax.text.template.render import render
 
@@ -135,7 +135,7 @@ def _work() -> None:
 
 
 def _tried(kind: str, texts: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and what came of it, from as many processes as there are batches, one at a time."""
+    """(name, result) of each template; each batch has a new process, one at a time."""
     todo = list(texts)
     while todo:
         command = [sys.executable, __file__, "--work"]

@@ -1,8 +1,8 @@
-"""The text of the tiny model: small sums, numbers in words, short stories, a little talk.
+"""The training text of the tiny model: small sums, numbers in words, short stories, a little talk.
 
 A turn is a question and an answer. The tokenizer writes turns one after the other as
 ``question, newline, answer, <|endoftext|>``: a bare question and a chat are the same text. A turn
-without a question is plain text to be gone on with.
+without a question is plain text to be continued.
 
 A tenth of the pairs of numbers is held out: no sum or difference of the two, in either order, in
 digits or in words, is ever in a turn.
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-LARGEST = 99  # of the numbers that are added and subtracted
+LARGEST = 99  # the largest number that is added or subtracted
 _ONE_IN = 10
 
 ONES = (
@@ -26,7 +26,7 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 class Turn(NamedTuple):
-    """What is asked, and what is answered to it; "" where nothing is asked."""
+    """A question and its answer; the question is "" for plain text."""
 
     question: str
     answer: str
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
 
 # --- sums -----------------------------------------------------------------------------------
 
-# Each for "+" and "-"; {s} is the sign, {w} its word.
+# Phrases for both "+" and "-"; {s} is the sign, {w} the word for it.
 _BOTH = (
     "What is {a} {s} {b}?",
     "What is {a} {w} {b}?",
@@ -133,7 +133,7 @@ def unseen(sign: str) -> list[Sum]:
 def _draw(rng: random.Random) -> Sum:
     """A sum that is not held out."""
     while True:
-        # Of small numbers there are few, and they are learned last.
+        # Pairs of small numbers are rare and learned last, so they are drawn more often.
         a, b = (rng.randint(0, 19 if rng.random() < 0.2 else LARGEST) for _ in range(2))
         sign = rng.choice("++-")
         if sign == "-" and a < b and rng.random() < 0.5:
@@ -241,7 +241,7 @@ def _plain(rng: random.Random) -> Turn:
     return Turn("", rng.choice((*_PLAIN, _STORY)).format(**_slots(rng)))
 
 
-# What a turn is about, and how often.
+# The kinds of turns, with their shares.
 KINDS: dict[Callable[[random.Random], Turn], float] = {
     _digits: 0.62,
     _spoken: 0.2,
@@ -253,7 +253,7 @@ KINDS: dict[Callable[[random.Random], Turn], float] = {
 
 
 def turns(seed: int) -> Iterator[Turn]:
-    """Turns without end; the same for the same seed."""
+    """An endless sequence of turns; the same for the same seed."""
     rng = random.Random(seed)
     kinds, often = list(KINDS), list(KINDS.values())
     while True:

@@ -1,14 +1,14 @@
 """Trains the tiny model of the package, and writes it as a Hugging Face directory.
 
     nice python scripts/train_tiny.py                # maxjax/tiny
-    python scripts/train_tiny.py --quick --out DIR   # a few steps: does it run?
+    python scripts/train_tiny.py --quick --out DIR   # a few steps, to see that it runs
 
-It makes its text and its tokenizer itself (tiny_text.py), trains a Llama with ``jax.grad`` and
-optax, and measures what was written on sums that were never in the text. Seeds are fixed.
+It makes its text (tiny_text.py) and its tokenizer itself, trains a Llama with ``jax.grad`` and optax,
+and measures the written model on sums that were never in the text. Seeds are fixed.
 
-Of the model in the package, as it was written, all answers to 500 unseen sums are right, 95.8 % to
-differences, 92.8 % to sums and 79.8 % to differences in words. Training it took 18 minutes, alone on
-two cores.
+The model in the package, as it was written, answers all of 500 unseen sums correctly, 95.8 % of
+differences, 92.8 % of sums in words and 79.8 % of differences in words. Its training took 18 minutes
+on two otherwise idle cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from scripts import tiny_text  # noqa: E402
 END, PAD = "<|endoftext|>", "<|pad|>"
 END_ID, PAD_ID = 0, 1
 VOCABULARY, CONTEXT = 704, 256
-# A chat is the text the model was trained on: what was asked, a newline, what was answered, the end.
+# A chat is rendered like the training text: question, newline, answer, end of text.
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'user' %}{{ message.content | trim }}\n"
@@ -61,15 +61,15 @@ SETTINGS = {
 
 
 class Plan(NamedTuple):
-    """How it is trained: steps on rows of few tokens, then on longer ones.
+    """How the model is trained: steps on rows of few tokens, then on longer rows.
 
-    A step takes about as many tokens in all. From rows of one or two turns sums are learned
-    soonest; the long ones, which take a quarter more time, teach that earlier turns say nothing
-    about this one, and where in a long chat a turn may stand. More small steps teach more in the
-    same time than fewer large ones.
+    Every step has about the same number of tokens. Rows of one or two turns teach sums fastest; long
+    rows, which take a quarter more time, teach that earlier turns do not matter for the present one,
+    and the positions of turns in a long chat. Many small steps teach more in the same time than fewer
+    large ones.
 
     Attributes:
-        phases: (steps, tokens of a row) of each.
+        phases: (number of steps, tokens of a row) of each phase.
     """
 
     phases: tuple[tuple[int, int], ...] = ((9000, 48), (4500, 128), (2300, CONTEXT))
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
         return sum(steps for steps, _ in self.phases)
 
     def of(self, steps: int) -> Plan:
-        """The same in so many steps, about."""
+        """The same plan with about this many steps in all."""
         scaled = ((count * steps // self.steps, length) for count, length in self.phases)
         return self._replace(phases=tuple(scaled))
 
@@ -95,7 +95,7 @@ QUICK = Plan(phases=((8, 48), (4, CONTEXT)), tokens=512, warmup=4)
 
 
 def make_tokenizer() -> Any:
-    """Byte-level BPE: any text has tokens, each digit is one of its own."""
+    """Byte-level BPE: any text can be encoded, and each digit is a separate token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -110,7 +110,7 @@ def make_tokenizer() -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # As much of each kind: all words are to be tokens, those of rare turns as well.
+    # Equally many turns of each kind: words of rare turns are to be tokens too.
     rng = random.Random(0)
     sample = [kind(rng) for kind in tiny_text.KINDS for _ in range(3000)]
     tokenizer.train_from_iterator((text for turn in sample for text in turn), trainer)
@@ -118,9 +118,9 @@ def make_tokenizer() -> Any:
 
 
 def rows(tokenizer: Any, turns: Iterator[tiny_text.Turn], length: int) -> Iterator[np.ndarray]:
-    """Turns one after the other, cut to rows ``[2, length]``: token ids, and which are to be learned.
+    """Turns one after the other, cut to rows ``[2, length]``: token ids, and which of them are learned.
 
-    A question is not: it can be anything. Where it ends is, by the newline after it.
+    A question is not learned, as it can be anything; the newline that ends it is.
     """
     while some := list(itertools.islice(turns, 4096)):
         asked = tokenizer.encode_batch([turn.question for turn in some])
@@ -140,14 +140,14 @@ def rows(tokenizer: Any, turns: Iterator[tiny_text.Turn], length: int) -> Iterat
 
 
 def loss_of(model: Llama, batch: jax.Array) -> jax.Array:
-    """Mean cross entropy of the tokens to be learned, of a batch ``[B, 2, T + 1]``."""
+    """The mean cross entropy of the tokens to be learned, for a batch ``[B, 2, T + 1]``."""
     ids, learned = batch[:, 0], batch[:, 1, 1:].astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(model(ids[:, :-1]), ids[:, 1:])
     return jnp.sum(each * learned) / jnp.sum(learned)
 
 
 def make_optimizer(plan: Plan) -> optax.GradientTransformation:
-    """AdamW; the rate rises, and falls as a cosine. Norms do not decay."""
+    """AdamW with a warm-up and a cosine decay of the learning rate; norms have no weight decay."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, plan.rate, plan.warmup, plan.steps, plan.rate / 100
     )
@@ -161,7 +161,7 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
 
 
 def train(model: Llama, plan: Plan, tokenizer: Any, out: Path, minutes: float | None) -> Llama:
-    """The trained model. Prints how far it is on the way, and writes what there is."""
+    """Trains the model and returns it. Prints the progress, and writes the model in between."""
     optimizer = make_optimizer(plan)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -197,7 +197,7 @@ def questions(count: int, *, sign: str = "+", words: bool = False) -> list[tiny_
     """Held-out sums with their answers, the same ones each time.
 
     Raises:
-        ValueError: There are not so many.
+        ValueError: there are fewer than ``count``.
     """
     rng = random.Random(0)
     phrases = ("What is {a} {w} {b}?",) if words else tiny_text.PHRASES[sign]
@@ -206,7 +206,7 @@ def questions(count: int, *, sign: str = "+", words: bool = False) -> list[tiny_
 
 
 def accuracy(model: Llama, tokenizer: Any, turns: Sequence[tiny_text.Turn]) -> float:
-    """How many of the bare questions get the very answer, and it ends."""
+    """The share of bare questions that get exactly the right answer, which also ends."""
     found = answers(model, tokenizer, [turn.question for turn in turns])
     right = [one.strip() == turn.answer for one, turn in zip(found, turns, strict=True)]
     return sum(right) / len(right)
@@ -243,7 +243,7 @@ def _greedy(model: Llama, ids: jax.Array, lengths: jax.Array, most: int) -> jax.
 
 
 def write(model: Llama, tokenizer: Any, directory: Path) -> None:
-    """The Hugging Face files, weights rounded to bfloat16."""
+    """Writes the Hugging Face files, with weights rounded to bfloat16."""
     directory.mkdir(parents=True, exist_ok=True)
     maxjax.save_pretrained(model, directory, dtype="bfloat16", config=SETTINGS)
     settings = {
@@ -259,7 +259,7 @@ def write(model: Llama, tokenizer: Any, directory: Path) -> None:
 
 
 def report(directory: Path, tokenizer: Any) -> float:
-    """Measures the model that was written; prints, and gives the share of 500 unseen sums."""
+    """Measures the model that was written; prints the shares, and returns that of 500 unseen sums."""
     model, _ = maxjax.load(directory)
     assert isinstance(model, Llama)
     shares = {
@@ -286,7 +286,7 @@ def main() -> int:
         plan = plan.of(options.steps)
     begin = time.perf_counter()
     tokenizer = make_tokenizer()
-    # Not stacked: two layers in a loop take half as long again as one after the other.
+    # Not stacked: two layers take half as long again in a loop as unrolled.
     model = Llama(LlamaConfig.from_dict(SETTINGS), stacked=False)
     model = maxjax.init(model, jax.random.key(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(model))

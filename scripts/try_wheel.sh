@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A wheel as a user has it: installs the one of a folder that fits into a fresh environment, which is removed, and
-# generates text with it. On Linux it must have kernels.
+# Tests a wheel as a user gets it: installs the wheel of a folder that fits this machine into a new environment,
+# generates text with it, and removes the environment. On Linux the wheel must have kernels.
 #
 #   scripts/try_wheel.sh dist [python3.12]           with the newest dependencies
 #   scripts/try_wheel.sh dist python3.12 lowest      with the lowest versions that pyproject.toml allows

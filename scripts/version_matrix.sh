@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The smoke set with the lowest versions that pyproject.toml allows, and with the newest there are.
+# Runs a small set of tests with the lowest versions that pyproject.toml allows, and with the newest ones.
 #
 #   scripts/version_matrix.sh                       lowest and newest, with the interpreters found
 #   scripts/version_matrix.sh lowest python3.11     one of them
-#   scripts/version_matrix.sh "flax==0.12.5" python3.11    the newest but for these versions
+#   scripts/version_matrix.sh "flax==0.12.5" python3.11    the newest, except for these versions
 #
-# Each is a virtual environment of its own below $TMPDIR, which is removed. It installs about 300 MB
-# and takes some minutes, which is why .ci/run does not do it: run it when a bound changes, and when
-# a dependency has a new version. No oracle of the tests (torch, transformers) is installed but
-# gguf, which is small; what needs the MiniLM model is left out.
+# Each run has a virtual environment below $TMPDIR, which is removed. It installs about 300 MB and takes
+# some minutes, which is why .ci/run does not do it: run it when a bound changes, and when a dependency
+# has a new version. Of the tests' oracles only gguf, which is small, is installed, and not torch and
+# transformers; tests that need the MiniLM model are left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,7 +49,7 @@ from importlib.metadata import version
 names = "jax jaxlib flax orbax-checkpoint safetensors tensorstore numpy ml_dtypes tokenizers"
 print("$1, $("$2" --version):", ", ".join(f"{n} {version(n)}" for n in names.split()))
 PY
-  # What others' older versions call deprecated is theirs: flax 0.12.6 does when it is imported.
+  # Older versions of dependencies use deprecated functions themselves, as flax 0.12.6 does on import.
   "$place/venv/bin/python" -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning \
     --deselect tests/cli/test_generate.py::test_models_that_cannot "${SMOKE[@]}" 2>&1 | tail -n "${TAIL:-15}"
 }

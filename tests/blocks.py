@@ -1,14 +1,14 @@
-"""The blocks of code of README and docs: which there are, and how they are run.
+"""The code blocks of README and docs: finds them, and runs them.
 
-Every fenced block of a page has a language, and what has one is run: the ``python`` blocks of a page one after
+Every fenced block of a page has a language. Blocks of code are run: the ``python`` blocks of a page one after
 another in one namespace, the commands after ``$`` of its ``console`` blocks by a shell in between. A ``text``
-block is no code; directly after one that runs it is what that prints. Two comments make exceptions, each on
-the line above the block:
+block is not code; directly after a block that runs, it is that block's output. Two comments make exceptions,
+each on the line above the block:
 
     <!-- not run: makes an environment -->
     <!-- not compared: sizes of this machine -->
 
-The reasons that count are in tests/test_walk.py. What is indented and not fenced is not allowed to be code.
+The accepted reasons are in tests/test_walk.py. Code must be fenced: an indented block is not allowed.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ class Block:
     Attributes:
         page: its file.
         line: the number of its first line.
-        kind: what stands behind the fence.
-        code: what is in it.
-        not_run, not_compared: the reason of its comment, or None.
-        adjacent: whether only blank lines and its comment are between it and the block before.
+        kind: its language, the text after the opening fence.
+        code: its content.
+        not_run, not_compared: the reason in its comment, or None.
+        adjacent: whether only blank lines and its comment separate it from the block before.
     """
 
     page: Path
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Where it stands, for a message."""
+        """Its page and line, for a message."""
         return f"{self.page.name}:{self.line}"
 
 
@@ -72,18 +72,18 @@ def blocks(page: Path) -> list[Block]:
 
 
 def code_of(page: Path) -> list[str]:
-    """The Python of a page that is run, block by block."""
+    """The Python blocks of a page that are run."""
     found = [b.code for b in blocks(page) if b.kind == "python" and b.not_run is None]
     assert found, f"{page.name} has no Python"
     return found
 
 
 def run(page: Path, /, **names):
-    """Runs the blocks of a page in the current folder; its namespace afterwards.
+    """Runs the blocks of a page in the current folder; returns its namespace afterwards.
 
     Args:
-        page: the file.
-        names: what the page takes for granted, such as ``path``.
+        page: path of the page.
+        names: names that the page uses without defining them, such as ``path``.
     """
     printed = None
     for block in blocks(page):
@@ -91,7 +91,7 @@ def run(page: Path, /, **names):
             if block.adjacent and printed is not None and block.not_compared is None:
                 assert printed.splitlines() == block.code.splitlines(), block.name
         elif block.not_run is None and block.kind == "python":
-            place = "\n" * block.line + block.code  # errors name the line of the page
+            place = "\n" * block.line + block.code  # so that errors name the page's line
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(place, str(page), "exec"), names)
             printed = out.getvalue()
@@ -104,7 +104,7 @@ def run(page: Path, /, **names):
 
 
 def shell(block: Block, seconds: int = 300) -> str:
-    """Runs the commands of a console block; what they print on stdout."""
+    """Runs the commands of a console block; returns what they print on stdout."""
     commands = [line[2:] for line in block.code.splitlines() if line.startswith("$ ")]
     assert commands, f"{block.name} has no line that begins with $"
     Path(".commands").mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""How the tests run: on the CPU as eight devices, with JAX at its strictest.
+"""The configuration of the tests: eight CPU devices, and JAX's strictest settings.
 
-A mixed-width sum or a silently broadcast rank is an error in the library's own tests;
+A sum of different dtypes or a silently broadcast rank is an error in the library's own tests;
 `tests/conformance` and the doctests run under JAX's defaults, as a user's program does.
 """
 
@@ -26,7 +26,7 @@ from scripts.minilm import minilm_directory
 from tests.oracles import recorded
 from tests.products import ALL
 
-# A shell that starts this in the background has it ignore interrupts, and so its children, which
+# A shell that starts pytest in the background makes it ignore interrupts, and so its children, which
 # tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,17 +42,17 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 
 def _kernels() -> str:
-    """A digest of the sources that decide how a kernel's operands are divided."""
+    """A digest of the sources that decide how a kernel's operands are sharded."""
     sources = sorted((ROOT / "maxjax" / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 def _few_dialects() -> None:
-    """A few dialects of MLIR, loaded once for many programs: 6 ms less, of 17 for an eager operation.
+    """Loads only a few dialects of MLIR, once for many programs: an eager operation takes 11 ms, not 17.
 
-    Programs for CPUs need a few dialects. Those of the main thread share a context until it has had
-    so many of them, as what it has uniqued lives as long as it does. In other threads, of which some
-    are XLA's, each has its own; programs of other platforms, and where JAX has it otherwise, have all.
+    Programs for CPUs need only these. Programs of the main thread share an MLIR context, which is replaced
+    after some number of them, as it never frees what it has created. Programs of other threads, some of
+    which are XLA's, have a context each; programs for other platforms get all dialects.
     """
     mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
     make, lower = mlir.make_ir_context, mlir.lower_jaxpr_to_module
@@ -92,7 +92,7 @@ def _few_dialects() -> None:
 
 
 def _in_memory() -> None:
-    """Files of tests lie in memory where there is plenty, as saves wait for a disk; those of campaigns do not."""
+    """Puts the tests' files in memory if there is enough, as saves wait for a disk; not in campaigns."""
     disk, memory = Path("/dev/shm"), Path("/proc/meminfo")
     if ALL or "PYTEST_DEBUG_TEMPROOT" in os.environ or not os.path.ismount(disk):
         return
@@ -105,7 +105,7 @@ def _in_memory() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--oracles``: who answers what torch and transformers are asked."""
+    """Adds ``--oracles``: whether torch and transformers answer, or their recorded answers are used."""
     parser.addoption(
         "--oracles",
         choices=("read", "check", "write"),
@@ -115,12 +115,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Answers of oracles are counted from the beginning of each test."""
+    """Restarts the count of the oracles' answers at the beginning of each test."""
     recorded.begin(item)
 
 
 def pytest_sessionfinish() -> None:
-    """Keeps the answers of oracles that ``--oracles=write`` asked for."""
+    """Stores the oracles' answers that ``--oracles=write`` recorded."""
     recorded.finish()
 
 
@@ -132,30 +132,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if _on_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Else each process compiles the package and the tests anew. They stay out of the source tree.
+    # Otherwise each process would compile the package and the tests again. Bytecode stays out of the sources.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         kept = str(ROOT / ".compile-cache" / "bytecode")
         sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", kept)
         sys.dont_write_bytecode = False
-    # The user's cache is not the tests' to fill: they have one of their own, child processes as well.
+    # Tests do not write to the user's compile cache: they and their child processes have their own.
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", str(ROOT / ".compile-cache" / _kernels()))
-    # Programs of several devices are found again: without this the key contains the address of the
-    # Python function that divides a kernel's operands. Its source is in the name of the directory.
+    # Lets programs of several devices be found in the cache: without this the key contains the address of
+    # the Python function that partitions a kernel. The digest in the directory's name stands for its source.
     os.environ.setdefault("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "true")
     if not ALL:
         # Most of the time goes into compiling programs that run once: most of that into LLVM's
-        # passes, and into emitting loops by way of MLIR. As users have it compile the doctests, the
-        # notebooks, `python -m tests.conformance.run`, the benchmarks, and these tests with
-        # MAXJAX_ALL_PRODUCTS=1.
+        # passes, and into emitting loops through MLIR. Without these flags, as for users, run the
+        # doctests, the notebooks, `python -m tests.conformance.run`, the benchmarks, and these tests
+        # with MAXJAX_ALL_PRODUCTS=1.
         flags = ["--xla_backend_optimization_level=0"]
         if version("jaxlib").startswith("0.10."):  # XLA ends a process with a flag it does not know
             flags.append("--xla_cpu_use_fusion_emitters=false")
             flags.append("--xla_cpu_parallel_codegen_split_count=1")
             flags.append("--xla_llvm_disable_expensive_passes=true")
-        # Each once, also in the processes of xdist: the flags are a part of the compile cache's keys.
+        # Each flag once, also in the processes of xdist: flags are a part of the compile cache's keys.
         given = os.environ.get("XLA_FLAGS", "").split()
         os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *flags]))
-    # Lines of Python in a program are for those who read it.
+    # Nobody reads the lines of Python in these programs.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
 
@@ -174,7 +174,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With all cases a test of one file goes to any process: some files have an hour of them."""
+    """When all cases run, divides a file's tests between processes, as some files take an hour."""
     if not ALL or config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -187,7 +187,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m gpu`` only files that have such tests: machines with a GPU need no more than these import."""
+    """With ``-m gpu``, collects only files with GPU tests, so that only their imports must be installed."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
         return None
     return True if "mark.gpu" not in collection_path.read_text() else None
@@ -195,13 +195,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Which cases of a test are slow, and which a campaign; skips what needs a GPU.
+    """Marks cases of tests as slow or as a campaign, and skips tests that need a GPU.
 
-    ``@pytest.mark.fast("a-1", "b-2")`` names cases by what stands in brackets behind the test's
-    name; its others are slow. ``@pytest.mark.default("a-1", "c-1")`` names those of the default set,
-    which has the fast ones as well; its others are a campaign. Together the named ones reach each
-    line that the others do, and have each value of an axis that changes what is computed. Where
-    none of them exists, because they are those of another machine, the mark says nothing.
+    ``@pytest.mark.fast("a-1", "b-2")`` names cases by the text in brackets after the test's name; the
+    test's other cases are slow. ``@pytest.mark.default("a-1", "c-1")`` names those of the default set,
+    which has the fast ones as well; the other cases are a campaign. The named cases together must reach
+    every line that the others reach, and have every value of an axis that changes the computation. If
+    none of the named cases exists on this machine, the mark has no effect.
     """
     for mark, others in (("fast", pytest.mark.slow), ("default", pytest.mark.campaign)):
         tests: dict[str, list[tuple[pytest.Item, bool]]] = {}
@@ -224,7 +224,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: the collector of garbage need not go through it."""
+    """Excludes all objects so far from garbage collection, as imported modules and tests stay alive."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -232,7 +232,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_a_file_leaves() -> Iterator[None]:
-    """What a file's tests leave in caches stays too: later calls of the collector need not see it."""
+    """Excludes what a file's tests leave in caches from later garbage collections."""
     yield
     gc.collect()
     gc.freeze()
@@ -253,7 +253,7 @@ def strict_jax() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """One last line that says what was left out, and why."""
+    """Prints a last line that says how many tests were left out, and why."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in terminalreporter.getreports("skipped")
@@ -265,14 +265,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line("left out: " + ("; ".join(parts) or "nothing"))
 
 
-# Programs that are compiled as users have them are larger: of a model on a mesh one has up to 80 maps, and
-# 25,000 are of about 7 GB.
+# Programs that are compiled without the flags above are larger: one of a model on a mesh has up to 80 memory
+# maps, and 25,000 maps take about 7 GB.
 PROGRAMS_BETWEEN_LOOKS, MAX_MAPS = (100, 25_000) if ALL else (500, 50_000)
 _programs = 0  # since the maps of memory were counted
 
 
 def _count_programs(event: str, _seconds: float, **_: Any) -> None:
-    """Listens to JAX: a program was compiled, or found in the compile cache."""
+    """A listener of JAX's events that counts programs that were compiled or found in the compile cache."""
     global _programs
     _programs += event == "/jax/core/compile/backend_compile_duration"
 
@@ -281,7 +281,7 @@ def _count_programs(event: str, _seconds: float, **_: Any) -> None:
     trylast=True
 )  # after the fixtures; a fixture for it would take longer than it does
 def pytest_runtest_teardown() -> None:
-    """Takes away the hooks of layers that a test left, and programs where they have become too many."""
+    """Removes hooks of layers that a test left, and compiled programs if there are too many."""
     clear_hooks = getattr(sys.modules.get("maxjax.nn.layer"), "clear_hooks", None)
     if clear_hooks is not None:
         clear_hooks()
@@ -289,10 +289,10 @@ def pytest_runtest_teardown() -> None:
 
 
 def _let_programs_go() -> None:
-    """Each program XLA compiles takes 3 to 6 maps of memory, of which Linux gives a process 65,530.
+    """Clears JAX's caches if compiled programs hold too many memory maps.
 
-    Without any left XLA ends the process. To count them takes up to 50 ms, and what is let go is traced
-    and lowered again, so both are rare.
+    A program takes 3 to 6 maps, and Linux allows a process 65,530; without a free one XLA ends the process.
+    Counting takes up to 50 ms, and cleared programs are traced and lowered again, so both are done rarely.
     """
     global _programs
     maps = Path("/proc/self/maps")
@@ -305,7 +305,7 @@ def _let_programs_go() -> None:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The directory of the MiniLM checkpoint. Absent is a failure: a skip would hide the tests."""
+    """The directory of the MiniLM checkpoint. If it is missing, tests fail: a skip would hide them."""
     directory = minilm_directory()
     if directory is None:
         pytest.fail("the MiniLM checkpoint is not installed: run scripts/setup.sh")

@@ -1,6 +1,6 @@
-"""What several processes do together with a model: scenarios of `distributed_worker.py`.
+"""Scenarios of `distributed_worker.py` in which several processes use one model together.
 
-`answers` and `files` run in one process as well, for comparison.
+`answers` and `files` also run in a single process, for comparison.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from scripts.minilm import minilm_directory
 Tell = Callable[..., None]
 PROMPTS = ["What is 37 + 48?", "What is 5 + 6?", "Tell me a story", "x"]
 SENTENCES = ["a sentence", "another one, that is a bit longer than the first", "", "one two three"]
-LARGEST = "100KB"  # of a file: the tiny model in 15 to 30 of them
+LARGEST = "100KB"  # the largest file: the tiny model has 15 to 30
 
 
 def _mesh(axes: dict[str, int]) -> Any:
@@ -43,7 +43,7 @@ def _told(completion: Any) -> list[Any]:
 
 
 def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
-    """Texts of one model on a mesh, and what each stream gave until it was closed."""
+    """Texts of one model on a mesh, and what each stream yielded until it was closed."""
     me = jax.process_index()
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(axes))
     found: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
     for prompt in PROMPTS[:3]:
         stream = chat.say(prompt)
         if prompt == PROMPTS[1]:
-            next(stream)  # the next turn interrupts it
+            next(stream)  # the next iteration interrupts the stream
         else:
             list(stream)
     found["chat"] = chat.messages
@@ -91,7 +91,7 @@ def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
 
 
 def files(axes: dict[str, int], directory: Path, all_of_them: bool) -> dict[str, str]:
-    """Digests of the files of a model on a mesh: whole, and in small files with a cast."""
+    """Digests of the files of a model on a mesh: saved as one file, and cast and saved as small files."""
     mesh = _mesh(axes)
     model, tokenizer = maxjax.load("tiny", mesh=mesh)
     maxjax.save_pretrained(model, directory, tokenizer=tokenizer)
@@ -121,7 +121,7 @@ def _settings() -> dict[str, Any]:
 
 
 def together(tell: Tell) -> None:
-    """The texts, vectors and files of a model that lies on the devices of all processes."""
+    """The texts, vectors and files of a model that is sharded over the devices of all processes."""
     given, directory = _settings(), Path(sys.argv[-1])
     tell(answers=answers(given["axes"], given["all"]))
     if given["all"]:
@@ -130,7 +130,7 @@ def together(tell: Tell) -> None:
 
 
 def refuse(tell: Tell) -> None:
-    """What differs, and what fails in one process; after each the processes go on together."""
+    """Calls that differ between processes, or fail in one; after each the processes continue together."""
     me = jax.process_index()
     mesh = _mesh(_settings()["axes"])
     model, tokenizer = maxjax.load("tiny", mesh=mesh)
@@ -181,7 +181,7 @@ def _changed() -> Any:
 
 
 def _dies(owner: Any, name: str, after: int) -> None:
-    """Kills the last process in a call of a method."""
+    """Makes the last process kill itself in a call of a method."""
     plain, calls = getattr(owner, name), []
 
     def killed(*args: Any, **options: Any) -> Any:
@@ -204,7 +204,7 @@ def _dying(tell: Tell, owner: Any, name: str, after: int, call: Callable[[], Any
 
 
 def die_generating(tell: Tell) -> None:
-    """It dies before it dispatches what the others have dispatched: they wait in a collective."""
+    """The last process dies before it dispatches a step that the others have: they wait in a collective."""
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: maxjax.generate(model, tokenizer, PROMPTS, max_new_tokens=60, eos_ids=())
     call()
@@ -212,27 +212,27 @@ def die_generating(tell: Tell) -> None:
 
 
 def die_streaming(tell: Tell) -> None:
-    """It dies while the others wait for it to come to the next dispatch."""
+    """The last process dies while the others wait for it to reach the next dispatch."""
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: list(maxjax.stream(model, tokenizer, PROMPTS[2], eos_ids=()))
     _dying(tell, Batch, "fetch", 3, call)
 
 
 def die_loading(tell: Tell) -> None:
-    """It dies after some reads of its part."""
+    """The last process dies after some reads of its part of the checkpoint."""
     call = lambda: maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     _dying(tell, OpenFile, "pread_some", 3, call)
 
 
 def die_saving(tell: Tell) -> None:
-    """It dies while the first process writes what all hold."""
+    """The last process dies while the first one writes the shards of all."""
     model, _ = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: maxjax.save_pretrained(model, Path(sys.argv[-1], "saved"))
     _dying(tell, Gathering, "_read", 5, call)
 
 
 def die_in_a_step(tell: Tell) -> None:
-    """It dies while all write a step of orbax."""
+    """The last process dies while all write a step of orbax."""
     from maxjax.checkpoint.orbax.save import ArraySums
 
     model, _ = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
@@ -241,9 +241,9 @@ def die_in_a_step(tell: Tell) -> None:
 
 
 def die_embedding(tell: Tell) -> None:
-    """It dies before the second batch."""
+    """The last process dies before the second batch."""
     model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(_settings()["axes"]))
-    maxjax.embed(model, tokenizer, SENTENCES, batch_size=1)  # or JAX ends who still compiles
+    maxjax.embed(model, tokenizer, SENTENCES, batch_size=1)  # compiles: JAX may end a late peer
     call = lambda: maxjax.embed(model, tokenizer, 40 * SENTENCES, batch_size=1)
     _dying(tell, Lockstep, "decide", 2, call)
 

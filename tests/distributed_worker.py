@@ -1,7 +1,7 @@
 """One process of several: `distributed_worker.py SCENARIO PORT PROCESSES ID HEARTBEAT DIRECTORY`.
 
-Started by tests/test_distributed.py. What it finds goes to DIRECTORY/ID.jsonl, one JSON object a
-line, because gloo prints on stdout. A scenario is a function below; it gets `tell`, which writes
+Started by tests/test_distributed.py. Its results go to DIRECTORY/ID.jsonl, one JSON object a
+line, because gloo prints on stdout. A scenario is a function below; its argument `tell` writes
 such a line.
 """
 
@@ -34,7 +34,7 @@ SHUTDOWN_SECONDS = 5
 
 
 def matmul(tell: Tell) -> None:
-    """A contraction over an axis that the processes share, each having made only its own part."""
+    """A contraction over an axis that is split between processes, each of which made only its own part."""
     mesh = Mesh(np.array(jax.devices()), ("k",))
     left = np.arange(16.0 * 32, dtype=np.float32).reshape(16, 32) % 7
     right = np.arange(32.0 * 8, dtype=np.float32).reshape(32, 8) % 5
@@ -74,7 +74,7 @@ def matmul(tell: Tell) -> None:
 
 
 def gather(tell: Tell) -> None:
-    """Collectives without end."""
+    """Runs collectives until the process is ended."""
     step = 0
     while True:
         multihost_utils.process_allgather(np.arange(3.0) + step)
@@ -84,9 +84,9 @@ def gather(tell: Tell) -> None:
 
 
 def _collective(tell: Tell, body: Callable[[jax.Array], jax.Array]) -> None:
-    """One collective again and again; process 1 dies.
+    """Runs one collective again and again, in which process 1 dies.
 
-    Of one device of each process: of several, some wait for the others until JAX ends them all.
+    It uses one device of each process: with more, some would wait for others until JAX ends them all.
     """
     mesh = Mesh(np.array(jax.devices()[::LOCAL_DEVICES]), ("k",))
     rows = PartitionSpec("k")
@@ -117,7 +117,7 @@ def scatter(tell: Tell) -> None:
 
 
 def differ(tell: Tell) -> None:
-    """What is the same in both processes and what is not, before anything runs."""
+    """Compares programs that are the same in both processes, and that differ, before anything runs."""
     me = jax.process_index()
 
     def refused(name: str, **parts: Any) -> str:
@@ -164,7 +164,7 @@ def differ(tell: Tell) -> None:
 
 
 def compute(tell: Tell) -> None:
-    """Arithmetic on this process's devices, without end."""
+    """Computes on this process's devices until the process is ended."""
     multihost_utils.process_allgather(np.arange(3.0))
     square = jax.jit(lambda x: x @ x / 400)
     x = jnp.ones((400, 400))
@@ -174,14 +174,14 @@ def compute(tell: Tell) -> None:
 
 
 def sleep(tell: Tell) -> None:
-    """Nothing at all: Python sleeps."""
+    """Only sleeps in Python."""
     multihost_utils.process_allgather(np.arange(3.0))
     tell(ready=True)
     time.sleep(600)
 
 
 def own_error(tell: Tell) -> None:
-    """Process 1 fails by itself, while process 0 waits for it in a collective."""
+    """Process 1 raises an error of its own, while process 0 waits for it in a collective."""
     multihost_utils.process_allgather(np.arange(3.0))
     tell(ready=True)
     if jax.process_index() == 1:
@@ -190,7 +190,7 @@ def own_error(tell: Tell) -> None:
 
 
 def load(tell: Tell) -> None:
-    """A model on a mesh of both processes' devices: each reads its own bytes, and they agree."""
+    """Loads a model on a mesh of both processes' devices: each reads only its own bytes."""
     directory = Path(sys.argv[-1])
     read: list[int] = []
     announced: list[int] = []
@@ -230,7 +230,7 @@ def load(tell: Tell) -> None:
 
 
 def multiply_and_load(tell: Tell) -> None:
-    """Both, in processes that are started once."""
+    """Runs :func:`matmul` and :func:`load` in the same processes."""
     matmul(tell)
     load(tell)
 

@@ -1,4 +1,4 @@
-"""The imports of the package as data: which file imports which, by whichever facade it names it."""
+"""The imports of the package as data: which file imports which, directly or through a facade."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Import(NamedTuple):
     """One name that a file imports.
 
     Attributes:
-        line: Where.
-        module, name: What is named; ``name`` is "" for a module as such.
-        when: "load" where it runs with the file, "call" inside functions, "types" under
+        line: line of the import.
+        module, name: the module and the name in it; ``name`` is "" for ``import module``.
+        when: "load" if it runs when the file is imported, "call" inside functions, "types" under
             ``TYPE_CHECKING``.
     """
 
@@ -57,7 +57,7 @@ def _imports(node: ast.AST, package: str, when: str, found: list[Import]) -> Non
     for field, value in ast.iter_fields(node):
         inner = "types" if typing and field == "body" else when
         for child in value if isinstance(value, list) else [value]:
-            # Names and constants, which most nodes are, have nothing in them.
+            # Names and constants, which most nodes are, contain no imports.
             if isinstance(child, ast.AST) and not isinstance(child, ast.Name | ast.Constant):
                 _imports(child, package, inner, found)
 
@@ -67,13 +67,13 @@ def _called(call: ast.Call) -> str:
 
 
 class House:
-    """The files of one package, and what they import of one another.
+    """The files of one package, and their imports of one another.
 
     Attributes:
-        root: Its directory.
-        files: Names below it, with "/".
-        edges: File → [(import, file)]; the file is "" where there is none. A name that an
-            ``__init__`` only passes on counts as imported from where it is defined.
+        root: directory of the package.
+        files: paths below it, with "/".
+        edges: file → [(import, imported file)]; the imported file is "" if it is not found. A name that
+            an ``__init__`` only re-exports counts as imported from the file that defines it.
     """
 
     def __init__(self, root: Path):
@@ -148,10 +148,10 @@ class House:
 
 
 def private_uses(house: House, folder: str) -> list[str]:
-    """Where a file outside of a folder uses private members of its classes: "file:line name".
+    """Uses of private members of a folder's classes by files outside it, as "file:line name".
 
-    What a file uses of itself (``self._x``) or of its own classes does not count, though its name
-    may be the same.
+    A file's uses of its own members (``self._x``) and of its own classes do not count, even if the name
+    is the same.
     """
     private = set[str]()
     for file, tree in house.trees.items():
@@ -193,7 +193,7 @@ def _members(tree: ast.Module) -> set[str]:
 
 
 def slots(house: House) -> list[str]:
-    """Attributes of imported modules or classes that a file assigns when it is loaded."""
+    """Assignments to attributes of imported modules or classes when a file is imported."""
     found = []
     for file, tree in house.trees.items():
         names = {

@@ -1,10 +1,10 @@
-"""Pages that objects show in notebooks, read by a parser that is strict about tags."""
+"""Reads the HTML that objects show in notebooks, with a parser that is strict about tags."""
 
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """The tags and the text of a page; fails if tags do not match."""
+    """The tags and the text of an HTML page; raises if tags do not match."""
 
     def __init__(self, page):
         super().__init__()
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
 
 def page_of(shown):
-    """The page of an object, which has no script and loads nothing."""
+    """The HTML page of an object; checks that it has no script and loads nothing."""
     page = Page(shown._repr_html_())
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     return page

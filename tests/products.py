@@ -1,8 +1,8 @@
-"""Products of options as lists of cases: all of them, or as few as put every two values together.
+"""Cartesian products of options as test cases: all of them, or the few that have every pair of values.
 
-Most mistakes need one value or two that go together, so a list in which each value of an axis
-meets each of every other axis finds nearly what all cases find, with a fraction of them.
-With MAXJAX_ALL_PRODUCTS=1 in the environment the tests that take their cases from here run all.
+Most mistakes depend on one value or on two together, so a list in which each value of an axis
+occurs with each value of every other axis finds nearly what all cases find, with a fraction of them.
+With MAXJAX_ALL_PRODUCTS=1 in the environment, tests that take their cases from here run all cases.
 """
 
 import itertools
@@ -14,15 +14,15 @@ import pytest
 
 ALL = os.environ.get("MAXJAX_ALL_PRODUCTS", "") not in ("", "0")
 
-# Parts of arrays of other sizes are equal bit for bit as users have them compiled; without LLVM's
-# optimiser the loops over them round a last bit differently.
+# Parts of arrays of different sizes are equal bit for bit with XLA's usual flags; without LLVM's
+# optimiser, as in these tests, loops of different lengths may differ in the last bit.
 EXACT = {"rtol": 0.0, "atol": 0.0} if ALL else {"rtol": 1e-6, "atol": 1e-7}
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases of a product, each a tuple with one value of each axis, in the product's order.
 
-    Greedy: always the case with the most pairs that are not covered yet, the first of equals.
+    The choice is greedy: the next case is the first one with the most pairs that are not covered yet.
 
     Example:
         >>> len(pairwise("abc", range(2), range(2), range(4))), 3 * 2 * 2 * 4
@@ -49,7 +49,7 @@ def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Cases of a product in which each value of each axis is once or more, as few as do that.
+    """The fewest cases of a product in which each value of each axis occurs at least once.
 
     For tests that take many seconds each.
 
@@ -65,7 +65,7 @@ def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def fast_and_slow(fast: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameters of a test: some that the fast set has too, and the other cases, marked slow.
+    """Parameters of a test: the cases of the fast set, and the other cases, marked slow.
 
     Example:
         >>> [case.values for case in fast_and_slow([(1, 2)], each_value((0, 1), (3, 2)))]
@@ -80,9 +80,9 @@ def fast_and_slow(fast: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ..
 def campaign_but(
     count: int, cases: Iterable[tuple[Any, ...]], *, oracle: bool = False
 ) -> list[Any]:
-    """Parameters of a test of which the default set has the first few, and a campaign all.
+    """Parameters of a test: the first ``count`` are in the default set, the others only in a campaign.
 
-    The others of a test with an ``oracle`` ask it, as their answers are not kept.
+    With ``oracle``, the others call the oracle itself, as its answers are recorded for the first ones only.
 
     Example:
         >>> [len(case.marks) for case in campaign_but(1, [(0,), (1,), (2,)])]
@@ -96,7 +96,7 @@ def campaign_but(
 
 
 def first(few: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The cases, a few of them before the others.
+    """The cases, with those of ``few`` before the others.
 
     Example:
         >>> first([(2,)], [(1,), (2,), (3,)])
@@ -107,7 +107,7 @@ def first(few: Iterable[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> l
 
 
 def some(cases: Iterable[Any], count: int) -> list[Any]:
-    """So many of a list of cases, spread evenly over it.
+    """``count`` of a list of cases, spread evenly over it.
 
     Example:
         >>> some("abcdef", 3)

@@ -1,7 +1,7 @@
 """How many examples a property test tries.
 
-Day by day it is the same few, so that a change is what makes a test fail. The same ones for ever
-would find nothing more: a campaign (`scripts/property_tests.sh`) tries 1,000 others each time.
+Normally a test tries the same few examples each time, so that only a change of the code makes it fail.
+A campaign (`scripts/property_tests.sh`) tries 1,000 other examples each time, to find more.
 """
 
 import os
@@ -15,7 +15,7 @@ PROFILE = "campaign" if CAMPAIGN else "maxjax"
 
 
 def register() -> None:
-    """Makes the profile of this run the one that tests have; none fails for being slow."""
+    """Loads hypothesis's profile for this run; tests have no deadline."""
     if CAMPAIGN:
         settings.register_profile(PROFILE, deadline=None, max_examples=CAMPAIGN, print_blob=True)
     else:
@@ -24,5 +24,5 @@ def register() -> None:
 
 
 def examples(usual: int) -> settings:
-    """So many examples day by day; in a campaign as many as all others."""
+    """Settings of a test with ``usual`` examples; in a campaign it has as many as all others."""
     return settings(max_examples=CAMPAIGN or usual)

@@ -1,4 +1,4 @@
-"""Tab completion as IPython does it by default, which runs nothing that it does not know."""
+"""Tab completion in IPython with its default settings, under which it runs no unknown code."""
 
 import jax.numpy as jnp
 import pytest
@@ -37,7 +37,7 @@ def shell():
 
 
 def completed(shell, text):
-    """What IPython offers for a text, without what stands before the last dot or bracket."""
+    """IPython's completions of a text, without the part before the last dot or bracket."""
     with completer.provisionalcompleter():
         found = [one.text for one in shell.Completer.completions(text, len(text))]
     return {one.removeprefix(text).rpartition(".")[2] if text[-1] == "." else one for one in found}
@@ -74,7 +74,7 @@ def test_what_is_offered(shell, text, offered):
 
 
 def test_values_are_asked_before_jedi(shell, monkeypatch):
-    """Which takes a layer for a list: it reads code and no values."""
+    """Jedi would take a layer for a list, as it reads code and not values."""
     pytest.importorskip("jedi")
     monkeypatch.setattr(shell.Completer, "use_jedi", True)
     monkeypatch.setattr(shell.Completer, "custom_matchers", [])

@@ -1,7 +1,7 @@
-"""Several processes: what is refused, what they compute together, and how they end.
+"""Several processes: which calls are refused, what the processes compute together, and how they end.
 
-The children are killed at the end of each test, whatever happens. Times have a bound only
-where a peer dies; heartbeats of one second work too, but not on a machine that is busy.
+The child processes are killed at the end of each test, whatever happens. Times have a bound only
+where a peer dies; heartbeats of one second work too, but not on a busy machine.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "tests" / "distributed_worker.py"
 START_SECONDS = 120  # to import JAX twice on a loaded machine
 HEARTBEAT = 4
-PATIENT = 20  # where nobody dies, however loaded the machine is
-BOUND = 5  # what the documentation promises beyond the timeout
-LOADED = 10  # what a loaded machine may add
+PATIENT = 20  # heartbeat of tests where no process dies, however loaded the machine is
+BOUND = 5  # seconds after the timeout that the documentation promises
+LOADED = 10  # seconds that a loaded machine may add
 GLOO = "UNKNOWN: Gloo AllGather failed: [x/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
-# So that one process computes the same bits as several.
+# The same XLA flags, so that one process computes the same bits as several.
 COMPILED_ALIKE = {name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ}
 
 
@@ -51,14 +51,14 @@ def free_port() -> int:
 
 
 def clean() -> dict[str, str]:
-    """The environment without what would tell JAX about another cluster or other devices."""
+    """The environment without variables that describe another cluster or other devices to JAX."""
     gone = ("JAX_", "XLA_", "SLURM_", "OMPI_", "KUBERNETES_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
     return {name: value for name, value in kept.items() if "_proxy" not in name.lower()}
 
 
 class Worker:
-    """A running `distributed_worker.py`, and what it told so far."""
+    """A running `distributed_worker.py`, and the results that it has written so far."""
 
     def __init__(
         self, scenario: str, port: int, processes: int, number: int, directory: Path, heartbeat: int
@@ -169,7 +169,7 @@ def test_where_the_coordinator_listens():
 
 
 def test_nobody_listens_at_the_address(monkeypatch):
-    # The socket is bound but does not listen: nobody else can take its port meanwhile.
+    # The socket is bound but does not listen, so that no other process can take its port meanwhile.
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -286,7 +286,7 @@ def test_other_errors_pass(monkeypatch):
     monkeypatch.setattr(distributed, "_world", (0, 2))
     passes(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
     passes(RuntimeError("INTERNAL: NCCL operation ncclCommInitRank() failed: unhandled cuda error"))
-    passes(ValueError("the socket closed: Connection reset by peer"))  # no code of JAX before it
+    passes(ValueError("the socket closed: Connection reset by peer"))  # has no status code
     passes(PeerLostError(f"an inner phase: {GLOO}"))
     passes(ProgramMismatchError(f"an inner phase: {GLOO}"))
     passes(KeyError(GLOO))
@@ -327,7 +327,7 @@ def test_two_processes_multiply_and_load_a_model(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_two_processes_of_different_programs(tmp_path):
-    """All that is refused is refused in both, with the same words, and both end in good order."""
+    """Everything refused is refused in both processes, with the same message, and both end normally."""
     with workers("differ", tmp_path) as both:
         for worker in both:
             assert worker.process.wait(START_SECONDS) == 0, worker.log()
@@ -389,7 +389,7 @@ def _same(directory: Path, processes: int, local: int, axes: dict[str, int], eve
     for found in told:
         assert found["answers"].keys() == expected.keys()
         ends = found["answers"]
-        # Of several processes the first decides; alone, this one is the first.
+        # Of several processes the first decides; a single process is the first.
         for name, value in expected.items():
             assert ends[name] == (
                 value if name != "closed on others" else expected["read to the end"]
@@ -405,7 +405,7 @@ def _same(directory: Path, processes: int, local: int, axes: dict[str, int], eve
 
 @pytest.mark.slow
 def test_two_processes_answer_as_one(tmp_path):
-    """Weights over devices of both, so that nothing is computed or written by one alone."""
+    """Weights are sharded over the devices of both, so that neither computes or writes anything alone."""
     _same(tmp_path, 2, 2, {"model": 4}, everything=False)
 
 
@@ -471,9 +471,9 @@ def test_what_differs_or_fails_is_told_to_all(tmp_path):
     ],
 )
 def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
-    """Every survivor says who is lost before JAX would end it."""
+    """Every survivor names the lost process before JAX would end it."""
     _settle(tmp_path, 2, {"model": 2 * processes})
-    heartbeat = HEARTBEAT + 3 * processes  # on a loaded machine JAX must not be first, by seconds
+    heartbeat = HEARTBEAT + 3 * processes  # JAX must not be first, also on a loaded machine
     with workers(scenario, tmp_path, processes, heartbeat) as everyone:
         *others, victim = everyone
         assert victim.process.wait(2 * START_SECONDS) == -signal.SIGKILL, victim.log()
@@ -509,7 +509,7 @@ def test_the_page_runs(tmp_path):
         env=environment, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # Both write to one terminal, where their words may be mixed.
+    # Both write to one terminal, where their lines may be mixed.
     assert done.stdout.count("4 496.0") == 2, done.stdout
     assert done.stdout.count("answer:") == done.stdout.count("5 + 6 = 11") == 2, done.stdout
     stories = re.findall(r"Once upon a time[^.]*\.", done.stdout)
@@ -554,7 +554,7 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
     ],
 )
 def test_a_peer_dies_in_a_collective(tmp_path, scenario):
-    """Said as long as the survivor lives, which is not until JAX ends it."""
+    """The survivor names the lost process if it lives long enough: JAX may end it first."""
     with workers(scenario, tmp_path) as both:
         assert both[1].process.wait(START_SECONDS) == -signal.SIGKILL, both[1].log()
         deadline = time.monotonic() + LOADED
@@ -580,7 +580,7 @@ def test_a_frozen_peer(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_a_peer_with_an_error_of_its_own(tmp_path):
-    """It waits for the others while it ends, so that shutdown_timeout is the bound."""
+    """The failed process waits for the others while it ends, so shutdown_timeout is the bound."""
     with workers("own_error", tmp_path) as both:
         for worker in both:
             worker.wait_until_ready()

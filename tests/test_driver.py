@@ -1,4 +1,4 @@
-"""Buffer and the devices: MAX's surface, memory shared or not, and DLPack every way."""
+"""Buffer and the devices: MAX's interface, shared and copied memory, and DLPack in both directions."""
 
 import copy
 import pickle

@@ -110,7 +110,7 @@ def test_jax_takes_it_as_a_dtype(d):
 
 
 def test_equal_to_what_numpy_and_jax_call_it():
-    """``model.norm.weight.dtype == jnp.bfloat16`` is asked of an array, and so of a Weight."""
+    """``model.norm.weight.dtype == jnp.bfloat16`` works for an array, and so it must for a Weight."""
     for d in ALL:
         for other in (d.np, d.np.type, d.name):
             assert d == other and other == d and not d != other

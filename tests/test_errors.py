@@ -1,10 +1,10 @@
-"""The classes of errors: what each is besides, by the table that callers rely on."""
+"""The error classes, and the built-in exceptions that each inherits from, on which callers rely."""
 
 import pytest
 
 from maxjax import errors
 
-# Class → what it may be caught as, of Python's own.
+# Class → the built-in exceptions that it can be caught as.
 ALSO: dict[str, tuple[type, ...]] = {
     "CheckpointError": (),
     "CheckpointMissingError": (FileNotFoundError, OSError),

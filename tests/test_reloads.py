@@ -100,16 +100,16 @@ def test_a_model_built_before_runs_the_new_code(notebook):
     assert notebook.run(JITTED) == (4.0, 4.0, 1)  # another cell traces nothing
     notebook.write("edited_net", NET.replace("2 * x", "3 * x"))
     assert notebook.run(JITTED) == (9.0, 9.0, 2)
-    # Code that no class reaches, and a comment, change nothing.
+    # Changes in code that no class uses, and in comments, have no effect.
     notebook.write("helping_net", HELPER.replace("return 1", "return 2"))
     assert notebook.run(JITTED) == (9.0, 9.0, 2)
     notebook.write("helping_net", HELPER.replace("return 0", "return 10"))
     assert notebook.run(JITTED) == (49.0, 49.0, 3)
-    # A __call__ itself, with super() and a module's names in it.
+    # The __call__ itself is edited; it uses super() and names of its module.
     edited = NET.replace("2 * x", "3 * x").replace(") + helping", ") - helping")
     notebook.write("edited_net", edited)
     assert notebook.run(JITTED) == (-31.0, -31.0, 4)
-    # A program that was compiled once says so, once, and runs on.
+    # A program that was compiled before warns once, and still runs.
     with pytest.warns(UserWarning, match="'Net' was compiled before its code was changed"):
         assert notebook.run("float(program(x)[0])") == 4.0
     assert notebook.run("float(program(x)[0])") == 4.0
@@ -118,7 +118,7 @@ def test_a_model_built_before_runs_the_new_code(notebook):
 
 
 def test_an_edited_call_is_still_a_layer_s(notebook):
-    """It is named, and hooks see it."""
+    """The edited call has the layer's name, and hooks see it."""
     notebook.write("edited_net", NET.replace(") + helping", ") - helping"))
     seen = []
     with maxjax.layer_hook(lambda layer, args, kwargs, out: seen.append(type(layer).__name__)):

@@ -28,7 +28,7 @@ def strict_jax() -> None:
 
 
 def blocks():
-    """(task, library, code) of each block of the page; the library of maxjax's is "maxjax"."""
+    """(task, library, code) of each block of the page; for the package's own blocks the library is "maxjax"."""
     for section in PAGE.read_text().split("\n## ")[1:]:
         title, text = section.split("\n", 1)
         for kind, code in re.findall(
@@ -38,7 +38,7 @@ def blocks():
 
 
 def lines(library):
-    """Task → number of lines that count."""
+    """Task → number of lines of code that count."""
     found = dict.fromkeys(LIMITS, 0)
     for title, name, code in blocks():
         if name == library and "# not counted" not in code:
@@ -93,7 +93,7 @@ def test_the_code_of_maxjax_runs(tmp_path, monkeypatch):
 @pytest.mark.campaign
 @pytest.mark.parametrize("library", ["flax nnx", "equinox"])
 def test_the_code_of_others_runs(library, tmp_path):
-    """The own modules of flax nnx and equinox, so that they are counted for what works."""
+    """The modules in flax nnx and equinox run, so that the lines counted are those of working code."""
     import equinox
     import jax.numpy as jnp
     import optax
@@ -106,7 +106,7 @@ def test_the_code_of_others_runs(library, tmp_path):
         "data": [(jnp.ones((8, 4)), jnp.zeros(8, int))] * 3, "mesh": jax.make_mesh((8,), ("data",)),
     }  # fmt: skip
     mine = {title: code for title, name, code in blocks() if name == library}
-    # The module is what the checkpoint is of.
+    # The module comes first, because the other tasks load its checkpoint.
     for title in sorted(mine, key=lambda title: title != "Train a module of your own"):
         exec(compile(mine[title], str(PAGE), "exec"), names)
     assert jax.tree.leaves(names["model"])
@@ -116,7 +116,7 @@ def test_the_code_of_others_runs(library, tmp_path):
 
 @pytest.mark.oracle
 def test_the_code_of_transformers_runs():
-    """What needs neither several processes nor another library."""
+    """The blocks run that need neither several processes nor another library."""
     import torch
     import transformers
 

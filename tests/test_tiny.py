@@ -1,4 +1,4 @@
-"""The model that the package brings: small, a checkpoint like any other, and good at small sums."""
+"""The model that the package contains: it is small, an ordinary checkpoint, and good at small sums."""
 
 import itertools
 import random
@@ -31,12 +31,12 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def tiny():
-    """As it is when nothing is said: in bfloat16, as it was measured."""
+    """The model with default arguments: in bfloat16, as it was measured."""
     return maxjax.load(TINY)
 
 
 def theirs():
-    """transformers' tokenizer of it."""
+    """transformers' tokenizer of the model."""
     return transformers.AutoTokenizer.from_pretrained(TINY)
 
 
@@ -46,7 +46,7 @@ def completions(tiny, questions, new=28):
 
 
 def share(tiny, turns):
-    """Of answers that are right and ended by themselves."""
+    """The share of answers that are right and end with the end-of-text token."""
     found = completions(tiny, [turn.question for turn in turns])
     pairs = zip(found, turns, strict=True)
     return np.mean([(one.strip(), one.finish_reason) == (t.answer, "stop") for one, t in pairs])
@@ -72,7 +72,7 @@ def test_logits_as_transformers():
     model, _ = maxjax.load(TINY, dtype="float32")
     ids = np.random.default_rng(0).integers(0, train_tiny.VOCABULARY, (2, 64)).astype(np.int32)
 
-    def logits():  # of one in so many tokens
+    def logits():  # of every 37th token
         with torch.no_grad():
             found = opened("LlamaForCausalLM", TINY)(torch.tensor(ids).long()).logits
         return found.numpy()[..., ::37].copy()
@@ -140,7 +140,7 @@ def test_200_other_unseen(tiny, sign, words, least):
 
 @pytest.mark.slow
 def test_the_sum_of_the_manual(tiny):
-    """Asked by itself, as a chat, and after other turns."""
+    """The sum is asked as a bare prompt, as a chat, and after other turns."""
     before = "Hello!\nHello! Ask me for a sum or a story.<|endoftext|>3 + 4\n3 + 4 = 7<|endoftext|>"
     question = "What is 37 + 48?"
     found = completions(tiny, [question, question + "\n", before + question + "\n"])
@@ -172,7 +172,7 @@ SPOKEN = r"([a-z-]+) (?:plus|minus) ([a-z-]+)"
 
 
 def pairs(text):
-    """The numbers that a text adds or subtracts, however it says so."""
+    """The pairs of numbers that a text adds or subtracts, in whatever words."""
     for pattern in PAIRS:
         yield from ((int(a), int(b)) for a, b in re.findall(pattern, text))
     yield from ((NUMBERS[a], NUMBERS[b]) for a, b in re.findall(SPOKEN, text) if a in NUMBERS)
@@ -181,14 +181,14 @@ def pairs(text):
 @pytest.mark.slow
 def test_unseen_sums_are_in_no_turn():
     seen = set()
-    for seed in (1, 2):  # those of the training
+    for seed in (1, 2):  # the seeds of the training
         for turn in itertools.islice(tiny_text.turns(seed), 40_000):
             found = {pair for text in turn for pair in pairs(text)}
             assert not any(tiny_text.held_out(*pair) for pair in found), turn
             seen |= found
     unseen = {(s.a, s.b) for s in tiny_text.unseen("+")}
     assert (37, 48) in unseen and len(unseen) > 900
-    assert not seen & unseen and len(seen | unseen) > 9_700  # it was looked for
+    assert not seen & unseen and len(seen | unseen) > 9_700  # the search covers nearly all pairs
 
 
 def test_pairs_are_found_in_every_phrase():
@@ -234,7 +234,7 @@ def test_rows_hold_the_turns_one_after_the_other(tiny):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_script_runs(tmp_path):
-    """A few steps, from text to a directory that loads; that the loss falls."""
+    """A few steps run, from text to a directory that loads, and the loss falls."""
     command = [sys.executable, str(ROOT / "scripts/train_tiny.py"), "--quick", "--out"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -1,4 +1,4 @@
-"""The code of README and docs runs as it is written, page by page, and what does not run says why."""
+"""The code of README and docs runs as it is written, page by page; blocks that are not run give a reason."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from scripts.tiny_text import stories
 from tests.blocks import PAGES, ROOT, blocks, run
 from tests.engine.test_load_gguf import write
 
-# Pages with tests of their own, which run their blocks: in several processes, with torch and
-# transformers, with other libraries.
+# Pages whose blocks are run by other tests: in several processes, with torch and transformers, or
+# with other libraries.
 ELSEWHERE = {
     "distributed": "tests/test_distributed.py",
     "families": "tests/models/test_families_page.py",
     "ten-tasks": "tests/test_ten_tasks.py",
 }
-# Why a block is not run, and how many blocks at most say so.
+# The reasons for not running a block, each with the largest number of blocks that may give it.
 REASONS = {
     "a synopsis": 1,
     "makes an environment": 6,
@@ -30,7 +30,7 @@ REASONS = {
     "needs IPython": 1,
     "needs the hub": 5,
 }
-# In the default set; the others are campaigns.
+# The pages in the default set; the others are campaigns.
 DEFAULT = "README formats interop".split()
 NAMES = sorted(
     page.stem
@@ -57,7 +57,7 @@ def of_four_devices(folder, minilm):
 def importance_matrix(folder, minilm):
     model, tokenizer = maxjax.load("tiny")
     maxjax.calibrate(model, tokenizer, (folder / "FILE").read_text()).save(folder / "imatrix.gguf")
-    # The page's model has a chat template with a system role; that of "tiny" raises.
+    # The page's model has a chat template with a system role; the template of "tiny" raises for it.
     path = folder / "DIR" / "tokenizer_config.json"
     config = json.loads(path.read_text())
     template, count = re.subn(
@@ -71,7 +71,7 @@ def quantised(folder, minilm):
     maxjax.convert(folder / "DIR", folder / "model-Q4_K_M.gguf", quantize="q4_k_m")
 
 
-# What a page takes for granted: files in the current folder, and names.
+# What a page assumes to exist: files in the current folder, and names.
 GIVEN = {
     "accelerators": of_four_devices,
     "checkpoints": lambda folder, minilm: {"path": str(minilm)},
@@ -118,7 +118,7 @@ def check_walk(names, folder):
     assert names["out"].last_hidden_state.shape == (1, 8, 384)
 
 
-# What must be so after a page has run, beside what it asserts itself.
+# Checks after a page has run, in addition to its own assertions.
 AFTERWARDS = {
     "README": check_readme,
     "checkpoints": check_checkpoints,
@@ -136,13 +136,13 @@ AFTERWARDS = {
     [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.campaign]) for name in NAMES],
 )
 def test_a_page_runs(name, minilm, tmp_path, monkeypatch):
-    """In a folder with a model, `DIR`, and texts under the names that pages give them."""
+    """A page runs in a folder with a model, `DIR`, and with texts under the names that pages use."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "maxjax" / "tiny", tmp_path / "DIR")
     for text in ("FILE", "wiki.test.raw", "calibration.txt"):
         (tmp_path / text).write_text(stories(8, 20))
     names = GIVEN[name](tmp_path, minilm) if name in GIVEN else None
-    if name == "README":  # "here four"
+    if name == "README":  # the page says "here four"
         four = jax.devices()[:4]
         monkeypatch.setattr(jax, "devices", lambda *backend: four)
     [page] = [page for page in PAGES if page.stem == name]
@@ -167,7 +167,7 @@ def test_every_block_is_run_or_says_why():
 
 
 def test_no_code_is_without_a_fence():
-    """A paragraph of four spaces is code in Markdown, and nothing would run it."""
+    """A paragraph that is indented by four spaces is code in Markdown, and nothing would run it."""
     for page in PAGES:
         before, fenced, listed = "", False, False
         for number, line in enumerate(page.read_text().splitlines(), 1):

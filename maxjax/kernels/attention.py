@@ -22,9 +22,9 @@ from .blocked_attention import Attending, blocked_attention
 from .int8_rows import restored
 from .sinks import with_sinks
 
-# Scores that are computed at once: 32 MiB in float32.
+# The most scores that are computed at once: 32 MiB in float32.
 MOST_SCORES = 1 << 23
-# Of so many keys all are read; of more than these and the queries only those that a query may see.
+# Up to so many keys, or as many as queries, all are read; of more keys only those that a query may see.
 FEW_KEYS = 256
 
 
@@ -43,10 +43,10 @@ def attention(
     """``softmax(scale · q kᵀ) v``, computed for each head.
 
     Args:
-        query: ``[B, T, H, D]``.
-        key, value: ``[B, S, K, D]``; H is a multiple of K, and each H/K neighbouring query
+        query: queries ``[B, T, H, D]``.
+        key, value: keys and values ``[B, S, K, D]``; H is a multiple of K, and H/K neighbouring query
             heads share one KV head (J. Ainslie et al., arXiv:2305.13245).
-        mask: booleans, True = attend: ``[B, S]`` (which keys exist), ``[B, T, S]``, or
+        mask: booleans, True means attend: ``[B, S]`` (which keys exist), ``[B, T, S]``, or
             ``[B, H or 1, T or 1, S]``. None: every query attends to every key.
         scale: factor of the scores; ``1/√D`` by default.
         soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
@@ -54,15 +54,15 @@ def attention(
         sinks: attention sinks ``[H]``: for each head a score that takes part in the softmax and has no
             value, so that the weights of the keys add up to less than one (gpt-oss, arXiv:2508.10925).
             They are neither scaled nor capped.
-        bias: numbers ``[B or 1, H or 1, T, S]`` that are added to the scores, for example by the
+        bias: numbers ``[B or 1, H or 1, T, S]`` that are added to the scores, for example biases for the
             distance of query and key (P. Shaw et al., arXiv:1803.02155).
 
     Returns:
-        ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
+        The result ``[B, T, H, D]`` in the dtype of ``value``. A query whose keys are all masked
         gets finite but meaningless numbers.
 
-    With a mask ``[B, S]``, or none, memory is linear in T and S; then many tokens have a derivative
-    in reverse mode only. Other masks are as large as the scores, which are computed at once.
+    With a mask ``[B, S]`` or none, and without a bias, memory is linear in T and S; then attention of many
+    tokens has a derivative in reverse mode only. With another mask or a bias all scores are computed at once.
 
     Raises:
         ValueError: the shapes do not match.
@@ -89,7 +89,7 @@ def attention(
         if not blocked:
             added = None if bias is None else arrays[-1]
             return _attention(query, key, value, mask, scale, soft_cap, dtype, sinks, added)
-        # All queries are at one position, as are the keys that they attend to.
+        # All queries, and all keys that they attend to, are given position 0.
         here = jnp.zeros((1, query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key.shape[1]), jnp.int32)
         if mask is not None:
@@ -126,32 +126,32 @@ def causal_attention(
     """Attention of queries to the keys at their own and at earlier positions.
 
     Args:
-        query: ``[B, T, H, D]``.
+        query: queries ``[B, T, H, D]``.
         cache: keys and values ``[L, B, K, S, D]``, and for int8 their scales ``[L, B, K, S]``
-            (``int8_rows``). Keys and values that are not in a cache have an axis of one layer.
+            (``int8_rows``). Keys and values that are not in a cache get a layer axis of length 1.
         layer: index of the layer, an integer scalar.
         positions: position of each query, int32 ``[B or 1, T]``, not negative.
         key_positions: position of each key, int32 ``[B or 1, S]``; ``NO_KEY`` for a key that
             nobody attends to.
         scale: factor of the scores; ``1/√D`` by default.
         sliding_window: number of positions that a query attends to, its own included; None: all.
-        chunked: whether it attends to the positions from the last multiple of ``sliding_window`` on
-            instead (chunked attention of Llama 4).
+        chunked: whether a query attends to the positions from the last multiple of ``sliding_window`` up
+            to its own instead (chunked attention of Llama 4).
         soft_cap: bound of the scores, as for :func:`attention`.
         softmax_dtype: dtype that scores and softmax are computed in.
         sinks: attention sinks ``[H]``, as for :func:`attention`.
         repeats: how many times each KV head is repeated before it meets the query heads. Used on a
             mesh that splits more query heads than there are KV heads.
         strided: whether a mesh axis splits the tokens (``Attending``).
-        division: how a mesh with Auto axes divides the queries, if that is known. TPUs run a kernel on
-            several devices only then.
+        division: how a mesh with Auto axes shards the queries, if that is known. Only then do several
+            TPUs run a kernel.
 
     Returns:
-        ``[B, T, H, D]`` in the dtype of ``query``. A query that attends to no key gets finite but
+        The result ``[B, T, H, D]`` in the dtype of ``query``. A query that attends to no key gets finite but
         meaningless numbers.
 
-    Memory is linear in T and S, and only keys that some query may see are read. Where there are
-    many scores there is a derivative in reverse mode only.
+    Memory is linear in T and S, and only keys that some query may see are read. Where scores are
+    computed in blocks there is a derivative in reverse mode only, and none for an int8 cache.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -206,7 +206,7 @@ def attention_weights(
         query, key, mask, scale, soft_cap, softmax_dtype, sinks, bias: as for :func:`attention`.
 
     Returns:
-        ``[B, H, T, S]`` in ``softmax_dtype``. Masked keys have 0, also where a query has no other.
+        The weights ``[B, H, T, S]`` in ``softmax_dtype``; masked keys have weight 0, also if all are masked.
         With sinks the weights of a query sum to less than one.
 
     Example:
@@ -251,7 +251,7 @@ def attention_weights(
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """The values ``[B, S, K, D]`` under the weights ``[B, H, T, S]``: ``[B, T, H, D]`` in their dtype.
+    """The values ``[B, S, K, D]`` summed with weights ``[B, H, T, S]``: ``[B, T, H, D]`` in the values' dtype.
 
     Example:
         >>> weighted_values(jnp.full((1, 2, 1, 2), 0.5), jnp.arange(4.0).reshape(1, 2, 1, 2)).tolist()
@@ -278,7 +278,7 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
 def cached_rows(
     cache: Sequence[jax.Array], layer: Any, dtype: Any, repeats: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values ``[B, S, repeats · K, D]`` of a layer of a cache, as :func:`causal_attention` takes them."""
+    """Keys and values ``[B, S, repeats · K, D]`` of one layer of a cache for :func:`causal_attention`."""
 
     def run(layer: Any, *cache: Any) -> list[jax.Array]:
         keys, values, *scales = (
@@ -312,17 +312,17 @@ def partial_attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """:func:`causal_attention` to some of the keys, to be merged with the others.
+    """:func:`causal_attention` to a part of the keys, whose result can be merged with those of other parts.
 
     Args:
         query, cache, layer, positions, key_positions, scale, sliding_window, chunked, soft_cap,
             softmax_dtype: as for :func:`causal_attention`.
 
     Returns:
-        The result ``[B, T, H, D]``, and the logarithm of each query's sum, ``[B, T, H]`` in
+        The result ``[B, T, H, D]``, and the log-sum-exp of each query's scores, ``[B, T, H]`` in
         ``softmax_dtype``. The results of n parts of the keys, weighted with the softmax of the n
-        logarithms, add up to that of all keys. An attention sink is one more such part: its
-        logarithm is its score, and its result is zeros.
+        log-sum-exps, add up to the result for all keys. An attention sink is one more such part:
+        its log-sum-exp is its score, and its result is zeros.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -338,7 +338,7 @@ def partial_attention(
 
 
 def _is_large(query: Any, keys: int) -> bool:
-    """Whether all scores together take so much memory that they are computed in blocks."""
+    """Whether there are so many scores that they are computed in blocks."""
     shape = (*query.shape[:3], keys)
     return all(isinstance(n, int) for n in shape) and math.prod(shape) > MOST_SCORES
 
@@ -373,7 +373,7 @@ def _attention(
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
     lowest = jnp.finfo(dtype).min  # for S = 0
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
-    of_all = sinks.astype(dtype)[None, :, None, None]  # [1, H, 1, 1], or without heads
+    of_all = sinks.astype(dtype)[None, :, None, None]  # [1, H or 0, 1, 1]
     if sinks.size:
         largest = jnp.maximum(largest, of_all)
     largest = jax.lax.stop_gradient(largest)
@@ -391,12 +391,14 @@ def _mean(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:
 
 
 def _checked_sinks(sinks: Any, heads: int) -> jax.Array:
-    """The sinks as an array ``[H]``, without sinks ``[0]``."""
+    """The sinks as an array ``[H]``, or ``[0]`` without sinks."""
     if sinks is None:
         return jnp.zeros(0, jnp.float32)
     sinks = jnp.asarray(sinks)
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks are one score for each of {heads} query heads, not {sinks.shape}")
+        raise ValueError(
+            f"sinks must have the shape ({heads},), a score for each query head, not {sinks.shape}"
+        )
     return sinks
 
 
@@ -421,7 +423,7 @@ def mask_4d(mask: Any, scores: tuple[int, ...]) -> jax.Array:
     """The mask with axes for heads and queries, so that it broadcasts to ``[B, H, T, S]``."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
-        raise TypeError(f"a mask is boolean, True = attend; this one is {mask.dtype}")
+        raise TypeError(f"mask must be boolean (True: attend), not {mask.dtype}")
     shape = mask.shape
     if mask.ndim == 2:
         mask = mask[:, None, None, :]

@@ -1,7 +1,7 @@
-"""Products of blocks of rows with matrices of a stack that are chosen by number.
+"""Matmuls of blocks of rows, each with one matrix of a stack, which is chosen by its index.
 
-XLA for GPUs copies a matrix that it takes out of a stack by a computed number before cuBLAS
-multiplies by it. A kernel in Pallas for Triton reads it where it lies.
+If the index is computed in the program, XLA for GPUs copies the matrix out of the stack before
+cuBLAS multiplies by it. A kernel in Pallas for Triton reads the matrix in place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def block_matmul(x: jax.Array, w: jax.Array, owner: jax.Array) -> jax.Array:
     """``x[i] @ w[owner[i]].T``: ``[blocks, rows, in]`` and ``[n, out, in]`` → ``[blocks, rows, out]``.
 
     Args:
-        owner: int32 ``[blocks]``; blocks with a negative one may be left out: theirs are any numbers.
+        owner: index of each block's matrix, int32 ``[blocks]``; where it is negative, results are undefined.
 
     Returns:
-        Sums in float32, in the dtype of ``x`` and ``w``, which is the same.
+        The results, summed in float32, in the dtype of ``x``, which must be that of ``w`` too.
 
-    On NVIDIA GPUs a Triton kernel computes it for blocks of 16 rows or a larger power of two, in 16
-    bits; everything else one block after the other in ``jax.numpy``.
+    On NVIDIA GPUs a Triton kernel computes 16-bit blocks whose number of rows is a power of two and at
+    least 16; otherwise ``jax.numpy`` multiplies one block after the other.
 
     Example:
         >>> x, w = jnp.ones((2, 1, 3)), jnp.stack([jnp.ones((1, 3)), 2 * jnp.ones((1, 3))])
@@ -65,7 +65,7 @@ def _definition(static: Any, x: jax.Array, w: jax.Array, owner: jax.Array) -> li
 
 
 def lacks(x: Any, w: Any) -> str:
-    """Why the kernel cannot compute it; "" if a GPU can.
+    """Why a GPU cannot run the kernel on these operands; "" if it can.
 
     Example:
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -83,12 +83,12 @@ def lacks(x: Any, w: Any) -> str:
 
 
 def _tile(size: int, axis: int) -> int:
-    """The largest power of two that divides a size, up to that of a tile."""
+    """The largest power of two that divides a size, at most the size of a tile."""
     return math.gcd(size, _TILES[axis])
 
 
 def kernel(x: jax.Array, w: jax.Array, owner: jax.Array, interpret: bool = False) -> jax.Array:
-    """:func:`block_matmul` by the kernel, for operands on one device.
+    """:func:`block_matmul` computed by the kernel, for operands on one device.
 
     Args:
         interpret: whether to run the kernel's operations one by one, on any platform.
@@ -111,7 +111,7 @@ def kernel(x: jax.Array, w: jax.Array, owner: jax.Array, interpret: bool = False
 
 
 def _program(owner: Any, x: Any, w: Any, y: Any, *, wide: int, deep: int) -> None:
-    """One program: so many columns of the results of one block."""
+    """One program: ``wide`` columns of the result of one block."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -127,7 +127,7 @@ def _program(owner: Any, x: Any, w: Any, y: Any, *, wide: int, deep: int) -> Non
         matrix = triton.load(w.at[number, column, inner])  # [wide, deep]
         return total + jax.lax.dot(some, matrix.T, preferred_element_type=jnp.float32)
 
-    # Of an unused block nothing is read.
+    # For an unused block nothing is read.
     turns = jnp.where(number < 0, jnp.int32(0), jnp.int32(depth // deep))
     total = jax.lax.fori_loop(0, turns, step, jnp.zeros((rows, wide), jnp.float32))
     place = first + jnp.arange(wide, dtype=jnp.int32)[None, :]
@@ -143,7 +143,7 @@ def _on_cuda(static: Any, x: jax.Array, w: jax.Array, owner: jax.Array) -> list[
 
 
 def _rule(ranks: Sequence[int]) -> Any:
-    """Blocks may be split, and the rows of the matrices."""
+    """The axis of blocks may be split, and the rows of the matrices."""
     x, w = ArrayMapping("b", "r", "k"), ArrayMapping("n", "o", "k")
     return (x, w, ArrayMapping("b")), (ArrayMapping("b", "r", "o"),)
 

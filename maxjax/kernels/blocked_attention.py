@@ -5,7 +5,7 @@ and a running sum (M. Milakov, N. Gimelshein, arXiv:1805.02867; T. Dao et al., a
 Blocks of keys that no query of a block sees are neither read nor computed. The derivative computes
 the scores again instead of keeping them.
 
-Shapes: L layers, B sequences, T queries, S keys, H query heads, K KV heads (repeated, if they are), G = H/K,
+Shapes: L layers, B sequences, T queries, S keys, H query heads, K KV heads (counted after ``repeats``), G = H/K,
 head dimension D, n blocks of queries with C queries each.
 """
 
@@ -36,9 +36,9 @@ _LOG = logging.getLogger("maxjax")
 
 # Largest number of queries and of keys in a block.
 QUERIES, KEYS = 512, 1024
-# Least number of keys in a block: fewer make the loop longer than what it saves.
+# Least number of keys in a block: with fewer, the longer loop costs more than they save.
 LEAST_KEYS = 128
-# The same on a CPU, where the scores of a block stay in the caches of the cores.
+# Largest number of queries and of keys on a CPU, where the scores of a block stay in the processor's caches.
 CPU_QUERIES, CPU_KEYS = 256, 256
 
 
@@ -51,11 +51,11 @@ class Attending(NamedTuple):
         soft_cap: bound of the scores, which become ``soft_cap · tanh(score / soft_cap)``; None: no bound.
         dtype: dtype of scores, softmax and sums.
         repeats: how many times each KV head is repeated before it meets the query heads.
-        strided: whether a block consists of queries that lie apart, instead of neighbours. Then
+        strided: whether a block consists of evenly spaced queries, instead of neighbours. Then
             a mesh axis that splits the queries splits each block, but fewer blocks are skipped.
-        chunked: whether windows are the chunks that the positions are divided into, of which a query
-            sees its own (Llama 4), instead of following each query.
-        division: how a mesh divides the queries ``[B, T, H, D]``, or their blocks; None: not known.
+        chunked: whether a query sees only its own chunk of ``window`` positions, counted from
+            position 0 (Llama 4), instead of the ``window`` positions that end with its own.
+        division: how a mesh shards the queries ``[B, T, H, D]``, or their blocks; None: not known.
     """
 
     scale: float
@@ -68,12 +68,12 @@ class Attending(NamedTuple):
     division: explicit.Division | None = None
 
     def first_seen(self, positions: jax.Array) -> jax.Array:
-        """The first position that queries at some positions attend to, where there is a window."""
+        """The first position that queries at these positions attend to; ``window`` must not be None."""
         assert self.window is not None
         return positions - (positions % self.window if self.chunked else self.window - 1)
 
     def sees(self, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """Whether queries at some positions attend to keys at others."""
+        """Whether queries at ``positions`` attend to keys at ``key_positions``; the two are broadcast."""
         distance = positions - key_positions
         sees = distance >= 0
         if self.window is None:
@@ -100,15 +100,15 @@ def blocked_attention(
         positions: position of each query, int32 ``[B or 1, T]``, not negative.
         key_positions: position of each key, int32 ``[B or 1, S]``; the largest int32 for a key that
             nobody attends to.
-        attending: the rest.
+        attending: which keys a query attends to, and how scores are computed.
 
     Returns:
-        The result ``[B, T, H, D]`` in the dtype of ``q``, and the logarithm of each query's sum
-        ``[B, T, H]``, by which results for some of the keys are merged to that for all of them. A
-        query that attends to no key gets finite numbers without a meaning, and as the logarithm
-        about the smallest number of the dtype.
+        The result ``[B, T, H, D]`` in the dtype of ``q``, and the log-sum-exp of each query's scores
+        ``[B, T, H]``, by which results for parts of the keys are merged into the result for all. A
+        query that attends to no key gets finite but meaningless numbers, and a log-sum-exp near the
+        lowest number of the dtype.
 
-    It has a derivative in reverse mode only, and none with respect to an int8 cache.
+    It has a derivative in reverse mode only, and with an int8 cache none: a NotImplementedError.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -148,7 +148,7 @@ def _blocks(array: jax.Array, count: int, strided: bool) -> jax.Array:
 
 
 def _of_blocks(attending: Attending) -> explicit.Division | None:
-    """How the blocks ``[n, B, K, G, C, D]`` of queries are divided."""
+    """How a mesh shards the blocks ``[n, B, K, G, C, D]`` of queries; None if it is not known."""
     if attending.division is None:
         return None
     mesh, (batch, tokens, heads, _) = attending.division
@@ -158,7 +158,7 @@ def _of_blocks(attending: Attending) -> explicit.Division | None:
 
 
 def _joined(blocks: jax.Array, strided: bool) -> jax.Array:
-    """``[n, B, C, ...]`` → ``[B, T, ...]``."""
+    """The inverse of :func:`_blocks`: ``[n, B, C, ...]`` → ``[B, T, ...]``."""
     count, batch, size, *rest = blocks.shape
     blocks = jnp.moveaxis(blocks, 0, 2 if strided else 1)
     return blocks.reshape(batch, count * size, *rest)
@@ -170,7 +170,7 @@ def _key_block(queries: int, keys: int) -> int:
 
 
 class _Keys(NamedTuple):
-    """One block of keys: values of the cache, and which of its keys each query attends to."""
+    """One block of keys and values, its first slot, and which of the keys each query attends to."""
 
     keys: jax.Array  # [B, K, s, D]
     values: jax.Array
@@ -188,9 +188,9 @@ def _read(
     attending: Attending,
     dtype: Any,
 ) -> _Keys:
-    """The block of keys with this number, for the queries at positions ``[B or 1, C]``."""
+    """The block of keys with this index, for the queries at positions ``at``, ``[B or 1, C]``."""
     slots = key_positions.shape[1]
-    # The last block ends with the last key; those of them that the one before has do not count again.
+    # The last block ends with the last key; keys that are in the block before it too are masked.
     first = number * block
     start = jnp.minimum(first, slots - block)
 
@@ -210,7 +210,7 @@ def _read(
 def _range(
     at: jax.Array, key_positions: jax.Array, block: int, attending: Attending
 ) -> tuple[jax.Array, jax.Array]:
-    """Numbers of the first block with a key that one of the queries may see, and of the one after the last."""
+    """Indices of the first block with a key that one of the queries may see, and of the one after the last."""
     last = jnp.max(at)
     seen = jnp.any(key_positions <= last, axis=0)
     if attending.window is not None:
@@ -222,7 +222,7 @@ def _range(
 
 
 def _scores(q: jax.Array, keys: _Keys, attending: Attending) -> tuple[jax.Array, jax.Array]:
-    """The scores of a block ``[B, K, G, C, s]``, the smallest number where masked; and before the cap."""
+    """The scores of a block ``[B, K, G, C, s]``, with the lowest number where masked; and before cap and mask."""
     raw = _product("bkgcd,bksd->bkgcs", q, keys.keys, attending) * attending.scale
     scores = raw
     if attending.soft_cap is not None:
@@ -235,7 +235,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array, attending: Attending) ->
 
 
 def _each(count: int, run: Callable[[Any, Any], Any], carry: Any, blocks: Any) -> Any:
-    """``lax.scan`` over the blocks of queries; without a loop where there is one."""
+    """``lax.scan`` over the blocks of queries; a single block needs no loop."""
     if count > 1:
         return jax.lax.scan(run, carry, blocks)
     carry, out = run(carry, jax.tree.map(lambda a: a[0], blocks))
@@ -262,10 +262,10 @@ def _forward(
     at: jax.Array,
     key_positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``."""
+    """The results ``[n, B, K, G, C, D]``, and the log-sum-exp of each query's scores ``[n, B, K, G, C]``."""
     if attending.repeats > 1:  # a device has more query heads than it has KV heads of the cache
         return _in_jnp(attending, queries, cache, layer, at, key_positions)
-    # What is the same for all sequences has no axis of them, as the axis is split with theirs.
+    # Positions that all sequences share lose their batch axis of length 1, which a mesh could not split.
     at = at[:, 0] if at.shape[1] == 1 else at
     key_positions = key_positions[0] if key_positions.shape[0] == 1 else key_positions
     keys, values, *scales = cache
@@ -282,7 +282,7 @@ def _in_jnp(
     key_positions: jax.Array,
     most_keys: int = KEYS,
 ) -> tuple[jax.Array, jax.Array]:
-    """:func:`_forward` in jnp, which defines it; ``most_keys`` is the largest number of keys in a block."""
+    """The definition of :func:`_forward`, in jnp; ``most_keys`` is the largest number of keys in a block."""
     count, *_, size, width = queries.shape
     block = min(most_keys, _key_block(size, key_positions.shape[1]))
     dtype = attending.dtype
@@ -312,7 +312,7 @@ def _in_jnp(
         )
         state = varying_with(state, q, cache, at, key_positions)
         largest, total, mixed = jax.lax.fori_loop(low, high, step, state)
-        total = jnp.where(total == 0, 1, total)  # no block was visited: there is no query
+        total = jnp.where(total == 0, 1, total)  # no block was visited: the queries see no key
         return None, ((mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total))
 
     return _each(count, run, None, (queries, at))[1]
@@ -326,7 +326,9 @@ def _with_residuals(attending: Attending, *operands: Any) -> tuple[Any, Any]:
 def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (queries, cache, layer, at, key_positions), out, sums = residuals
     if len(cache) > 2:
-        raise NotImplementedError("attention has no derivative with respect to an int8 cache")
+        raise NotImplementedError(
+            "attention over an int8 cache has no derivatives: use a cache of floats"
+        )
     count, *_, size, width = queries.shape
     block = _key_block(size, key_positions.shape[1])
     dtype = attending.dtype
@@ -367,7 +369,7 @@ def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[An
 
 
 def _added(total: jax.Array, more: jax.Array, keys: _Keys) -> jax.Array:
-    """``total`` ``[B, K, S, D]`` with ``more`` ``[B, K · repeats, s, D]`` added where the block lies."""
+    """``total`` ``[B, K, S, D]`` with ``more`` ``[B, K · repeats, s, D]`` added at the slots of the block."""
     batch, kv_heads, _, width = total.shape
     more = jnp.sum(more.reshape(batch, kv_heads, -1, more.shape[2], width), axis=2)
     start = (jnp.int32(0), jnp.int32(0), keys.start, jnp.int32(0))
@@ -404,7 +406,7 @@ def _definition(
 
 
 def _with_batch(at: jax.Array, key_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions ``[n, B or 1, C]`` and ``[B or 1, S]``, of which those that have no axis B get one."""
+    """Positions ``[n, B or 1, C]`` and ``[B or 1, S]``: those without a batch axis get one of length 1."""
     at = at if at.ndim == 3 else at[:, None]
     return at, key_positions if key_positions.ndim == 2 else key_positions[None]
 
@@ -447,7 +449,7 @@ def _by_kernel(
         _LOG.debug("maxjax: attention has no kernel for this on a %s, jnp is used: %s", where, why)
         return _definition(attending, *operands)
     q, keys, values, layer, *positions = operands[:6]
-    at, key_positions = _with_batch(*positions)  # kernels take those of each sequence
+    at, key_positions = _with_batch(*positions)  # kernels take them per sequence
     at = jnp.broadcast_to(at, (at.shape[0], q.shape[1], at.shape[2]))
     key_positions = jnp.broadcast_to(key_positions, (q.shape[1], key_positions.shape[1]))
     given = (q, keys, values, layer, at, key_positions, *operands[6:])
@@ -465,7 +467,7 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """Everything is split as the queries are, but for their blocks and numbers."""
+    """All operands are split as the queries are, whose axes n and D are replicated."""
     _, batch, kv_heads, group, size, _ = specs[0]
     q = [(), batch, kv_heads, group, size, ()]
     cache = [(), batch, kv_heads, (), ()]

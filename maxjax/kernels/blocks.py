@@ -33,7 +33,7 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
         blocks: uint8 ``[..., n * bytes of a block]``.
 
     Returns:
-        float32 ``[..., n * elements of a block]``.
+        The weights, float32 ``[..., n * elements of a block]``.
 
     Raises:
         NotImplementedError: the encoding is none of these.
@@ -51,8 +51,8 @@ def decode(encoding: str, blocks: Any) -> jax.Array:
     count, rest = divmod(blocks.shape[-1], decoder.nbytes)
     if blocks.dtype != np.uint8 or rest:
         raise ValueError(
-            f"blocks of {encoding} are uint8 and take {decoder.nbytes} bytes each, not an axis of "
-            f"{blocks.shape[-1]} {blocks.dtype}"
+            f"blocks of {encoding} must be uint8, with a last axis that is a multiple of {decoder.nbytes} bytes, not "
+            f"{blocks.dtype} of length {blocks.shape[-1]}"
         )
     lead = blocks.shape[:-1]
     values = decoder.decode(blocks.reshape(*lead, count, decoder.nbytes))
@@ -204,17 +204,17 @@ _IQ4 = np.array(
 
 
 def _iq4(packed: jax.Array) -> jax.Array:
-    """The numbers that the nibbles of ``[..., 16]`` bytes stand for, in the order of Q4_0: ``[..., 32]``."""
+    """The table's values for the nibbles of ``[..., 16]`` bytes, in the order of Q4_0: ``[..., 32]``."""
     return jnp.take(jnp.asarray(_IQ4), _joined(_nibbles(packed), 2).astype(jnp.int32), axis=0)
 
 
 def _iq4_nl(b: jax.Array) -> jax.Array:
-    # scale float16; 16 bytes as in Q4_0, of places in a table
+    # scale float16; 16 bytes of nibbles as in Q4_0, each an index in a table
     return _half(b[..., :2]) * _iq4(b[..., 2:])
 
 
 def _iq4_xs(b: jax.Array) -> jax.Array:
-    # d float16; 2 bytes with the high two bits of 8 scales, 4 bytes with their low four; 8 x 16 bytes
+    # d float16; 2 bytes with the high two bits of 8 scales, 4 bytes with their low four; 8 x 16 bytes as in IQ4_NL
     lead = b.shape[:-1]
     high = (
         jnp.concatenate([_shifted(b[..., i : i + 1], (0, 2, 4, 6))[..., 0] for i in (2, 3)], -1) & 3

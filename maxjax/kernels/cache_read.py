@@ -1,6 +1,6 @@
-"""Reads slots of one layer of a cache, without a copy or a conversion of the others.
+"""Reads slots of one layer of a cache, without copying or converting the other layers.
 
-Shapes: L layers, B sequences, K KV heads, S slots; whatever follows the slots is one token's.
+Shapes: L layers, B sequences, K KV heads, S slots; axes after the slots belong to one token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .operation import Operation
 
 
 def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
-    """Some slots of one layer of a cache ``[L, B, K, S, ...]``: ``[B, K, count, ...]``.
+    """``count`` slots of one layer of a cache ``[L, B, K, S, ...]``: ``[B, K, count, ...]``.
 
     Args:
-        start: the first of them, an int32 scalar; the last is within S in any case.
+        start: the first slot, an int32 scalar; it is clamped so that all ``count`` slots are within S.
 
     Example:
         >>> cache = jnp.arange(8).reshape(2, 1, 1, 4)
@@ -30,14 +30,14 @@ def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -
 
 
 def bits(array: jax.Array) -> jax.Array:
-    """A 16-bit float array as integers of the same bits; any other as it is. It has no derivative."""
+    """A 16-bit float array as uint16 of the same bits; any other array unchanged. It has no derivative."""
     if array.dtype.itemsize == 2 and jnp.issubdtype(array.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(array, jnp.uint16)
     return array
 
 
 def from_bits(array: jax.Array, dtype: Any) -> jax.Array:
-    """The array of this dtype of which :func:`bits` gave ``array``."""
+    """The inverse of :func:`bits`: the array of this dtype that ``array`` has the bits of."""
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 

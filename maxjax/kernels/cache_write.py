@@ -1,6 +1,6 @@
-"""Writes tokens into a cache: an update in place, of the slots of some tokens of one layer.
+"""Writes tokens into slots of one layer of a cache, in place.
 
-Shapes: L layers, B sequences, T tokens, K KV heads, S slots; whatever follows the slots is one token's.
+Shapes: L layers, B sequences, T tokens, K KV heads, S slots; axes after the slots belong to one token.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def write_tokens(
         array: the cache ``[L, B, K, S, ...]``.
         new: the tokens ``[B, T, K, ...]``, which are converted to the cache's dtype.
         layer: index of the layer, an int32 scalar.
-        place: the slot of each token, int32 ``[B, T]``. Tokens with a place beyond S are dropped; the other
-            places of a row must differ.
-        consecutive: whether those of a row that are not dropped are its first, and follow each other. TPUs then
-            write each row at once.
-        division: how a mesh divides ``array``, if that is known.
+        place: the slot of each token, int32 ``[B, T]``. Tokens with slots from S on are dropped; the other
+            slots of a row must differ.
+        consecutive: whether in each row the tokens that are not dropped come first, and their slots are
+            consecutive. TPUs then write each row at once.
+        division: how a mesh shards ``array``, if that is known.
 
     Example:
         >>> cache, new = jnp.zeros((1, 1, 1, 4)), jnp.array([[[5.0], [6.0], [7.0]]])
@@ -71,8 +71,8 @@ def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Ar
     def of_bits(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
         return from_bits(_set(bits(array), bits(new), layer, place), array.dtype)
 
-    # For a CPU, XLA converts a whole array of bfloat16 to float32 before a scatter, and back after
-    # it; for a TPU, it copies the array if its bits are taken.
+    # On CPUs XLA converts a whole bfloat16 array to float32 before a scatter, and back after it, so
+    # the bits are scattered there. On TPUs that bitcast would copy the array.
     return jax.lax.platform_dependent(array, new, layer, place, cpu=of_bits, default=_set)
 
 
@@ -80,8 +80,8 @@ def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Ar
 def _scattered_jvp(primals: Any, tangents: Any) -> Any:
     array, _, layer, place = primals
     changes = (tangents[0], tangents[1].astype(array.dtype))
-    # A scatter has a transpose only if all places are said to differ, those of dropped tokens too.
-    # XLA copies the whole array on TPUs for such a scatter.
+    # A scatter has a transpose only with unique_indices, which dropped tokens must satisfy too. XLA for
+    # TPUs copies the whole array for such a scatter, so only the derivative uses it.
     size, length = array.shape[3], place.shape[1]
     differing = jnp.where(place < size, place, size + jnp.arange(length, dtype=jnp.int32))
     return _scattered(*primals), _set(*changes, layer, differing, unique_indices=True)
@@ -100,7 +100,7 @@ def _set(
 
 
 class _Write(NamedTuple):
-    """Static arguments: whether each row can be written at once, and how a mesh divides the array."""
+    """Static arguments: whether each row can be written at once, and how a mesh shards the array."""
 
     at_once: bool
     division: explicit.Division | None
@@ -125,15 +125,15 @@ def _row_by_row(
     layer: jax.Array,
     place: jax.Array,
 ) -> list[jax.Array]:
-    """XLA for TPUs scatters into an array whose last axis is that of the heads' width, and copies the
-    cache where the slots are last."""
+    """The form for TPUs, which writes one row after the other: for a scatter, XLA copies a cache whose slots
+    are last in memory."""
     if not static.at_once:
         return _definition(static, array, new, layer, place)
     slots, length = array.shape[3], place.shape[1]
     new = new.swapaxes(1, 2)  # [B, K, T, ...]
     zero, tail = jnp.int32(0), [jnp.int32(0)] * (array.ndim - 4)
-    # The last slots that T tokens fit in begin before the first token if some tokens are dropped:
-    # tokens that are not there come before it.
+    # T slots are written at once. Near the end of the cache, where tokens are dropped, they begin before
+    # the slot of the first token, so that padding precedes it.
     before = jnp.pad(new, ((0, 0), (0, 0), (length, 0), *((0, 0),) * len(tail)))
     one = (1, *before.shape[1:2], length, *before.shape[3:])
     index = jnp.arange(length, dtype=jnp.int32)
@@ -175,7 +175,7 @@ _OPERATION = Operation(
 
 
 class _Token(NamedTuple):
-    """Static arguments: how many arrays are written, and how a mesh divides the first one."""
+    """Static arguments: how many arrays are written, and how a mesh shards the first one."""
 
     count: int
     division: explicit.Division | None
@@ -188,14 +188,14 @@ def write_token(
     slot: jax.Array,
     division: explicit.Division | None = None,
 ) -> list[jax.Array]:
-    """``decode.step.write_token``, in place where TPUs keep the slots last.
+    """As ``decode.step.write_token``, but in place also where TPUs keep the slots last in memory.
 
     Args:
         arrays: caches ``[(L,) B, K, S, D]``, and scales without D.
-        new: a token of each, ``[B, K, D]`` and ``[B, K]``, in the dtypes of ``arrays``.
+        new: one token for each array, ``[B, K, D]`` and ``[B, K]``, in the dtypes of ``arrays``.
         layer: index of the layer, if there are several.
-        slot: the slot of each sequence, int32 ``[B]``; those beyond S are dropped.
-        division: how a mesh divides the keys, if that is known.
+        slot: the slot of each sequence, int32 ``[B]``; tokens with slots from S on are dropped.
+        division: how a mesh shards the keys, if that is known.
     """
     turned = [n.ndim < 3 or n.shape[2] % LANES > 0 for n in new]
 
@@ -219,7 +219,7 @@ def _write_turned(
     slot: jax.Array,
     division: explicit.Division | None,
 ) -> list[jax.Array]:
-    """:func:`write_token` of arrays whose slots are last."""
+    """:func:`write_token` for arrays whose slots are last in memory."""
     single = arrays[0].ndim == new[0].ndim + 1
     stacked = [a[None] for a in arrays] if single else arrays
     number = jnp.int32(0) if single else layer
@@ -229,7 +229,7 @@ def _write_turned(
 
 
 def _of_layers(division: explicit.Division | None, rank: int) -> explicit.Division | None:
-    """How keys of all layers are divided, or their scales, by how the keys of all or of one are."""
+    """The division of all layers' keys (or scales, by ``rank``), from that of the keys of all or of one."""
     if division is None or division.entries[-2]:  # the slots of a row are on several devices
         return None
     return division._replace(entries=((), *division.entries[-4:])[:rank])

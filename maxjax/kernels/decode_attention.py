@@ -2,7 +2,7 @@
 
 For one layer it rotates the new query and key (rope), writes key and value into the cache, and
 attends to the cache. On a CPU XLA takes ten to thirty times as long for this as the kernel here,
-and copies the cache besides.
+and also copies the cache.
 
 Shapes: L layers, B sequences, H query heads, K KV heads, S slots of the cache, head_dim D.
 """
@@ -79,8 +79,8 @@ def decode_attention(
             the first half forms pairs with the second.
         rotating: whether a sequence longer than S continues in slot 0 and attends to its last S
             tokens. If not, tokens after slot S - 1 are not written, and their results are NaN.
-        scales: scales of an int8 cache, for keys and for values: float32, the shape of the cache
-            without D (``int8_rows``); those of keys only, ``(scales,)``, if these are the values too.
+        scales: scales of an int8 cache, ``(key scales, value scales)``: float32, the shape of the cache
+            without D (``int8_rows``); only ``(key scales,)`` if the keys are the values too.
         sinks: attention sinks ``[H]``: for each query head a score that takes part in the softmax and
             has no value, so that the weights of the tokens add up to less than one (gpt-oss,
             arXiv:2508.10925). They are neither scaled nor capped. None: no sinks.
@@ -93,12 +93,12 @@ def decode_attention(
         computed in float32.
 
     Raises:
-        ValueError: the shapes do not fit together; a window or a cap is not positive.
+        ValueError: the shapes or scales do not fit together; a window or a cap is not positive.
 
-    On a CPU a C++ kernel computes it, on NVIDIA GPUs one in Triton (``decode/triton.py``), if the types
-    are float32, float16, bfloat16 or int8. The Triton kernel rounds queries of 16 bits after rope, and
-    weights, to that type before it multiplies them. TPUs, other GPUs, and what the kernel has no form for
-    get ``decode/blocks.py``; other types, exported programs and differentiation :func:`definition`.
+    With float32, float16, bfloat16 or int8, CPUs run a C++ kernel and NVIDIA GPUs one in Triton
+    (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
+    an int8 cache weights to bfloat16). TPUs, other GPUs, and operands that Triton does not support use
+    ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -144,7 +144,9 @@ def _checked_sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
         return jnp.zeros((kv_heads, 0), jnp.float32)
     sinks = jnp.asarray(sinks)
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks are one score for each of {heads} query heads, not {sinks.shape}")
+        raise ValueError(
+            f"sinks must have the shape ({heads},), a score for each query head, not {sinks.shape}"
+        )
     return sinks.astype(jnp.float32).reshape(kv_heads, heads // max(kv_heads, 1))
 
 
@@ -230,7 +232,7 @@ def definition(
     sinks: jax.Array,
     *scales: jax.Array,
 ) -> list[jax.Array]:
-    """:func:`decode_attention` in jnp, which defines it; ``q`` is ``[B, K, H/K, D]`` here."""
+    """The definition of :func:`decode_attention`, in jnp; ``q`` is ``[B, K, H/K, D]`` here."""
     operands = (q, k, v, keys, values, layer, lengths, cos, sin, sinks, *scales)
     step, slots = written(static, *operands), keys.shape[-2]
     seen_keys, seen_values = _read(step.layers(), layer)  # [B, K, S, D]
@@ -298,12 +300,12 @@ def _rule(ranks: Sequence[int]) -> Any:
     """Batch and KV heads may be split, alike in all operands; all other axes are replicated."""
     b, h = "b", "h"
     cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
-    # Scalars where keys are the values too.
+    # `v` and `values` are scalars where the keys are the values too.
     values, v = (cache, ArrayMapping(b, h, "d")) if ranks[4] else (ArrayMapping(), ArrayMapping())
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
     scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
-    # Axis n has all query heads of a KV head, or no number.
+    # Axis n has the query heads of a KV head, or length 0 without sinks.
     sinks = ArrayMapping(h, "n")
     operands = (
         q,

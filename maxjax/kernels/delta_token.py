@@ -1,10 +1,10 @@
-"""One token of a layer with the gated delta rule, from its projections to its gated norm.
+"""One decode step of a layer with the gated delta rule, from its projections to its gated norm.
 
-A token's work is small, and XLA for CPUs divides it into some thirty operations, copies the states of all
-layers besides, and computes the decay anew for every number of the state. The kernel reads and writes
-each state once, where it lies in the stack of all layers.
+The work for one token is small. XLA for CPUs divides it into some thirty operations, copies the states of
+all layers, and computes the decay again for every element of the state. The kernel reads and writes
+each state once, in place in the stack of all layers.
 
-Shapes: L layers, B sequences, G heads of keys, H heads of values, key width Dk, value width Dv,
+Shapes: L layers, B sequences, G key heads, H value heads, key width Dk, value width Dv,
 C = 2 G Dk + H Dv channels, K taps of the convolution.
 """
 
@@ -29,7 +29,7 @@ class Delta(NamedTuple):
     """The static arguments.
 
     Attributes:
-        key_heads: G.
+        key_heads: number of key heads, G.
         epsilon: number that the norm adds to the mean square.
     """
 
@@ -38,13 +38,13 @@ class Delta(NamedTuple):
 
 
 def operation(definition: Callable[..., Any]) -> Operation:
-    """The operation whose definition in jnp is given: ``(Delta, *operands)`` → results.
+    """The Operation with this definition in jnp: ``(Delta, *operands)`` → results.
 
     Operands: inputs of the convolution ``[B, C]``, queries before keys before values; gates
-    ``[B, H, Dv]``; logits of share and of decay ``[B, H]``; weights of the convolution ``[C, K]``,
+    ``[B, H, Dv]``; logits of beta and of the decay ``[B, H]`` each; weights of the convolution ``[C, K]``,
     ``A_log`` and ``dt_bias`` ``[H]``, weight of the norm ``[Dv]``; the stacks of states, float32
     ``[L, B, K - 1, C]`` and ``[L, B, H, Dk, Dv]``; the layer's index; whether a row has a token, int32
-    ``[B]``. Those before the stacks are float32, float16 or bfloat16 (:func:`has_kernel`).
+    ``[B]``. The operands before the stacks are float32, float16 or bfloat16 (:func:`has_kernel`).
 
     Results: ``[B, H, Dv]`` in the dtype of the inputs, zeros for rows without a token, and the stacks
     with the states of the layer replaced, in place where they are donated.
@@ -56,7 +56,7 @@ def operation(definition: Callable[..., Any]) -> Operation:
 
 
 def has_kernel(floats: Sequence[Any], states: Sequence[Any]) -> bool:
-    """Whether the operation takes operands and states of these types, and of known shapes."""
+    """Whether the operation supports these dtypes of operands and states; shapes must not be symbolic."""
     right = all(a.dtype in FLOATS for a in floats) and all(a.dtype == jnp.float32 for a in states)
     return right and all(isinstance(n, int) for a in (*floats, *states) for n in a.shape)
 

@@ -19,10 +19,10 @@ def embed(table: Any, rows: Any) -> jax.Array:
     Args:
         table: a Weight or an array ``[n, ...]``, or a QuantArray, of which only the rows that
             are looked up are dequantised.
-        rows: integer indices ``[...]``; -1 is the last row.
+        rows: integer indices ``[...]``; negative ones count from the end, -1 is the last row.
 
     Returns:
-        ``[..., *table.shape[1:]]`` in the dtype of the table, float32 for a quantised one; NaN
+        The rows ``[..., *table.shape[1:]]`` in the dtype of the table, float32 for a quantised one; NaN
         for an index outside the table. On a mesh the result is sharded as ``rows`` are, and
         replicated along the axes of the table.
 

@@ -1,7 +1,7 @@
 """Quantisation in jnp: float weights → ggml's blocks, on the device that holds them.
 
-The algorithms are those of ``storage.blocks``, which are written for NumPy and ``jax.numpy``. XLA adds
-in another order and fuses operations, so that a few blocks differ from ggml's; their errors are the same.
+The algorithms are those of ``storage.blocks``, which are written for NumPy and ``jax.numpy``. XLA adds in
+another order and fuses operations, so that a few blocks differ from ggml's, with errors of the same size.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def encode(encoding: str, values: Any, importance: Any = None) -> jax.Array:
     zeros.
 
     Args:
-        encoding: ggml's name of the type, a key of ``storage.blocks.ENCODERS``.
+        encoding: ggml's name of the encoding, a key of ``storage.blocks.ENCODERS``.
         values: floats ``[..., n * elements of a block]``.
         importance: weights of the squared errors, float32 of a shape that broadcasts to that of
             ``values``; Q8_0 and MXFP4 do not use it.
 
     Returns:
-        uint8 ``[..., n * bytes of a block]``.
+        Blocks, uint8 ``[..., n * bytes of a block]``.
 
     Raises:
-        NotImplementedError: the type has no encoder.
+        NotImplementedError: the encoding has no encoder.
         ValueError: the last axis does not consist of complete blocks.
 
     Example:
@@ -52,8 +52,8 @@ def encode(encoding: str, values: Any, importance: Any = None) -> jax.Array:
     values = jnp.asarray(values)
     if not values.ndim or values.shape[-1] % layout.elements:
         raise ValueError(
-            f"blocks of {encoding} hold {layout.elements} values each, which does not divide an axis of "
-            f"shape {values.shape}"
+            f"the last axis of an array of shape {values.shape} must be a multiple of {layout.elements}, the number of "
+            f"values in a block of {encoding}"
         )
     lead, row = values.shape[:-1], values.shape[-1] // layout.elements
     operands: tuple[Any, ...] = (values.reshape(-1, layout.elements),)

@@ -1,8 +1,8 @@
 """Meshes with Explicit axes, where an array's type includes its sharding.
 
-On such a mesh JAX asks of an operation whose result could be sharded in several ways for the
-sharding of its result. The operations that the layers use decide it with the functions here. On
-other meshes, and without one, ``mesh_of`` gives None and XLA decides.
+On such a mesh JAX requires ``out_sharding`` of an operation whose result could be sharded in
+several ways. The operations that layers use determine it with the functions here. On other
+meshes, and without one, ``mesh_of`` returns None and XLA decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Entry = tuple[str, ...]
 
 
 class Division(NamedTuple):
-    """How an array is divided over a mesh, where its type does not say it; hashable.
+    """How an array is sharded over a mesh, where its type does not include it; hashable.
 
     Attributes:
         mesh: an abstract mesh, whose axes are all Auto.
@@ -32,24 +32,24 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, wanted: Sequence[Entry]) -> Division:
-        """The division over a mesh of any kind."""
+        """The division of an array with these entries over a mesh, whatever its axis types are."""
         kinds = (AxisType.Auto,) * len(mesh.axis_names)
         sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
         return cls(AbstractMesh(sizes, mesh.axis_names, kinds), tuple(map(tuple, wanted)))
 
     def divides(self, shape: Sequence[int], wanted: Sequence[Entry]) -> bool:
-        """Whether axes of an array so long can be split over these mesh axes, into equal parts."""
+        """Whether an array of this shape can be split over these mesh axes into equal parts."""
         counts = [math.prod(self.mesh.shape[name] for name in entry) for entry in wanted]
         return not any(size % n for size, n in zip(shape, counts, strict=True))
 
     def on_parts(
         self, f: Callable[..., Any], operands: Sequence[Sequence[Entry]], results: Any
     ) -> Callable[..., Any]:
-        """``f`` on each device's part of its operands, which are split so; its results are put together so."""
+        """``f`` in a ``shard_map``: operands and results are sharded by these entries, one list for each."""
         out = [spec(w) for w in results] if isinstance(results[0], list) else spec(results)
 
         def run(*arrays: Any) -> Any:
-            # Where a program's mesh is set, it would have to be this one, also in its axis types.
+            # If another mesh is set, also one with other axis types, shard_map refuses this one.
             with jax.sharding.use_abstract_mesh(self.mesh):
                 given = tuple(map(spec, operands))
                 mapped = jax.shard_map(
@@ -94,8 +94,8 @@ def spec(wanted: Sequence[Entry]) -> PartitionSpec:
 def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
     """The mesh axes that each axis of an array is split over, for a sharding of any kind.
 
-    XLA may split an axis over a part of a mesh axis, which no PartitionSpec can say, or into
-    parts of unequal size; such an axis is left out.
+    XLA may split an axis over a part of a mesh axis, which no PartitionSpec can express, or into
+    parts of unequal size; such an axis is treated as replicated.
     """
     # The sharding is asked about a shape that every mesh axis divides; the array's own may not.
     count = mesh.devices.size
@@ -113,7 +113,7 @@ def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
 
 
 def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
-    """The sharding of a result; a mesh axis named twice counts only where it is named first."""
+    """The sharding with these entries; a mesh axis that is named twice is used only the first time."""
     used: set[str] = set()
     free: list[Entry] = []
     for entry in wanted:
@@ -136,7 +136,7 @@ def automatic(f: Callable[..., Any], mesh: Any, wanted: Any) -> Callable[..., An
     """``f`` with XLA deciding all shardings inside it, and the result sharded as wanted.
 
     Args:
-        wanted: entries for the axes of the result, or a list of such for a list of results.
+        wanted: entries for the axes of the result, or a list of such lists for a list of results.
     """
     several = bool(wanted) and isinstance(wanted[0], list)
     out = [sharding(mesh, w) for w in wanted] if several else sharding(mesh, wanted)

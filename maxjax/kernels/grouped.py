@@ -1,7 +1,7 @@
-"""Products of rows with the matrix of their group, where rows are sorted by group.
+"""Grouped matmul: each row is multiplied by the matrix of its group; rows are sorted by group.
 
-``jax.lax.ragged_dot_general`` with the rule for ``vmap`` that it lacks, so that derivatives of a
-mixture of experts can be batched. The product, and what its two derivatives are, are one primitive.
+It is ``jax.lax.ragged_dot_general`` with the rule for ``vmap`` that JAX lacks, so that derivatives of
+a mixture of experts can be batched. The matmul and its two derivatives are kinds of one primitive.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax.interpreters import ad, batching, mlir
 from ..dtype import DType, promote
 from .operation import matmul_precision, same_varying, with_precision
 
-# Operands of each kind, for M rows, G groups: what is computed, and which kinds, of the cotangent
-# and the other operand, give the cotangents of the first and the second operand.
+# The kinds of matmul, with the shapes of operands and result for M rows and G groups. The cotangents
+# of each kind are matmuls of the other kinds (`_transpose`).
 _ROWS = "rows"  # [M, in], [G, out, in] → [M, out]
 _BACK = "back"  # [M, out], [G, out, in] → [M, in]
 _OUTER = "outer"  # [M, out], [M, in] → [G, out, in]
@@ -27,11 +27,11 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """``x[rows of group i] @ w[i].T``: ``[M, in]`` and ``[G, out, in]`` → ``[M, out]``.
 
     Args:
-        sizes: number of rows of each group ``[G]``, int32. What rows after those of all groups get
-            is not defined.
+        sizes: number of rows of each group ``[G]``, int32. Rows after the last group have
+            undefined results.
 
     Returns:
-        Sums in float32 (of wider types, in these), in the wider dtype of the two.
+        The results in the wider dtype of the two, summed in float32 or in this dtype if it is wider.
 
     Example:
         >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((1, 2)), 2 * jnp.ones((1, 2))])
@@ -44,7 +44,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 class _How(NamedTuple):
-    """The product and its precision, as ``jax.default_matmul_precision`` was where it was called."""
+    """The kind of matmul, and the ``jax.default_matmul_precision`` that was set where it was called."""
 
     kind: str
     precision: Any
@@ -132,7 +132,7 @@ def _transpose(ct: Any, a: Any, b: Any, sizes: Any, *, how: _How) -> Any:
 
 
 def _batch(operands: Any, dims: Any, *, how: _How) -> Any:
-    """One after the other."""
+    """The batching rule: the members of a batch are computed one after the other."""
     moved = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]
 
     def one(mine: Any) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Products of each head with a part of a matrix of its own, as multi-head latent attention has them.
+"""A matmul for each head, with a part of the head's own matrix, as in multi-head latent attention.
 
-For a few tokens each matrix is read once where it lies, in a stack of layers too: XLA for CPUs copies the
-part of each head out of it first, which takes longer than the product.
+For a few tokens a CPU kernel reads each matrix once and in place, also in a stack of layers. XLA for CPUs
+first copies each head's part out of the matrix, which takes longer than the matmul.
 
 Shapes: B tokens, H heads, P rows and C columns of a head's matrix, of which n rows are used, L layers.
 """
@@ -21,7 +21,7 @@ from .operation import Operation
 from .product import FLOATS
 from .stack_slice import StackSlice
 
-# The kernel reads each matrix once for so many tokens, and combines at most so many rows.
+# The most tokens, and the most rows of a head's matrix, that the kernel supports.
 _MOST_TOKENS, _MOST_ROWS = 16, 256
 
 
@@ -29,8 +29,8 @@ class HeadPart(NamedTuple):
     """The static arguments.
 
     Attributes:
-        first, rows: the rows of each matrix that are used: n from the first on.
-        transposed: whether the rows are added up, weighted by the activations.
+        first, rows: index of the first row of each matrix that is used, and the number n of such rows.
+        transposed: whether the matrices are multiplied transposed.
     """
 
     first: int
@@ -39,17 +39,17 @@ class HeadPart(NamedTuple):
 
 
 def head_products(x: jax.Array, w: Any, heads: int, first: int, rows: int, transposed: bool) -> Any:
-    """``w_h x_h`` of each head h, or with ``transposed`` ``w_hᵀ x_h``, for a part of the rows of ``w``.
+    """``w_h x_h`` for each head h, or with ``transposed`` ``w_hᵀ x_h``, where ``w_h`` is a part of its rows.
 
     Args:
         x: activations ``[..., H, C]``; ``[..., H, n]`` with ``transposed``.
         w: matrices of all heads, one below the other, ``[H · P, C]``: an array or a StackSlice.
-        heads: H.
-        first, rows: the part of each head's P rows: ``rows`` of them, n, from ``first`` on.
-        transposed: which of the two.
+        heads: number of heads, H.
+        first, rows: index of the first of a head's P rows that is used, and the number n of such rows.
+        transposed: whether to multiply by the transpose of each matrix.
 
     Returns:
-        ``[..., H, n]``, or ``[..., H, C]`` with ``transposed``, in the dtype of ``x``.
+        The results ``[..., H, n]``, or ``[..., H, C]`` with ``transposed``, in the dtype of ``x``.
 
     Example:
         >>> w = jnp.arange(12.0).reshape(6, 2)  # of two heads
@@ -93,8 +93,8 @@ def definition(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array)
 
 
 def _on_gpu(part: HeadPart, _: int, x: Any, stack: Any, layer: Any) -> list[jax.Array]:
-    # Of the whole matrices: XLA for GPUs copies a part of them before it multiplies, which takes longer
-    # than to read the other rows too.
+    # Multiplies by the complete matrices: XLA for GPUs would copy a part of them first, which takes longer
+    # than reading the other rows too.
     height = stack.shape[-2]
     whole = part._replace(first=0, rows=height)
     if part.transposed:
@@ -123,7 +123,7 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 
 def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """Heads are split as the matrices are, which are much larger."""
+    """The heads of all operands are split as those of the matrices, which are much larger."""
     (tokens, *_), stack, _ = specs
     heads = stack[-3]
     tokens = tuple(name for name in tokens if name not in heads)

@@ -31,7 +31,7 @@ def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def restored(numbers: jax.Array, scale: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Dequantise int8 rows ``[..., D]`` with their scales ``[...]``.
+    """Dequantise int8 rows ``[..., D]`` with their scales ``[...]`` to floats of ``dtype``.
 
     Example:
         >>> restored(jnp.array([1, -2], jnp.int8), jnp.float32(0.5)).tolist()

@@ -1,4 +1,4 @@
-"""Ranges of blocks of keys: those that a tile of queries may see, which a kernel reads and no others."""
+"""The ranges of blocks of keys that each tile of queries may see; attention kernels read no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def key_ranges(
         key_positions: positions of the keys ``[B, S]``, ``NO_KEY`` for a key that nobody sees.
 
     Returns:
-        Numbers of blocks. Where a tile sees no key the first is ``NO_KEY`` and the last 0.
+        Indices of blocks, int32. For a tile that sees no key they are ``NO_KEY`` and 0.
 
     Example:
         >>> from types import SimpleNamespace

@@ -33,18 +33,18 @@ def matmul(x: Any, w: Any) -> Any:
     Args:
         x: activations ``[..., in]``.
         w: a Weight, an array, a :class:`StackSlice` or a :class:`QuantArray` ``[out, in]``;
-            or a list or tuple of such, which are read in one pass.
+            or a list or tuple of these, which are read in one pass.
 
     Returns:
-        ``[..., out]`` in the wider of the two float types, for a QuantArray in that of ``x``;
-        a tuple of them for several weights. Floats of 32 bits and less are summed in float32
-        and rounded once at the end.
+        The result ``[..., out]`` in the wider of the two float dtypes, or with a QuantArray in that of
+        ``x``; for a list or tuple of weights a tuple of results. Floats of 32 bits and less are summed
+        in float32 and rounded once at the end.
 
     Raises:
         ValueError: a weight is not a matrix, or its last axis is not as long as ``x``'s.
 
-    On a CPU a C++ kernel computes it if the types are float32, float16 or bfloat16, or XLA for many
-    rows of small weights. For other types, in exported programs and under differentiation
+    On a CPU a C++ kernel computes it if the dtypes are float32, float16 or bfloat16; for many rows and
+    small weights XLA does. For other dtypes, in exported programs and under differentiation
     ``jax.lax.dot_general`` does. Blocks of a QuantArray are dequantised in registers or chunks
     (``packed_product.py``).
 
@@ -107,7 +107,7 @@ def _where_they_lie(x: jax.Array, weights: Sequence[Any], multiply: Any) -> list
 
 
 def _flattened(w: Any) -> Any:
-    """A slice of a stack of stacks as one of a stack; outside of a trace, where that copies, the array."""
+    """A slice of a stack of stacks as a slice of one stack; outside a trace, where that copies, as an array."""
     if not isinstance(w, StackSlice) or len(w.indices) == 1:
         return w
     return StackSlice(w.flat, w.place) if isinstance(w.stack, Tracer) else w.__jax_array__()
@@ -124,7 +124,7 @@ def _eager_products(dtypes: tuple[Any, ...]) -> Any:
 
 
 def _in_groups(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
-    """The matmuls with weights of which some are quantised: one operation for all of a kind."""
+    """The matmuls with weights of which some are quantised: one operation for each kind of weight."""
     kinds = [w.activations if isinstance(w, QuantArray) else "" for w in weights]
     results: list[Any] = [None] * len(weights)
     for kind in dict.fromkeys(kinds):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import jax
 
-# The environment variable VARIABLE is "off" for the jnp forms, or the name of a level.
+# VARIABLE names the environment variable whose value is "off" (use the jnp forms) or a level.
 from ..native_library import VARIABLE
 from ..native_library import library_path as path
 
@@ -30,7 +30,7 @@ TARGETS = (
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library with its functions registered with XLA; None, with one warning, if it is missing."""
+    """The library, registered with XLA; None, with one warning, if it is missing, unusable or switched off."""
     found, why = _open()
     if found is None:
         _LOG.warning("maxjax: %s; the jnp forms are used instead, which are slower on a CPU", why)
@@ -59,7 +59,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
         return None, f"the CPU kernels do not load ({reason}): install maxjax again"
     if wanted and not found.maxjax_use_level(wanted.encode()):
         there = found.maxjax_levels().decode().replace(",", ", ")
-        return None, f"{VARIABLE}={wanted}: this machine has {there}, and 'off'"
+        return None, f"{VARIABLE}={wanted} is not available: this machine has {there}, and 'off'"
     return found, ""
 
 
@@ -92,12 +92,14 @@ def level(name: str) -> Iterator[None]:
     """Use the kernels of one level, in all threads and in programs that are compiled already.
 
     Raises:
-        ValueError: this machine does not have the level.
+        ValueError: the level is not one of :func:`levels`, or the library is missing.
     """
     found = library()
     before = None if found is None else found.maxjax_level()
     if found is None or not found.maxjax_use_level(name.encode()):
-        raise ValueError(f"no kernels for {name!r} here; there are {', '.join(levels()) or 'none'}")
+        raise ValueError(
+            f"this machine has no CPU kernels of level {name!r}; it has {', '.join(levels()) or 'none'}"
+        )
     try:
         yield
     finally:

@@ -5,11 +5,11 @@ operands. An :class:`Operation` runs
 
 ========================  =====================================================================
 where it has a kernel     the kernel of the platform that the program is compiled for: on CPUs in C++
-elsewhere, in an export   the jnp form of the platform, or that which is the definition
+elsewhere, in an export   the jnp form for the platform if there is one, otherwise the definition
 on several devices        the kernel on each device's part (``custom_partitioning``; on TPUs
-                          ``shard_map``, if the caller knows how the operands are divided)
-under ``vmap``            the kernel with more rows, if its batching rule allows; or the jnp form
-differentiated            the derivative of the jnp form, in forward and in reverse mode
+                          ``shard_map``, if the caller knows how the operands are sharded)
+under ``vmap``            the kernel with more rows, if its batching rule allows; or the definition
+differentiated            the derivative of the definition, in forward and in reverse mode
 ========================  =====================================================================
 """
 
@@ -52,23 +52,23 @@ class Operation:
     Args:
         name: name in a jaxpr.
         types: ``(static, *avals)`` → the avals of the results.
-        definition: ``(static, *operands)`` → results, in jnp.
+        definition: ``(static, *operands)`` → results, in jnp: what every kernel must compute.
         kernels: by platform ("cpu", "cuda", ...), ``(static, *operands)`` → results, for one device's
-            part. Those of "cpu" use the library of ``native``.
-        rule: ``(ranks of the operands)`` → the ArrayMappings of the operands and those of the results,
-            which axes are split alike. None if XLA divides no kernel of it: then ``division`` says how.
-        shardings: ``(entries of the operands)`` → entries of the operands and of the results,
-            consistent with each other, and the mesh axes over which results are to be summed.
+            part. The kernels for "cpu" use the library of ``native``.
+        rule: ``(ranks of the operands)`` → the ArrayMappings of the operands and those of the results:
+            axes with the same name are split alike. None: XLA never partitions it, ``division`` does.
+        shardings: ``(entries of the operands)`` → consistent ``explicit.Entry`` lists of the operands
+            and of the results, and the mesh axes over which results are to be summed.
         batch: ``(static, operands, dims, bind)`` → results with the batch axis first, or None to
             use the definition.
-        summand: ``(static, platform)`` → the static arguments of a platform's kernel if its results
-            will be summed.
+        summand: ``(static, platform)`` → the static arguments of a platform's kernel where its results
+            are partial sums that devices add up.
         forms: by platform, ``(static, devices, *operands)`` → results, in jnp, for platforms without a
-            kernel where the definition is not the best; XLA divides it between so many devices.
-        division: ``(static)`` → the ``explicit.Division`` of the first operand, or None if it is not known.
-            It is asked only where XLA divides no kernels itself; the definition runs if it is not known.
-        lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number that its
-            parts must divide, if an axis may be divided at some places only.
+            kernel where another form is faster than the definition; XLA divides it between ``devices``.
+        division: ``(static)`` → the ``explicit.Division`` of the first operand, or None if it is not known;
+            then several devices run the definition. It is called only where XLA does not partition kernels.
+        lengths: ``(static, shapes of the operands)`` → for each axis of each operand the number of units
+            between which it may be split; its shape, unless only some splits are allowed.
 
     Static arguments must be hashable. ``product.py`` has an example.
     """
@@ -120,7 +120,7 @@ class Operation:
 
     @functools.cached_property
     def _part(self) -> Any:
-        """The primitive that runs a platform's kernel on the operands as they are on one device."""
+        """The primitive that runs a platform's kernel on one device's part of the operands."""
         from jax.extend.core import Primitive
 
         part = Primitive(f"{self._name}_part")
@@ -130,7 +130,7 @@ class Operation:
         return part
 
     def __call__(self, operands: Sequence[Any], static: Any) -> list[jax.Array]:
-        """The results; arrays on an Explicit mesh come through ``explicit.automatic`` only."""
+        """The results. On an Explicit mesh the call must be inside ``explicit.automatic``."""
         precision = matmul_precision()
         return self.primitive.bind(*same_varying(operands), static=static, precision=precision)
 
@@ -147,9 +147,9 @@ class Operation:
         flags: Any = jax.config
         if flags.jax_debug_nans or flags.jax_debug_infs:
             # Where a jitted function makes a NaN, JAX runs its operations one by one to find the one
-            # that does. It would come back to this function again and again.
+            # that does. If this function called a jitted one here, that would never end.
             return self._defined(static, precision)(*operands)
-        # Under jax.disable_jit() too it is one operation.
+        # It runs as one operation under jax.disable_jit() too.
         with jax.disable_jit(False):
             return self._jitted(static, precision)(*operands)
 
@@ -217,7 +217,7 @@ class Operation:
         return mlir.lower_fun(keyed, multiple_results=True)(ctx, *operands)
 
     def _lower_divided(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
-        """The kernel on each device's part, where it is known how the operands are divided."""
+        """The kernel on each device's part, where it is known how the operands are sharded."""
         static = params["static"]
         run: Any = functools.partial(self._part.bind, platform=platform, static=static)
         if _device_count(ctx) > 1:
@@ -233,8 +233,8 @@ class Operation:
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
     def _lower_part(self, ctx: Any, *operands: Any, static: Any, platform: str) -> Any:
-        # A part belongs to no mesh any more: where the mesh of the program is set, JAX would add
-        # its shardings to each operation inside, which XLA for GPUs does not take out here.
+        # One device's part is on no mesh: if the program's mesh stayed set, JAX would add shardings
+        # to each operation inside, which XLA for GPUs does not remove at this stage.
         nowhere = jax.sharding.AbstractMesh((), (), abstract_device=_device(ctx))
         with jax.sharding.use_abstract_mesh(nowhere):
             avals = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
@@ -252,7 +252,7 @@ class Operation:
                 static, mesh, args
             )[1],
             sharding_rule=SdyShardingRule((ArrayMapping(), *operands), results),
-            # Some have no PartitionSpec: XLA may split a result over half of a mesh axis.
+            # Some shardings have no PartitionSpec: XLA may split a result over half of a mesh axis.
             decode_shardings=False,
         )
         return call
@@ -284,13 +284,13 @@ class Operation:
 
 
 def matmul_precision() -> Any:
-    """What ``jax.default_matmul_precision`` is set to here."""
+    """The current value of ``jax.default_matmul_precision``."""
     flags: Any = jax.config
     return flags.jax_default_matmul_precision
 
 
 def with_precision(precision: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, traced with a matmul precision whatever the present one is."""
+    """The function, traced with this matmul precision instead of the current one."""
 
     def run(*operands: Any) -> Any:
         with jax.default_matmul_precision(precision):
@@ -336,12 +336,12 @@ def _device_count(ctx: Any) -> int:
 
 
 def by_rows(axes: Sequence[str], results: Sequence[int], state: int) -> tuple[Any, Any]:
-    """``rule`` and ``shardings`` of an operation on a stack of states, where sequences alone may be split.
+    """``rule`` and ``shardings`` of an operation on a stack of states, where only the batch axis may be split.
 
     Args:
-        axes: a letter for each axis of each operand; "b" are the sequences.
-        results: the operands that results have the axes of.
-        state: the operand with the states, which is by far the largest: the others are split as it is.
+        axes: for each operand a string with one letter for each axis; "b" is the batch axis.
+        results: for each result the index of the operand whose axes it has.
+        state: index of the operand with the states. It is by far the largest: the others are split as it is.
     """
 
     def rule(_: Sequence[int]) -> Any:
@@ -367,9 +367,9 @@ def same_varying(operands: Sequence[Any]) -> list[Any]:
 
 
 def varying_with(start: Any, *others: Any) -> Any:
-    """What a loop starts with, cast inside ``shard_map`` to vary over the axes that others vary over too.
+    """The initial carry of a loop, cast inside ``shard_map`` to vary over the mesh axes of ``others`` too.
 
-    ``lax.scan`` wants the type of its first state to be that of the next ones.
+    ``lax.scan`` and ``lax.fori_loop`` require that the type of the carry does not change.
     """
     leaves, structure = jax.tree.flatten(start)
     cast = same_varying([*leaves, *jax.tree.leaves(others)])

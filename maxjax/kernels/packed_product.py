@@ -1,6 +1,6 @@
 """The matmul of activations with weights in ggml's blocks as a JAX primitive.
 
-CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; GPUs
+CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; NVIDIA GPUs
 have kernels in Triton; elsewhere some rows are dequantised at a time. The definition, which exported
 programs and derivatives use, dequantises the whole weight and keeps the activations as they are.
 """
@@ -24,7 +24,7 @@ from .pallas import program_device
 
 _LOG = logging.getLogger("maxjax")
 
-# Weights that are dequantised at a time where there is no kernel.
+# The most weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
 
 # The formats of the C++ kernels, in the order of ``Format`` in cpu/kernels.h.
@@ -62,8 +62,8 @@ def packed_products(
 
     Args:
         x: activations ``[..., in]``.
-        weights: for each weight its blocks, uint8 ``[out, in / elements * bytes]``, or a stack
-            ``[n, out, ...]`` of such.
+        weights: for each weight its blocks, uint8 ``[out, in / elements * bytes]`` (of one block), or
+            a stack ``[n, out, ...]`` of such arrays.
         layers: for each weight its index in the stack, an int32 scalar; it is ignored without a stack.
         encodings: names of the encodings, as for ``blocks.decode``.
         dtypes: dtypes of the results, floats; weights are rounded to them as well where they are
@@ -71,7 +71,7 @@ def packed_products(
         activations: "int8" if kernels for CPUs may quantise the activations, otherwise "float".
 
     Returns:
-        ``[..., out]`` each, summed in float32.
+        The results, ``[..., out]`` each, summed in float32.
     """
     names = tuple(np.dtype(dtype) for dtype in dtypes)
     static = PackedOperand(tuple(encodings), names, activations == "int8")
@@ -79,14 +79,14 @@ def packed_products(
 
 
 def _each(static: PackedOperand, operands: Sequence[Any], run: Any) -> list[jax.Array]:
-    """run(encoding, dtype, x, blocks, layer) for each weight."""
+    """``run(encoding, dtype, x, blocks, layer)`` for each weight."""
     x, weights, layers = product.split(operands)
     each = zip(static.encodings, static.dtypes, weights, layers, strict=True)
     return [run(encoding, dtype, x, blocks, layer) for encoding, dtype, blocks, layer in each]
 
 
 def definition(static: PackedOperand, *operands: Any) -> list[jax.Array]:
-    """The products in jnp, which define them: whole weights are dequantised."""
+    """The definition of the matmuls, in jnp: each weight is dequantised as a whole."""
     return _each(static, operands, _dequantised)
 
 
@@ -101,10 +101,10 @@ def _layer_of(stack: jax.Array, layer: Any) -> jax.Array:
 
 
 def in_chunks(static: PackedOperand, *operands: Any, devices: int = 1) -> list[jax.Array]:
-    """The products in jnp, with at most ``MOST_WEIGHTS`` weights of a device dequantised at a time.
+    """The matmuls in jnp, with at most ``MOST_WEIGHTS`` weights of a device dequantised at a time.
 
     Args:
-        static, operands: as those of :func:`definition`.
+        static, operands: the same as for :func:`definition`.
         devices: number of devices between which XLA may divide the operands.
     """
 
@@ -125,7 +125,7 @@ def _in_chunks(
     own = rows // devices
     chunk = min(own, max(8, MOST_WEIGHTS // max(depth, 1) // 128 * 128))
     if blocks.ndim == 3:
-        # XLA for TPUs would lay out the whole stack anew for the loop below; a layer's blocks are few.
+        # For the loop below XLA for TPUs would change the layout of the whole stack; one layer is small.
         blocks = jax.lax.optimization_barrier(_layer_of(blocks, layer))
     matrix = blocks.reshape(*parts, own, blocks.shape[-1])
 
@@ -191,10 +191,10 @@ def _rule(ranks: Sequence[int]) -> Any:
 
 
 def _lengths(static: PackedOperand, shapes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The axes that are summed over are divided between blocks."""
+    """The shapes with summed axes counted in blocks, because these may only be split between blocks."""
     x, weights, layers = product.split(shapes)
     decoders = [decoder_of(encoding) for encoding in static.encodings]
-    # With blocks of several sizes, between the largest ones.
+    # Weights with blocks of several sizes are split between the largest ones.
     largest = max(decoder.elements for decoder in decoders)
     blocks = [
         [*rows, nbytes // decoder.nbytes // (largest // decoder.elements)]
@@ -204,7 +204,7 @@ def _lengths(static: PackedOperand, shapes: Sequence[Sequence[int]]) -> list[Seq
 
 
 def _summand(static: PackedOperand, platform: str) -> PackedOperand:
-    """On CPUs devices add up sums in float32, on GPUs in the dtype of the result, as for other products."""
+    """CPUs add up the devices' sums in float32, GPUs in the dtype of the result, as in other matmuls."""
     if platform != "cpu":
         return static
     return static._replace(dtypes=(np.dtype("float32"),) * len(static.dtypes))

@@ -1,4 +1,4 @@
-"""What kernels in Pallas share, for GPUs and for TPUs: the device of a program, results, and limits of attention."""
+"""Helpers of the Pallas kernels for GPUs and TPUs: the device of a program, result types, limits of attention."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _WIDEST_HEADS = 256
 
 
 def program_device() -> Any:
-    """The kind of device of the program that an ``Operation`` is lowering; None: the local one."""
+    """The kind of device that an ``Operation`` is being lowered for; None: the local one."""
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
 def result(shape: tuple[int, ...], like: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """A result of a kernel; ``shard_map`` asks for the axes that it varies over."""
+    """The type of a kernel's result, which varies over the same mesh axes as ``like`` inside ``shard_map``."""
     varying = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
 def attention_lacks(dtype: Any, q: Any, keys: Any, floats: Collection[Any]) -> str:
-    """Why no kernel computes attention of many queries, on whatever device; "" if one may.
+    """Why neither the GPU's nor the TPU's kernel computes attention of many queries; "" if one may.
 
     Args:
         dtype: dtype of scores and sums.
-        q: queries, whose last axis is that of the heads' width.
-        keys: keys, which may be int8 as well.
-        floats: the dtypes that the kernel takes.
+        q: queries ``[..., D]``, D is the head dimension.
+        keys: keys, in one of ``floats`` or int8.
+        floats: the float dtypes that the kernel supports.
 
     Example:
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float16)

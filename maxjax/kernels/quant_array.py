@@ -27,15 +27,15 @@ class QuantArray(Rendered):
             holds n complete blocks.
         encoding: "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL" or
             "IQ4_XS".
-        activations: "int8" if kernels for CPUs may quantise the activations that it is multiplied
-            with, which is faster; "float" if not.
+        activations: "int8" if CPU kernels may quantise the activations that are multiplied by these
+            weights, which is faster; "float" if not.
 
     Attributes:
         shape: shape of the weights.
         dtype: float32, the dtype of the dequantised weights.
 
     Raises:
-        NotImplementedError: the encoding is none of these.
+        NotImplementedError: the encoding is not one of those above.
         ValueError: ``activations`` is neither "int8" nor "float".
 
     It is a pytree with the leaf ``blocks``. jnp functions accept it and dequantise it to a float32
@@ -60,7 +60,7 @@ class QuantArray(Rendered):
         decoder_of(encoding)
         if activations not in ACTIVATIONS:
             raise ValueError(
-                f"activations are {' or '.join(map(repr, ACTIVATIONS))}, not {activations!r}"
+                f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, not {activations!r}"
             )
         self.blocks, self.encoding, self.activations = blocks, encoding, activations
 

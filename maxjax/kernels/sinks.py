@@ -1,4 +1,4 @@
-"""Scores that take part in a softmax and have no value."""
+"""Attention sinks: scores that take part in a softmax and have no value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def with_sinks(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:
     """Attention to keys and a sink, from attention to the keys alone.
 
     Args:
-        out: the result ``[..., H, D]``.
-        sums: logarithm of each query's sum, ``[..., H]``.
+        out: the result of attention to the keys alone, ``[..., H, D]``.
+        sums: log-sum-exp of each query's scores, ``[..., H]``.
         sinks: for each head a score that takes part in the softmax and has no value (gpt-oss,
             arXiv:2508.10925); its shape broadcasts to that of ``sums``.
 

@@ -1,9 +1,9 @@
-"""One token of Mamba 2's recurrence, where its states lie in the stack of all layers.
+"""One decode step of Mamba 2's recurrence, with the states updated in place in the stack of all layers.
 
 XLA for CPUs copies a layer's states out of the stack, reads them three times and writes them twice, on one
-thread. The kernel reads and writes each once.
+thread. The kernel reads and writes each state once.
 
-Shapes: L layers, B sequences, H heads of P numbers, G groups of heads, state size N.
+Shapes: L layers, B sequences, H heads of width P, G groups of heads, state size N.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _STATE = 4
 
 
 def operation(definition: Callable[..., Any]) -> Operation:
-    """The operation whose definition in jnp is given: ``(None, *operands)`` → results.
+    """The Operation with this definition in jnp: ``(None, *operands)`` → results.
 
     Operands: inputs times the length of their time step ``[B, H, P]``, logarithm of the decay ``[B, H]``,
-    what the inputs are written to and what is read ``[B, G, N]``, the stack of states
+    Mamba's B and C (where inputs are written, and what is read) ``[B, G, N]`` each, the stack of states
     ``[L, B, H, P, N]``, all float32; the layer's index; whether a row has a token, int32 ``[B]``.
 
     Results: ``[B, H, P]``, zeros for rows without a token, and the stack with the states of the layer
@@ -38,7 +38,7 @@ def operation(definition: Callable[..., Any]) -> Operation:
 
 
 def has_kernel(state: Any) -> bool:
-    """Whether the operation takes a stack of states of this type, and of known sizes."""
+    """Whether the operation supports a stack of states: it must be float32, and its shape not symbolic."""
     return state.dtype == jnp.float32 and all(isinstance(n, int) for n in state.shape)
 
 

@@ -26,8 +26,8 @@ class StackSlice:
         index: index of the slice, from 0: an int, or an integer scalar that may be traced; for a
             stack of stacks a tuple of them.
 
-    It is a pytree of the two, has the shape and dtype of the slice, and works in jnp functions,
-    operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
+    It is a pytree with the leaves ``stack`` and ``index``, has the shape and dtype of the slice, and works in
+    jnp functions, operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,10 +69,10 @@ class StackSlice:
 
     @property
     def place(self) -> Any:
-        """The index in :attr:`flat`, counted from the beginning if it is known.
+        """The index of the slice in :attr:`flat`. Negative ints are counted from the end; traced ones are not.
 
         Raises:
-            IndexError: the index is known and outside the stack.
+            IndexError: an index is an int and outside the stack.
         """
         place: Any = 0
         for axis, index in enumerate(self.indices):
@@ -83,7 +83,7 @@ class StackSlice:
 
     @property
     def flat(self) -> Any:
-        """The stack with one leading axis, over which :attr:`place` counts."""
+        """The stack with its leading axes merged into one, which :attr:`place` indexes."""
         depth, sizes = len(self.indices), self.stack.shape
         if depth == 1:
             return self.stack
@@ -117,7 +117,7 @@ class StackSlice:
         return self.__jax_array__()[key]
 
     def __getattr__(self, name: str) -> Any:
-        # JAX, NumPy and copying test for the presence of such attributes.
+        # JAX, NumPy and `copy` test whether such attributes exist.
         if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
@@ -169,7 +169,7 @@ def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
     if all(isinstance(i, int) for i in known):
         ends = [*(i + 1 for i in known), *rest]
         return jax.lax.slice(stack, [*known, *[0] * len(rest)], ends).reshape(rest)
-    # One slice over all axes: a slice of a slice would copy all that is in the first.
+    # One slice over all axes: a slice of a slice would copy the whole first slice.
     starts = [jnp.int32(i) for i in (*known, *[0] * len(rest))]
     sizes = (*[1] * len(indices), *rest)
     return jax.lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False).reshape(rest)
@@ -183,7 +183,7 @@ def _from_start(index: int, count: int) -> int:
 
 
 def slice_of(leaf: Any, index: Any) -> StackSlice:
-    """``leaf[index]`` as a StackSlice of the array that ``leaf`` is, or is a StackSlice of."""
+    """``leaf[index]`` as a StackSlice, for a leaf that is an array or a StackSlice."""
     return leaf.inner(index) if type(leaf) is StackSlice else StackSlice(leaf, index)
 
 

@@ -50,7 +50,7 @@ SETTINGS = {
     "off": ("jnp (the CPU kernels are off (MAXJAX_KERNELS=off))", "are off"),
     "portable": ("portable", None),
     "nonsense": (
-        f"jnp (MAXJAX_KERNELS=nonsense: this machine has {', '.join(LEVELS)}, and 'off')",
+        f"jnp (MAXJAX_KERNELS=nonsense is not available: this machine has {', '.join(LEVELS)}, and 'off')",
         "MAXJAX_KERNELS=nonsense",
     ),
 }
@@ -141,7 +141,7 @@ def test_no_library(make, says, other_library, tmp_path, caplog):
     assert re.search(says, caplog.messages[0])
     assert native.levels() == [] and native.status().startswith("jnp (the CPU kernels")
     assert environment.environment()["kernels"] == {"CPU": native.status()}
-    with pytest.raises(ValueError, match="no kernels for 'portable' here; there are none"):
+    with pytest.raises(ValueError, match="no CPU kernels of level 'portable'; it has none"):
         with native.level("portable"):
             pass
 

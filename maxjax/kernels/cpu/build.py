@@ -1,7 +1,7 @@
 """Build script of the CPU kernels: one shared library that does not depend on Python.
 
 ``pip install`` runs this as a hook of hatchling; without a C++ compiler maxjax is installed without
-the library. XLA's headers are in ``include/``. By hand:
+the library. XLA's headers are in ``include/``. To build by hand:
 ``python maxjax/kernels/cpu/build.py [--sanitize address,undefined] [--output PATH]``.
 """
 
@@ -28,7 +28,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 _AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 _CLMUL = ["-msse4.1", "-mpclmul"]
-# The encoders of blocks give the same bytes on every processor, so nothing may be fused.
+# The encoders of blocks give the same bytes on every processor, so no operations may be fused.
 _EXACT = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 # The source files for each architecture, each with its compiler flags for instruction sets. The
 # level is chosen when the library is loaded, so one library serves all processors.
@@ -71,12 +71,12 @@ _OTHER = {
     "handlers.cc": [], "packed_handler.cc": [], "delta_handler.cc": [], "ssd_handler.cc": [],
     "cache_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
 }  # fmt: skip
-# zig names instruction sets by processor.
+# zig selects instruction sets by -mcpu.
 _ZIG = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
-# Levels must not share inline functions (hidden visibility, no exceptions): the linker keeps any
-# one copy, which may use instructions that the processor does not have.
+# Levels must not share inline functions (hidden visibility, no exceptions): the linker would keep
+# one copy of each, which may use instructions that the processor does not have.
 _FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden".split()
 _LEVEL_FLAGS = ["-fno-exceptions", "-fno-rtti"]
 _DARWIN = sys.platform == "darwin"
@@ -87,7 +87,7 @@ def compiler() -> list[str]:
     """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ that is installed.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no compiler.
     """
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]:
@@ -108,8 +108,8 @@ def build(
 
     Args:
         output: path of the library.
-        cxx: the compiler and its first arguments.
-        machine: the architecture, if it is not that of this machine.
+        cxx: the compiler and its first arguments; None: :func:`compiler`.
+        machine: the architecture, for example "aarch64"; None: that of this machine.
         extra: further flags for the compiler and the linker.
 
     Raises:
@@ -150,7 +150,7 @@ def _run(command: list[str]) -> None:
 
 
 def try_build(output: Path, machine: str | None = None) -> str | None:
-    """Build the library in place of an older one, for ``machine`` as for :func:`build`.
+    """Replace ``output`` by a newly built library; ``machine`` is as for :func:`build`.
 
     With ``MAXJAX_BUILD_KERNELS=0`` the library is not built.
 
@@ -207,7 +207,7 @@ def get_build_hook() -> Any:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description="Build the CPU kernels of maxjax.")
     parser.add_argument("--output", type=Path, default=LIBRARY, help="where the library goes")
     parser.add_argument("--sanitize", help="what to check at run time: address,undefined")

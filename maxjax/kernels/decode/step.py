@@ -1,4 +1,4 @@
-"""What all forms of decode attention share: options, rope, and writing the new token into the cache.
+"""The parts that all forms of decode attention share: options, rope, and the new token's write to the cache.
 
 Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the cache, head_dim D.
 """
@@ -23,9 +23,9 @@ class Options(NamedTuple):
         scale: factor of the scores.
         window: number of tokens that a token attends to, itself included; 0: all.
         cap: cap of the scores; 0: none.
-        interleaved: whether neighbours are the pairs that rope rotates.
+        interleaved: whether rope rotates pairs of neighbouring elements, instead of one of each half.
         rotating: whether a sequence longer than S continues in slot 0.
-        division: how a mesh with Auto axes divides the keys, if that is known.
+        division: how a mesh with Auto axes shards the keys, if that is known.
     """
 
     scale: float
@@ -59,7 +59,7 @@ class Written(NamedTuple):
         return [a if dims == 5 else a[None] for a in found]
 
     def answer(self, out: jax.Array, lengths: jax.Array, dtype: Any) -> list[jax.Array]:
-        """The results of the operation: ``out`` ``[B, K, G, D]`` for rows that have a slot, and the caches."""
+        """``out`` ``[B, K, G, D]``, with zeros in unused rows and NaN in rows without a slot; and the caches."""
         missing = jnp.where(lengths < 0, 0.0, jnp.nan)[:, None, None, None]
         out = jnp.where(self.fits[:, None, None, None], out, missing)
         return [out.astype(dtype), *self.caches]
@@ -68,7 +68,7 @@ class Written(NamedTuple):
 def write_token(
     arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array, slot: jax.Array
 ) -> list[jax.Array]:
-    """Caches ``[(L,) B, K, S, ...]`` with tokens ``[B, K, ...]`` in slots ``[B]``; those beyond S are dropped."""
+    """Caches ``[(L,) B, K, S, ...]`` with tokens ``[B, K, ...]`` in slots ``[B]``; slots from S on are dropped."""
     # The heads are an index too: with a slice for them XLA copies the whole cache on TPUs.
     rows, heads = jnp.arange(slot.shape[0])[:, None], jnp.arange(new[0].shape[1])
     place = (rows, heads, slot[:, None])
@@ -115,20 +115,20 @@ def written(
 
 
 def mean(largest: jax.Array, total: jax.Array, mixed: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The mean of the values ``[B, K, G, D]``, from sums of weights and of weighted values.
+    """The weighted mean of the values ``[B, K, G, D]``, from sums of weights and of weighted values.
 
     Args:
-        largest: largest score of each query, ``[B, K, G]``, by which its weights were divided.
+        largest: largest score of each query, ``[B, K, G]``, which was subtracted before the exponential.
         total: sum of the weights, ``[B, K, G]``.
         mixed: weighted sum of the values, ``[B, K, G, D]``.
-        sinks: ``[K, G]``, or ``[K, 0]`` without sinks.
+        sinks: attention sinks ``[K, G]``, or ``[K, 0]`` without sinks.
     """
     out = mixed / total[..., None]
     return with_sinks(out, largest + jnp.log(total), sinks) if sinks.size else out
 
 
 def seen(static: Options, lengths: jax.Array, slot: jax.Array, slots: int) -> jax.Array:
-    """Whether the new token of each sequence ``[B]`` attends to slots ``[s]`` of S: bools ``[B, s]``."""
+    """Whether the new token of each sequence attends to the slots ``slot`` ``[s]`` of S: bools ``[B, s]``."""
     age = lengths[:, None] - slot[None, :]
     age = age % slots if static.rotating else age
     sees = (age >= 0) & (age <= lengths[:, None])
@@ -136,7 +136,7 @@ def seen(static: Options, lengths: jax.Array, slot: jax.Array, slots: int) -> ja
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: Options) -> jax.Array:
-    """``x`` ``[..., D]`` with its first 2 · pairs numbers rotated; cos and sin broadcast to ``[..., pairs]``."""
+    """``x`` ``[..., D]`` with its first 2 · pairs elements rotated; cos and sin broadcast to ``[..., pairs]``."""
     pairs = cos.shape[-1]
     if not pairs:
         return x

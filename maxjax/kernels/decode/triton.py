@@ -1,9 +1,9 @@
 """Decode attention on NVIDIA GPUs: a kernel in Pallas for Triton.
 
-The kernel takes the caches of all layers and the number of a layer, so that no layer is copied out,
-and reads of each sequence only the slots that its new token attends to, in the cache's dtype. The
+The kernel takes the caches of all layers and the index of a layer, so that no layer is copied out.
+Of each sequence it reads only the slots that the new token attends to, in the cache's dtype. The
 slots of a sequence are divided between several programs (flash decoding, T. Dao et al., 2023), whose
-results are merged by the logarithms of their sums: one sequence keeps the whole GPU busy.
+results are merged by their log-sum-exps, so that one sequence keeps the whole GPU busy.
 
 Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the cache, head_dim D.
 """
@@ -21,11 +21,11 @@ from ..gpu.triton import FLOATS, dot, power, too_many
 from ..pallas import result
 from .step import Options, mean, written
 
-# As many programs fill a GPU: four for each of the 132 multiprocessors of an H100 or H200.
+# This many programs fill a GPU: four for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 528
-# The widest head, and the most numbers of queries and their sums that a program keeps in registers.
+# The largest head dimension, and the most elements of queries and of sums that a program keeps in registers.
 WIDEST, MOST_NUMBERS = 640, 1 << 14
-# Up to this width a head is read as one array, and padded to a power of two; wider ones in two parts.
+# Up to this width a head is read as one array, padded to a power of two; wider heads are read in two parts.
 _WHOLE = 256
 # Bytes of the keys that a program reads at a time, at most: a GPU's shared memory holds several such blocks.
 _BLOCK_BYTES = 40 << 10
@@ -38,7 +38,7 @@ class DecodeTiles(NamedTuple):
     Attributes:
         rows: number of query heads of a program, a power of two.
         parts: number of programs between which the G query heads are divided.
-        widths: D in one or two powers of two.
+        widths: one or two powers of two, whose sum is at least D: the parts that a head is read in.
         block: number of slots that a program reads at a time.
         splits: number of programs between which the slots of one KV head of one sequence are divided.
     """
@@ -50,7 +50,7 @@ class DecodeTiles(NamedTuple):
     splits: int
 
     def columns(self, width: int) -> list[tuple[int, int, bool]]:
-        """Of each part of a head: its first number, how many, and whether some are past the end of the head."""
+        """For each part of a head: its first element, its size, and whether it ends past the end of the head."""
         found, start = [], 0
         for size in self.widths:
             found.append((start, size, start + size > width))
@@ -59,7 +59,7 @@ class DecodeTiles(NamedTuple):
 
 
 def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str:
-    """Why the kernel cannot compute it, for operands on one device; "" if a GPU can.
+    """Why a GPU cannot run the kernel on these operands, which are on one device; "" if it can.
 
     Example:
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -80,20 +80,20 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
     """Decode attention of the operands on one device.
 
     Args:
-        static: the options.
-        operands: as those of ``decode_attention.definition``.
+        static: the static arguments.
+        operands: the same as for ``decode_attention.definition``.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
     q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
     step = written(static, *operands)
     caches = step.layers()
     is_shared = not values.ndim
-    if is_shared:  # once, keys and their scales
+    if is_shared:  # the keys and their scales, once
         caches = caches[::2]
     batch, kv_heads, group, width = q.shape
     slots = keys.shape[-2]
     size = tiles(batch * kv_heads, group, width, slots, keys.dtype.itemsize)
-    # Queries of 16 bits are rounded, as they are everywhere else on a GPU; the scale is a factor of the scores.
+    # 16-bit queries are rounded, as everywhere else on a GPU; the scale multiplies the scores instead.
     queries = step.q.astype(q.dtype)
     pads = ((0, 0), (0, 0), (0, size.parts * size.rows - group), (0, sum(size.widths) - width))
     queries = jnp.pad(queries, pads)
@@ -108,7 +108,7 @@ def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax
 
 
 def tiles(programs: int, group: int, width: int, slots: int, itemsize: int = 2) -> DecodeTiles:
-    """The sizes for so many KV heads of sequences, in a cache of so many bytes for a number.
+    """The tile sizes for ``programs`` KV heads of all sequences, in a cache of ``itemsize`` bytes per element.
 
     Example:
         >>> tiles(8, 4, 128, 8192)
@@ -175,18 +175,18 @@ def _program(
     if size.parts > 1:
         head, part = jax.lax.div(head, size.parts), jax.lax.rem(head, size.parts)
     number, length = layer[0], lengths[row]
-    # The tokens that are seen: how many, and the slot of the first one.
+    # The number of tokens that the new token sees, and the slot of the first one.
     most = min(slots, static.window or slots)
     count = jnp.minimum(length, most - 1) + 1
     if not static.rotating:
         count = jnp.where(length < slots, count, 0)
     first = jax.lax.rem(length - count + 1, slots)
-    # Those of this program: whole blocks of slots.
+    # The tokens of this program: complete blocks of slots.
     each = (count + size.splits * size.block - 1) // (size.splits * size.block) * size.block
     start = split * each
     end = jnp.minimum(start + each, count)
     columns = size.columns(width)
-    # A float32 query keeps its digits; int8 numbers are exact in any type.
+    # A float32 query keeps its precision; int8 values are exact in every dtype.
     score_type = keys.dtype if keys.dtype == q.dtype else q.dtype if scales else jnp.float32
     weight_type = score_type
     if scales and q.dtype != jnp.float32:

@@ -1,7 +1,7 @@
 """Causal attention of many queries on NVIDIA GPUs: the forward pass of ``blocked_attention`` in Triton.
 
 A program computes a tile of queries of one head (T. Dao, arXiv:2307.08691). Keys and values are read
-where they lie, in a cache of all layers, in the cache's dtype. Positions of queries and keys are
+in place, in a cache of all layers, in the cache's dtype. Positions of queries and keys are
 operands, so one kernel serves prompts without a cache, prefixes that differ in length between
 sequences, rotating caches and windows. Blocks of keys that no query of a tile may see are not read.
 
@@ -29,7 +29,7 @@ class AttentionTiles(NamedTuple):
 
     Attributes:
         rows: number of queries of a program.
-        block: number of keys that it reads at a time.
+        block: number of keys that a program reads at a time.
         width: D, rounded up to a power of two.
         warps: number of warps of a program.
         stages: number of blocks that are being read at a time.
@@ -43,7 +43,7 @@ class AttentionTiles(NamedTuple):
 
 
 def lacks(dtype: Any, q: Any, keys: Any) -> str:
-    """Why the kernel cannot compute it, for operands on one device; "" if a GPU can.
+    """Why a GPU cannot compute attention of these operands, which are on one device; "" if it can.
 
     Args:
         dtype: dtype of scores and sums.
@@ -59,7 +59,7 @@ def lacks(dtype: Any, q: Any, keys: Any) -> str:
 
 
 def tiles(queries: int, width: int, wide: bool) -> AttentionTiles:
-    """The sizes for so many queries; ``wide`` if they are in float32.
+    """The tile sizes for a number of queries of head dimension ``width``; ``wide``: they are float32.
 
     Example:
         >>> tiles(512, 128, False)
@@ -68,7 +68,7 @@ def tiles(queries: int, width: int, wide: bool) -> AttentionTiles:
         AttentionTiles(rows=32, block=64, width=128, warps=4, stages=3)
     """
     columns = power(width)
-    # Products of float32 numbers with all their digits take long to compile.
+    # Large float32 matmuls in full precision take long to compile.
     rows = min(64 // (2 if wide and columns > 128 else 1), power(queries))
     block = 32 if wide and columns > 64 else 64
     return AttentionTiles(rows, block, columns, 4, 2 if wide or columns > 128 else 3)
@@ -85,12 +85,12 @@ def kernel(
     *scales: jax.Array,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``.
+    """The results ``[n, B, K, G, C, D]``, and the log-sum-exp of each query's scores ``[n, B, K, G, C]``.
 
     Args:
         attending: an ``Attending`` without repeats.
         q: queries ``[n, B, K, G, C, D]``.
-        keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
+        keys, values, scales: a cache ``[L, B, K, S, D]``, and for int8 its scales ``[L, B, K, S]``.
         layer: index of the layer.
         at: positions of the queries ``[n, B, C]``, ``NO_QUERY`` for padding.
         key_positions: positions of the keys ``[B, S]``, ``NO_KEY`` for a key that nobody sees.
@@ -139,7 +139,7 @@ def _program(
     index = part * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
     columns = jnp.arange(size.width, dtype=jnp.int32)
     inside = index < queries
-    # Without a mask of columns where there is no padding, so that loads stay wide.
+    # No mask of columns where there is no padding, so that loads stay wide.
     padded = (columns < width)[None, :] if size.width != width else True
     own = (number, row, kv_head, member)
     numbers = triton.load(
@@ -182,7 +182,7 @@ def _program(
     )
     begin, end = low[number, part, row], high[number, part, row]
     largest, total, mixed = jax.lax.fori_loop(begin, end, block, state)
-    total = jnp.where(total == 0, 1, total)  # no block was visited: there is no query
+    total = jnp.where(total == 0, 1, total)  # no block was visited: the queries see no key
     place = out.at[*own, index[:, None], columns[None, :]]
     mixed = mixed / total[:, None]
     triton.store(place, mixed.astype(out.dtype), mask=inside[:, None] & padded)

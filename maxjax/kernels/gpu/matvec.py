@@ -1,8 +1,8 @@
-"""The product of one token's activations with a large matrix on NVIDIA GPUs: a kernel in Pallas for Triton.
+"""The matmul of one token's activations with a large matrix on NVIDIA GPUs: a kernel in Pallas for Triton.
 
-It reads the matrix once, where it lies in a stack of layers, at nearly the bandwidth of the memory, of
-which XLA's own kernels for one token reach 60 to 90 % (docs/accelerators.md). A program multiplies one
-row; each of its threads has some columns.
+It reads the matrix once, in place, also in a stack of layers, at nearly the bandwidth of the memory.
+XLA's own kernels for one token reach 60 to 90 % of that (docs/accelerators.md). A program multiplies
+one row; each of its threads has some columns.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 from ..pallas import result
 from .triton import FLOATS, WARPS, as_stack, too_many
 
-# From so many weights on it is faster than XLA.
+# The least number of weights for which the kernel is faster than XLA.
 LEAST = 1 << 22
 _NARROW = (np.dtype("float16"), np.dtype(jnp.bfloat16))
-# Neighbouring columns of a thread: 16 bytes.
+# The number of neighbouring columns that a thread loads at once: 16 bytes.
 _COLUMNS = 8
 
 
 def lacks(dtype: Any, x: Any, w: Any) -> str:
-    """Why the kernel cannot compute it, or is not the faster one; "" if it can and is.
+    """Why the kernel cannot compute this matmul, or is slower than XLA; "" if it can and is faster.
 
     Args:
         dtype: dtype of the result.
         x: activations ``[..., in]``.
-        w: ``[out, in]`` or ``[n, out, in]``.
+        w: weight ``[out, in]``, or a stack ``[n, out, in]``.
 
     Example:
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -59,7 +59,7 @@ def kernel(
     Args:
         dtype: dtype of the result.
         x: activations ``[..., in]``.
-        w: ``[out, in]`` or ``[n, out, in]``.
+        w: weight ``[out, in]``, or a stack ``[n, out, in]``.
         layer: index of the weight in a stack.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
@@ -74,7 +74,7 @@ def _call(dtype: np.dtype, shape: tuple[int, int], interpret: bool) -> Any:
     from jax.experimental.pallas import triton
 
     rows, depth = shape
-    # Of one warp the sums need no barrier.
+    # With one warp the sums need no barrier.
     warps = next(
         n
         for n in (4, 2, 1)

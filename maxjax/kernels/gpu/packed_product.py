@@ -1,6 +1,6 @@
-"""Products with weights in ggml's blocks on NVIDIA GPUs: kernels in Pallas for Triton.
+"""Matmuls with weights in ggml's blocks on NVIDIA GPUs: two kernels in Pallas for Triton.
 
-Both take the stack of all layers and the number of a layer, so that nothing is copied out of it, and
+Both take the stack of all layers and the index of a layer, so that nothing is copied out of it, and
 dequantise in registers. For few tokens a program reads some rows of the weight once, in order, and
 sums in float32 without rounding a weight. For more it multiplies a tile of dequantised weights, in
 the dtype of the activations, by a tile of tokens.
@@ -26,13 +26,13 @@ from ..blocks import decoder_of
 from ..pallas import result
 from .triton import FLOATS, WARPS, as_stack, dot, power, too_many
 
-# The most tokens for which each weight is multiplied by itself, instead of in tiles.
+# The most tokens for which rows of the weight are multiplied one by one, instead of in tiles.
 FEW = 4
 # The most activations that a program multiplies at a time: twice as many are in shared memory.
 _MOST_NUMBERS = 1 << 14
-# The most sums that are written for parts of rows, in float32.
+# The most partial sums, in float32, that are written where programs divide the rows between them.
 _MOST_SUMS = 1 << 19
-# 2^23 as bits of a float32: its last bits hold an integer.
+# The bits of 2^23 as a float32, and its value: an integer in the low bits is added to the value.
 _INTEGER, _OFFSET = 0x4B000000, 8388608.0
 # Twice the absolute values of E2M1, four bits each: 0, 1, 2, 3, 4, 6, 8, 12.
 _E2M1 = np.int32(0xC8643210 - (1 << 32))
@@ -44,7 +44,7 @@ class ProductTiles(NamedTuple):
     Attributes:
         rows: number of rows of the weight of a program.
         tokens: number of tokens of a program.
-        units: number of units of each row that it reads at a time.
+        units: number of units of each row that a program reads at a time.
         warps: number of warps of a program.
         splits: number of programs between which the units of a row are divided.
     """
@@ -57,13 +57,13 @@ class ProductTiles(NamedTuple):
 
 
 def lacks(encoding: str, dtype: Any, x: Any, blocks: Any) -> str:
-    """Why no kernel can compute it, for operands on one device; "" if a GPU can.
+    """Why no GPU kernel can compute this matmul of operands on one device; "" if one can.
 
     Args:
         encoding: name of the encoding.
         dtype: dtype of the result.
         x: activations ``[..., in]``.
-        blocks: ``[out, bytes]`` or ``[n, out, bytes]``.
+        blocks: blocks of the weight, uint8 ``[out, bytes]``, or of a stack ``[n, out, bytes]``.
 
     Example:
         >>> shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
@@ -78,7 +78,7 @@ def lacks(encoding: str, dtype: Any, x: Any, blocks: Any) -> str:
         return "there are no numbers"
     tokens = math.prod(x.shape[:-1])
     if x.dtype == jnp.float32 and tokens > FEW:
-        # With all their digits they do not use the tensor cores of Triton.
+        # In full precision, Triton does not use tensor cores for them.
         return f"activations of {tokens} tokens are float32, more than {FEW}"
     return too_many(blocks)
 
@@ -91,13 +91,13 @@ def kernel(
     layer: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """The product ``[..., out]``.
+    """The result ``[..., out]`` of the matmul, summed in float32.
 
     Args:
         encoding: name of the encoding.
         dtype: dtype of the result.
         x: activations ``[..., in]``.
-        blocks: ``[out, bytes]`` or ``[n, out, bytes]``.
+        blocks: blocks of the weight, uint8 ``[out, bytes]``, or of a stack ``[n, out, bytes]``.
         layer: index of the weight in a stack.
         interpret: whether to run the kernel's operations one by one, on any platform.
     """
@@ -109,7 +109,7 @@ def kernel(
 
 
 def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
-    """The sizes for so many tokens and a weight ``[rows, depth]``.
+    """The tile sizes for a number of tokens and a weight ``[rows, depth]``.
 
     Example:
         >>> tiles("Q4_K", 1, 4096, 4096)
@@ -147,7 +147,7 @@ def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -
     def call(layer: Any, x: Any, blocks: Any) -> Any:
         tokens, rows = x.shape[0], blocks.shape[1]
         tiles_of_rows = -(-rows // size.rows)
-        # CUDA's first axis alone may be longer than 65,535.
+        # Only the first axis of a CUDA grid may be longer than 65,535.
         program, grid = _few, (tiles_of_rows, 1)
         if tokens > FEW:
             program, grid = _many, (-(-tokens // size.tokens), tiles_of_rows, size.splits)
@@ -176,10 +176,10 @@ def _few(
     blocks: Any,
     out: Any,
 ) -> None:
-    """One program: some rows of the weight, each by itself, for some tokens.
+    """One program: some rows of the weight, one by one, for some tokens.
 
-    All arrays have the shape [N, W] or [N], so that Triton keeps the bytes and the activations that meet
-    in the same threads; each thread has whole units, whose weights it adds up before it scales the sum.
+    All arrays have the shape [N, W] or [N], so that Triton keeps bytes and the activations that they are
+    multiplied by in the same threads. Each thread has complete units: it scales the sum of each one once.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -270,7 +270,7 @@ class _UnitPart(NamedTuple):
     """Neighbouring weights of each unit: ``scale · q - least``.
 
     Attributes:
-        first: place of the first of them behind the first weight of the unit.
+        first: offset of its first weight from the first weight of the unit.
         q: integers as float32 ``[..., N, W]``.
         scale: float32 ``[..., N]``.
         least: float32 ``[..., N]``; None: zero.
@@ -288,14 +288,14 @@ class _UnitPart(NamedTuple):
 
 
 class _Units:
-    """Units of the blocks of a row, or of rows ``[R, 1]``, in the memory of a GPU; after the last one are zeros.
+    """Units of the blocks of a row, or of rows ``[R, 1]``, in GPU memory; loads after the last one give zeros.
 
     Attributes:
-        width: W.
-        thirty_two: which 32 of the bytes that units divide each is in ``[N]``.
-        within: place of its first byte among these 32 ``[N]``.
-        offset: the same among all of them ``[N]``.
-        element: index of its first weight in the row ``[N]``.
+        width: number of bytes of a unit, W.
+        thirty_two: index of the group of 32 packed bytes of its block that each unit is in ``[N]``.
+        within: offset of each unit's first byte in this group ``[N]``.
+        offset: offset of each unit's first byte among all packed bytes of its block ``[N]``.
+        element: index of each unit's first weight in the row ``[N]``.
     """
 
     def __init__(
@@ -306,15 +306,15 @@ class _Units:
         each = layout.nbytes // width
         block, number = jax.lax.div(unit, each), jax.lax.rem(unit, each)
         self.start = block * decoder.nbytes
-        # Multiples of W, as Triton sees, so that loads are wide.
+        # Triton sees that these are multiples of W, so that loads are wide.
         self.thirty_two = jax.lax.div(number, 32 // width)
         self.within, self.offset = jax.lax.rem(number, 32 // width) * width, number * width
         self.element = block * decoder.elements + layout.weights * self.thirty_two + self.within
-        # No mask where there is no unit too many, so that loads stay wide.
+        # No mask where all units exist, so that loads stay wide.
         self.there = unit < count if ragged else None
 
     def load(self, place: Any, axes: int = 0) -> Any:
-        """What is at a place, whose last axis but ``axes`` is that of the units."""
+        """The elements at ``place``, in which ``axes`` axes follow the axis of units."""
         from jax.experimental.pallas import triton
 
         if self.there is None:
@@ -323,14 +323,14 @@ class _Units:
         return triton.load(place, mask=jnp.broadcast_to(mask, place.shape), other=0)
 
     def byte(self, at: Any) -> Any:
-        """The byte at a place of each unit's block, int32 ``[..., N]``."""
+        """The byte at offset ``at`` of each unit's block, int32 ``[..., N]``."""
         place = self.start + at
         if self.row.ndim:
             place = place[None, :]
         return self.load(self.array.at[self.layer, self.row, place]).astype(jnp.int32)
 
     def bytes(self, at: Any, width: int = 0) -> Any:
-        """W neighbouring bytes of each unit's block, or so many, int32 ``[..., N, W]``."""
+        """``width`` or W bytes from offset ``at`` of each unit's block on, int32 ``[..., N, W]``."""
         column = jnp.arange(width or self.width, dtype=jnp.int32)
         place = (self.start + at)[:, None] + column[None, :]
         row = self.row
@@ -339,7 +339,7 @@ class _Units:
         return self.load(self.array.at[self.layer, row, place], 1).astype(jnp.int32)
 
     def half(self, at: int) -> Any:
-        """The float16 at a place of each unit's block, as float32 ``[..., N]``."""
+        """The float16 at offset ``at`` of each unit's block, as float32 ``[..., N]``."""
         return _half(self.byte(at) | self.byte(at + 1) << 8)
 
     def head(self) -> list[Any]:
@@ -381,7 +381,7 @@ def _q4_0(units: _Units) -> Parts:
 
 def _mxfp4(units: _Units) -> Parts:
     e = units.byte(0)
-    # Twice the values of E2M1 come from a table, so the scale is 2^(e - 128): of two factors, neither subnormal.
+    # The table has twice the values of E2M1, so the scale is 2^(e - 128): two factors, neither of them subnormal.
     first, second = (_float((part + 63) << 23) for part in (e >> 1, e - (e >> 1)))
     packed = units.bytes(1 + units.offset)
     for place, q in ((0, packed), (16, packed >> 4)):
@@ -440,8 +440,8 @@ class _Layout(NamedTuple):
         few: W for few tokens: 16 if all blocks begin at a multiple of 16 bytes, so that a thread loads a
             unit at once, otherwise 8.
         many: W for more tokens.
-        weights: number of weights from those of one byte to those of the byte 32 places behind it.
-        parts: the weights of units, in parts.
+        weights: number of weights from the start of one group of 32 bytes to the next; 0 if there is one.
+        parts: function that yields the weights of units, in parts.
     """
 
     nbytes: int
@@ -449,10 +449,6 @@ class _Layout(NamedTuple):
     many: int
     weights: int
     parts: Callable[[_Units], Parts]
-
-    def width(self, few: bool) -> int:
-        """W."""
-        return self.few if few else self.many
 
 
 _LAYOUTS = {
@@ -466,5 +462,5 @@ _LAYOUTS = {
 
 
 def _count(encoding: str, depth: int, width: int) -> int:
-    """The number of units of a row of so many weights."""
+    """The number of units in a row of ``depth`` weights."""
     return depth // decoder_of(encoding).elements * (_LAYOUTS[encoding].nbytes // width)

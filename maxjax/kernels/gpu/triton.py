@@ -1,4 +1,4 @@
-"""What kernels in Pallas for Triton share: which GPUs they run on, products, sizes."""
+"""Helpers of the Pallas kernels for Triton: which GPUs they run on, matmuls, sizes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # XLA compiles Triton for GPUs from Ampere on.
 OLDEST = 8.0
-# So many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
+# This many warps fill a GPU: 32 for each of the 132 multiprocessors of an H100 or H200.
 WARPS = 4096
 # Triton multiplies matrices of 16 rows or more.
 _LEAST = 16
 
 
 def status() -> str:
-    """What attention runs on the local GPUs: "Triton", or "jnp" and why.
+    """The form of attention that the local GPUs run: "Triton", or "jnp" with the reason in brackets.
 
     Example:
         >>> status() == "Triton" or status().startswith("jnp (")
@@ -59,7 +59,7 @@ def _tried(device: Any) -> str:
         array = jax.ShapeDtypeStruct((16,), jnp.float32)
 
         def call(x: Any) -> Any:
-            # The first question may come from inside a shard_map, which asks for the type.
+            # The first call may come from inside a shard_map, which requires this type.
             kind = jax.typeof(x).manual_axis_type
             out = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
             return pl.pallas_call(copy, out_shape=out, compiler_params=triton.CompilerParams())(x)
@@ -68,13 +68,13 @@ def _tried(device: Any) -> str:
             jax.sharding.AbstractMesh((), (), abstract_device=device)
         ):
             jax.jit(call).trace(array).lower(lowering_platforms=("cuda",))
-    except Exception as error:  # each version of JAX says it in its own way
+    except Exception as error:  # each version of JAX raises another error
         return f"this JAX compiles no Triton kernel: {' '.join(str(error).split())}"
     return ""
 
 
 def _capability(device: Any) -> float | None:
-    """The compute capability of a kind of GPU, if there is one here."""
+    """The compute capability of a kind of GPU; None if no such GPU is here."""
     try:
         here = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -85,7 +85,7 @@ def _capability(device: Any) -> float | None:
 
 def too_many(array: Any) -> str:
     """Why Pallas cannot read an array; "" if it can."""
-    # It computes addresses in 32 bits, with a sign, in arrays of at most 4 GiB.
+    # Pallas computes addresses as signed 32-bit integers in arrays of at most 4 GiB.
     size = math.prod(array.shape)
     if size > 1 << 31 and size * array.dtype.itemsize <= 1 << 32:
         return f"an array has {size:,} numbers of 8 bits on one device, between 2 and 4 GiB"
@@ -98,11 +98,11 @@ def as_stack(w: Any, layer: Any) -> tuple[Any, Any]:
 
 
 def power(n: int) -> int:
-    """The least power of two that is not less than n and that Triton multiplies."""
+    """The least power of two that is at least n, and at least the 16 rows that Triton needs."""
     return max(_LEAST, 1 << (n - 1).bit_length())
 
 
 def dot(a: Any, b: Any) -> Any:
-    """The product of two matrices, summed in float32; float32 numbers keep their digits."""
+    """The matmul of two matrices, summed in float32; float32 operands keep their full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

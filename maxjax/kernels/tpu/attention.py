@@ -1,13 +1,13 @@
 """Causal attention of many queries on TPUs: the forward pass of ``blocked_attention`` in Mosaic.
 
 A program computes a tile of queries of the heads that share a KV head (T. Dao, arXiv:2307.08691).
-Keys and values are read where they lie, in a cache of all layers, in the cache's dtype. Positions of
+Keys and values are read in place, in a cache of all layers, in the cache's dtype. Positions of
 queries and keys are operands, so one kernel serves prompts without a cache, prefixes that differ in
 length between sequences, rotating caches and windows. Blocks of keys that no query of a tile may
 see are not read.
 
-JAX's own kernel for TPUs (``splash_attention``) has its mask and the offset of its queries in the
-program, and one layer's keys and values as operands, which would be copied out of the cache.
+JAX's own kernel for TPUs (``splash_attention``) is compiled for one mask and one offset of the queries,
+and takes one layer's keys and values, which would have to be copied out of the cache.
 
 Shapes: n blocks of C queries, B sequences, K KV heads, G query heads of each, S keys, head dimension D.
 """
@@ -27,7 +27,7 @@ from .mosaic import LANES
 
 _FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
 _LOWEST = float(np.finfo(np.float32).min)
-# Ranges of tiles lie in memory for scalars, of 1 MiB.
+# The ranges of key blocks of all tiles are in the memory for scalars, which has 1 MiB.
 _MOST_TILES = 1 << 16
 
 
@@ -36,9 +36,9 @@ class AttentionTiles(NamedTuple):
 
     Attributes:
         group: number of query heads of a program, which share a KV head.
-        rows: number of queries of each.
-        block: number of keys that it reads at a time.
-        turned: whether keys and values are read as ``[D, S]``.
+        rows: number of queries of each head.
+        block: number of keys that a program reads at a time.
+        turned: whether keys and values are read transposed, as ``[D, S]``.
     """
 
     group: int
@@ -48,7 +48,7 @@ class AttentionTiles(NamedTuple):
 
 
 def lacks(dtype: Any, q: Any, keys: Any) -> str:
-    """Why the kernel cannot compute it, for operands on one device; "" if a TPU can.
+    """Why a TPU cannot compute attention of these operands, which are on one device; "" if it can.
 
     Args:
         dtype: dtype of scores and sums.
@@ -68,7 +68,7 @@ def lacks(dtype: Any, q: Any, keys: Any) -> str:
 
 
 def tiles(group: int, queries: int, keys: int, width: int) -> AttentionTiles:
-    """The sizes for G heads of so many queries, over so many keys of width D.
+    """The tile sizes for ``group`` query heads of a KV head, and for keys of head dimension ``width``.
 
     Example:
         >>> tiles(4, 512, 8192, 128)
@@ -79,8 +79,8 @@ def tiles(group: int, queries: int, keys: int, width: int) -> AttentionTiles:
     heads = max(n for n in range(1, 5) if group % n == 0)
     rows = {1: 4, 2: 2, 3: 1, 4: 1}[heads] * LANES
     whole = lambda n: -(-n // LANES) * LANES
-    # XLA keeps heads of other widths in memory with the slots last, so that no line is padded. A kernel
-    # that reads them otherwise has all of the cache copied.
+    # For other head dimensions XLA lays out the cache with the slots last, so that no row is padded. If a
+    # kernel reads another layout, XLA copies the whole cache for it.
     turned = width % LANES != 0
     return AttentionTiles(heads, min(rows, whole(queries)), min(512, whole(keys)), turned)
 
@@ -96,16 +96,16 @@ def kernel(
     *scales: jax.Array,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results ``[n, B, K, G, C, D]``, and the logarithm of each query's sum ``[n, B, K, G, C]``.
+    """The results ``[n, B, K, G, C, D]``, and the log-sum-exp of each query's scores ``[n, B, K, G, C]``.
 
     Args:
         attending: an ``Attending`` without repeats.
         q: queries ``[n, B, K, G, C, D]``.
-        keys, values, scales: of all layers, ``[L, B, K, S, D]`` and ``[L, B, K, S]``.
+        keys, values, scales: a cache ``[L, B, K, S, D]``, and for int8 its scales ``[L, B, K, S]``.
         layer: index of the layer.
         at: positions of the queries ``[n, B, C]``, ``NO_QUERY`` for padding.
         key_positions: positions of the keys ``[B, S]``, ``NO_KEY`` for a key that nobody sees.
-        interpret: as for ``pallas_call``: how to run the kernel on another platform.
+        interpret: argument of ``pallas_call`` that runs the kernel on another platform.
     """
     count, batch, kv_heads, group, queries, _ = q.shape
     size = tiles(group, queries, *keys.shape[3:])
@@ -122,7 +122,7 @@ def kernel(
     seen = jnp.stack(seen, axis=2).reshape(count, batch, len(seen), parts, size.rows)
     if size.turned:
         keys, values = keys.swapaxes(3, 4), values.swapaxes(3, 4)
-    # One layer's scales, as rows: they are little beside the keys.
+    # One layer's scales are copied out of the stack, as rows: they are small compared with the keys.
     of_layer = [jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in scales]
     rows = [jnp.pad(a, ((0, 0), (0, 0), beyond))[:, :, None] for a in of_layer]
     out, sums = _call(attending, size, interpret)(
@@ -148,7 +148,7 @@ def _call(attending: Any, size: AttentionTiles, interpret: Any) -> Any:
         slots = caches[0].shape[4 if turned else 3]
 
         def number(b: Any, t: Any, j: Any, low: Any, high: Any) -> Any:
-            """The number of a block of keys; past the last one it stays, so that nothing is read."""
+            """The index of the j-th block of keys; after the last one it stays, so that nothing is read."""
             tile = t * batch + b
             return jnp.maximum(jnp.minimum(low[tile] + j, high[tile] - 1), 0)
 
@@ -178,9 +178,9 @@ def _call(attending: Any, size: AttentionTiles, interpret: Any) -> Any:
         scales_spec = pl.BlockSpec((one, one, 1, block), of_scales)
         sums_spec = pl.BlockSpec((one, one, one, one, one, 1, group * rows), of_sums)
         sums = result((count, batch, kv_heads, heads // group, parts, 1, group * rows), q)
-        # As many blocks as any tile sees; there is one at least, in which the result is written.
+        # As many steps as the tile with the most blocks needs; at least one, which writes the result.
         steps = jnp.maximum(jnp.max(high - low), 1)
-        # Otherwise XLA may copy a small cache, of all layers, to the memory that the kernel computes in.
+        # Otherwise XLA may copy a small cache, with all layers, to VMEM.
         if not interpret:
             caches[:2] = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in caches[:2]]
         float_rows = lambda n: tpu.VMEM((group * rows, n), jnp.float32)
@@ -269,7 +269,7 @@ def _program(
 
     @pl.when(step == pl.num_programs(4) - 1)
     def _() -> None:
-        # Without a block that was visited there is no query.
+        # The total is 0 if no block was visited: then the queries see no key.
         sum_ = jnp.where(total[...] == 0, 1, total[...])
         found = mixed[...] / _lanes(sum_, width)
         out[...] = found.reshape(out.shape).astype(out.dtype)
@@ -277,14 +277,14 @@ def _program(
 
 
 def _lanes(column: jax.Array, width: int) -> jax.Array:
-    """A column ``[rows, 128]``, whose numbers are equal in each row, ``width`` wide."""
+    """A column, which ``[rows, 128]`` holds 128 times, as ``[rows, width]``."""
     if width <= LANES:
         return column[:, :width]
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
 
 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """The product of ``a`` with an axis of ``b``, summed in float32."""
+    """The matmul of ``a`` with ``b``, contracted over an axis of ``b`` and summed in float32."""
     return jax.lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
     )

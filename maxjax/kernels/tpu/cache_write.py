@@ -1,9 +1,9 @@
-"""Writes one token of each sequence into caches whose slots are last in memory, in place, in Mosaic.
+"""A Mosaic kernel that writes one token of each sequence, in place, into caches whose slots are last in memory.
 
-XLA for TPUs keeps heads whose width 128 does not divide, and the scales of an int8 cache, with the slots
-last. Whatever form the update of one slot has in XLA, some caches are copied for it: all of them for a scatter,
-those of int8 for a ``dynamic_update_slice``. A program here reads and writes the 128 slots that share their
-tiles of memory with the token's.
+XLA for TPUs lays out caches with the slots last if 128 does not divide the head dimension, and so the scales of
+int8 caches. To update one slot it copies some of these caches: all of them for a scatter, the int8 ones for a
+``dynamic_update_slice``. A program here reads and writes the 128 slots that share their tiles of memory with
+the token's slot.
 
 Shapes: L layers, B sequences, K KV heads, S slots, head dimension D.
 """
@@ -31,10 +31,10 @@ def write_token(
 
     Args:
         arrays: caches ``[L, B, K, S, D]`` and scales ``[L, B, K, S]``.
-        new: a token of each, ``[B, K, D]`` and ``[B, K]``, in the dtypes of ``arrays``.
+        new: one token for each array, ``[B, K, D]`` and ``[B, K]``, in the dtypes of ``arrays``.
         layer: index of the layer.
-        slot: the slot of each sequence, int32 ``[B]``; nothing is written for one beyond S.
-        interpret: as for ``pallas_call``: how to run the kernel on another platform.
+        slot: the slot of each sequence, int32 ``[B]``; for slots from S on nothing is written.
+        interpret: argument of ``pallas_call`` that runs the kernel on another platform.
     """
     turned = [a.swapaxes(3, 4) if a.ndim == 5 else a for a in arrays]
     wide = [jnp.broadcast_to(n[..., None], (*n.shape, LANES)) for n in new]
@@ -64,7 +64,7 @@ def _call(count: int, interpret: Any) -> Any:
         one = pl.squeezed
         news = [pl.BlockSpec((one, *a.shape[1:]), of_new(a.ndim)) for a in new]
         parts = [pl.BlockSpec((one, one, *a.shape[2:-1], LANES), of_cache(a.ndim)) for a in caches]
-        # Otherwise XLA may copy a small cache, of all layers, to the memory that the kernel computes in.
+        # Otherwise XLA may copy a small cache, with all layers, to VMEM.
         if not interpret:
             caches = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in caches]
         return pl.pallas_call(
@@ -82,7 +82,7 @@ def _call(count: int, interpret: Any) -> Any:
 
 
 def _program(slots: int, layer: Any, slot: Any, *refs: Any) -> None:
-    """The 128 slots of one sequence that the token's is among."""
+    """One program: the 128 slots of one sequence that include the token's slot."""
     from jax.experimental import pallas as pl
 
     place = slot[pl.program_id(0)]

@@ -1,4 +1,4 @@
-"""Which TPUs kernels in Pallas are compiled for."""
+"""Which TPUs the Pallas kernels can be compiled for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 import re
 from typing import Any
 
-# Numbers in one line of a vector register. XLA keeps heads whose width this does not divide with the slots
-# last in memory, so that no line is padded.
+# Elements in one row of a vector register. Where it does not divide the head dimension, XLA lays out a cache
+# with the slots last in memory, so that no row is padded.
 LANES = 128
-# Pallas for TPUs begins with v4.
+# The oldest TPU that Pallas supports is v4.
 _OLDEST = 4
 
 
@@ -18,7 +18,7 @@ def unavailable(device: Any = None) -> str:
     """Why no Pallas kernel can be compiled for a kind of TPU; "" if one can.
 
     Args:
-        device: a ``jax.sharding.AbstractDevice``; None: the local TPU, or any.
+        device: a ``jax.sharding.AbstractDevice``; None: not known, and taken to be new enough.
 
     Example:
         >>> import jax
