@@ -1,2 +1,2 @@
 """Interchange with models of other libraries: ``nnx`` for flax nnx, ``trees`` for equinox and
-other pytrees, and ``maxjax.from_torch``."""
+other pytrees, and ``torch_modules`` with ``maxjax.from_torch``."""

@@ -1,9 +1,8 @@
-"""Layouts: how a tensor's axes in a file correspond to those of another library's array.
+"""Layouts: how the axes of a tensor in a file correspond to the axes of another library's array.
 
-``"(h d) e -> e h d"`` is a weight ``[heads * width, inputs]`` in the file, and an array
-``[inputs, heads, width]`` in the model. As a layout is data and not a function, it also tells the
-shape of the tensor in the file, the box of the file that a part of the array is read from, and the
-inverse.
+``"(h d) e -> e h d"`` means that the file has a weight ``[heads * width, inputs]``, and the model an
+array ``[inputs, heads, width]``. A layout is data, not a function, so it also gives the tensor's shape
+in the file, the box of the file from which a part of the array is read, and the inverse.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TOKEN = re.compile(r"\(|\)|\d+/\d+|-?[A-Za-z_]\w*|\*")
 
 
 class Atom(NamedTuple):
-    """A factor of an axis of the file: one of the array's axes, or one of several equal parts.
+    """A factor of an axis of the file: an axis of the array, or one of several equal parts.
 
     Attributes:
         name: name of the axis; None for a part.
@@ -38,11 +37,11 @@ class Atom(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """A parsed layout; :func:`layout` parses one.
+    """A layout that :func:`layout` has parsed.
 
     Attributes:
         text: text that was parsed.
-        groups: for each axis of the file, its factors, the outermost first.
+        groups: for each axis of the file, its factors, from the outermost to the innermost.
         axes: names of the array's axes.
         flipped: names of the axes whose order is reversed.
     """
@@ -59,7 +58,7 @@ class AxisLayout:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Index of the part of the file's tensor that the array is, and the number of parts."""
+        """(Index of the part of the file's tensor that the array is, number of parts)."""
         found = [atom for group in self.groups for atom in group if atom.name is None]
         return (found[0].part, found[0].parts) if found else (0, 1)
 
@@ -81,13 +80,13 @@ class AxisLayout:
 
 @lru_cache
 def layout(text: str) -> AxisLayout:
-    """Parse a layout.
+    """Parses a layout.
 
     Args:
-        text: the axes of the tensor in the file, then ``->``, then those of the array. Axes in
+        text: the axes of the tensor in the file, then ``->``, then the axes of the array. Axes in
             brackets are merged into one axis of the file. ``1/3``, in brackets or alone, takes
             the second of three equal parts. ``-h`` on the right reverses the axis. ``*`` on the
-            right is the axis along which layers, each a tensor of its own, are stacked.
+            right is the axis along which layers are stacked, each of which is a tensor in the file.
 
     Raises:
         UserInputError: the text cannot be parsed, or an axis is on one side only.
@@ -156,13 +155,13 @@ def _unreadable(text: str, why: str) -> UserInputError:
 
 
 class BoundLayout:
-    """A layout for an array of one shape.
+    """A layout that is applied to an array of a given shape.
 
     Attributes:
         layout: the layout.
         sizes: size of each axis of the array.
         shape: shape of the array.
-        file_shape: shape of the tensor in the file; with stacked layers, of each layer's tensor.
+        file_shape: shape of the tensor in the file; if layers are stacked, of each layer's tensor.
     """
 
     def __init__(self, layout: AxisLayout, sizes: Mapping[str, int]):
@@ -195,7 +194,7 @@ class BoundLayout:
         return tuple(covered for covered, _, _ in self._cuts(box))
 
     def _cuts(self, box: Box) -> list[tuple[tuple[int, int], list[int], list[slice]]]:
-        """For each axis of the file: the range to read, its factors' sizes, and the slices to keep."""
+        """For each axis of the file: (range to read, sizes of its factors in that range, slices to keep)."""
         named = dict(zip(self.layout.axes, box, strict=True))
         return [self._cut([(self._size(a), *self._range(a, named)) for a in group])
                 for group in self.layout.groups]  # fmt: skip
@@ -215,15 +214,15 @@ class BoundLayout:
                 sizes.append(stop - start)
                 kept.append(slice(None))
                 is_exact = stop - start == 1
-            else:  # read completely, as a box of the file is contiguous along each axis
+            else:  # read completely, because a box of the file is contiguous along each axis
                 sizes.append(size)
                 kept.append(slice(start, stop))
         return (first, last), sizes, kept
 
     def take(self, read: np.ndarray, box: Box) -> np.ndarray:
-        """A box of one layer of the array, made of the box of the file that :meth:`file_box` gives.
+        """Makes a box of the array from ``read``, the values of the box of the file that :meth:`file_box` gives.
 
-        The axis of layers has size 1 in it. The result is a view where possible.
+        An axis of layers has size 1 in it. The result is a view where possible.
         """
         cuts = self._cuts(box)
         array = read.reshape([size for _, sizes, _ in cuts for size in sizes])
@@ -245,11 +244,11 @@ class BoundLayout:
         return slice(None, None, -1) if axis in self.layout.flipped else slice(None)
 
     def back(self, arrays: Sequence[Any], np_like: Any = np) -> Any:
-        """The inverse: the file's tensor, made of the array, or of the arrays of all its parts.
+        """The inverse: makes the file's tensor from the array, or from the arrays of all its parts.
 
         Args:
             arrays: one array for each part, in order; without the axis of layers.
-            np_like: ``numpy`` or ``jax.numpy``.
+            np_like: ``numpy`` or ``jax.numpy``, which concatenates the parts.
         """
         axes = [axis for axis in self.layout.axes if axis != "*"]
         names = [atom.name for atom in self._atoms if atom.name is not None]
@@ -265,8 +264,14 @@ class BoundLayout:
             one = np_like.concatenate(found, axis=place)
         return one.reshape(self.file_shape)
 
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Why a tensor of this shape cannot be converted; None if it can."""
+        if tuple(shape) == self.file_shape:
+            return None
+        return f"the layout {self.layout.text!r} takes a tensor of shape {self.file_shape}, not {tuple(shape)}"
+
     def apply(self, array: Any) -> np.ndarray:
-        """The whole array, made of the file's tensor.
+        """Makes the complete array from the file's tensor, which must have the shape ``file_shape``.
 
         Example:
             >>> layout("o i -> i o").of((3, 2)).apply(np.zeros((2, 3))).shape

@@ -1,4 +1,4 @@
-"""Renaming tables between the tensors of a checkpoint and the arrays of a model, invertible.
+"""Renaming tables between the tensors of a checkpoint and the arrays of a model; they can be inverted.
 
 A table is plain data: pattern → pattern, with a layout where the order of axes differs.
 """
@@ -22,11 +22,17 @@ class Function:
 
     Attributes:
         there: function from the tensor in the file to the model's array.
-        back: its inverse, or None.
+        back: inverse of ``there``; None: there is no inverse.
     """
 
     there: Callable[[Any], Any]
     back: Callable[[Any], Any] | None = None
+
+
+STACKED = (
+    "'{}' is to be a stack of layers ('*' in its layout): only maxjax.interop.nnx.load makes stacks. LayerStack and "
+    "stack_for stack the layers of a Module"
+)
 
 
 class Route(NamedTuple):
@@ -34,8 +40,8 @@ class Route(NamedTuple):
 
     Attributes:
         target: name of the array in the model.
-        change: conversion of the tensor; None for nothing.
-        index: number of the tensor's layer, if layers are stacked in the array.
+        change: conversion of the tensor; None: no conversion.
+        index: index of the tensor's layer, if layers are stacked in the array.
     """
 
     target: str
@@ -44,12 +50,12 @@ class Route(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The tensor of the checkpoint that an array of the model is made of.
+    """The tensor of the checkpoint from which an array of the model is made.
 
     Attributes:
-        name: name in the checkpoint; if layers are stacked, with ``*`` in place of their numbers.
+        name: name in the checkpoint; if layers are stacked, with ``*`` in place of their indices.
         change: conversion of the tensor, as in :class:`Route`.
-        number: function from a layer's number to its name, if layers are stacked.
+        number: function from a layer's index to its tensor's name, if layers are stacked.
     """
 
     name: str
@@ -83,19 +89,20 @@ class _Rule:
 
 
 class Renaming:
-    """A checked renaming table; a name that matches no pattern stays as it is.
+    """A checked renaming table; a name that matches no pattern is not changed.
 
     Args:
         rename: table of pattern → name, or (name, layout or function), or a list of these for a
-            tensor that is several arrays, or None to leave the tensor out. In patterns ``*``
+            tensor that becomes several arrays, or None to ignore the tensor. In patterns, ``*``
             matches a part of a name between dots, ``**`` any text; the stars of the name are
-            replaced with the matches in order. The first pattern that matches counts. Instead of a
-            table it may be a function from a name to such a value.
-        transform: table of pattern of the model's names → layout or function, for arrays to which
-            ``rename`` gives none.
+            replaced with the matches in order. The first pattern that matches is used. Instead of
+            a table it may be a function from a name to such a value.
+        transform: table from patterns of the model's names to a layout or function, for arrays to
+            which ``rename`` gives none.
 
     Raises:
-        UserInputError: pattern and name differ in their stars; a value has another type.
+        UserInputError: a pattern and its name have different numbers of stars, or a value has
+            the wrong type.
 
     Example:
         >>> table = Renaming({"layers.*.q_proj.weight": ("blocks.*.q.kernel", "o i -> i o")})
@@ -122,7 +129,7 @@ class Renaming:
         self._change_of = [_change(value) for value in changes.values()]
 
     def routes(self, name: str) -> list[Route]:
-        """The arrays that a tensor of the checkpoint becomes; none if it is to be left out."""
+        """The arrays that a tensor of the checkpoint becomes; an empty list if the tensor is ignored."""
         if self._function is not None:
             rules = _rules(name, self._function(name))
             return [self._changed(Route(rule.target, rule.change)) for rule in rules]
@@ -134,11 +141,11 @@ class Renaming:
         return [self._changed(Route(name, None))]
 
     def origin(self, target: str) -> Origin:
-        """The tensor of the checkpoint that an array of the model is made of.
+        """The tensor of the checkpoint from which an array of the model is made.
 
         Raises:
-            UserInputError: names are made by a function, or the table maps the name that the
-                tensor would have to another array.
+            UserInputError: ``rename`` is a function; or no pattern matches, and the table maps the
+                tensor of the array's own name to another array.
         """
         if self._function is not None:
             raise UserInputError("rename is a function, which has no inverse: use a table")
@@ -172,7 +179,7 @@ class _Finder:
                 self._exact.setdefault(pattern, []).append(place)
 
     def find(self, name: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """(index, texts that the stars match) of each pattern that matches."""
+        """Yields (index, texts that the stars match) of each pattern that matches."""
         found: list[tuple[int, tuple[str, ...]]] = [(i, ()) for i in self._exact.get(name, ())]
         for place, pattern in self._patterns:
             if match := pattern.fullmatch(name):
@@ -195,7 +202,7 @@ def filled(pattern: str, groups: Sequence[str]) -> str:
 
 
 def _rules(source: str, value: Any) -> list[_Rule]:
-    """The entry of a table as rules."""
+    """The value of a table's entry as rules; none if it is None."""
     if value is None:
         return []
     if isinstance(value, list):

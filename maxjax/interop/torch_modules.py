@@ -1,6 +1,6 @@
-"""``from_torch``: the weights of a live torch module, or of a state dict, in a maxjax Module.
+"""``from_torch``: copies the weights of a torch module in memory, or of a state dict, into a maxjax Module.
 
-torch itself is not imported: its tensors come with it.
+This module does not import torch; it uses only the methods of the tensors that are passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..models import PretrainedModel, build
 from ..models.weights import named_dtype
 from ..nn.layer import Module
 from .layouts import AxisLayout
-from .renaming import Renaming
+from .renaming import STACKED, Renaming
 
 M = TypeVar("M", bound=Module)
 
@@ -42,23 +42,27 @@ def from_torch(
 ) -> Any:
     """Copies the weights of a torch module into a maxjax Module, by name.
 
-    Values are copied, in any dtype, also of tensors that are transposed, tied, on a GPU, or that require gradients.
+    Tensors may have any dtype, and may be transposed, tied, on a GPU, or require gradients.
 
     Args:
         source: torch module, or its ``state_dict()``: tensors, or other arrays, by name.
-        model: Module to load into, which is changed and returned. None builds the model from the
-            config of a transformers module.
-        config: without a model: content of a ``config.json``, if ``source`` has no config.
-        dtype: without a model: float dtype of its weights; None keeps each tensor's.
-        mesh: without a model: mesh over which its weights are sharded.
-        rename: table of names, if those of the model differ: ``{"fc.*": "layers.*"}``, with layouts
-            if the axis order differs, as for ``maxjax.interop.nnx.load``; or a function of a name.
-            None as a value ignores a tensor.
-        cast: whether to convert between float widths; otherwise dtypes must be equal.
-        strict: whether missing tensors, and tensors that match no weight, are errors.
+        model: Module to load into, which is changed and returned. None: the model is built from the
+            config of a transformers module, or from ``config``.
+        config: only without ``model``: content of a ``config.json``, if ``source`` has no config.
+        dtype: only without ``model``: float dtype of the weights; None keeps each tensor's dtype.
+        mesh: only without ``model``: mesh over which the weights are sharded.
+        rename: only with ``model``: table from names in ``source`` to the model's names,
+            ``{"fc.*": "layers.*"}``, with layouts if the order of axes differs, as for
+            ``maxjax.interop.nnx.load``; or a function of a name. None as a value ignores a tensor.
+        cast: only with ``model``: whether to convert between float widths; otherwise dtypes must be equal.
+        strict: only with ``model``: whether missing tensors, and tensors that match no weight, are errors.
+
+    Returns:
+        The Module with the weights: ``model``, or the model that was built.
 
     Raises:
-        UserInputError: there is neither a model nor a config, or arguments do not go together; a value is not an array.
+        UserInputError: there is neither a model nor a config, arguments do not fit together, or a value is
+            not an array.
         UnsupportedModelError: the config names a model that maxjax does not have.
         ValueError: names, shapes or dtypes do not match; the message lists all differences.
 
@@ -92,7 +96,7 @@ def from_torch(
     return model
 
 
-# Classes of PyTorch that hold a model → their attribute with it.
+# Classes of PyTorch that wrap a model → their attribute with the model.
 _HOLDERS = {
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
@@ -102,19 +106,19 @@ _HOLDERS = {
 
 
 def _inside(source: Any) -> Any:
-    """The module that torch.compile and the like have wrapped."""
+    """The module inside wrappers such as that of torch.compile."""
     while holder := _HOLDERS.get(type(source).__name__):
         source = getattr(source, holder)
     return source
 
 
 def _pretrained(source: Any, state: Mapping[str, Any], config: Any, dtype: Any, mesh: Any) -> Any:
-    """The model of a module of transformers."""
+    """Builds the model for a transformers module and loads the values."""
     if config is None:
         own = getattr(source, "config", None)
         if not callable(getattr(own, "to_dict", None)):
             raise UserInputError(
-                f"what model a {type(source).__name__} is, is not known: pass the Module to fill, "
+                f"cannot tell which model a {type(source).__name__} is: pass the Module to fill, "
                 "from_torch(source, model), or config="
             )
         config = {**own.to_dict(), "architectures": [type(source).__name__]}  # type: ignore[union-attr]
@@ -132,11 +136,13 @@ def _pretrained(source: Any, state: Mapping[str, Any], config: Any, dtype: Any, 
 
 
 def _renamed(state: Mapping[str, Any], model: Module, renaming: Renaming) -> dict[str, Any]:
-    """The tensors by the names of the model's weights."""
+    """The tensors under the names of the model's weights, converted by the table's layouts."""
     weights, found = model.raw_state_dict(), {}
     origin: dict[str, str] = {}
     for name, value in state.items():
-        for target, change, _ in renaming.routes(name):
+        for target, change, index in renaming.routes(name):
+            if index is not None:
+                raise NotImplementedError(STACKED.format(target))
             if target in found:
                 raise UserInputError(
                     f"'{origin[target]}' and '{name}' are both renamed to '{target}'"
@@ -151,6 +157,8 @@ def _renamed(state: Mapping[str, Any], model: Module, renaming: Renaming) -> dic
                     raise UserInputError(
                         f"the layout {change.text!r} does not fit the weight '{target}'"
                     )
+                if why := bound.misfit(array.shape):
+                    raise UserInputError(f"'{name}' does not fit '{target}': {why}")
                 found[target] = bound.apply(array)
             else:
                 found[target] = change.there(jax.numpy.asarray(array))

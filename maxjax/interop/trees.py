@@ -1,7 +1,7 @@
-"""Checkpoints into the modules of other libraries that are pytrees, as equinox's, and back.
+"""Loads checkpoints into pytrees, such as the modules of equinox, and returns their arrays under a checkpoint's names.
 
 The names of arrays are their paths: ``layers.0.weight`` in ``eqx.nn.MLP``, whose layers have torch's
-names and shapes. equinox itself is not imported.
+names and shapes. This module does not import equinox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..models.family import tensors as checkpoint_tensors
 from ..models.find import all_families
 from ..nn.layer import Module
 from .layouts import AxisLayout
-from .renaming import Renaming
+from .renaming import STACKED, Renaming
 
 T = TypeVar("T")
 
@@ -29,18 +29,18 @@ T = TypeVar("T")
 def load(
     tree: T, weights: Any, *, rename: Any = None, cast: bool = False, strict: bool = True
 ) -> T:
-    """Fills a pytree like ``tree`` with the values of a checkpoint in place of its arrays.
+    """Returns a pytree like ``tree`` whose arrays are replaced by the values of a checkpoint.
 
     Args:
-        tree: equinox module, or another pytree of arrays (also ``jax.ShapeDtypeStruct``); it is not changed. Leaves
-            that are not arrays stay.
+        tree: equinox module, or another pytree of arrays or ``jax.ShapeDtypeStruct``; it is not changed. Leaves
+            that are not arrays are kept.
         weights: path of a checkpoint in any format, a Weights cursor, a maxjax Module, or arrays by name.
-        rename: table from the checkpoint's names to paths, ``{"fc.*": "layers.*"}``, with layouts where axes lie
-            differently; None as a value leaves a tensor out.
+        rename: table from the checkpoint's names to paths, ``{"fc.*": "layers.*"}``, with layouts where the order
+            of axes differs; None as a value ignores a tensor. See ``maxjax.interop.nnx.load``.
         cast: whether to convert between float widths; otherwise dtypes must be equal.
-        strict: whether missing arrays and tensors that fit nowhere are errors.
+        strict: whether arrays without a tensor, and tensors without an array, are errors.
 
-    Axes of length 1 may be there or not: the bias of an equinox convolution is ``[O, 1, 1]``.
+    Shapes may differ in axes of length 1: the bias of an equinox convolution is ``[O, 1, 1]``.
 
     Raises:
         CheckpointMismatchError: names, shapes or dtypes do not fit; the message lists them.
@@ -63,13 +63,19 @@ def load(
         named = weights.state_dict() if isinstance(weights, Module) else weights
     arrays = _arrays(tree)
     values, problems = {}, []
+    origin: dict[str, str] = {}
     renaming = Renaming(rename)
     unexpected = []
     for name, value in named.items():
-        for target, change, _ in renaming.routes(name):
+        for target, change, index in renaming.routes(name):
+            if index is not None:
+                raise NotImplementedError(STACKED.format(target))
             if target not in arrays:
                 unexpected.append(target)
                 continue
+            if target in origin:
+                problems.append(f"'{target}' is filled by both '{origin[target]}' and '{name}'")
+            origin[target] = name
             found = _fitted(data_of(name, value), change, arrays[target], cast)
             if isinstance(found, str):
                 problems.append(f"'{target}' {found}")
@@ -93,10 +99,15 @@ def load(
 
 
 def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
-    """Returns the arrays of a pytree by a checkpoint's names, for ``load_state_dict`` or a writer.
+    """Returns the arrays of a pytree under a checkpoint's names, for ``load_state_dict`` or for saving.
 
     Args:
-        rename: the table of :func:`load`, whose layouts are inverted.
+        tree: pytree of arrays.
+        rename: the table that :func:`load` takes; its layouts are inverted.
+
+    Raises:
+        UserInputError: the table, or a layout or function in it, has no inverse; or two arrays that differ get
+            one name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,14 +115,21 @@ def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
         ['weight']
     """
     renaming, found = Renaming(rename), {}
+    names: dict[str, str] = {}
     for name, leaf in _arrays(tree).items():
         origin = renaming.origin(name)
-        found[origin.name] = _back(name, leaf, origin.change)
+        tensor = _back(name, leaf, origin.change)
+        before = found.setdefault(origin.name, tensor)
+        if before is not tensor and not np.array_equal(before, tensor):
+            raise UserInputError(
+                f"'{names[origin.name]}' and '{name}' are both '{origin.name}' in the checkpoint, and differ"
+            )
+        names[origin.name] = name
     return found
 
 
 def _back(name: str, leaf: Any, change: Any) -> Any:
-    """An array as the checkpoint's tensor."""
+    """Converts an array to the checkpoint's tensor."""
     if change is None:
         return leaf
     if not isinstance(change, AxisLayout):
@@ -129,7 +147,7 @@ def _back(name: str, leaf: Any, change: Any) -> Any:
 
 
 def _fitted(data: Any, change: Any, leaf: Any, cast: bool) -> Any:
-    """A tensor as the array that replaces a leaf, or what does not fit."""
+    """The array that replaces a leaf, made from a tensor; or a text that says what does not fit."""
     shape, dtype = tuple(leaf.shape), DType.of(leaf.dtype)
     if data.dtype is not dtype:
         if not (cast and data.dtype.is_float() and dtype.is_float()):
@@ -140,6 +158,8 @@ def _fitted(data: Any, change: Any, leaf: Any, cast: bool) -> Any:
         bound = change.of(shape)
         if bound is None:
             return f"has shape {shape}, which the layout {change.text!r} does not fit"
+        if why := bound.misfit(array.shape):
+            return f"does not fit: {why}"
         array = bound.apply(array)
     elif change is not None:
         array = np.asarray(change.there(array))

@@ -26,8 +26,8 @@ class AlbertConfig(BertConfig):
     """The settings of an ALBERT, with Hugging Face's defaults for missing keys.
 
     Attributes:
-        num_hidden_groups: number of sets of weights, each of as many layers in turn.
-        inner_group_num: number of layers in a set.
+        num_hidden_groups: number of sets of weights; each is used for the same number of layers.
+        inner_group_num: number of layers in a set of weights.
     """
 
     model_type = "albert"
@@ -40,7 +40,7 @@ class AlbertConfig(BertConfig):
 
 
 class AlbertAttention(EncoderAttention):
-    """Self-attention, and the norm of the sum."""
+    """Self-attention, the residual sum, and its norm."""
 
     names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "dense")
 
@@ -54,7 +54,7 @@ class AlbertAttention(EncoderAttention):
 
 
 class AlbertLayer(EncoderMLP):
-    """Attention, then the MLP that its ``ffn`` and ``ffn_output`` are, and the norm of the sum."""
+    """Attention, then the MLP of ``ffn`` and ``ffn_output``, the residual sum, and its norm."""
 
     names: ClassVar[tuple[str, ...]] = ("ffn", "ffn_output")
 

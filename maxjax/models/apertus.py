@@ -1,6 +1,6 @@
-"""Apertus: an MLP without a gate, whose activation function xIELU is learned; norms of queries and keys.
+"""Apertus: an MLP without a gate, with the learned activation function xIELU; norms of queries and keys.
 
-Sources: arXiv:2509.14233, of xIELU arXiv:2411.13010; transformers' ``modeling_apertus``.
+Sources: arXiv:2509.14233, for xIELU arXiv:2411.13010; transformers' ``modeling_apertus``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.apertus import APERTUS_GGUF
 
-# The numbers of xIELU: shapes, and values of a new model.
+# The learned numbers of xIELU: shapes and initial values.
 _NUMBERS = {
     "alpha_p": ((1,), math.log(math.expm1(0.8))), "alpha_n": ((1,), math.log(math.expm1(0.3))),
     "beta": ((), 0.5), "eps": ((), -1e-6),
@@ -53,10 +53,10 @@ class ApertusConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing.
+        """Checks the settings; no value is derived.
 
         Raises:
-            UnsupportedModelError: the activation function is not xIELU, or norms are at other places.
+            UnsupportedModelError: the activation function is not xIELU, or the norms are elsewhere.
         """
         if raw.get("qk_norm") is False or raw.get("post_norm"):
             raise UnsupportedModelError("'qk_norm' false, or 'post_norm' true, of an Apertus")
@@ -88,7 +88,7 @@ class XIELU(Module):
             setattr(self, name, Weight(name, dtype, shape, DeviceRef.CPU()))
 
     def initializer(self, name: str) -> Any:
-        """The values of a new model."""
+        """Initialises a number to its value in a new model."""
         return jax.nn.initializers.constant(_NUMBERS[name][1])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -110,12 +110,12 @@ class ApertusMLP(PlainMLP):
         self.act_fn = XIELU(dtype)
 
     def activated(self, x: jax.Array) -> jax.Array:
-        """xIELU."""
+        """Applies xIELU."""
         return self.act_fn(x)
 
 
 class ApertusLayer(DecoderLayer):
-    """A layer whose norms are called by what follows them."""
+    """A layer whose norms are named after what follows them: attention and feed-forward."""
 
     input_layernorm = alias("attention_layernorm")
     post_attention_layernorm = alias("feedforward_layernorm")

@@ -23,7 +23,7 @@ from .encoder.model import Encoder, EncoderOutput, with_head
 from .family import Family
 
 BertOutput = EncoderOutput
-"""EncoderOutput, under its earlier name."""
+"""The former name of EncoderOutput."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class BertSelfAttention(Module):
 
 
 class BertResidual(Module):
-    """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded first."""
+    """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded before the norm."""
 
     def __init__(self, in_dim: int, config: EncoderConfig, types: Types):
         super().__init__()

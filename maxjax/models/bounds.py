@@ -1,7 +1,7 @@
 """Checks the numbers of a configuration against the tensors of its checkpoint.
 
-A number that is too large would cost memory and time before it is seen not to fit (tables of RoPE, a
-Module for each layer and expert), so it is compared with the tensors first.
+A number that is too large would cost memory and time (RoPE tables, a Module for each layer and
+expert) before anything shows that it does not fit, so it is compared with the tensors first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def check_bounds(
     *,
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Compares those numbers of a configuration that count something in its tensors.
+    """Compares the numbers of a configuration with the lengths and layers of the tensors that they count.
 
-    Values that are not integers are left to :meth:`ModelConfig.from_dict`, which names them too.
+    Values that are not integers are left to :meth:`ModelConfig.from_dict`, which reports them.
 
     Args:
         config: class of the configuration, whose fields say what they count (``setting(held=...)``).
@@ -37,7 +37,7 @@ def check_bounds(
         path: path of the file, for messages.
 
     Raises:
-        CheckpointMismatchError: a number is more than the tensors hold; the message has both.
+        CheckpointMismatchError: a number is larger than the tensors allow; the message has both.
 
     Example:
         >>> from maxjax.models import LlamaConfig

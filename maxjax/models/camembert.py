@@ -1,4 +1,4 @@
-"""CamemBERT: a RoBERTa for French, in files that name it so.
+"""CamemBERT: a RoBERTa for French, whose files have names of their own.
 
 Source: arXiv:1911.03894.
 """

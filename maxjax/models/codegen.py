@@ -1,4 +1,4 @@
-"""CodeGen: a GPT-J whose files have queries, values and keys in one linear layer, as four devices held it.
+"""CodeGen: a GPT-J with one linear layer for queries, values and keys, in four parts (once one for each device).
 
 Source: arXiv:2203.13474; transformers' ``modeling_codegen``.
 """
@@ -18,7 +18,7 @@ from ..nn.linear import Linear, linear_rules
 from .decoder.config import DecoderConfig
 from .gptj import GPTJ, GPTJ_FAMILY, GPTJAttention, GPTJBlock, GPTJConfig
 
-# The parts of ``qkv_proj``: each has the queries, values and keys of its heads.
+# Number of parts of ``qkv_proj``; each has the queries, values and keys of its heads.
 _DEVICES = 4
 
 
@@ -64,7 +64,7 @@ class CodeGenAttention(GPTJAttention):
 
 
 class CodeGenBlock(GPTJBlock):
-    """The same with CodeGen's attention."""
+    """A :class:`GPTJBlock` with CodeGen's attention."""
 
     attention_class: ClassVar[Any] = CodeGenAttention
 

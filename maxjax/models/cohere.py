@@ -1,7 +1,7 @@
 """Command-R, Command-R+ (``cohere``), Command-A and R7B (``cohere2``): attention beside the MLP.
 
-Both have one norm for a layer, LayerNorm without bias, and RoPE of neighbouring pairs. The layers of
-``cohere2`` that see all tokens have no RoPE, the others a sliding window.
+Both have one norm in a layer, a LayerNorm without bias, and RoPE that rotates neighbouring features.
+In ``cohere2``, layers with full attention have no RoPE, and the others have a sliding window.
 
 Sources: transformers' ``modeling_cohere`` and ``modeling_cohere2``; arXiv:2504.00698.
 """
@@ -70,7 +70,7 @@ class Cohere2Config(CohereConfig):
 
 
 class CohereAttention(DecoderAttention):
-    """Self-attention whose norms of queries and keys, if it has them, differ from head to head."""
+    """Self-attention whose norms of queries and keys, if there are any, have separate weights for each head."""
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes the projections and the norms of each head."""

@@ -16,7 +16,7 @@ from ..storage.strict_json import load_json
 # JAX indexes with 32-bit integers, so no size in a configuration can be larger.
 MAX_SIZE = 2**31 - 1
 
-# Of so many labels a head has one score each.
+# Maximum number of labels of a classification head.
 _MAX_LABELS = 1 << 20
 
 
@@ -27,7 +27,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointFormatError: the file is not JSON, has a key twice, or does not hold an object.
         CheckpointError: the file is missing, unreadable, or over a limit.
     """
-    # Some published configurations hold Infinity; numbers that are used are checked below.
+    # Some published configurations hold Infinity; ``from_dict`` checks the numbers that are used.
     value = load_json(path, allow_nan=True)
     if not isinstance(value, dict):
         found = type(value).__name__
@@ -52,7 +52,7 @@ def setting(
         minimum, maximum: range of a number, both ends included.
         held: what the number counts in the checkpoint's tensors, which therefore limit it: "axis"
             (the length of an axis) or "layers" (the layers in their names).
-        also: other keys for the same setting, in files without the first.
+        also: other keys for the same setting, used if the file does not have the first.
     """
     metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
     return dataclasses.field(default=default, metadata=metadata)
@@ -82,7 +82,7 @@ class ModelConfig:
     # ``model_type`` of the files that a class reads, and the class of each model type.
     model_type: ClassVar[str] = ""
     by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
-    # Values of keys that a file leaves out, for keys where null means something else.
+    # Values for keys that a file does not have, where null in a file means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -105,14 +105,14 @@ class ModelConfig:
 
     @classmethod
     def value(cls, raw: Mapping[str, Any], name: str) -> Any:
-        """What a file says of a field, under whichever of its keys; the default if it says nothing."""
+        """The value of a field in a file, under any of the field's keys; the default if the file has none."""
         field = cls.__dataclass_fields__[name]
         found = raw.get(_key(field, raw))
         return field.default if found is None else found
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The object that holds a file's numbers, and the keys of numbers that its model does not use."""
+        """For ``check_bounds``: the settings to compare with the tensors, and keys that the model ignores."""
         return raw, frozenset()
 
     @classmethod
@@ -172,7 +172,7 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value of a file for a message: shortened, and only the type of a list."""
+    """A value of a file as text for a message, shortened; for lists and objects only the type's name."""
     if not isinstance(value, (str, int, float, bool)):
         return type(value).__name__
     # Cut before repr: a string of a file can be megabytes long.
@@ -181,7 +181,7 @@ def short(value: Any, limit: int = 60) -> str:
 
 
 def labels_of(raw: Mapping[str, Any]) -> int:
-    """The labels of a classification head: those that are listed, or ``num_labels``; 2 if the file does not say."""
+    """The number of labels of a classification head: of ``id2label``, else ``num_labels``, else 2."""
     listed = raw.get("id2label")
     if isinstance(listed, Mapping) and 0 < len(listed) <= _MAX_LABELS:
         return len(listed)

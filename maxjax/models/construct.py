@@ -42,12 +42,13 @@ def build(
     the same dtype and shape. Then they are compared, up to the first value that differs.
 
     Args:
-        weights: checkpoint, of which only headers are read; or arrays by a checkpoint's names, with a ``config``.
+        weights: checkpoint, of which only headers are read; or arrays by a checkpoint's tensor names,
+            which need a ``config``.
         config: content of a ``config.json``, or its path; by default the one in the directory of
             the weights, or the metadata of a GGUF file.
-        dtype: dtype of all weights; None keeps each tensor's own from the checkpoint, also
-            quantised ones in layers that compute with them. Loading another dtype than the
-            file's needs ``load_state_dict(..., cast=True)``.
+        dtype: dtype of all weights; None keeps each tensor's dtype in the checkpoint, and keeps
+            tensors quantised in layers that compute with quantised weights. To load a dtype that
+            differs from the file's, pass ``load_state_dict(..., cast=True)``.
         reduce_dtype: dtype in which norms, softmax and pooling are computed; decoders always use
             float32.
         stacked: whether the layers of a decoder are a LayerStack, compiled once, or each has
@@ -58,7 +59,8 @@ def build(
 
     Raises:
         UnsupportedModelError: the configuration names an architecture that maxjax does not support.
-        CheckpointError: the configuration is missing or invalid.
+        CheckpointError: the configuration is missing or invalid, or does not fit the tensors.
+        UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool.
     """
     given = not isinstance(weights, Weights)
     if isinstance(weights, GGUFWeights):
@@ -112,7 +114,7 @@ def build(
 def _main(found: Mapping[str, WeightData]) -> DType:
     """The dtype of activations: the dtype of most values, or float32 if any are quantised."""
     if any(data.is_packed for data in found.values()):
-        return DType.float32  # the few float tensors of such a file do not tell the others' range
+        return DType.float32  # its few float tensors do not show the range of the quantised ones
     return main_dtype(found) or DType.float32
 
 
@@ -129,14 +131,14 @@ def _config(
 
         return config_of(weights), Path(weights._path)
     if not isinstance(weights, Weights):
-        raise UserInputError("arrays by name do not say what model they are of: pass its config")
+        raise UserInputError("arrays alone do not say which model they are of: pass its config")
     with weights._beside.files("config.json") as folder:
         path = config_beside(folder)
         return read_object(path), path
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:
-    """Finds a checkpoint's ``config.json``: in its directory, for Orbax in its step's directory.
+    """Finds a checkpoint's ``config.json``: in its directory, or for Orbax in the directory of the step.
 
     Raises:
         CheckpointMissingError: there is no such file.

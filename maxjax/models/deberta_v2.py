@@ -1,4 +1,4 @@
-"""DeBERTa V2 and V3: a BERT whose scores are of contents and of distances.
+"""DeBERTa V2 and V3: a BERT whose attention scores depend on contents and on distances.
 
 Attributes are named as in Hugging Face's checkpoints. Sources: arXiv:2006.03654, arXiv:2111.09543.
 """
@@ -32,11 +32,11 @@ class DebertaV2Config(BertConfig):
     """The settings of a DeBERTa V2 or V3.
 
     Attributes:
-        max_relative_positions: the largest distance; ``max_position_embeddings`` by default.
-        position_buckets: number of classes of distances in one direction; -1: each has its own.
-        position_biased_input: whether positions have embeddings too.
+        max_relative_positions: largest distance; ``max_position_embeddings`` by default.
+        position_buckets: number of classes of distances in one direction; -1: each distance is a class.
+        position_biased_input: whether position embeddings are added to the token embeddings.
         share_att_key: whether distances use the linear layers of queries and keys.
-        norm_rel_ebd: "layer_norm": the embeddings of distances are normalised.
+        norm_rel_ebd: "layer_norm" if the embeddings of distances are normalised.
         pos_att_type: which of "c2p" and "p2c" are added to the scores of contents.
     """
 
@@ -54,7 +54,7 @@ class DebertaV2Config(BertConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The kinds of scores.
+        """Reads ``pos_att_type``: the terms of the scores.
 
         Raises:
             UnsupportedModelError: there is a convolution (V2 xlarge), or no embeddings of distances.
@@ -66,14 +66,15 @@ class DebertaV2Config(BertConfig):
             raise UnsupportedModelError("'conv_kernel_size' of a DeBERTa, a convolution")
         kinds = raw.get("pos_att_type") or ()
         kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
-        found = tuple(kind.strip() for kind in kinds if isinstance(kind, str))
-        if not isinstance(kinds, (list, tuple)) or len(found) < len(kinds) or {*found} - {*KINDS}:
+        is_list = isinstance(kinds, (list, tuple))
+        found = tuple(kind.strip() for kind in kinds if isinstance(kind, str)) if is_list else ()
+        if not is_list or len(found) < len(kinds) or {*found} - {*KINDS}:
             raise ValueError("'pos_att_type' must be of 'c2p' and 'p2c'")
         return {"pos_att_type": found}
 
     @property
     def span(self) -> int:
-        """R/2, the classes of distances in one direction."""
+        """R/2, the number of classes of distances in one direction."""
         return self.position_buckets if self.position_buckets > 0 else self.farthest
 
     @property
@@ -83,7 +84,7 @@ class DebertaV2Config(BertConfig):
         return farthest if farthest > 0 else self.max_position_embeddings
 
     def classes(self, length: int) -> Any:
-        """The class of the distance of each query and key, ``[T, T]``."""
+        """The class of the distance between each query and key, ``[T, T]``."""
         return classes(length, self.span, self.farthest if self.position_buckets > 0 else None)
 
 
@@ -98,7 +99,7 @@ class DebertaV2Layer(BertLayer):
 
 
 class DebertaV2Encoder(Module):
-    """The layers, and the embeddings of distances that they share."""
+    """The layers, and the embedding table of distances that they share."""
 
     def __init__(self, config: DebertaV2Config, types: Types):
         super().__init__()
@@ -122,7 +123,7 @@ class DebertaV2Encoder(Module):
 
 
 class DebertaV2Pooler(Pooler):
-    """The layer between the first token's state and the scores."""
+    """The linear layer between the first token's state and the layer of the scores."""
 
     activation: ClassVar[str] = "gelu"
 
@@ -151,7 +152,7 @@ class DebertaV2Model(Encoder):
         return self.encoder(self.embeddings(input_ids, types, positions), mask)
 
     def leaves_out(self, name: str) -> bool:
-        """Files may have embeddings of positions without a use."""
+        """Whether a tensor is an unused table of position embeddings, which some files have."""
         return self.embeddings.position_embeddings is None and ".position_embeddings." in name
 
 

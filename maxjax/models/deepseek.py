@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, Kimi K2 and Moonlight: latent attention, and experts after the first layers.
+"""DeepSeek V2, V3 and R1, Kimi K2 and Moonlight: latent attention, and experts in all but the first layers.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v2`` and ``_v3``.
 """
@@ -26,13 +26,13 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
     """The settings of a DeepSeek V3.
 
     Attributes:
-        n_shared_experts: number of experts that every token goes through, which are one MLP.
+        n_shared_experts: number of experts that every token goes through; together they are one MLP.
     """
 
     model_type = "deepseek_v3"
     unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
     first_dense: ClassVar[int] = 3
-    # How experts are chosen, and whether only from the best groups.
+    # The supported values of ``topk_method``, and whether experts are chosen only from the best groups.
     methods: ClassVar[Mapping[str, bool]] = {"noaux_tc": True}
 
     max_position_embeddings: int = setting(default=4096, minimum=1)
@@ -55,7 +55,7 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with experts, the shared one's size, and the scale of scores with YaRN's factor."""
+        """The layers with experts, the size of the shared MLP, and the scale of scores, which depends on YaRN."""
         scoring = raw.get("scoring_func", cls.scoring)
         if scoring != cls.scoring:
             raise UnsupportedModelError(
@@ -126,7 +126,7 @@ class DeepseekV2Config(DeepseekV3Config):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`DeepseekV3Config.derived`; shares are not normalised."""
+        """:meth:`DeepseekV3Config.derived`; files with normalised shares are refused."""
         if raw.get("norm_topk_prob"):
             raise UnsupportedModelError("'norm_topk_prob' of a deepseek_v2")
         return super().derived(raw)
@@ -152,7 +152,7 @@ class DeepseekV2(Decoder):
 
 
 class DeepseekV3(Decoder):
-    """A DeepSeek V3 language model; R1, Kimi K2 and Moonlight are such.
+    """A DeepSeek V3 language model; also R1, Kimi K2 and Moonlight.
 
     Example:
         >>> config = DeepseekV3Config(100, 8, 16, num_layers=4, num_heads=2, kv_lora_rank=6,
@@ -170,9 +170,9 @@ DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily.of(DeepseekV2, DeepseekV2Conf
 DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily.of(
     DeepseekV3, DeepseekV3Config,
     gguf=DEEPSEEK_GGUF,
-    # Kimi K2.5 and later see: their text model is this one.
+    # Kimi K2.5 and later are multimodal, and their text model is a DeepSeek V3.
     ignored=(*KNOWN, "mm_projector.*"),
     sight=SIGHT,
 )  # fmt: skip
-# Kimi K2's files name DeepSeek's architecture, and this model type.
+# Kimi K2's files name DeepSeek's architecture, but a model type of their own.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

@@ -1,4 +1,4 @@
-"""DistilBERT: half of a BERT's layers, without token types and pooler. Attributes are named as in its checkpoints.
+"""DistilBERT: a BERT with half the layers, and no token types or pooler. Attributes are named as in its checkpoints.
 
 Source: arXiv:1910.01108.
 """
@@ -23,7 +23,7 @@ from .family import Family
 
 @dataclass(frozen=True)
 class DistilBertConfig(EncoderConfig):
-    """The settings of a DistilBERT, whose keys have names of their own."""
+    """The settings of a DistilBERT, whose files have other keys than BERT's."""
 
     model_type = "distilbert"
 
@@ -39,7 +39,7 @@ class DistilBertConfig(EncoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Newer files may have the usual names of these keys."""
+        """Sizes under the usual keys, which newer files may have."""
         usual = {"dim": "hidden_size", "hidden_dim": "intermediate_size",
                  "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}  # fmt: skip
         return {own: raw[key] for own, key in usual.items() if own not in raw and key in raw}
@@ -58,7 +58,7 @@ class DistilBertMLP(EncoderMLP):
 
 
 class DistilBertLayer(EncoderLayer):
-    """A layer, its norms after the sums."""
+    """A layer with norms after the residual sums."""
 
     names = ("attention", "sa_layer_norm", "ffn", "output_layer_norm")
 

@@ -1,6 +1,6 @@
 """ELECTRA: a BERT whose embeddings may be narrower than its hidden states, and which has no pooler.
 
-Its head has a layer of its own. Attributes are named as in Hugging Face's checkpoints.
+Its classification head has two linear layers. Attributes are named as in Hugging Face's checkpoints.
 
 Source: arXiv:2003.10555.
 """
@@ -59,7 +59,7 @@ class ElectraModel(BertModel):
         self.encoder = BertEncoder(config, types)
 
     def make_head(self, config: ElectraConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with a layer of its own."""
+        """Makes ``classifier``, a head with two linear layers."""
         self.classifier = ElectraHead(config, types)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

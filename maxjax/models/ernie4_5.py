@@ -18,7 +18,7 @@ from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
 
 @dataclass(frozen=True)
 class Ernie45Config(DecoderConfig):
-    """The settings of an ERNIE 4.5: all linear layers have biases, or none."""
+    """The settings of an ERNIE 4.5: either all linear layers of a layer have biases, or none."""
 
     model_type = "ernie4_5"
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts, which are balanced for the choice; some layers have none.
+"""ERNIE 4.5 with experts in some layers; a bias balances how often experts are chosen.
 
 Source: ERNIE 4.5 Technical Report; transformers' ``modeling_ernie4_5_moe``.
 """
@@ -30,9 +30,9 @@ class Ernie45MoEConfig(MoEConfig):
     """The settings of an ERNIE 4.5 with experts.
 
     Attributes:
-        n_shared: number of experts' widths that the shared expert has.
-        norm_min: the least number that shares are divided by.
-        first, interval: where layers with experts begin, and of how many layers there one has them.
+        n_shared: width of the shared MLP, as a multiple of an expert's.
+        norm_min: lower bound of the sum that shares are divided by.
+        first, interval: index from which layers may have experts, and n, where every n-th of these has.
     """
 
     model_type = "ernie4_5_moe"
@@ -63,7 +63,7 @@ class Ernie45MoEConfig(MoEConfig):
         """The layers with experts.
 
         Raises:
-            ValueError: a number that says which these are is no integer.
+            ValueError: a setting that gives these layers is not an integer in range.
         """
         keys = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
         given = {
@@ -80,7 +80,7 @@ class Ernie45MoEConfig(MoEConfig):
 
 
 class Statics(Module):
-    """The numbers that balance the experts, as files hold them: ``[1, X]``."""
+    """The bias that balances how often experts are chosen, in the files' shape ``[1, X]``."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -89,12 +89,12 @@ class Statics(Module):
         )
 
     def __call__(self) -> jax.Array:
-        """The numbers ``[X]``."""
+        """The bias ``[X]``."""
         return self.e_score_correction_bias.__jax_array__()[0]
 
 
 class Ernie45MLP(SparseMLP):
-    """Experts whose softmax is balanced for the choice, and an MLP for all tokens."""
+    """Experts that are chosen by softmax plus a balancing bias, and an MLP that every token goes through."""
 
     shared_name: ClassVar[str] = "shared_experts"
 
@@ -103,12 +103,12 @@ class Ernie45MLP(SparseMLP):
         self.moe_statics = Statics(config.num_experts)
 
     def routes(self, config: Any) -> Routing:
-        """The softmax, whose shares are normalised."""
+        """A softmax over all experts; the chosen shares are normalised."""
         count = config.num_experts_per_tok
         return Routing(count, "softmax", normalised=True, least=config.norm_min, wide=True)
 
     def correction(self) -> jax.Array:
-        """The balancing numbers."""
+        """The balancing bias."""
         return self.moe_statics()
 
 

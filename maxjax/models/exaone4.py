@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP and of each head, and RoPE only in sliding layers, if there are any.
+"""EXAONE 4: norms after attention and MLP and of each head; if there are sliding layers, only they have RoPE.
 
 Source: arXiv:2507.11407; transformers' ``modeling_exaone4``.
 """
@@ -31,18 +31,18 @@ class Exaone4Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with the sliding window; the others have no RoPE, where there is a window."""
+        """The layers with the sliding window. If the model has a window, the other layers have no RoPE."""
         layers, window = layers_of(raw), raw.get("sliding_window")
         slides = slides_of(raw, _pattern(raw.get("sliding_window_pattern"), layers))
         found = {"attention_bias": False, "mlp_bias": False}
         if window is None:
             return {**found, "slides": (False,) * layers}
-        # A window that no layer uses still takes RoPE from all of them.
+        # If a window is set but no layer uses it, no layer has RoPE.
         return {**found, "rotates": slides, **windowed(slides, window)}
 
 
 def _pattern(given: Any, layers: int) -> Sequence[bool]:
-    """Whether layers slide: all but every n-th, or as letters say ("LLLG": three local, one global)."""
+    """Whether each layer slides: all but every n-th, or by letters ("LLLG": three local layers, one global)."""
     if given is None or given == 0:
         return [False] * layers
     if isinstance(given, str) and given and set(given) <= set("LG"):

@@ -27,10 +27,10 @@ class FalconConfig(DecoderConfig):
     Attributes:
         intermediate_size: inner features of the MLP; ``4 · hidden_size`` by default.
         bias: whether the linear layers of attention and MLP have biases.
-        new_decoder_architecture: whether it is one like the 40B, with groups of query heads.
-        multi_query: whether one of the first kind has one KV head.
-        parallel_attn: whether attention and MLP of one of the first kind are in parallel.
-        num_ln_in_parallel_attn: number of norms in a layer of the new kind.
+        new_decoder_architecture: whether the model is built like the 40B, with grouped KV heads.
+        multi_query: whether a model of the old architecture has one KV head.
+        parallel_attn: whether attention and MLP are in parallel in the old architecture.
+        num_ln_in_parallel_attn: number of norms in a layer of the new architecture.
     """
 
     model_type = "falcon"
@@ -65,10 +65,10 @@ class FalconConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing; a Falcon-RW is refused.
+        """Refuses a Falcon-RW; no value is derived.
 
         Raises:
-            UnsupportedModelError: the model has ALiBi in place of RoPE.
+            UnsupportedModelError: the model has ALiBi instead of RoPE.
         """
         if raw.get("alibi"):
             raise UnsupportedModelError("'alibi' of a Falcon, a bias of scores in place of RoPE")
@@ -76,7 +76,7 @@ class FalconConfig(DecoderConfig):
 
 
 class _FalconParts(GroupedParts):
-    """What all kinds of layers have, by the names of the files."""
+    """Mixin with the attribute names that all kinds of layers have in Falcon's files."""
 
     self_attn = alias("self_attention")
 
@@ -97,7 +97,7 @@ class FalconTwoNormLayer(_FalconParts, ParallelLayer):
 
 
 def layer(config: FalconConfig, number: int, dtype: DType) -> DecoderLayer:
-    """A layer of the kind that the configuration names."""
+    """Makes a layer of the kind that the configuration has."""
     if config.new_decoder_architecture:
         two = config.num_ln_in_parallel_attn == 2
         return (FalconTwoNormLayer if two else FalconParallelLayer)(config, number, dtype)
@@ -126,10 +126,10 @@ class Falcon(Decoder):
 
 @dataclass(frozen=True)
 class _Family(DecoderFamily):
-    """A GGUF file has one name for the norm of the MLP and for that of both."""
+    """A family whose GGUF files have one name for the MLP's norm and for the norm of both parts."""
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`Family.adapt`, with those of the two norms that the layers have."""
+        """:meth:`Family.adapt`, which then drops the one of the two norms that the layers do not have."""
         found = super().adapt(checkpoint)
         both = any(".ln_attn." in name for name in found)
         if any(".input_layernorm." in n for n in found) and any(".ln_mlp." in n for n in found):

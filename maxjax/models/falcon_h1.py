@@ -33,10 +33,10 @@ class FalconH1Config(Mamba2Parts):
     """The settings of a Falcon-H1.
 
     Attributes:
-        key_multiplier, attention_in_multiplier, attention_out_multiplier: factors of keys, and of what
-            enters and leaves attention.
-        ssm_in_multiplier, ssm_out_multiplier: factors of what enters and leaves Mamba 2.
-        ssm_multipliers: factors of its gates, inputs, b, c and time steps.
+        key_multiplier, attention_in_multiplier, attention_out_multiplier: factors of the keys, and of
+            the inputs and results of attention.
+        ssm_in_multiplier, ssm_out_multiplier: factors of the inputs and results of Mamba 2.
+        ssm_multipliers: factors of Mamba 2's gates, inputs, b, c and time steps.
         mlp_multipliers: factors of the MLP's gates and results.
     """
 
@@ -60,13 +60,13 @@ class FalconH1Config(Mamba2Parts):
     mlp_multipliers: tuple = own((1.0,) * 2)
 
     def make_mamba(self) -> Mamba2Settings:
-        """The settings of a mixer, which has a norm or none, and a bias of its own at its end."""
+        """The settings of the mixer, whose norm and output bias have settings of their own."""
         place = "before" if self.mamba_norm_before_gate else "after"
         place = place if self.mamba_rms_norm else "none"
         return replace(super().make_mamba(), norm=place, out_bias=self.projectors_bias)
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """Keys and values, and what Mamba 2 keeps."""
+        """The keys and values of attention, and the states of Mamba 2."""
         return {**super().states(number), Mamba2Mixer.group: Mamba2Mixer.kept(self)}
 
     @classmethod
@@ -83,7 +83,7 @@ class FalconH1Config(Mamba2Parts):
 
 
 class FalconH1Mixer(Mamba2Mixer):
-    """Mamba 2, of which each part of the projection has a factor."""
+    """Mamba 2 with a factor for each part of the input projection's result."""
 
     def __init__(self, config: FalconH1Config, dtype: DType):
         super().__init__(config, dtype)
@@ -100,7 +100,7 @@ class FalconH1Mixer(Mamba2Mixer):
 
 
 class FalconH1Attention(DecoderAttention):
-    """Attention, whose keys have a factor."""
+    """Attention whose keys are multiplied by a factor."""
 
     def __init__(self, config: FalconH1Config, slides: bool, dtype: DType):
         super().__init__(config, slides, dtype)
@@ -113,7 +113,7 @@ class FalconH1Attention(DecoderAttention):
 
 
 class FalconH1MLP(MLP):
-    """An MLP, whose gates and results have factors."""
+    """An MLP whose gates and results are multiplied by factors."""
 
     def __init__(self, config: FalconH1Config, dtype: DType):
         super().__init__(
@@ -136,7 +136,7 @@ class FalconH1Layer(DecoderLayer):
     mlp = alias("feed_forward")
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes both."""
+        """Makes attention and Mamba 2."""
         super().make_mixer(config, number, dtype)
         self.mamba = FalconH1Mixer(config, dtype)
         self.factors = (
@@ -149,7 +149,7 @@ class FalconH1Layer(DecoderLayer):
         return FalconH1MLP(config, dtype)
 
     def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes the norms before both, and before the MLP."""
+        """Makes the norm before attention and Mamba 2, and the norm before the MLP."""
         self.input_layernorm, self.pre_ff_layernorm = norm(config, dtype), norm(config, dtype)
 
     def __call__(

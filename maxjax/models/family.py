@@ -35,7 +35,7 @@ _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
 
 def block_weights(model: Module) -> set[int]:
-    """ids of the Weights below a Module that may be quantised: those of layers that compute with blocks."""
+    """The ``id`` of each Weight of a Module that may stay quantised: its layer computes with quantised values."""
     modules: list[Any] = [module for _, module in model.named_modules()]
     takes = [module for module in modules if type(module) in _TAKES_BLOCKS]
     return {id(module.weight) for module in takes if hasattr(module, "weight")}
@@ -47,7 +47,7 @@ class Family:
 
     Attributes:
         model_type: ``model_type`` in a ``config.json`` of this family.
-        architectures: names in ``architectures`` of a ``config.json`` whose weights it can read.
+        architectures: names that ``architectures`` of a ``config.json`` has for models of the family.
         config: dataclass of its settings.
         make: ``make(config, names, dtype, reduce_dtype)`` → a lazy Module, where ``names``
             are the checkpoint's tensors after :meth:`adapt`: optional parts are built
@@ -57,11 +57,11 @@ class Family:
         ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
-        gguf: the family's GGUF files; None: there are none.
-        bare: prefix that checkpoints of the model without its head leave out of tensor names, and
-            how their names begin then.
-        only: settings that a ``config.json`` of this family has; without them, files of these names
-            are another family's.
+        gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
+        bare: (prefix, starts): checkpoints of the model without its head leave the prefix out of
+            tensor names, which then begin with one of ``starts``.
+        only: (key, value) of settings that a ``config.json`` must have to be of this family, where
+            another family has the same names.
     """
 
     model_type: str
@@ -85,13 +85,13 @@ class Family:
         *architectures: str,
         **settings: Any,
     ) -> Self:
-        """The family of a model's class and its configuration, which has the ``model_type``.
+        """Makes the family of a model class and its configuration class, which has the ``model_type``.
 
         Args:
-            model: the class; :meth:`PretrainedModel.of_checkpoint` is ``make``.
+            model: class of the model, whose :meth:`~PretrainedModel.of_checkpoint` is the family's ``make``.
             config: dataclass of its settings.
-            architectures: as of a ``Family``; by default what transformers calls a language model of
-                the class's name and its base model.
+            architectures: as in :class:`Family`; by default the class's name with ``ForCausalLM`` and
+                with ``Model``, as transformers names language models and their base models.
             settings: further attributes of the family.
 
         Raises:
@@ -123,11 +123,11 @@ class Family:
         *architectures: str,
         **changes: Any,
     ) -> Self:
-        """The family of another class, whose files have the same tensors but for ``changes``.
+        """Makes the family of another model class, whose files differ from this family's by ``changes`` only.
 
         Args:
             model, config, architectures: as for :meth:`of`.
-            changes: attributes of the family that are others.
+            changes: attributes of the family with other values.
         """
         one = Family.of(model, config, *architectures)
         return dataclasses.replace(
@@ -136,11 +136,11 @@ class Family:
         )  # fmt: skip
 
     def claims(self, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` has the settings of this family, whatever name it gives."""
+        """Whether a ``config.json`` has the settings that ``only`` requires; its names are not compared."""
         return all(config.get(key) == value for key, value in self.only)
 
     def name(self, tensor: str) -> str | None:
-        """The model's name of a checkpoint tensor, or None if the tensor is ignored."""
+        """The model's name for a checkpoint tensor, or None if the tensor is ignored."""
         for prefix in self.prefixes:
             if tensor.startswith(prefix):
                 tensor = tensor[len(prefix) :]
@@ -156,7 +156,7 @@ class Family:
         return tensor
 
     def is_bare(self, names: Iterable[str]) -> bool:
-        """Whether tensors of these names are the model without its head, and nothing else."""
+        """Whether a checkpoint with these tensor names holds only the model without its head (``bare``)."""
         starts = self.bare[1]
         kept = [name for name in names if self.name(name) is not None]
         return bool(starts and kept) and all(name.startswith(starts) for name in kept)
@@ -167,21 +167,21 @@ class Family:
         return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
 
     def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors of a checkpoint, with one for each weight, by the checkpoint's names.
+        """Splits tensors that hold several weights, such as all experts of a layer, into one for each weight.
 
-        They are those of the checkpoint but where its files hold several weights as one tensor.
+        Names are spelled as in the checkpoint. In most families no tensor is split.
         """
         return dict(checkpoint)
 
     def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-        """The tensors of a model by the names, and in the shapes, of the family's files.
+        """The inverse of :meth:`apart`: joins weights that the family's files hold as one tensor.
 
-        They are those of the model but where its files hold several weights as one tensor.
+        In most families no tensors are joined.
         """
         return dict(tensors)
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a checkpoint by the model's names of its weights.
+        """The values of a checkpoint under the model's names; ignored tensors are left out.
 
         Raises:
             CheckpointFormatError: two tensors have the same name in the model.
@@ -204,8 +204,8 @@ class Family:
 def tensors(weights: Weights) -> dict[str, WeightData]:
     """The tensors below a ``Weights`` cursor, by their names relative to it; nothing is read.
 
-    At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints. Elsewhere
-    parts of names that belong to wrappers are left out (:func:`unwrapped`).
+    At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints. In other
+    files, the parts of names that PyTorch's wrappers add are removed (:func:`unwrapped`).
     """
     if isinstance(weights, GGUFWeights) and not weights.name:
         from .gguf import hf_tensors
@@ -214,18 +214,18 @@ def tensors(weights: Weights) -> dict[str, WeightData]:
     return unwrapped(dict(weights._named_data()))
 
 
-# What wrappers of PyTorch put into the names of the model inside: torch.compile, FSDP and activation
-# checkpoints in any place, DataParallel and averaged models at the front.
+# What PyTorch's wrappers add to the names of the wrapped model: torch.compile, FSDP and activation
+# checkpointing anywhere in a name, DataParallel and averaged models at its start.
 _WRAPPERS = re.compile(
     r"\A(?:module\.)+|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 
 
 def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
-    """Tensors by the names that they have without wrappers of PyTorch around the model or its layers.
+    """Removes the parts that PyTorch's wrappers of a model or its layers add to tensor names.
 
-    Where Lightning saved a model as its ``model``, one of the two "model." of each name goes as well.
-    Names that would be those of two tensors stay.
+    Where Lightning saved a model as its attribute ``model``, one "model." is removed from each name too.
+    If two tensors would get the same name, all names stay as they are.
 
     Example:
         >>> unwrapped({"module._orig_mod.model.norm.weight": 1, "module._orig_mod.lm_head.weight": 2})
@@ -273,7 +273,7 @@ class PretrainedModel(Module):
 
     @property
     def hf_config(self) -> dict[str, Any] | None:
-        """The content of the ``config.json`` it was built with, or None; a new dict each time.
+        """The content of the ``config.json`` that the model was built with, or None; a new dict each time.
 
         ``architectures`` names what the model holds: the base model's class if it has no head.
         """
@@ -297,12 +297,14 @@ class PretrainedModel(Module):
         are dequantised for a weight that is not quantised.
 
         Args:
+            state_dict: a Weights cursor, or arrays by the checkpoint's names.
             tie: what to do with a tied model's head if ``state_dict`` holds both it and the
                 embedding table: None refuses a head that differs, True ignores the head.
+            options: as for :meth:`Module.load_state_dict`.
 
         Raises:
-            CheckpointMismatchError: names, shapes or dtypes do not fit (a ValueError), or the
-                head differs from the embedding table that it is tied to.
+            CheckpointMismatchError: names, shapes or dtypes do not fit, or the head differs from the
+                embedding table that it is tied to. For arrays it is a plain ValueError.
             CheckpointError: the checkpoint cannot be read.
         """
         path = state_dict._path if isinstance(state_dict, Weights) else None
@@ -320,7 +322,7 @@ class PretrainedModel(Module):
             raise CheckpointMismatchError(problem, path=path) from None
 
     def leaves_out(self, name: str) -> bool:
-        """Whether files may have a tensor of this name, which the model has no use for."""
+        """Whether a tensor of this name is ignored when a checkpoint is loaded: the model has no use for it."""
         return False
 
     def _tied(self, found: Mapping[str, Any], tie: bool | None) -> Mapping[str, Any]:

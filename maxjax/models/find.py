@@ -1,7 +1,7 @@
-"""Which model family a configuration is of: :func:`find_family`.
+"""Finds the model family of a configuration: :func:`find_family`.
 
-The file that is named after the architecture is asked first, so that opening a Llama imports
-``llama`` and not the other families; ``registry``, which imports them all, is asked otherwise.
+The file that is named after the architecture is searched first, so that opening a Llama imports
+``llama`` and not the other families. Only if that fails is ``registry`` imported, and with it all families.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
 
-# What architectures are called after the name of the model: the head, or a part of a model that sees.
+# The end of an architecture's name, after the model's: its head, or a part of a multimodal model.
 _HEAD = re.compile(
     r"(For[A-Z]\w*|(Text|LMHead|DoubleHeads|Encoder|Decoder|Thinker|PreTrained)?Model)$"
 )
@@ -47,7 +47,7 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
     if model_type is not None and not isinstance(model_type, str):
         raise CheckpointFormatError("'model_type' is not a string", path=path)
-    # An unknown architecture of a known model type is other code under an old name.
+    # An unknown architecture with a known model type is a different model, so the type is not used.
     if architectures:
         if architectures[0] in _MULTIMODAL:
             architectures = text_of(config, path)["architectures"]
@@ -73,7 +73,7 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
 
 
 def _with_score(architecture: str, config: Mapping[str, Any]) -> Family | None:
-    """The family of a decoder's files with a classification head: that of the decoder itself."""
+    """The decoder family of an architecture that is a decoder with a classification head; None if it is not."""
     base = architecture.removesuffix(ENDING) + "Model"
     for family in all_families() if architecture.endswith(ENDING) else ():
         is_decoder = issubclass(family.config, DecoderConfig)
@@ -83,7 +83,7 @@ def _with_score(architecture: str, config: Mapping[str, Any]) -> Family | None:
 
 
 def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
-    """The configuration of the text model, of a multimodal one."""
+    """The text model's configuration in that of a multimodal model; any other configuration unchanged."""
     try:
         return text_settings(config)
     except ValueError as error:
@@ -91,7 +91,7 @@ def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def all_families() -> list[Family]:
-    """``FAMILIES``, imported. Nothing but this makes all GGUF architectures known."""
+    """Imports all families and returns ``FAMILIES``. Only then are all GGUF architectures known."""
     from .registry import FAMILIES
 
     return FAMILIES
@@ -105,8 +105,8 @@ def _files() -> frozenset[str]:
 def _in_own_file(architecture: str) -> Family | None:
     """The family of an architecture, if the file of that name has it; ``Qwen3…`` is in ``qwen``.
 
-    None once all families are there: one of the user's may have taken the place of another. Tests
-    compare it with the search through all families.
+    None once ``registry`` is imported, since a registered family may have replaced one of maxjax's. A
+    test checks that this search finds the same families as the search through all of them.
     """
     if f"{__package__}.registry" in sys.modules:
         return None
@@ -114,7 +114,7 @@ def _in_own_file(architecture: str) -> Family | None:
     for file in (name, name.rstrip("0123456789")):
         if file in _files():
             for one in vars(import_module(f"{__package__}.{file}")).values():
-                # One with conditions shares its architectures with others.
+                # A family with ``only`` shares its architectures with another.
                 if isinstance(one, Family) and architecture in one.architectures and not one.only:
                     return one
     return None
@@ -123,7 +123,7 @@ def _in_own_file(architecture: str) -> Family | None:
 def _unsupported(
     what: str, name: str, path: Any, model_type: str | None = None
 ) -> UnsupportedModelError:
-    """The error for a name that no family has, with the family that is the nearest to it."""
+    """The error for a name that no family has; its message names the nearest family."""
     said = next((one for one in all_families() if one.model_type == model_type), None)
     like = _nearest(name[:200]) if said is None else ((*said.architectures, model_type)[0], said)
     near = "" if like is None else f" The nearest is {like[1].model_type!r} ({like[0]})."
@@ -149,10 +149,10 @@ def _words(name: str) -> list[str]:
 
 
 def _nearest(name: str) -> tuple[str, Family] | None:
-    """The family that is the nearest to a name, and its own name of that kind.
+    """The nearest name to an architecture or model type, and the family that has it; None if none is near.
 
-    Families of the same first word are before others: that with the most words in common, the fewest
-    others, and the nearest version. Without such a one, spelling decides.
+    Among names with the same first word it is the one with the most words in common, then the fewest
+    other words, then the nearest version. If no name has the same first word, the closest spelling wins.
 
     Example:
         >>> _nearest("Gemma3ForSequenceClassification")[0], _nearest("glm_moe_dsa")[0]

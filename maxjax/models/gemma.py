@@ -2,8 +2,8 @@
 
 All three scale their embeddings by √hidden_size, rounded to the model's dtype, and have norms that
 multiply by ``1 + weight``. Gemma 2 adds norms after attention and MLP, soft caps, and a sliding
-window for every other layer. Gemma 3 adds norms of queries and keys, and a separate RoPE for the
-layers with a sliding window, which are five of six.
+window in every other layer. Gemma 3 adds norms of queries and keys, and a separate RoPE for the
+layers with a sliding window, which are five of every six layers.
 
 Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786.
 """
@@ -34,10 +34,10 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 class GemmaConfig(DecoderConfig):
     """The settings of a Gemma, with Hugging Face's defaults for missing keys.
 
-    ``embedding_scale`` is computed from ``hidden_size``, whatever is passed.
+    ``embedding_scale`` is always computed from ``hidden_size``; a value that is passed is ignored.
 
     Raises:
-        UnsupportedModelError: a file asks for bidirectional attention.
+        UnsupportedModelError: a file sets bidirectional attention, which only Gemma 3 has.
     """
 
     model_type = "gemma"
@@ -58,7 +58,7 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The activation function."""
+        """The activation function; files with bidirectional attention may be refused."""
         if raw.get("use_bidirectional_attention") and not cls.may_see_both_ways:
             raise UnsupportedModelError(
                 "'use_bidirectional_attention': only causal attention is supported"
@@ -108,7 +108,7 @@ class Gemma2Config(GemmaConfig):
 
     @property
     def period(self) -> int:
-        """Every ``period``-th layer sees all tokens, unless ``layer_types`` lists the layers."""
+        """n, where every n-th layer has full attention, unless ``layer_types`` lists the layers."""
         return 2
 
     @classmethod
@@ -126,7 +126,7 @@ class Gemma2Config(GemmaConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a sliding window, if the file lists them."""
-        super().derived(raw)  # which refuses some files
+        super().derived(raw)  # it refuses some files
         return {"slides": slides_of(raw, ())}
 
 
@@ -135,16 +135,16 @@ class Gemma3Config(Gemma2Config):
     """The settings of a Gemma 3's text model: all but every sixth layer have the sliding window.
 
     Attributes:
-        sliding_window_pattern: n, where every n-th layer sees all tokens, unless ``layer_types``
+        sliding_window_pattern: n, where every n-th layer has full attention, unless ``layer_types``
             lists the layers.
         local_rope: RoPE of the layers with the sliding window.
-        use_bidirectional_attention: whether tokens see those after them too, as in EmbeddingGemma
-            (arXiv:2509.20354); half of the sliding window is then on each side.
+        use_bidirectional_attention: whether tokens also attend to those after them, as in
+            EmbeddingGemma (arXiv:2509.20354); half of the sliding window is then on each side.
     """
 
     model_type = "gemma3_text"
 
-    # The published multimodal models leave out many settings of the text model.
+    # Published multimodal files leave out many settings of the text model.
     unsaid: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
         "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -155,7 +155,7 @@ class Gemma3Config(Gemma2Config):
     max_position_embeddings: int = setting(default=131_072, minimum=1)
     sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
     use_bidirectional_attention: bool = setting(default=False)
-    # transformers has a setting for it too, but never uses it.
+    # transformers reads this key too, but never uses it.
     unused: ClassVar[Collection[str]] = ("attn_logit_softcapping",)
     attn_soft_cap: float | None = own(None)
     logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
@@ -170,7 +170,7 @@ class Gemma3Config(Gemma2Config):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """The RoPE of layers that see all tokens and that of sliding layers, in both spellings."""
+        """The RoPE of layers with full attention and that of sliding layers, in both spellings."""
         return both_ropes(raw, context, _THETA, _LOCAL_THETA, "rope_local_base_freq")
 
 
@@ -194,11 +194,11 @@ class Gemma2(Decoder):
 
 
 class Gemma3Layer(DecoderLayer):
-    """A layer whose attention sees both ways if the configuration says so."""
+    """A layer whose attention is bidirectional if the configuration says so."""
 
     @staticmethod
     def attention_class(config: Any, slides: bool, dtype: Any) -> DecoderAttention:  # type: ignore[override]
-        """The attention of a layer."""
+        """Makes the attention of a layer."""
         if not config.use_bidirectional_attention:
             return DecoderAttention(config, slides, dtype)
         return BothWays(config, slides, dtype, reach=(config.sliding_window or 0) // 2)
@@ -220,7 +220,7 @@ GEMMA = Gemma.family = DecoderFamily.of(Gemma, GemmaConfig)
 GEMMA2 = Gemma2.family = DecoderFamily.of(Gemma2, Gemma2Config)
 GEMMA3 = Gemma3.family = DecoderFamily.of(
     Gemma3, Gemma3Config, "Gemma3ForCausalLM", "Gemma3TextModel",
-    # EmbeddingGemma's dense layers in GGUF files, which are a part of its pooling.
+    # EmbeddingGemma's dense layers in GGUF files belong to its pooling.
     ignored=(*KNOWN, "dense_2.*", "dense_3.*"),
     sight=SIGHT,
 )  # fmt: skip

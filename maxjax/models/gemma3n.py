@@ -1,5 +1,5 @@
-"""Gemma 3n (text): several hidden states side by side (AltUp), learned residuals (LAuReL), embeddings
-of each layer, and keys and values that layers share.
+"""Gemma 3n (text): several hidden states (AltUp), learned residuals (LAuReL), per-layer embeddings, and
+layers that share keys and values.
 
 Shapes: A hidden states of B sequences with T tokens and hidden size E, of which a layer computes one.
 
@@ -36,8 +36,8 @@ class Gemma3nConfig(SharingConfig):
     """The settings of a Gemma 3n's text model.
 
     Attributes:
-        altup_num_inputs, altup_active_idx: A, and the number of the hidden state that layers compute.
-        altup_correct_scale: whether that state is multiplied by weights before it meets the layer's input.
+        altup_num_inputs, altup_active_idx: A, and the index of the hidden state that layers compute.
+        altup_correct_scale: whether that state is multiplied by weights before it gates the per-layer input.
         laurel_rank: rank of the learned residual.
         sizes: inner size of each layer's MLP; by default all have ``intermediate_size``.
         sparsity: share of the inner features of each layer's MLP that are set to zero.
@@ -63,7 +63,7 @@ class Gemma3nConfig(SharingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = self.sizes or (self.intermediate_size,) * self.num_layers
-        # transformers' default: ten layers of larger models.
+        # transformers' default: the first ten layers of models that have more.
         few = 10 if self.num_layers > 10 else 0
         sparsity = self.sparsity or (0.95,) * few + (0.0,) * (self.num_layers - few)
         for key, name, values in (
@@ -79,12 +79,12 @@ class Gemma3nConfig(SharingConfig):
             )
 
     def of_layer(self, number: int) -> Self:
-        """The settings of a layer: the inner size of its MLP."""
+        """The settings of layer ``number``, with the inner size of its MLP."""
         return dataclasses.replace(super().of_layer(number), intermediate_size=self.sizes[number])
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes of single layers."""
+        """The inner sizes and sparsities of single layers."""
         found = super().derived(raw)
         sizes, sparsity = raw.get("intermediate_size"), raw.get("activation_sparsity_pattern")
         if isinstance(sizes, list):
@@ -108,7 +108,7 @@ class Gemma3nLayer(SharingLayer):
         self.altup, self.laurel = AltUp(config, dtype), Laurel(config, dtype)
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
-        """An MLP, of which some layers use the largest inner features only."""
+        """The layer's MLP; in layers with a sparsity, one that keeps only the largest inner features."""
         share = config.sparsity[number]
         return TopMLP(config, share, dtype) if share else super().make_mlp(config, number, dtype)
 
@@ -136,7 +136,7 @@ class Gemma3nModel(SharingModel):
 
     Attributes:
         altup_projections, altup_unembed_projections: linear layers that make the other hidden states
-            from the first, and bring them back.
+            from the first one, and that map them back.
     """
 
     def __init__(self, config: Any, dtype: DType, layer_class: Any):
@@ -146,7 +146,7 @@ class Gemma3nModel(SharingModel):
         self.altup_projections, self.altup_unembed_projections = made(), made()
 
     def run_layers(self, x: jax.Array, step: Step, cached: Cached) -> tuple[jax.Array, Cached]:
-        """All layers, over hidden states that are made from one and become one."""
+        """Expands the hidden state to A states, runs all layers, and averages the states to one."""
         states = jnp.stack([x, *(sized(p(x), x) for p in self.altup_projections)])
         states, cached = super().run_layers(states, step, cached)
         first, *rest = states

@@ -1,4 +1,4 @@
-"""Gemma 4 (text): wider heads where all tokens are seen, embeddings of each layer, shared keys and values,
+"""Gemma 4 (text): wider heads in layers with full attention, per-layer embeddings, shared keys and values,
 and in some sizes experts beside the MLP.
 
 Source: transformers' ``modeling_gemma4``.
@@ -31,7 +31,7 @@ from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
 from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
 
-# Sizes of layers that see all tokens, as transformers writes them → as the first files have them.
+# Keys of sizes of layers with full attention: in ``per_layer_config`` → at the top level of older files.
 _OWN_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
@@ -40,10 +40,10 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
     """The settings of a Gemma 4's text model.
 
     Attributes:
-        global_head_dim, num_global_kv_heads: width and number of the KV heads of layers that see all
-            tokens.
+        global_head_dim, num_global_kv_heads: width and number of the KV heads of layers with full
+            attention.
         attention_k_eq_v: whether the values of those layers are their keys before norm and RoPE.
-        use_double_wide_mlp: whether the MLPs of layers that share are twice as wide.
+        use_double_wide_mlp: whether MLPs are twice as wide in layers that read another's keys and values.
     """
 
     model_type = "gemma4_text"
@@ -63,11 +63,11 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
 
     @property
     def rope_widths(self) -> tuple[int, int]:
-        """The widths of heads that see all tokens, and of the others."""
+        """The widths of heads in layers with full attention, and in sliding layers."""
         return self.global_head_dim, self.width
 
     def of_layer(self, number: int) -> Self:
-        """The settings of a layer: its heads, and the inner size of its MLP."""
+        """The settings of layer ``number``, with its heads and the inner size of its MLP."""
         one = super().of_layer(number)
         if one.shares and self.use_double_wide_mlp:
             one = dataclasses.replace(one, intermediate_size=2 * self.intermediate_size)
@@ -92,7 +92,7 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes of single layers, as transformers writes them; the last layer sees all tokens."""
+        """The sizes of single layers, as transformers writes them; the last layer has full attention."""
         if raw.get("use_bidirectional_attention") == "all":
             raise UnsupportedModelError("'use_bidirectional_attention' of a gemma4_text")
         found = super().derived(raw)
@@ -103,13 +103,13 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Sizes of single layers are those of layers that see all tokens."""
+        """:meth:`DecoderConfig.counted`, with the sizes of layers with full attention from ``per_layer_config``."""
         raw, unused = super().counted(raw)
         return {**raw, **first_sizes(raw, _OWN_SIZES)}, unused
 
 
 class Gemma4Layer(SharingLayer):
-    """A layer of a Gemma 4, whose hidden states are multiplied by a number at its end."""
+    """A layer of a Gemma 4, whose result is multiplied by a learned number."""
 
     def __init__(self, config: Any, number: int, dtype: DType):
         super().__init__(config, number, dtype)
@@ -122,7 +122,7 @@ class Gemma4Layer(SharingLayer):
             self.pre_feedforward_layernorm_2 = norm(config, dtype)
 
     def fed(self, x: jax.Array) -> jax.Array:
-        """What the MLP, and experts beside it, make of hidden states."""
+        """The result of the MLP, plus that of the experts beside it, if there are any."""
         y = super().fed(x)
         if not self.has_experts:
             return y
@@ -154,12 +154,12 @@ class Gemma4(SharingDecoder):
     layer_class: ClassVar[Any] = Gemma4Layer
 
 
-# Files have the router and the experts in the layer itself.
+# In files, the router and the experts are attributes of the layer itself.
 _ROUTER = ("router.proj.weight", "router.scale", "router.per_expert_scale")
 
 
 class Gemma4Family(MoEFamily):
-    """The family, in whose files the router and the experts are not below one name."""
+    """The family of Gemma 4, whose files have the router and the experts in the layer, not in one module."""
 
     def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
         """:meth:`MoEFamily.stored`, with the router in the layer."""

@@ -1,8 +1,8 @@
-"""What Gemma 3n and 4 share: embeddings of each layer, and last layers without keys and values.
+"""What Gemma 3n and 4 have in common: per-layer embeddings, and last layers without own keys and values.
 
-Those layers read the keys and values of the last layer of their kind (full or sliding) before them. That
-sliding layer keeps all tokens, since the tokens of a prompt that later layers look at are more than
-the window.
+The last layers read the keys and values of the last layer of their kind (full or sliding) that has its
+own. That sliding layer caches all tokens, since after a long prompt a rotating cache would no longer
+hold the keys that the later layers need.
 
 Source: transformers' ``modeling_gemma4``.
 """
@@ -31,7 +31,7 @@ from .decoder.model import Decoder, DecoderModel
 from .decoder.norm import norm, unit_rms
 from .gemma import Gemma3Config
 
-# The group of the cache that has the sliding layer whose keys and values others read.
+# The cache group of the sliding layer whose keys and values other layers read.
 SHARED = "shared"
 
 
@@ -40,10 +40,10 @@ class SharingConfig(Gemma3Config):
     """The settings of a Gemma with embeddings of each layer and shared keys and values.
 
     Attributes:
-        num_kv_shared_layers: number of last layers that read the keys and values of others.
-        hidden_size_per_layer_input: P, the width of the embeddings that each layer gets; 0: none.
-        vocab_size_per_layer_input: number of those embeddings.
-        shares: whether the layer reads another's keys and values; in the settings of one layer.
+        num_kv_shared_layers: number of last layers that read the keys and values of other layers.
+        hidden_size_per_layer_input: P, the width of the per-layer embeddings; 0: there are none.
+        vocab_size_per_layer_input: number of rows of the table of per-layer embeddings.
+        shares: whether the layer reads another's keys and values; only in settings from :meth:`of_layer`.
     """
 
     num_kv_shared_layers: int = setting(default=0, held="layers")
@@ -70,23 +70,23 @@ class SharingConfig(Gemma3Config):
 
     @property
     def layer_kinds(self) -> tuple[tuple[bool, bool], ...]:
-        """What tells layers with other tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         return tuple((near, i >= self.first_sharing) for i, near in enumerate(self.slides))
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Without embeddings of each layer their number is not used."""
+        """:meth:`DecoderConfig.counted`; without per-layer embeddings their number is not compared."""
         raw, unused = super().counted(raw)
         if raw.get("hidden_size_per_layer_input") == 0:
             unused |= {"vocab_size_per_layer_input"}
         return raw, unused
 
     def of_layer(self, number: int) -> Self:
-        """The settings of a layer, which say whether it shares."""
+        """The settings of layer ``number``, with ``shares`` set."""
         return dataclasses.replace(self, shares=number >= self.first_sharing)
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """Keys and values, of the layer or of the last of its kind that has its own."""
+        """The keys and values of the layer, or a reference to the layer whose keys and values it reads."""
         near, one = self.slides[number], self.of_layer(number)
         kinds = self.slides[: self.first_sharing]
         source = max(i for i, kind in enumerate(kinds) if kind is near)
@@ -99,10 +99,10 @@ class SharingConfig(Gemma3Config):
 
 
 class SharingAttention(DecoderAttention):
-    """Attention with normalised values, in some layers to the keys and values of another layer."""
+    """Attention with normalised values, which in some layers reads the keys and values of another layer."""
 
     def make_projections(self, config: Any, dtype: DType) -> None:
-        """Makes the projections; those of keys and values where the layer has its own."""
+        """Makes the projections; of keys and values only if the layer has its own."""
         self.shares, self.epsilon = config.shares, config.rms_norm_eps
         self.values_are_keys = getattr(config, "attention_k_eq_v", False) and self.rope == "global"
         size, width, bias = config.hidden_size, config.width, config.attention_bias
@@ -120,7 +120,7 @@ class SharingAttention(DecoderAttention):
         self.o_proj = linear(self.num_heads * width, size)
 
     def project(self, x: jax.Array) -> list[Any]:
-        """Queries, keys and values; only queries where another layer's keys and values are read."""
+        """Queries, keys and values; only queries (and None twice) if another layer's keys and values are read."""
         names = ["q_proj", *([] if self.shares else ["k_proj", "v_proj"])]
         layers = [layer for name in names if (layer := getattr(self, name, None)) is not None]
         q, *kv = (
@@ -134,13 +134,13 @@ class SharingAttention(DecoderAttention):
         return [q, self.k_norm(kv[0]), v.astype(x.dtype)]
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the projections that there are between heads."""
+        """Splits the layer's projections between heads."""
         rules = super().sharding_rules()
         return {n: rule for n, rule in rules.items() if hasattr(self, n.partition(".")[0])}
 
 
 class SharingLayer(DecoderLayer):
-    """A layer of a Gemma with embeddings of its own."""
+    """A layer with per-layer embeddings."""
 
     attention_class: ClassVar[Any] = SharingAttention
 
@@ -154,13 +154,13 @@ class SharingLayer(DecoderLayer):
             self.post_per_layer_input_norm = norm(config, dtype)
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes the attention, which knows where its keys and values are."""
+        """Makes the attention, and sets the cache group of its keys and values."""
         super().make_mixer(config, number, dtype)
         group = next(iter(config.states(number)))
         self.self_attn.cache_group = group if group == SHARED else None
 
     def own_input(self, x: jax.Array, step: Step, layer: Any) -> jax.Array:
-        """What the layer's embeddings add to hidden states ``[..., E]``."""
+        """The term that the layer's embeddings add to hidden states ``x``, ``[..., E]``."""
         inputs = jax.lax.dynamic_index_in_dim(step.inputs, layer, keepdims=False)
         gate = activation(self.hidden_act)(self.per_layer_input_gate(x).astype(x.dtype))
         y = self.per_layer_projection(gate * inputs.astype(x.dtype)).astype(x.dtype)
@@ -168,7 +168,7 @@ class SharingLayer(DecoderLayer):
 
 
 class SharingModel(DecoderModel):
-    """Embeddings, of which each layer has its own, layers and final norm."""
+    """Token embeddings, per-layer embeddings, layers and final norm."""
 
     def __init__(self, config: Any, dtype: DType, layer_class: Any):
         super().__init__(config, dtype, layer_class)
@@ -190,7 +190,7 @@ class SharingModel(DecoderModel):
         return super().__call__(ids, step, cached, at)
 
     def inputs(self, ids: jax.Array, x: jax.Array) -> jax.Array:
-        """What each layer gets of tokens ``[B, T]`` with embeddings ``[B, T, E]``: ``[L, B, T, P]``."""
+        """The inputs ``[L, B, T, P]`` of all layers, from token ids ``[B, T]`` and their embeddings ``[B, T, E]``."""
         apart = lambda y: y.astype(x.dtype).reshape(*ids.shape, self.count, self.own_size)
         known = (ids >= 0) & (ids < self.entries)
         own = apart(self.embed_tokens_per_layer(jnp.where(known, ids, 0)))
@@ -203,13 +203,13 @@ class SharingModel(DecoderModel):
 
 
 class SharingDecoder(Decoder):
-    """A Gemma whose last layers read the keys and values of others."""
+    """A Gemma whose last layers read the keys and values of other layers."""
 
     layer_class: ClassVar[Any] = SharingLayer
     model_class: ClassVar[Any] = SharingModel
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a tensor is one of the keys and values of layers that read those of others."""
+        """Whether a tensor belongs to keys or values of a layer that reads those of another layer."""
         parts = name.split(".")
         if len(parts) < 5 or parts[:2] != ["model", "layers"] or not parts[2].isdecimal():
             return False

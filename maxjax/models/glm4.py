@@ -1,4 +1,4 @@
-"""GLM-4 (``glm``) and GLM-4-0414 (``glm4``): half of each head is rotated, by neighbouring pairs.
+"""GLM-4 (``glm``) and GLM-4-0414 (``glm4``): RoPE rotates half of each head, in pairs of neighbouring features.
 
 Their MLPs have one linear layer for gate and up; GLM-4-0414 has norms after attention and MLP too.
 
@@ -58,7 +58,7 @@ class GLMLayer(DecoderLayer):
 
 
 class GLM4Layer(GLMLayer):
-    """The same with norms after attention and MLP, ``post_self_attn_layernorm`` and ``post_mlp_layernorm``."""
+    """A :class:`GLMLayer` with norms after attention and MLP: ``post_self_attn_layernorm``, ``post_mlp_layernorm``."""
 
     def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes the four norms."""

@@ -1,6 +1,6 @@
-"""GLM-4.5 to 4.7: experts chosen by balanced sigmoids, after a few layers without experts.
+"""GLM-4.5 to 4.7: experts that are chosen by sigmoids plus a balancing bias, in all but the first layers.
 
-Their files also hold layers that predict further tokens, which are not needed for the next one.
+Their files also hold layers of multi-token prediction, which maxjax leaves out.
 
 Source: arXiv:2508.06471; transformers' ``modeling_glm4_moe``.
 """
@@ -26,7 +26,7 @@ class GLM4MoEConfig(GroupedMoEConfig):
     """The settings of a GLM-4.5.
 
     Attributes:
-        n_shared: number of experts' widths that the shared expert has.
+        n_shared: width of the shared MLP, as a multiple of an expert's.
     """
 
     model_type = "glm4_moe"

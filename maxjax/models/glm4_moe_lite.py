@@ -54,7 +54,7 @@ class GLM4MoELite(DeepseekV3):
     """
 
 
-# llama.cpp reads such a model as a DeepSeek V3, so the table of that names this one too.
+# llama.cpp reads such a model as a DeepSeek V3, so DeepSeek's GGUF table lists this model type too.
 GLM4_MOE_LITE = GLM4MoELite.family = DEEPSEEK_V3.like(
     GLM4MoELite,
     GLM4MoELiteConfig,

@@ -70,7 +70,7 @@ class GPT2Config(PositionedConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing.
+        """Checks the settings; no value is derived.
 
         Raises:
             UnsupportedModelError: the model has cross-attention to an encoder.
@@ -149,7 +149,7 @@ class GPT2MLP(Module):
 
 
 class GPT2Layer(DecoderLayer):
-    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``, where the linear layers are torch's."""
+    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``, with linear layers that store ``[out, in]``."""
 
     mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
     self_attn, input_layernorm = alias("attn"), alias("ln_1")
@@ -157,7 +157,7 @@ class GPT2Layer(DecoderLayer):
 
 
 class GPT2Block(GPT2Layer):
-    """The same with linear layers whose weights are transposed."""
+    """A :class:`GPT2Layer` with linear layers that store ``[in, out]``."""
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
         """Makes ``attn``."""
@@ -184,8 +184,8 @@ class GPT2Transformer(PositionedModel):
 class GPT2(PositionedDecoder):
     """A GPT-2 language model.
 
-    ``model`` and ``model.layers`` are ``transformer`` and ``transformer.h`` under their names in
-    other decoders.
+    ``model`` and ``model.layers``, the names that other decoders have, are aliases of ``transformer``
+    and ``transformer.h``.
 
     Example:
         >>> model = GPT2(GPT2Config(100, 8, num_layers=2, num_heads=2))
@@ -201,7 +201,7 @@ class GPT2(PositionedDecoder):
 
 GPT2_FAMILY = GPT2.family = Family.of(
     GPT2, GPT2Config, "GPT2LMHeadModel", "GPT2Model",
-    # Attention masks that old files hold.
+    # Attention masks, which old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias"),
     bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
     tied=("lm_head.weight", "transformer.wte.weight"),

@@ -1,4 +1,4 @@
-"""StarCoder and SantaCoder (GPT-BigCode): a GPT-2 whose queries share one key and one value.
+"""StarCoder and SantaCoder (GPT-BigCode): a GPT-2 with one KV head (multi-query attention).
 
 Source: arXiv:2305.06161; transformers' ``modeling_gpt_bigcode``.
 """
@@ -22,7 +22,7 @@ class GPTBigCodeConfig(GPT2Config):
     """The settings of a GPT-BigCode.
 
     Attributes:
-        multi_query: whether all queries share one key and one value; otherwise each has its own.
+        multi_query: whether there is one KV head; otherwise there is one for each query head.
     """
 
     model_type = "gpt_bigcode"
@@ -40,7 +40,7 @@ class GPTBigCodeConfig(GPT2Config):
 
 
 class GPTBigCodeAttention(GroupedAttention):
-    """Self-attention, whose ``c_attn`` has the rows of all queries, the key and the value, or of each head's."""
+    """Self-attention whose ``c_attn`` has the rows of all queries, one key and one value, or these for each head."""
 
     query_key_value, dense, o_proj = alias("c_attn"), alias("c_proj"), alias("c_proj")
 

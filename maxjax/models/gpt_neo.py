@@ -1,4 +1,4 @@
-"""GPT-Neo and TinyStories: learned positions, a sliding window in every other layer, scores as they are.
+"""GPT-Neo and TinyStories: learned positions, a sliding window in every other layer, unscaled attention scores.
 
 Source: transformers' ``modeling_gpt_neo``.
 """
@@ -53,9 +53,11 @@ class GPTNeoConfig(PositionedConfig):
         """The layers with the sliding window.
 
         Raises:
-            ValueError, UnsupportedModelError: ``attention_types`` is wrong, or has another kind.
+            ValueError, UnsupportedModelError: ``attention_types`` is invalid, or names an unknown kind of layer.
         """
         given, kinds = raw.get("attention_types"), []
+        if not isinstance(given, list | None):
+            raise ValueError("'attention_types' is not a list of pairs of kinds and a number")
         for pair in [[["global", "local"], 12]] if given is None else given:
             names, count = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
             if not isinstance(names, list) or type(count) is not int or not 0 < count <= 1000:
@@ -66,7 +68,7 @@ class GPTNeoConfig(PositionedConfig):
 
 
 class GPTNeoAttention(Module):
-    """What files call ``attn``: it has the attention, and nothing else."""
+    """The module ``attn`` of the files, which holds only the module ``attention``."""
 
     _mx_carries = True
 

@@ -44,7 +44,7 @@ class GPTNeoXConfig(DecoderConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of the first part of each head, whose settings have other keys in older files."""
+        """The RoPE, which rotates the first part of each head; older files have other keys for its settings."""
         keys = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
         older = {key: raw[old] for key, old in keys.items() if raw.get(old) is not None}
         both = ChainMap(older, raw)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class _Parts(GroupedParts):
-    """What both kinds of layers have, by the names of the files."""
+    """Mixin with the attribute name that both kinds of layers have in the files."""
 
     self_attn = alias("attention")
 
@@ -68,7 +68,7 @@ class GPTNeoXParallelLayer(_Parts, ParallelLayer):
 
 
 def layer(config: GPTNeoXConfig, number: int, dtype: DType) -> DecoderLayer:
-    """A layer of the kind that the configuration names."""
+    """Makes a layer of the kind that the configuration has."""
     kind = GPTNeoXParallelLayer if config.use_parallel_residual else GPTNeoXLayer
     return kind(config, number, dtype)
 

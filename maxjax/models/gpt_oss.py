@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases and a clamped gate, attention sinks, and a window in every second layer.
 
-Its files hold the experts of a layer together, in MXFP4, which stay packed in memory.
+Its files hold all experts of a layer in one tensor, in MXFP4, and they stay quantised in memory.
 
 Source: arXiv:2508.10925; transformers' ``modeling_gpt_oss``.
 """
@@ -31,7 +31,7 @@ from .gguf.architectures.gpt_oss import GPT_OSS_GGUF
 
 @dataclass(frozen=True)
 class GptOssConfig(MoEConfig):
-    """The settings of a gpt-oss; ``intermediate_size`` is that of an expert."""
+    """The settings of a gpt-oss; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "gpt_oss"
 
@@ -61,13 +61,13 @@ class GptOssConfig(MoEConfig):
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """``(up + 1) · gate · σ(alpha · gate)``, of gate and up within a limit."""
+    """``(up + 1) · gate · σ(alpha · gate)``, where gate and up are clamped to ``limit``."""
 
     alpha: float = 1.702
     limit: float = 7.0
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Two arrays of one shape → one."""
+        """Gate and up, of one shape → the same shape."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
@@ -80,11 +80,11 @@ class GptOssMLP(SparseMLP):
     route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen"}
 
     def kind(self, config: Any) -> ClampedSwiGLU:
-        """The clamped gate."""
+        """A :class:`ClampedSwiGLU` with the configuration's numbers."""
         return ClampedSwiGLU(config.alpha, config.limit)
 
     def make_router(self, config: Any, dtype: DType) -> Linear:
-        """A linear layer with a bias."""
+        """Makes a linear layer with a bias."""
         return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU(), has_bias=True)
 
 
@@ -92,12 +92,12 @@ class GptOssAttention(DecoderAttention):
     """Attention with a sink for each query head."""
 
     def make_projections(self, config: Any, dtype: DType) -> None:
-        """The projections, and the sinks ``[H]``."""
+        """Makes the projections, and the sinks ``[H]``."""
         super().make_projections(config, dtype)
         self.sinks = Weight("sinks", dtype, (self.num_heads,), DeviceRef.CPU())
 
     def sharding_rules(self) -> dict[str, Any]:
-        """The sinks are split as the query heads are."""
+        """:meth:`DecoderAttention.sharding_rules`, with the sinks split between query heads."""
         heads = ShardingStrategy.segmented(1, 0, [Segment.head_aware(self.num_heads, 1)])
         return {**super().sharding_rules(), "sinks": Split(heads, TENSOR)}
 

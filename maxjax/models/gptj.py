@@ -1,4 +1,4 @@
-"""GPT-J: attention beside the MLP after one LayerNorm, RoPE of neighbours in a part of each head.
+"""GPT-J: attention and MLP in parallel after one LayerNorm, RoPE of neighbouring features in a part of each head.
 
 Source: transformers' ``modeling_gptj``.
 """
@@ -82,7 +82,7 @@ class GPTJ(Decoder):
 
 GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(
     GPTJ, GPTJConfig,
-    # Attention masks and tables of RoPE that old files hold.
+    # Attention masks and RoPE tables, which old files hold.
     ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
     tied=("lm_head.weight", "transformer.wte.weight"),
     bare=("transformer.", ("wte.", "h.", "ln_f.")),

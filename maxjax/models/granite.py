@@ -1,4 +1,4 @@
-"""Granite 3: a Llama whose embeddings, scores, residual sums and logits have factors of their own.
+"""Granite 3: a Llama with factors of the embeddings, attention scores, residual terms and logits.
 
 Source: arXiv:2408.13359; transformers' ``modeling_granite``.
 """

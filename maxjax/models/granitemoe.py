@@ -25,7 +25,7 @@ from .mixtral import MixtralLayer
 
 @dataclass(frozen=True)
 class GraniteMoEConfig(GraniteConfig, MoEConfig):
-    """The settings of a Granite 3 MoE; ``intermediate_size`` is that of an expert."""
+    """The settings of a Granite 3 MoE; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "granitemoe"
     fixed = {**GraniteConfig.fixed, "mlp_bias": False}
@@ -36,7 +36,7 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
 
 
 class GraniteRouter(Module):
-    """A router, whose linear layer files call ``layer``."""
+    """A router whose linear layer is called ``layer`` in files."""
 
     def __init__(self, size: int, count: int, dtype: DType):
         super().__init__()
@@ -53,7 +53,7 @@ class GraniteMoEMLP(SparseMLP):
     router_name: ClassVar[str] = "router"
 
     def make_router(self, config: Any, dtype: DType) -> GraniteRouter:
-        """The router."""
+        """Makes the router."""
         return GraniteRouter(config.hidden_size, config.num_experts, dtype)
 
 

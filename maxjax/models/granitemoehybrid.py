@@ -29,11 +29,11 @@ _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_att
 
 @dataclass(frozen=True)
 class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
-    """The settings of a Granite 4; ``intermediate_size`` is that of an expert.
+    """The settings of a Granite 4; ``intermediate_size`` is the inner size of an expert.
 
     Attributes:
         shared_intermediate_size: inner features of the MLP that all tokens go through.
-        recurs: whether each layer is one of Mamba 2, and has no attention.
+        recurs: whether each layer has Mamba 2 instead of attention.
     """
 
     model_type = "granitemoehybrid"
@@ -49,11 +49,11 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
 
     @property
     def layer_kinds(self) -> tuple:
-        """What tells layers with other tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         return self.recurs
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """What Mamba 2 keeps; keys and values elsewhere."""
+        """The states of Mamba 2, or the keys and values of attention."""
         if not self.recurs[number]:
             return super().states(number)
         return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
@@ -72,7 +72,7 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
         }
         if kind != "rope" and type(layers) is int and 0 < layers <= 1000:
             found["rotates"] = (False,) * layers
-        if raw.get("num_local_experts") == 0:  # none of an expert's numbers is used
+        if raw.get("num_local_experts") == 0:  # the other numbers of experts are not used
             found |= {"num_experts": 0, "num_experts_per_tok": 1}
         kinds = raw.get("layer_types")
         kinds = raw.get("layers_block_type") if kinds is None else kinds
@@ -86,12 +86,12 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
 
 
 class SharedMLP(FusedMLP):
-    """The MLP that all tokens go through, by the names of Granite's files."""
+    """The MLP that all tokens go through, with the attribute names of Granite's files."""
 
     gate_up_proj, down_proj = alias("input_linear"), alias("output_linear")
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Those of a :class:`FusedMLP`, by other names."""
+        """The rules of :class:`FusedMLP`, with this class's names."""
         names = ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")
         found = super().sharding_rules()
         for old, new in names:
@@ -112,7 +112,7 @@ class GraniteHybridLayer(HybridLayer):
             self.block_sparse_moe = GraniteMoEMLP(config, dtype)
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> SharedMLP:
-        """The shared MLP."""
+        """Makes the shared MLP."""
         inner = config.shared_intermediate_size
         return SharedMLP(config.hidden_size, inner, dtype, config.hidden_act)
 

@@ -39,7 +39,7 @@ class GteConfig(EncoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """RoPE in both spellings: the published files scale it by a rule of their own, "ntk"."""
+        """The RoPE, in both spellings; the published files scale it by a rule of their own, "ntk"."""
         refuse(raw, _FIXED, "GTE")
         context = raw.get("max_position_embeddings", 8192)
         context = context if type(context) is int and context > 0 else 8192
@@ -50,14 +50,14 @@ class GteConfig(EncoderConfig):
         factor, theta = _number(scaling, "factor"), _number(raw, "rope_theta", 10_000.0)
         heads, size = raw.get("num_attention_heads"), raw.get("hidden_size")
         if type(heads) is not int or type(size) is not int or not 0 < heads <= size // 2:
-            return {}  # reported when these are read
+            return {}  # these two settings are checked, and reported, later
         divisor = factor ** (2 / (size // heads))
         return {"rope": Rope(theta * factor, LinearScalingParams(divisor))}
 
 
 def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of the settings of RoPE."""
-    value = given.get(key, default)
+    """A number among RoPE's settings, from 1 to 1e9."""
+    value = default if given.get(key) is None else given[key]
     if type(value) not in (int, float) or not 1 <= value <= 1e9:
         raise ValueError(f"'{key}' with 'rope_scaling' of type 'ntk' is {str(value)[:60]}")
     return float(value)
@@ -77,7 +77,7 @@ class GteMLP(EncoderMLP):
 
 
 class GteLayer(EncoderLayer):
-    """A layer, its norms after the sums."""
+    """A layer with norms after the residual sums."""
 
     names = ("attention", "attn_ln", "mlp", "mlp_ln")
 

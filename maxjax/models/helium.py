@@ -1,4 +1,4 @@
-"""Helium 1: a Llama with RoPE of neighbouring features, whose norms round once.
+"""Helium 1: a Llama with RoPE of neighbouring features, and norms that round after they multiply by the weight.
 
 Source: transformers' ``modeling_helium``.
 """

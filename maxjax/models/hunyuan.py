@@ -25,17 +25,17 @@ from .gguf.architectures.hunyuan import HUNYUAN_GGUF
 
 @dataclass(frozen=True)
 class HunyuanConfig(DecoderConfig):
-    """The settings of a Hunyuan. Its norms of queries and keys need no setting."""
+    """The settings of a Hunyuan. Every Hunyuan has norms of queries and keys."""
 
     model_type = "hunyuan_v1_dense"
     fixed = {"mlp_bias": False, "sliding_window": None}
-    unused = ("use_qk_norm",)  # Every Hunyuan has norms of queries and keys.
+    unused = ("use_qk_norm",)  # the norms are there whatever it says
 
     rms_norm_eps: float = setting(default=1e-5)
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE, in which "dynamic" with ``alpha`` is a larger base for every length."""
+        """The RoPE; scaling of type "dynamic" with ``alpha`` is a larger base for all lengths."""
         name, given = rope_settings(raw)
         alpha, width = given.get("alpha"), raw.get("head_dim")
         if given.get("rope_type", given.get("type")) != "dynamic" or not alpha:
@@ -43,7 +43,7 @@ class HunyuanConfig(DecoderConfig):
         size, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         if width is None and type(size) is int and type(heads) is int and heads > 0:
             width = size // heads
-        if type(width) is not int:  # which the settings refuse themselves
+        if type(width) is not int:  # the check of the settings refuses it later
             return {"rope": Rope()}
         if width < 4:
             raise ValueError(
@@ -62,12 +62,12 @@ class HunyuanAttention(DecoderAttention):
     """Attention with norms of queries and keys after RoPE."""
 
     def make_projections(self, config: Any, dtype: DType) -> None:
-        """The projections, and the norms by the names of the files."""
+        """Makes the projections, and the norms with the names of the files."""
         super().make_projections(config, dtype)
         self.query_layernorm, self.key_layernorm = (norm(config, dtype, config.width) for _ in "qk")
 
     def placed(self, q: jax.Array, k: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, Step]:
-        """Rotated, then normalised."""
+        """Applies RoPE to queries and keys, and then the norms."""
         q, k, step = self.rotated_now(q, k, step)
         return self.query_layernorm(q), self.key_layernorm(k), step
 

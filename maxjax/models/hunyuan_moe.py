@@ -1,4 +1,4 @@
-"""Hunyuan with experts (Hunyuan-A13B): norms of queries and keys come after RoPE.
+"""Hunyuan with experts (Hunyuan-A13B): a Hunyuan whose MLPs are mixtures of experts.
 
 Source: transformers' ``modeling_hunyuan_v1_moe``.
 """
@@ -27,7 +27,7 @@ from .hunyuan import HunyuanAttention, HunyuanConfig
 
 @dataclass(frozen=True)
 class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
-    """The settings of a Hunyuan with experts; ``intermediate_size`` is that of an expert."""
+    """The settings of a Hunyuan with experts; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "hunyuan_v1_moe"
 
@@ -41,10 +41,10 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, of which published files have a number for each layer.
+        """The numbers of experts, which published files list for each layer.
 
         Raises:
-            UnsupportedModelError: layers differ or share keys and values, or shares are scaled.
+            UnsupportedModelError: layers differ or share keys and values, or the experts' shares are scaled.
         """
         found = {**super().derived(raw)}
         for key in ("num_experts", "moe_topk"):
@@ -61,7 +61,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
 
 
 class HunyuanRouter(Module):
-    """A router, whose linear layer files call ``wg``."""
+    """A router whose linear layer is called ``wg`` in files."""
 
     def __init__(self, size: int, count: int, dtype: DType):
         super().__init__()
@@ -78,13 +78,13 @@ class HunyuanRouter(Module):
 
 
 class HunyuanMLP(SparseMLP):
-    """Experts by a normalised softmax, and an MLP for all tokens."""
+    """Experts whose shares are a softmax over the chosen ones, and an MLP that every token goes through."""
 
     shared_name: ClassVar[str] = "shared_mlp"
     route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen", "wide": True}
 
     def make_router(self, config: Any, dtype: DType) -> HunyuanRouter:
-        """The router."""
+        """Makes the router."""
         return HunyuanRouter(config.hidden_size, config.num_experts, dtype)
 
 

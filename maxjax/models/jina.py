@@ -1,7 +1,7 @@
-"""Jina's embeddings v3: XLM-RoBERTa with RoPE in the place of learned positions.
+"""Jina's embeddings v3: XLM-RoBERTa with RoPE instead of learned positions.
 
-Attributes are named as in its published files, which also have low-rank updates of every layer, one for each
-task. These are not applied: the model's vectors are those of sentence-transformers without a task.
+Attributes are named as in its published files, which also have low-rank updates (LoRA) of every layer, one
+for each task. These are not applied: embeddings are those of sentence-transformers without a task.
 
 Source: arXiv:2409.10173, and modeling_xlm_roberta.py beside the files.
 """
@@ -27,7 +27,7 @@ from .family import Family
 from .gguf.architectures.jina import JINA_V3_GGUF
 
 _LOG = logging.getLogger("maxjax")
-# Files with updates name each weight as a parametrised one of torch's, beside its updates.
+# In files with updates, each weight has the name of a parametrised torch weight, beside its updates.
 _ORIGINAL = ".parametrizations.weight.original"
 _HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering")
 
@@ -45,12 +45,12 @@ class JinaV3Config(EncoderConfig):
 
     @property
     def max_length(self) -> int:
-        """The maximum number of tokens: the number of positions is XLM-RoBERTa's, two of them for padding."""
+        """The maximum number of tokens: as in XLM-RoBERTa, two of the positions belong to padding."""
         return self.max_position_embeddings - 2
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """RoPE, whose base the published files have under a key of their own."""
+        """The RoPE, for whose base the published files have a key of their own."""
         context = raw.get("max_position_embeddings", 8194)
         context = context if type(context) is int and context > 0 else 8194
         if raw.get("lora_adaptations"):
@@ -76,7 +76,7 @@ class JinaV3MLP(EncoderMLP):
 
 
 class JinaV3Layer(EncoderLayer):
-    """A layer, its norms after the sums."""
+    """A layer with norms after the residual sums."""
 
     names = ("mixer", "norm1", "mlp", "norm2")
 
@@ -98,7 +98,7 @@ class JinaV3Model(NormedEncoder):
     layer_class: ClassVar[Any] = JinaV3Layer
 
     def make_head(self, config: JinaV3Config, types: Types) -> None:
-        """Makes ``classifier``, a head with a layer of its own."""
+        """Makes ``classifier``, a head with two linear layers."""
         self.classifier = ClassificationHead(config, types)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ JINA_V3 = JinaV3Model.family = Family.of(
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
     JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
 )
-# The published files say that they are an XLM-RoBERTa.
+# The published files name the architecture XLM-RoBERTa.
 JINA_V3_PUBLISHED = dataclasses.replace(
     JINA_V3,
     gguf=None,

@@ -28,8 +28,8 @@ class LFM2Config(DecoderConfig):
     """The settings of an LFM2.
 
     Attributes:
-        conv_taps: number of tokens that a convolution sees.
-        convolves: whether each layer has a convolution, and not attention.
+        conv_taps: number of tokens that a convolution spans.
+        convolves: whether each layer has a convolution instead of attention.
     """
 
     model_type = "lfm2"
@@ -50,31 +50,31 @@ class LFM2Config(DecoderConfig):
 
     @property
     def recurs(self) -> tuple:
-        """Whether each layer has a state of its own in the place of keys and values: ``convolves``."""
+        """Whether each layer has a recurrent state instead of keys and values: ``convolves``."""
         return self.convolves
 
     @property
     def layer_kinds(self) -> tuple:
-        """What tells layers with other tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         return self.convolves
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """The last inputs of a convolution; keys and values elsewhere."""
+        """The last inputs of the convolution, or the keys and values of attention."""
         if not self.convolves[number]:
             return super().states(number)
         return {ShortConv.group: ShortConv.kept(self)}
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`, with the MLP's size that is computed from that of the file."""
+        """:meth:`ModelConfig.counted`, with the MLP's size computed from the size in the file."""
         try:
             return {**raw, "intermediate_size": _inner(raw)}, frozenset()
-        except (ValueError, OverflowError):  # from_dict says so too
+        except (ValueError, OverflowError):  # from_dict reports it
             return raw, frozenset()
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The kinds of the layers, the MLP's size, and settings under their first names."""
+        """The kinds of the layers, the MLP's size, and settings under their original keys."""
         found = {
             "intermediate_size": _inner(raw), "attention_bias": False, "mlp_bias": False,
             "sliding_window": None, "hidden_act": "silu",
@@ -89,14 +89,14 @@ class LFM2Config(DecoderConfig):
 
 
 def _first(raw: Mapping[str, Any], first: str, second: str, default: Any) -> Any:
-    """A setting under its first name, or else its second one."""
+    """The value of a setting under its first key, else under its second, else the default."""
     value = raw.get(first)
     value = raw.get(second) if value is None else value
     return default if value is None else value
 
 
 def _inner(raw: Mapping[str, Any]) -> Any:
-    """The inner features of the MLP: two thirds of the given number, rounded up, if that is adjusted."""
+    """The inner features of the MLP: the file's number, or if ``block_auto_adjust_ff_dim`` two thirds, rounded up."""
     size = _first(raw, "block_ff_dim", "intermediate_size", 12288)
     adjusts, factor = raw.get("block_auto_adjust_ff_dim"), raw.get("block_ffn_dim_multiplier", 1.0)
     if adjusts is False or type(size) is not int:
@@ -111,13 +111,13 @@ def _inner(raw: Mapping[str, Any]) -> Any:
 
 
 class LFM2Attention(DecoderAttention):
-    """Attention, by the names of LFM2's files."""
+    """Attention with the attribute names of LFM2's files."""
 
     o_proj, q_norm, k_norm = alias("out_proj"), alias("q_layernorm"), alias("k_layernorm")
 
 
 class LFM2Layer(HybridLayer):
-    """A layer with a convolution (``conv``) or attention (``self_attn``), by the names of LFM2's files."""
+    """A layer with a convolution (``conv``) or attention (``self_attn``), with the names of LFM2's files."""
 
     attention_class: ClassVar[Any] = LFM2Attention
     recurrent: ClassVar[tuple[str, Any]] = "conv", ShortConv

@@ -25,7 +25,7 @@ _MLP = "feed_forward"
 
 @dataclass(frozen=True)
 class LFM2MoEConfig(LFM2Config, MoEConfig):
-    """The settings of an LFM2 with experts; ``use_expert_bias``: numbers that balance these are in the files."""
+    """The settings of an LFM2 with experts; with ``use_expert_bias`` there is a bias that balances the experts."""
 
     model_type = "lfm2_moe"
     unsaid: ClassVar[Mapping[str, Any]] = {**LFM2Config.unsaid, "num_dense_layers": 2}
@@ -39,23 +39,23 @@ class LFM2MoEConfig(LFM2Config, MoEConfig):
 
     @property
     def layer_kinds(self) -> tuple:
-        """What tells layers with other tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         return tuple(zip(self.convolves, self.sparse, strict=True))
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """The MLP's size is the one of the file."""
+        """:meth:`DecoderConfig.counted`: the MLP's size is not adjusted."""
         return super(LFM2Config, cls).counted(raw)
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As of an LFM2, whose MLP has the size of the file; the layers with experts."""
+        """:meth:`LFM2Config.derived` without adjusting the MLP's size; and the layers with experts."""
         found = super().derived({**raw, "block_auto_adjust_ff_dim": False})
         return {**found, "sparse": after_dense(raw, layers_of(raw), key="num_dense_layers")}
 
 
 class LFM2MoEMLP(SparseMLP):
-    """Experts by sigmoids, whose balancing numbers ``expert_bias`` are beside the router."""
+    """Experts that are chosen by sigmoids; the balancing bias ``expert_bias`` is beside the router."""
 
     def __init__(self, config: LFM2MoEConfig, dtype: DType):
         super().__init__(config, dtype)
@@ -65,14 +65,14 @@ class LFM2MoEMLP(SparseMLP):
         )  # fmt: skip
 
     def routes(self, config: Any) -> Routing:
-        """Sigmoids, whose shares may be normalised."""
+        """A routing by sigmoids, whose shares may be normalised."""
         return Routing(
             config.num_experts_per_tok, "sigmoid", normalised=config.norm_topk_prob, more=1e-6,
             factor=config.routed_scaling_factor,
         )  # fmt: skip
 
     def correction(self) -> Any:
-        """The balancing numbers, or None."""
+        """The balancing bias, or None."""
         return self.expert_bias
 
 

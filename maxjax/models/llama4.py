@@ -1,7 +1,7 @@
 """Llama 4, the text model: experts beside an MLP, and attention in chunks.
 
-Three of four layers rotate neighbouring features, normalise queries and keys, and see the tokens of a
-chunk; the fourth has no RoPE, sees all tokens, and scales its queries by position.
+Three of every four layers have RoPE of neighbouring features, normalised queries and keys, and attention
+within a chunk. The fourth has no RoPE, full attention, and queries that are scaled by position.
 
 Source: transformers' ``modeling_llama4``.
 """
@@ -35,7 +35,7 @@ _CHUNKED = {"full_attention": False, "chunked_attention": True}
 
 @dataclass(frozen=True)
 class Llama4Config(MoEConfig):
-    """The settings of a Llama 4's text model; ``intermediate_size`` is that of an expert.
+    """The settings of a Llama 4's text model; ``intermediate_size`` is the inner size of an expert.
 
     Attributes:
         dense_size: inner features of the MLPs of layers without experts.
@@ -64,7 +64,7 @@ class Llama4Config(MoEConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """The RoPE, and the growth of queries in layers without it."""
+        """The RoPE, and the scaling of queries by position in layers without RoPE."""
         found: dict[str, Any] = {"rope": read_rope(raw, context, 5e5, interleaved=True)}
         if raw.get("attn_temperature_tuning") is not False:
             given = {"attn_scale": 0.1, "floor_scale": 8192}
@@ -97,7 +97,7 @@ class Llama4Config(MoEConfig):
 
 
 class Llama4Attention(DecoderAttention):
-    """Attention in chunks, of normalised queries and keys."""
+    """Attention in chunks, with normalised queries and keys."""
 
     chunked = True
 
@@ -108,7 +108,7 @@ class Llama4Attention(DecoderAttention):
         self.epsilon: float | None = epsilon if config.qk_norm_l2 else None
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Normalised before RoPE, which changes the length of a head by its magnitude (YaRN) alone."""
+        """Normalises queries and keys before RoPE, and divides out the magnitude by which YaRN scales them."""
         q, k, v = super().heads(q, k, v)
         if self.epsilon is None or self.rope == "none":
             return [q, k, v]
@@ -124,7 +124,7 @@ def _divided(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Llama4MLP(SparseMLP):
-    """Experts whose inputs are multiplied by sigmoids, and an MLP for all tokens."""
+    """Experts whose inputs are multiplied by sigmoids, and an MLP that every token goes through."""
 
     router_name: ClassVar[str] = "router"
     route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "on_inputs": True}
@@ -143,7 +143,7 @@ class Llama4Layer(MoELayer):
         self.self_attn.scales_queries = not rotates and config.query_scaling is not None
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> Any:
-        """The mixture of experts, or an MLP of its own width."""
+        """The mixture of experts, or an MLP with ``dense_size`` inner features."""
         if config.sparse[number]:
             return super().make_mlp(config, number, dtype)
         return MLP(

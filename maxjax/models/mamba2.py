@@ -1,4 +1,4 @@
-"""Mamba 2 (also Codestral Mamba): layers of one recurrence, without attention and MLP.
+"""Mamba 2 (also Codestral Mamba): layers with a recurrence, without attention and MLP.
 
 Source: arXiv:2405.21060; transformers' ``modeling_mamba2``.
 """
@@ -26,11 +26,11 @@ from .gguf.architectures.mamba2 import MAMBA2_GGUF
 
 @dataclass(frozen=True)
 class Mamba2Config(DecoderConfig):
-    """The settings of a Mamba 2, which has neither attention nor MLPs, nor a longest text.
+    """The settings of a Mamba 2, which has no attention, no MLPs and no maximum length of a text.
 
     Attributes:
         ssm_heads, ssm_head_dim, n_groups, state_size, conv_kernel: sizes of a layer.
-        residual_in_fp32: whether sums of layers' results are float32 for every dtype.
+        residual_in_fp32: whether residual sums are float32 for every dtype of the model.
         mamba: the settings of the layers.
     """
 
@@ -67,17 +67,17 @@ class Mamba2Config(DecoderConfig):
         super().__post_init__()
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """What Mamba 2 keeps."""
+        """The states of Mamba 2."""
         return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """None."""
+        """Returns no RoPE."""
         return {}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The limits of time steps, and heads, whose keys are those of attention elsewhere."""
+        """The limits of time steps, and the heads, for which files have the keys ``num_heads`` and ``head_dim``."""
         heads = {"ssm_heads": raw.get("num_heads"), "ssm_head_dim": raw.get("head_dim")}
         heads = {key: value for key, value in heads.items() if value is not None}
         return {"time_steps": limits_of(raw), "sliding_window": None, **heads}
@@ -87,17 +87,17 @@ class Mamba2Layer(MixerLayer):
     """``x + mixer(norm(x))``, where the norm is computed in the dtype of the weights."""
 
     def make_mixer(self, config: Mamba2Config, number: int, dtype: DType) -> Mamba2Mixer:
-        """The layer of Mamba 2."""
+        """Makes the mixer."""
         self.dtype = dtype
         return Mamba2Mixer(config, dtype)
 
     def normed(self, x: jax.Array) -> jax.Array:
-        """What the mixer gets, of hidden states that may be wider."""
+        """The norm of hidden states, which are first converted to the dtype of the weights."""
         return super().normed(x.astype(self.dtype.np))
 
 
 class Mamba2Backbone(DecoderModel):
-    """The model without its head, by the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
+    """The model without its head, with the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
 
     embed_tokens, norm = alias("embeddings"), alias("norm_f")
 
@@ -106,7 +106,7 @@ class Mamba2Backbone(DecoderModel):
         self.is_wide = config.residual_in_fp32
 
     def run_layers(self, x: Any, step: Step, cached: Cached) -> tuple[Any, Cached]:
-        """All layers, whose results are summed in float32 if the configuration says so."""
+        """Runs all layers, with residual sums in float32 if the configuration says so."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if self.is_wide else x
         x, cached = super().run_layers(x, step, cached)
         return x.astype(self.dtype.np), cached

@@ -1,4 +1,4 @@
-"""MiniMax M2: experts chosen by balanced sigmoids, and norms over all heads of queries and keys.
+"""MiniMax M2: experts that are chosen by sigmoids plus a balancing bias, and norms over all heads together.
 
 Source: transformers' ``modeling_minimax_m2``.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..dtype import DType
+from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from .config import setting
@@ -24,7 +25,7 @@ from .mixtral import MixtralLayer
 
 @dataclass(frozen=True)
 class MiniMaxM2Config(MoEConfig):
-    """The settings of a MiniMax M2; ``intermediate_size`` is that of an expert."""
+    """The settings of a MiniMax M2; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "minimax_m2"
     fixed = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
@@ -41,7 +42,7 @@ class MiniMaxM2Config(MoEConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of a part of each head, which published files give as ``rotary_dim``."""
+        """The RoPE of a part of each head: the first ``rotary_dim`` features in published files."""
         width, head = raw.get("rotary_dim"), raw.get("head_dim")
         head = cls.head_dim if head is None else head
         part = 1.0
@@ -53,20 +54,20 @@ class MiniMaxM2Config(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing.
+        """Checks the settings; no value is derived.
 
         Raises:
-            ValueError: queries and keys are normalised, or experts chosen, in another way.
+            UnsupportedModelError: queries and keys are normalised, or experts are chosen, in another way.
         """
         if raw.get("qk_norm_type") not in (None, "per_layer") or raw.get("use_qk_norm") is False:
-            raise ValueError("'use_qk_norm' other than true, of type 'per_layer', is not supported")
+            raise UnsupportedModelError("'use_qk_norm' other than true, of type 'per_layer'")
         if raw.get("scoring_func") not in (None, "sigmoid"):
-            raise ValueError("'scoring_func' other than 'sigmoid' is not supported")
+            raise UnsupportedModelError("'scoring_func' other than 'sigmoid'")
         return {}
 
 
 class MiniMaxM2MLP(SparseMLP):
-    """Experts by sigmoids, whose balancing numbers are beside the router."""
+    """Experts that are chosen by sigmoids; the balancing bias is beside the router."""
 
     route: ClassVar[Mapping[str, Any]] = {"shares": "sigmoid", "normalised": True}
 
@@ -77,7 +78,7 @@ class MiniMaxM2MLP(SparseMLP):
         )
 
     def correction(self) -> Weight:
-        """The balancing numbers."""
+        """The balancing bias."""
         return self.e_score_correction_bias
 
 

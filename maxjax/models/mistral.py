@@ -1,7 +1,7 @@
 """Mistral: a Llama with sliding-window attention and fewer KV heads than query heads; and Ministral 3.
 
-The queries of a Ministral 3 grow with their position beyond the context that it was trained on.
-Mistral Small 3.1 and later and Ministral 3 are published as parts of multimodal models.
+In a Ministral 3, queries beyond the original context length are multiplied by a factor that grows with
+the position. Mistral Small 3.1 and later and Ministral 3 are published as parts of multimodal models.
 
 Source: arXiv:2310.06825; transformers' ``modeling_ministral3``.
 """
@@ -56,7 +56,7 @@ class Ministral3Config(MistralConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """The RoPE, and the growth of queries that stands among its settings."""
+        """The RoPE, and the scaling of queries, which is among RoPE's settings."""
         found = super().ropes(raw, context)
         name, given = rope_settings(rope_or(raw, cls.unsaid_rope))
         beta, length = given.get("llama_4_scaling_beta"), given.get(_LENGTH)

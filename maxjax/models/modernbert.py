@@ -1,7 +1,7 @@
 """ModernBERT: an encoder with RoPE, a gated MLP, norms before attention and MLP, and windows in most layers.
 
-The first layer has no norm before its attention, because the embeddings are normalised. Attributes are named
-as in Hugging Face's checkpoints.
+The first layer has no norm before its attention, because the embeddings are already normalised. Attributes
+are named as in Hugging Face's checkpoints.
 
 Source: arXiv:2412.13663.
 """
@@ -51,7 +51,7 @@ class ModernBertConfig(AlternatingConfig):
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
-        """The layers whose tensors differ from those of the others: the first, which has a norm less."""
+        """A kind for each layer; layers of one kind have the same tensors. The first layer has one norm less."""
         return tuple(i == 0 for i in range(self.num_layers))
 
 
@@ -104,7 +104,7 @@ class ModernBertLayer(Module):
 
 
 class ModernBertHead(Module):
-    """A linear layer, an activation function and a norm, before the layer of the scores."""
+    """A linear layer, an activation function and a norm, before the linear layer of the scores."""
 
     def __init__(self, config: ModernBertConfig, types: Types):
         super().__init__()
@@ -141,7 +141,7 @@ class ModernBertModel(Encoder):
 
     @property
     def head_pooling(self) -> str:  # type: ignore[override]
-        """The pooling of the state that the head takes: "cls" or "mean", as the files say."""
+        """The pooling of the state that the head takes: ``classifier_pooling``, "cls" or "mean"."""
         return self.config.classifier_pooling
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

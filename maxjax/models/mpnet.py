@@ -1,4 +1,4 @@
-"""MPNet: BERT's layers with RoBERTa's positions, and a bias of the scores by the distance of two tokens.
+"""MPNet: BERT's layers with RoBERTa's positions, and a bias of scores that depends on the distance of two tokens.
 
 Attributes are named as in Hugging Face's checkpoints. Source: arXiv:2004.09297.
 """
@@ -27,7 +27,7 @@ from .encoder.model import ClassificationHead, Encoder, in_turn, with_head
 from .family import Family
 from .roberta import places_after
 
-# transformers ignores the configuration in these three.
+# transformers fixes these three numbers, whatever the configuration says.
 _PADDING, _BUCKETS, _FARTHEST = 1, 32, 128
 
 
@@ -59,7 +59,7 @@ class MPNetSelfAttention(EncoderAttention):
 
 
 class MPNetAttention(Module):
-    """The first half of a layer: self-attention, and the norm of the sum."""
+    """The first half of a layer: self-attention, the residual sum, and its norm."""
 
     def __init__(self, config: MPNetConfig, types: Types):
         super().__init__()
@@ -85,7 +85,7 @@ class MPNetLayer(Module):
 
 
 class MPNetEncoder(Module):
-    """The layers, and the table of the bias that they share: a row for each class of distances."""
+    """The layers, and the table of biases that they share: one row for each class of distances."""
 
     def __init__(self, config: MPNetConfig, types: Types):
         super().__init__()
@@ -105,7 +105,7 @@ class MPNetEncoder(Module):
 
 
 def buckets(distances: np.ndarray) -> np.ndarray:
-    """The class of each distance between a query and a key: small ones each have their own.
+    """The class of each distance between a query and a key; each small distance has a class of its own.
 
     Example:
         >>> buckets(np.array([0, 1, -1, 7, 8, -200])).tolist()
@@ -137,11 +137,11 @@ class MPNetModel(Encoder):
         self.encoder = MPNetEncoder(config, types)
 
     def make_head(self, config: MPNetConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with a layer of its own."""
+        """Makes ``classifier``, a head with two linear layers."""
         self.classifier = ClassificationHead(config, types)
 
     def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """Positions as in RoBERTa."""
+        """:meth:`Encoder.places`, as in RoBERTa."""
         return places_after(input_ids, places, _PADDING)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

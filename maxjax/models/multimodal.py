@@ -1,7 +1,7 @@
-"""The text models in checkpoints of multimodal models, which have prefixes and nested settings there.
+"""Reads the text model in a checkpoint of a multimodal model, where settings are nested and names prefixed.
 
-A multimodal model is read as the language model that it contains: ``text_settings`` takes its
-configuration out, and ``DecoderFamily`` its tensors. Tensors that see or hear are left out.
+A multimodal model is read as the language model that it contains: ``text_settings`` extracts the
+configuration of that, and ``DecoderFamily`` its tensors. Tensors for images and audio are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import UnsupportedModelError
 
-# Prefixes of a text model's tensors, and their replacements; the first that matches holds.
+# Prefixes of a text model's tensors, and their replacements; the first that matches is used.
 PLACES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -22,7 +22,7 @@ PLACES = (
     ("thinker.model.", "model."),
     ("thinker.lm_head.", "lm_head."),
 )
-# The other parts of multimodal models, in files of any age.
+# Patterns of the tensors of all other parts of multimodal models, in old and new files.
 SIGHT = tuple(
     f"{prefix}{part}.*"
     for prefix in ("", "model.", "thinker.")
@@ -33,9 +33,9 @@ SIGHT = tuple(
 ) + ("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*")
 _SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
 T = TypeVar("T")
-# Keys beside ``text_config`` that hold for the text model too.
+# Keys outside ``text_config`` that apply to the text model too.
 _TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
-# Settings of the positions of images: the tokens of a text have one position for all sections.
+# RoPE settings for the positions of images. A text token has the same position in all sections.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
@@ -45,9 +45,10 @@ class TextModel:
 
     Attributes:
         model_type, architecture: names of the text model alone.
-        unsaid: its values of keys that a file leaves out, where they are not those of ``model_type``.
-        always: its values of keys that its code does not read, whatever a file says.
-        flat: whether old files hold its settings among those of the complete model.
+        unsaid: values for keys that a file leaves out, where they differ from the defaults of
+            ``model_type``.
+        always: values for keys that transformers' code of the model ignores, whatever a file says.
+        flat: whether old files hold its settings at the top level, and not in ``text_config``.
     """
 
     model_type: str
@@ -72,7 +73,7 @@ _QWEN3_MOE = TextModel(
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip
-# Files of LLaVA leave out what is as in the first Llama of 7 B, Mistral's or Qwen 2's.
+# LLaVA's files leave out values that are transformers' defaults for a Llama, Mistral or Qwen 2.
 _USUAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _INSIDE = {
     "llama": TextModel(
@@ -106,8 +107,8 @@ _GEMMA4 = TextModel("gemma4_text", "Gemma4ForCausalLM")
 _GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM")
 _LLAMA4 = TextModel("llama4_text", "Llama4ForCausalLM")
 
-# ``model_type`` of a multimodal model → its text model, by ``model_type`` in ``text_config``; None for
-# files that name no other there, or hold the text model's settings among their own.
+# ``model_type`` of a multimodal model → its text models, by ``model_type`` in ``text_config``. None is
+# the key for files without a known one there, or with the text model's settings at the top level.
 TEXTS: dict[str, dict[str | None, TextModel]] = {
     "mistral3": {None: _MISTRAL, "mistral": _MISTRAL, "ministral3": _MINISTRAL},
     "qwen2_vl": {None: _QWEN2},
@@ -164,11 +165,11 @@ ARCHITECTURES: dict[str, str] = {
 
 
 def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model in that of a multimodal model; any other as it is.
+    """The text model's configuration in that of a multimodal model; any other configuration unchanged.
 
     Raises:
-        ValueError: the settings of the text model are missing or no object.
-        UnsupportedModelError: the text model is of a type that is not known within such a model.
+        ValueError: the settings of the text model are missing or are not an object.
+        UnsupportedModelError: maxjax does not know multimodal models with a text model of that type.
 
     Example:
         >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
@@ -220,7 +221,7 @@ def text_name(tensor: str) -> str | None:
 
 
 def whole_names(name: str) -> list[str]:
-    """The names that a module of a text model may have in a multimodal model, its own the first.
+    """The names that a module of a text model may have in a multimodal model, its own name first.
 
     Example:
         >>> whole_names("lm_head")
@@ -232,7 +233,7 @@ def whole_names(name: str) -> list[str]:
 
 
 def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
-    """The tensors of the text model by its own names, of a multimodal configuration's; any other's as they are."""
+    """The tensors of a multimodal checkpoint's text model, by its own names; of any other, all unchanged."""
     if not is_multimodal(raw):
         return tensors
     named = {text_name(name): value for name, value in tensors.items()}
@@ -240,7 +241,7 @@ def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[st
 
 
 def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, of which RoPE has no sections of images."""
+    """The settings without RoPE's sections for images."""
     found = dict(given)
     for name in ("rope_scaling", "rope_parameters"):
         rope = found.get(name)

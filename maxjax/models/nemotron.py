@@ -1,6 +1,6 @@
-"""Nemotron 3 and 4 and Minitron, and Arcee's AFM: MLPs without a gate, whose activation is the square of ReLU.
+"""Nemotron 3 and 4 and Minitron, and Arcee's AFM: MLPs without a gate, with squared ReLU as activation function.
 
-Nemotron's LayerNorms add 1 to their weights, and RoPE rotates half of each head.
+In Nemotron, LayerNorms add 1 to their weights, and RoPE rotates half of each head.
 
 Sources: arXiv:2402.16819, arXiv:2407.14679; transformers' ``modeling_nemotron`` and ``modeling_arcee``.
 """

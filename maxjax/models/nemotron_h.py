@@ -1,4 +1,4 @@
-"""Nemotron-H (also Nemotron Nano 2): layers of Mamba 2, of attention without RoPE, or of an MLP.
+"""Nemotron-H (also Nemotron Nano 2): each layer is Mamba 2, attention without RoPE, or an MLP.
 
 Source: arXiv:2504.03624; transformers' ``modeling_nemotron_h``.
 """
@@ -39,8 +39,8 @@ class NemotronHConfig(DecoderConfig):
 
     Attributes:
         mamba_num_heads, mamba_head_dim, n_groups, ssm_state_size, conv_kernel: sizes of Mamba 2.
-        time_step_min: the least length of a time step.
-        kinds: what each layer is: "mamba", "attention" or "mlp".
+        time_step_min: minimum length of a time step.
+        kinds: kind of each layer: "mamba", "attention" or "mlp".
         mamba: the settings of Mamba 2.
     """
 
@@ -78,23 +78,23 @@ class NemotronHConfig(DecoderConfig):
 
     @property
     def layer_kinds(self) -> tuple:
-        """What tells layers with other tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         return self.kinds
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """What Mamba 2 keeps, keys and values, or nothing."""
+        """The states of Mamba 2, the keys and values of attention, or nothing for an MLP."""
         if self.kinds[number] == "mamba":
             return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
         return super().states(number) if self.kinds[number] == "attention" else {}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """None."""
+        """Returns no RoPE."""
         return {}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The kinds of the layers, which may be letters, and settings under their first names."""
+        """The kinds of the layers, which may be given as letters, and settings under their older keys."""
         older = {
             "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv",
             "time_step_min": "mamba_dt_min", "use_conv_bias": "mamba_conv_bias",
@@ -111,7 +111,7 @@ class NemotronHConfig(DecoderConfig):
             raise ValueError("'layers_block_type' is not a list of strings")
         if other := [kind for kind in kinds if kind not in _KINDS]:
             raise UnsupportedModelError(f"a Nemotron-H with layers of kind {other[0][:60]!r}")
-        for key in _OF_EXPERTS:  # which no layer has
+        for key in _OF_EXPERTS:  # read, so that no warning names them: no layer has experts
             raw.get(key)
         return {
             **found, "kinds": tuple(_KINDS[kind] for kind in kinds), "attention_bias": False,
@@ -123,7 +123,7 @@ class NemotronHLayer(MixerLayer):
     """``x + mixer(norm(x))``, where the mixer is Mamba 2, attention or an MLP."""
 
     def make_mixer(self, config: NemotronHConfig, number: int, dtype: DType) -> Any:
-        """The mixer of a layer's kind."""
+        """Makes the mixer for the layer's kind."""
         self.kind = config.kinds[number]
         if self.kind == "mamba":
             return Mamba2Mixer(config, dtype)
@@ -137,14 +137,14 @@ class NemotronHLayer(MixerLayer):
     def mixed(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """The result of any of them; an MLP keeps nothing."""
+        """The mixer's result, and the cache with these tokens; an MLP does not change the cache."""
         if self.kind == "mlp":
             return self.mixer(x), cached
         return self.mixer(x, step, cached, layer)
 
 
 class NemotronHBackbone(DecoderModel):
-    """The model without its head, by the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
+    """The model without its head, with the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
 
     embed_tokens, norm = alias("embeddings"), alias("norm_f")
 

@@ -1,4 +1,4 @@
-"""Nomic's BERT: BERT's layers with RoPE, a gated MLP and hardly any biases.
+"""Nomic's BERT: BERT's layers with RoPE and a gated MLP, and without most biases.
 
 Attributes are named as in its published files. Their ``config.json`` has the keys of GPT-2; newer files have the
 usual ones. Source: arXiv:2402.01613, and modeling_hf_nomic_bert.py beside the files.
@@ -24,7 +24,7 @@ _USUAL = {
     "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
     "intermediate_size": 3072, "max_position_embeddings": 2048,
 }  # fmt: skip
-# The usual keys, and those of the published files.
+# The usual keys, and the keys of the published files.
 _KEYS = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
@@ -42,8 +42,8 @@ class NomicBertConfig(EncoderConfig):
     """The settings of a Nomic BERT, with the defaults of transformers for missing keys.
 
     Attributes:
-        qkv_proj_bias, mlp_fc1_bias, mlp_fc2_bias: whether the projections of attention have biases, and
-            whether those of the MLP have.
+        qkv_proj_bias, mlp_fc1_bias, mlp_fc2_bias: whether the projections of attention, the first
+            linear layers of the MLP, and its last one have biases.
     """
 
     model_type = "nomic_bert"
@@ -65,7 +65,7 @@ class NomicBertConfig(EncoderConfig):
             found = {
                 key: raw[theirs] for key, theirs in _KEYS.items() if raw.get(theirs) is not None
             }
-            # "swiglu" is a gated MLP with this function.
+            # "swiglu" is a gated MLP with SiLU.
             kind = found.get("hidden_act", "gelu")
             refuse({"activation_function": kind}, {"activation_function": "swiglu"}, "Nomic's BERT")
             found["hidden_act"] = "silu"
@@ -78,7 +78,7 @@ class NomicBertConfig(EncoderConfig):
 
 
 def _rope(raw: Mapping[str, Any], context: int) -> Rope:
-    """RoPE, whose settings the published files have under keys of their own."""
+    """The RoPE, for whose settings the published files have keys of their own."""
     given = dict(raw)
     if raw.get("rotary_emb_base") is not None:
         given["rope_theta"] = raw["rotary_emb_base"]
@@ -101,7 +101,7 @@ class NomicBertMLP(EncoderMLP):
 
 
 class NomicBertLayer(EncoderLayer):
-    """A layer, its norms after the sums."""
+    """A layer with norms after the residual sums."""
 
     names = ("attn", "norm1", "mlp", "norm2")
 

@@ -1,4 +1,4 @@
-"""OLMo, the first: a Llama whose LayerNorms have no weights, with bounds of queries, keys and values.
+"""OLMo 1: a Llama whose LayerNorms have no weights, and whose queries, keys and values may be clipped.
 
 Source: arXiv:2402.00838; transformers' ``modeling_olmo``.
 """
@@ -18,7 +18,7 @@ from .olmoe import OLMoEAttention
 
 @dataclass(frozen=True)
 class OlmoConfig(DecoderConfig):
-    """The settings of an OLMo; ``clip_qkv`` bounds queries, keys and values."""
+    """The settings of an OLMo; ``clip_qkv`` is the bound at which queries, keys and values are clipped."""
 
     model_type = "olmo"
     fixed = {"sliding_window": None, "mlp_bias": False}

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: norms after attention and MLP, and over all heads of queries and keys.
+"""OLMo 2 and 3: norms after attention and MLP, and norms of queries and keys over all heads together.
 
-OLMo 3 adds a sliding window to three of four layers, whose RoPE may have settings of its own.
+OLMo 3 adds a sliding window in three of every four layers; the RoPE of these may have its own settings.
 
 Sources: arXiv:2501.00656; transformers' ``modeling_olmo2`` and ``modeling_olmo3``.
 """
@@ -50,7 +50,7 @@ class Olmo3Config(Olmo2Config):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
-        """The RoPE of layers that see all tokens and that of sliding layers."""
+        """The RoPE of layers with full attention and that of sliding layers."""
         return both_ropes(raw, context, 5e5, 5e5)
 
 

@@ -1,4 +1,4 @@
-"""OLMoE: many small experts, and norms over all heads of queries and keys.
+"""OLMoE: many small experts, and norms of queries and keys over all heads together.
 
 Source: arXiv:2409.02060; transformers' ``modeling_olmoe``.
 """
@@ -23,7 +23,7 @@ from .gguf.architectures.olmo import OLMOE_GGUF
 
 @dataclass(frozen=True)
 class OLMoEConfig(MoEConfig):
-    """The settings of an OLMoE; ``clip_qkv`` bounds queries, keys and values."""
+    """The settings of an OLMoE; ``clip_qkv`` is the bound at which queries, keys and values are clipped."""
 
     model_type = "olmoe"
     fixed = {"sliding_window": None, "mlp_bias": False}
@@ -46,7 +46,7 @@ class OLMoEAttention(DecoderAttention):
         self.clip = config.clip_qkv
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Normalised, then within ``±clip_qkv``."""
+        """Normalises queries and keys, then clips all three to ``±clip_qkv``."""
         found = super().heads(q, k, v)
         return found if self.clip is None else [jnp.clip(a, -self.clip, self.clip) for a in found]
 

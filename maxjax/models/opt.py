@@ -1,4 +1,4 @@
-"""OPT and Galactica: learned positions, LayerNorm before or after, and an embedding of its own width.
+"""OPT and Galactica: learned positions, LayerNorm before or after each part, embeddings that may be narrower.
 
 Source: arXiv:2205.01068; transformers' ``modeling_opt``.
 """
@@ -33,8 +33,9 @@ class OPTConfig(PositionedConfig):
     """The settings of an OPT.
 
     Attributes:
-        do_layer_norm_before: whether norms come before attention and MLP; after the sums in the 350M.
-        remove_final_layer_norm: whether a model of the first kind has no last norm.
+        do_layer_norm_before: whether norms come before attention and MLP; in the 350M they come after
+            the residual sums.
+        remove_final_layer_norm: whether a model with norms before attention and MLP has no last norm.
         word_embed_proj_dim: width of the embedding table and the head; ``hidden_size`` by default.
     """
 
@@ -56,7 +57,7 @@ class OPTConfig(PositionedConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing.
+        """Checks the settings; no value is derived.
 
         Raises:
             UnsupportedModelError: the norms have no weights.
@@ -73,7 +74,7 @@ class OPTAttention(DecoderAttention):
 
 
 class OPTLayer(Module):
-    """``h = x + attention(norm(x))``, then ``h + fc2(activation(fc1(norm(h))))``, or norms of the sums."""
+    """``h = x + attention(norm(x))``, then ``h + fc2(activation(fc1(norm(h))))``; or norms after the sums."""
 
     _mx_carries = True
 
@@ -92,7 +93,7 @@ class OPTLayer(Module):
         return linear_rules("fc1", rows) | linear_rules("fc2", columns)
 
     def fed(self, x: jax.Array) -> jax.Array:
-        """What the two linear layers make of hidden states."""
+        """The result of the MLP for hidden states ``[..., E]``."""
         return self.fc2(activation(self.activation_function)(self.fc1(x))).astype(x.dtype)
 
     def __call__(
@@ -135,13 +136,13 @@ class OPTDecoder(PositionedModel):
         return x + self.learned(ids, step)
 
     def output(self, x: jax.Array) -> jax.Array:
-        """Hidden states after the last layer → what the head gets, in the width of the embeddings."""
+        """Hidden states after the last layer → inputs of the head, in the width of the embedding table."""
         x = x if self.final_layer_norm is None else self.final_layer_norm(x)
         return x if self.project_out is None else self.project_out(x).astype(x.dtype)
 
 
 class OPTModel(Module):
-    """The model without its head: ``decoder``."""
+    """The model without its head; all parts are in ``decoder``."""
 
     embed_tokens, layers = alias("decoder.embed_tokens"), alias("decoder.layers")
     _mx_carries = True

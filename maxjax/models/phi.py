@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention beside the MLP after one LayerNorm, RoPE of a part of each head.
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one LayerNorm, RoPE of a part of each head.
 
 Source: arXiv:2309.05463; transformers' ``modeling_phi``.
 """
@@ -20,7 +20,7 @@ from .gguf.architectures.phi import PHI_GGUF
 
 @dataclass(frozen=True)
 class PhiConfig(DecoderConfig):
-    """The settings of a Phi of the first three; all linear layers have biases."""
+    """The settings of a Phi-1, Phi-1.5 or Phi-2; all linear layers have biases."""
 
     model_type = "phi"
 
@@ -36,13 +36,13 @@ class PhiConfig(DecoderConfig):
 
 
 class PhiAttention(DecoderAttention):
-    """Attention, by the names of Phi's files."""
+    """Attention with the attribute names of Phi's files."""
 
     o_proj, q_norm, k_norm = alias("dense"), alias("q_layernorm"), alias("k_layernorm")
 
 
 class PhiLayer(ParallelLayer):
-    """A layer with the MLP, which has no gate, beside attention."""
+    """A layer with attention and an MLP without a gate in parallel."""
 
     attention_class: ClassVar[Any] = PhiAttention
     mlp_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections; the last rotates a part of each head.
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections; in Phi-4-mini, RoPE rotates a part of each head.
 
 Sources: arXiv:2404.14219, arXiv:2412.08905, arXiv:2503.01743; transformers' ``modeling_phi3``.
 
@@ -25,7 +25,7 @@ from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope, object_of, read_rope
 from .gguf.architectures.phi import PHI3_GGUF
 
-# Names that the first files have for the only kind of scaling that this family knows.
+# Names in the first files for LongRoPE, the only kind of RoPE scaling in this family.
 _LONGROPE = ("su", "yarn")
 
 

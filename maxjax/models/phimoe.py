@@ -1,8 +1,8 @@
-"""Phi-3.5-MoE and Phi-mini-MoE: a Mixtral with LayerNorm, of whose two experts each is weighed by those near it.
+"""Phi-3.5-MoE and Phi-mini-MoE: a Mixtral with LayerNorm and two experts per token, with shares by SparseMixer.
 
-llama.cpp computes other norms and other shares for its architecture of that name, so there are no GGUF files.
-
-Source: arXiv:2404.14219, of the shares arXiv:2409.12136; transformers' ``modeling_phimoe``.
+The share of each chosen expert is a softmax over the experts with scores near its own. llama.cpp computes other
+norms and shares for its architecture of this name, so maxjax has no GGUF files of this family.
+Source: arXiv:2404.14219, for the shares arXiv:2409.12136; transformers' ``modeling_phimoe``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .mixtral import MixtralLayer
 
 @dataclass(frozen=True)
 class PhiMoEConfig(MoEConfig):
-    """The settings of a Phi with experts; ``intermediate_size`` is that of an expert."""
+    """The settings of a Phi with experts; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "phimoe"
 
@@ -41,10 +41,10 @@ class PhiMoEConfig(MoEConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """RoPE, whose magnitude a LongRoPE's settings say.
+        """The RoPE; with LongRoPE, its magnitude is ``short_mscale``.
 
         Raises:
-            UnsupportedModelError: short and long texts have different ones.
+            UnsupportedModelError: ``short_mscale`` and ``long_mscale`` differ.
         """
         found, given = super().ropes(raw, context), rope_settings(raw)[1]
         short, long = (given.get(f"{kind}_mscale") for kind in ("short", "long"))
@@ -56,15 +56,15 @@ class PhiMoEConfig(MoEConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A token has two experts, which are weighed with a tolerance of 1 %."""
+        """Checks that a token has two experts, and that the tolerance of near scores is 1 %."""
         refuse(raw, {"num_experts_per_tok": 2, "router_jitter_noise": 0.01}, "Phi-MoE")
         return {"mlp_bias": False, "norm_topk_prob": False}
 
 
 class PhiMoEMLP(SparseMLP):
-    """Experts of which each is weighed by those near it that are not chosen before."""
+    """Experts whose shares are softmaxes over near scores, without the experts that were chosen before."""
 
-    # Of the scores near that of the first expert, and of those near that of the second.
+    # Two softmaxes: over the scores near that of the first expert, and over those near that of the second.
     route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of near"}
 
 

@@ -1,4 +1,4 @@
-"""Pooling: the hidden states of a text's tokens → one embedding for the text.
+"""Pooling: combines the hidden states of a text's tokens into one embedding of the text.
 
 The settings come from the files of sentence-transformers (``sentence_files``), or from a GGUF file's metadata.
 """
@@ -23,12 +23,13 @@ from ..nn.activation import ACTIVATIONS
 class Dense:
     """A linear layer and an activation function that are applied to a pooled embedding.
 
-    The values are bytes, so that a Dense is a constant of the model and compares by content.
+    Its values are bytes, so that a Dense is a static, hashable part of the model and compares by content.
 
     Attributes:
         in_features, out_features: lengths of the embedding before and after.
         activation: name in ``maxjax.nn.activation.ACTIVATIONS``; "linear" for none.
-        weight, bias: float32 values ``[out_features, in_features]`` and ``[out_features]``; no bias is b"".
+        weight, bias: float32 values ``[out_features, in_features]`` and ``[out_features]``; b"" without a bias.
+        checksum: CRC-32 of the values.
 
     Example:
         >>> Dense.of(np.ones((2, 3), np.float32), None).matrix.shape
@@ -44,7 +45,7 @@ class Dense:
 
     @classmethod
     def of(cls, weight: np.ndarray, bias: np.ndarray | None, activation: str = "linear") -> Dense:
-        """The Dense of arrays."""
+        """Makes a Dense of a weight ``[out, in]`` and a bias ``[out]``."""
         values = np.ascontiguousarray(weight, np.float32).tobytes()
         added = b"" if bias is None else np.ascontiguousarray(bias, np.float32).tobytes()
         out_features, in_features = weight.shape
@@ -63,11 +64,11 @@ class Dense:
 
 
 def densified(pooled: jax.Array, dense: Any, activations: tuple[str, ...]) -> jax.Array:
-    """Embeddings ``[B, E]`` after the layers of several Dense.
+    """Applies several Dense, one after another, to embeddings ``[B, E]``.
 
     Args:
-        pooled: the embeddings.
-        dense: matrix and vector of each Dense.
+        pooled: embeddings ``[B, E]``.
+        dense: (matrix, vector) of each Dense.
         activations: name of each one's activation function.
     """
     for (matrix, vector), activation in zip(dense, activations, strict=True):
@@ -81,15 +82,15 @@ def densified(pooled: jax.Array, dense: Any, activations: tuple[str, ...]) -> ja
 
 @dataclass(frozen=True)
 class Pooling:
-    """The settings by which token states become an embedding.
+    """How token states become an embedding.
 
     Attributes:
         modes: names in :data:`POOLINGS`; their results are concatenated.
         normalize: whether embeddings are scaled to length 1.
         max_length: maximum number of tokens in a text, or None.
         lower_case: whether texts are lowercased first.
-        unsupported: a step of the model that maxjax does not have, or None. With such a step the
-            token states are right, but no embedding can be computed from them.
+        unsupported: name of a step of the model that maxjax does not have, or None. With such a step
+            the token states are correct, but no embedding can be computed from them.
         prompts: (name, text) of each prompt that may be put before a text.
         prompt: name of the default prompt, or None.
         include_prompt: whether the prompt's tokens are pooled with those of the text.
@@ -109,7 +110,7 @@ class Pooling:
     similarity: str = "cosine"
 
     def before(self, name: str | None) -> str:
-        """The text of the prompt of this name, or of the default prompt; "" without one.
+        """The text to put before a text: the prompt of this name, by default the default prompt; "" if there is none.
 
         Raises:
             UserInputError: the model has no prompt of that name.
@@ -150,7 +151,7 @@ def _max(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def _first(states: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
-    # The first token that is pooled: after a prompt that is not, as in sentence-transformers 6.
+    # The first token that is pooled: if the prompt is not pooled, the first after it, as in sentence-transformers 6.
     first = jnp.argmax(mask > 0, axis=1, keepdims=True).astype(jnp.int32)
     return _at(states, jnp.where(jnp.any(mask > 0, axis=1, keepdims=True), first, starts))
 
@@ -230,7 +231,7 @@ def normalized(pooled: jax.Array) -> jax.Array:
 
 
 def unit(a: np.ndarray) -> np.ndarray:
-    """The same for arrays of NumPy."""
+    """NumPy arrays ``[..., E]``, scaled to length 1."""
     return a / np.maximum(np.linalg.norm(a, axis=-1, keepdims=True), 1e-12)
 
 
@@ -244,14 +245,14 @@ SIMILARITIES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def similarity(a: Any, b: Any, pooling: Pooling | str | None = None) -> np.ndarray:
-    """The similarity of each of some embeddings to each of others, as the model's files say.
+    """The similarity of each embedding in ``a`` to each one in ``b``, by the measure of the model's files.
 
     Args:
         a, b: embeddings ``[n, E]`` and ``[m, E]``.
         pooling: ``model.pooling``, or a name in :data:`SIMILARITIES`; None is "cosine".
 
     Returns:
-        float32 ``[n, m]``; a larger number is nearer.
+        float32 ``[n, m]``; larger means more similar.
 
     Raises:
         UserInputError: the name is unknown, or the shapes do not fit.
@@ -298,6 +299,6 @@ def gguf_pooling(
 
 
 def gguf_mode(pooling: Pooling) -> str | None:
-    """llama.cpp's name of the pooling type; None if it has no such type."""
+    """llama.cpp's name of the pooling type; None if llama.cpp does not have it."""
     names = {mode: name for name, mode in _GGUF_MODES.items()}
     return names.get(pooling.modes[0]) if len(pooling.modes) == 1 else None

@@ -1,6 +1,6 @@
 """Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
 
-They are also the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+These models are also the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Sources: arXiv:2407.10671, arXiv:2412.15115, arXiv:2505.09388.
 """
@@ -16,12 +16,12 @@ from .decoder.config import DecoderConfig, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily
 from .multimodal import SIGHT
 
-# Defaults of the window's settings: it is used only if ``use_sliding_window`` is true.
+# Defaults of the settings of the sliding window, which is used only if ``use_sliding_window`` is true.
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 
 def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The sliding window and the layers that have it: those from ``max_window_layers`` on, if any.
+    """The sliding window, and the layers that have it: those from ``max_window_layers`` on, if it is used.
 
     Raises:
         ValueError: a value is of the wrong type.
@@ -51,7 +51,7 @@ class Qwen2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The biases, whatever the file says, and the sliding window."""
+        """The biases, which do not depend on the file, and the sliding window."""
         return {"attention_bias": True, "mlp_bias": False, **window_settings(raw)}
 
 

@@ -1,4 +1,4 @@
-"""Qwen 2 MoE and Qwen 1.5 MoE: a Qwen 2 with experts, one of which every token goes through.
+"""Qwen 2 MoE and Qwen 1.5 MoE: a Qwen 2 with experts, and a shared expert that every token goes through.
 
 Source: arXiv:2407.10671.
 """
@@ -56,7 +56,7 @@ class Qwen2MoEConfig(Qwen3MoEConfig):
 
 
 class Qwen2MoEMLP(SparseMLP):
-    """The experts, and one for all tokens, whose result is multiplied by a gate of the token."""
+    """The experts, and a shared expert whose result is multiplied by a gate for each token."""
 
     def __init__(self, config: Qwen2MoEConfig, dtype: DType):
         super().__init__(config, dtype)

@@ -1,4 +1,4 @@
-"""Qwen 3.5 (text), dense and with experts: a Qwen3-Next whose projections of the delta rule are apart.
+"""Qwen 3.5 (text), dense and with experts: a Qwen3-Next with separate projections for the delta rule.
 
 Source: transformers' ``modeling_qwen3_5`` and ``modeling_qwen3_5_moe``.
 """
@@ -38,7 +38,7 @@ class Qwen35MoEConfig(Qwen3NextConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Chosen experts' shares always sum to 1, and every layer has experts."""
+        """Every layer has experts, and the shares of the chosen experts are normalised."""
         dense = dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"))
         return {**super().derived({**raw, **dense}), "norm_topk_prob": True}
 
@@ -57,17 +57,17 @@ class Qwen35Config(Qwen3NextConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """All numbers are used."""
+        """:meth:`ModelConfig.counted`: all numbers are compared."""
         return raw, frozenset()
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """No layer has experts."""
+        """:meth:`Qwen3NextConfig.derived`, without experts."""
         return {**super().derived(raw), "num_experts": 0, "sparse": ()}
 
 
 class Qwen35Delta(GatedDelta):
-    """The gated delta rule with a linear layer each for queries, keys and values, gate, share and decay."""
+    """The gated delta rule with four linear layers: for queries, keys and values; gate; share; and decay."""
 
     def make_projections(self, size: int, dtype: DType) -> None:
         """Makes ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
@@ -85,7 +85,7 @@ class Qwen35Delta(GatedDelta):
         return mixed, z.reshape(*z.shape[:-1], self.value_heads, self.value_dim), b, a
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the projections of single heads between them, and the first one along its rows."""
+        """Splits ``in_proj_qkv`` along its rows, and the other projections between heads."""
         rules = super().sharding_rules() | linear_rules("in_proj_qkv", ShardingStrategy.rowwise(1))
         for name, width in (("z", self.value_dim), ("b", 1), ("a", 1)):
             segment = Segment.head_aware(self.value_heads, width)

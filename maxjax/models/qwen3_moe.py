@@ -19,7 +19,7 @@ from .qwen import WINDOW
 
 
 def sparse_layers(raw: Mapping[str, Any], experts: Any) -> tuple[bool, ...]:
-    """Whether each layer has experts: every ``decoder_sparse_step``-th not in ``mlp_only_layers``.
+    """Whether each layer has experts: every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not list.
 
     Raises:
         ValueError: a setting is of the wrong type.
@@ -52,7 +52,7 @@ class Qwen3MoEConfig(MoEConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """``intermediate_size`` is not used if every layer has experts."""
+        """:meth:`ModelConfig.counted`; ``intermediate_size`` is not compared if every layer has experts."""
         try:
             sparse = sparse_layers(raw, cls.value(raw, "num_experts"))
         except ValueError:

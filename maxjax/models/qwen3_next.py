@@ -1,4 +1,4 @@
-"""Qwen3-Next: the gated delta rule in three of four layers, gated attention in the fourth, and experts.
+"""Qwen3-Next: the gated delta rule in three of every four layers, gated attention in the fourth, and experts.
 
 Source: transformers' ``modeling_qwen3_next``.
 """
@@ -27,7 +27,7 @@ from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 
-# The layer of multi-token prediction.
+# Tensors of the layer of multi-token prediction.
 PREDICTING = ("mtp.*",)
 
 
@@ -52,7 +52,7 @@ class Qwen3NextConfig(GatedDeltaConfig, Qwen3MoEConfig):
 
 
 class Qwen3NextDelta(GatedDelta):
-    """The gated delta rule; a head of keys has its queries, values and gates beside it."""
+    """The gated delta rule; each key head's queries, keys, values and gates are consecutive rows of one layer."""
 
     def make_projections(self, size: int, dtype: DType) -> None:
         """Makes ``in_proj_qkvz`` and ``in_proj_ba``."""
@@ -79,7 +79,7 @@ class Qwen3NextDelta(GatedDelta):
         return mixed, z.reshape(*heads, self.value_dim), share.reshape(heads), decay.reshape(heads)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the projections between heads of keys."""
+        """Splits the projections between key heads."""
         rules = super().sharding_rules()
         for name, width in zip(("in_proj_qkvz", "in_proj_ba"), self.widths, strict=True):
             segment = Segment.head_aware(self.key_heads, width)
@@ -104,7 +104,7 @@ class Qwen3NextLayer(Qwen2MoELayer):
     def mixed(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """The result of either."""
+        """The result of the delta rule or of attention, and the cache with these tokens."""
         mixer = self.linear_attn if self.is_linear else self.self_attn
         return mixer(x, step, cached, layer)
 

@@ -14,7 +14,7 @@ from .config import ModelConfig
 from .family import Family
 from .gguf.table import ARCHITECTURE_OF, add_table
 
-# File and name of each family, in the order in which they are asked for a configuration.
+# File and name of each family, in the order in which ``find_family`` tries them.
 # fmt: off
 _NAMES = (
     "llama.LLAMA", "mistral.MISTRAL", "qwen.QWEN2", "qwen.QWEN3", "mistral.MINISTRAL3",
@@ -60,8 +60,8 @@ def register(family: Family) -> Family:
     """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
 
     Args:
-        family: the family to add. It replaces a family of the same model type, also one of
-            maxjax's own.
+        family: the family to add. It replaces all families of the same model type, also maxjax's
+            own.
 
     Returns:
         The family.
@@ -107,7 +107,7 @@ class FamilyNames(NamedTuple):
 
 
 def families() -> list[FamilyNames]:
-    """Lists the model families that maxjax can run, with those that :func:`register` added.
+    """Lists the model families that maxjax can run, including those that :func:`register` added.
 
     Example:
         >>> families()[0]

@@ -1,7 +1,7 @@
 """RoBERTa and XLM-RoBERTa, the encoder of BGE-M3 and many other embedding models and rerankers.
 
-It is BERT with two differences: positions count from the padding token's id on and skip padding, and the
-classification head has a layer of its own. Attributes are named as in Hugging Face's checkpoints.
+It is a BERT with two differences: positions start after the padding token's id and skip padding, and the
+classification head has two linear layers. Attributes are named as in Hugging Face's checkpoints.
 
 Sources: arXiv:1907.11692, arXiv:1911.02116.
 """
@@ -48,11 +48,11 @@ class RobertaModel(BertModel):
     takes_types: ClassVar[bool] = False
 
     def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """Positions count the tokens of a text that are not padding; padding has the padding token's id."""
+        """``position_ids`` that count only real tokens; the position of padding is the padding token's id."""
         return places_after(input_ids, places, self.config.pad_token_id)
 
     def make_head(self, config: RobertaConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with a layer of its own."""
+        """Makes ``classifier``, a head with two linear layers."""
         self.classifier = ClassificationHead(config, types)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
@@ -65,11 +65,11 @@ class RobertaForSequenceClassification(RobertaModel):
 
 
 def places_after(input_ids: jax.Array, places: jax.Array, padding: int) -> jax.Array:
-    """``position_ids`` as in RoBERTa: ``padding`` plus the number of tokens of the text that are not padding.
+    """``position_ids`` as in RoBERTa: ``padding`` plus the number of real tokens up to and including the token.
 
     Args:
         input_ids: token ids ``[B, T]``.
-        places: the place of each token in its text, ``[B or 1, T]``, from 0.
+        places: index of each token in its text, ``[B or 1, T]``, from 0.
         padding: id of the padding token, which is also its position.
     """
     is_real = (input_ids != padding).astype(jnp.int32)

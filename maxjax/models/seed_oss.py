@@ -1,4 +1,4 @@
-"""Seed-OSS: a Llama with biases of queries, keys and values, and heads of a width of their own.
+"""Seed-OSS: a Llama with biases of queries, keys and values, and a width of heads that the file sets.
 
 Source: transformers' ``modeling_seed_oss``.
 """
@@ -17,7 +17,7 @@ from .gguf.architectures.seed_oss import SEED_OSS_GGUF
 
 @dataclass(frozen=True)
 class SeedOSSConfig(DecoderConfig):
-    """The settings of a Seed-OSS: the output projection has a bias of its own setting."""
+    """The settings of a Seed-OSS; whether the output projection has a bias is a separate setting."""
 
     model_type = "seed_oss"
     fixed = {"sliding_window": None}

@@ -1,6 +1,6 @@
-"""The files that sentence-transformers puts beside a model: ``modules.json`` and the files it names.
+"""Reads and writes the files that sentence-transformers puts beside a model: ``modules.json`` and the files it names.
 
-They say how the states of a text's tokens become one embedding. Source: ``sentence_transformers/models`` of
+They say how the hidden states of a text's tokens become one embedding. Source: ``sentence_transformers/models`` of
 sentence-transformers 5.
 """
 
@@ -38,7 +38,7 @@ _KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# torch's classes of activation functions, and their names here.
+# torch's classes of activation functions, and maxjax's names for them.
 _FUNCTIONS = {
     "Identity": "linear", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu",
     "Sigmoid": "sigmoid",
@@ -51,13 +51,13 @@ _CLASSES = {
         if c != "Identity"
     },
 }
-# Other names of similarities in old files.
+# Names of similarities in old files, and today's names.
 _SIMILARITIES = {"cos_sim": "cosine", "dot_score": "dot"}
 
 
 @dataclass(frozen=True)
 class _Module(ModelConfig):
-    """An entry of ``modules.json``; of one that maxjax cannot write, ``needs`` says what it was."""
+    """An entry of ``modules.json``; ``needs`` names the step that maxjax could not read and wrote this entry for."""
 
     path: str
     type: str
@@ -101,7 +101,8 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         ``modules.json``.
 
     Raises:
-        CheckpointFormatError: a file is broken, or names a file that does not exist.
+        CheckpointFormatError: the content of a file is invalid.
+        CheckpointError: a file that is named does not exist or cannot be read, or tensors do not fit.
         CheckpointUnsafeError: a path in ``modules.json`` leads out of the directory.
     """
     root = Path(directory)
@@ -124,7 +125,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
             found = _dense(place)
             unsupported = unsupported or (found if isinstance(found, str) else None)
             dense += [found] if isinstance(found, Dense) else []
-        elif module.kind != "Dropout":  # which does nothing at inference
+        elif module.kind != "Dropout":  # dropout does nothing at inference
             unsupported = unsupported or module.needs or f"the module {module.kind}"
     settings = _sentence_config(transformer)
     if pooling is None:
@@ -145,7 +146,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
 
 
 def _dense(place: Path) -> Dense | str:
-    """The Dense in a directory, or a text that names what maxjax does not have."""
+    """The Dense in a directory, or a text that names the part of it that maxjax does not have."""
     file = _settings(place)
     settings = _DenseConfig.from_dict(read_object(file), path=file)
     raw = read_object(file)
@@ -181,7 +182,7 @@ def _dense(place: Path) -> Dense | str:
 
 
 def _similarity(file: Path) -> str:
-    """The name of the similarity; "cosine" if the files name none, or one that maxjax does not have."""
+    """The name of the similarity; "cosine" if the file names none, or one that maxjax does not have."""
     found = (read_object(file) if file.exists() else {}).get("similarity_fn_name")
     found = _SIMILARITIES.get(found, found) if isinstance(found, str) else None
     return found if found in SIMILARITIES else "cosine"
@@ -205,7 +206,7 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
 def _settings(place: Path) -> Path:
     """The path of a module's configuration: in its directory, or in a JSON file of the same name.
 
-    The latter is used in Orbax steps, where every directory is taken for a tree of arrays.
+    The JSON file is used in Orbax steps, where Orbax takes every directory for a tree of arrays.
     """
     flat = place.with_name(f"{place.name}.json")
     is_flat = os.path.isfile(flat) and not os.path.isdir(place)
@@ -213,11 +214,11 @@ def _settings(place: Path) -> Path:
 
 
 def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
-    """The files that :func:`read_pooling` reads as ``pooling``: name → content as JSON values, or as bytes.
+    """The files from which :func:`read_pooling` makes ``pooling``: name → content as JSON values, or as bytes.
 
     Args:
         pooling: the settings.
-        width: length of a token's state, which sentence-transformers reads there.
+        width: length of a token's hidden state, written as ``word_embedding_dimension``.
 
     Example:
         >>> sorted(pooling_files(Pooling(normalize=True), 384))
@@ -238,7 +239,7 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
     modes: dict[str, Any] = {"word_embedding_dimension": width}
     if list(pooling.modes) == [mode for mode in POOLINGS if mode in pooling.modes]:
         modes |= {key: mode in pooling.modes for key, mode in _KEYS.items()}
-    else:  # only newer files say an order
+    else:  # only the newer key gives an order
         modes["pooling_mode"] = list(pooling.modes)
     modes["include_prompt"] = pooling.include_prompt
     prompts: dict[str, Any] = {}

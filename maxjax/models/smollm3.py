@@ -18,7 +18,7 @@ from .gguf.architectures.smollm3 import SMOLLM3_GGUF
 
 @dataclass(frozen=True)
 class SmolLM3Config(DecoderConfig):
-    """The settings of a SmolLM3: a sliding window, if used, is that of the layers without RoPE."""
+    """The settings of a SmolLM3; if a sliding window is used, the layers without RoPE have it."""
 
     model_type = "smollm3"
 

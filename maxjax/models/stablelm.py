@@ -1,4 +1,4 @@
-"""StableLM 2: LayerNorm, RoPE of a quarter of each head, and in some sizes the MLP beside attention.
+"""StableLM 2: LayerNorm, RoPE of a quarter of each head, and in some sizes attention and MLP in parallel.
 
 Source: arXiv:2402.17834; transformers' ``modeling_stablelm``.
 """
@@ -44,14 +44,18 @@ class StableLMConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A StableLM has no sliding window, and its MLP no biases."""
+        """No sliding window, and no biases in the MLP.
+
+        Raises:
+            UnsupportedModelError: the model has a norm for each head.
+        """
         if raw.get("qk_layernorm"):
             raise UnsupportedModelError("'qk_layernorm' of a StableLM, a norm for each head")
         return {"mlp_bias": False, "sliding_window": None}
 
 
 def layer(config: StableLMConfig, number: int, dtype: DType) -> DecoderLayer:
-    """A layer, with attention and MLP one after the other or in parallel."""
+    """Makes a layer, with attention and MLP one after the other or in parallel."""
     kind = ParallelLayer if config.use_parallel_residual else DecoderLayer
     return kind(config, number, dtype)
 

@@ -34,7 +34,7 @@ class Starcoder2Config(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """All linear layers have biases, or none."""
+        """The biases of the MLP, which follow ``use_bias``."""
         bias = raw.get("use_bias")
         return {"mlp_bias": True if bias is None else bias}
 

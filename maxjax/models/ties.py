@@ -1,8 +1,8 @@
 """Decides whether a model's head is tied to its embedding table.
 
-If the configuration ties them, the file may still hold both: as a copy (Qwen 3, and every such model
-that ``torch.save`` wrote), or because the head was trained separately. The values decide, as in
-transformers 5.
+If the configuration ties them, the file may still hold both: as a copy (Qwen 3, and every tied model
+that ``torch.save`` wrote), or because the head was trained separately. They are tied if their values
+are equal, as in transformers 5.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_tied(
     Args:
         family: family of the model.
         found: the checkpoint's tensors by the names of the model's weights.
-        says: whether the configuration ties the two.
+        configured: whether the configuration ties the two.
         tie: the caller's choice, which overrides everything else; None: no choice.
         path: path of the checkpoint, for messages.
 
@@ -74,7 +74,7 @@ def is_tied(
 
 
 def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
-    """Whether a configuration ties the head, or the family by default.
+    """Whether a configuration ties the head; if it does not say, whether the family does by default.
 
     Example:
         >>> says_tied(None, {}), says_tied(None, {"text_config": {"tie_word_embeddings": True}})

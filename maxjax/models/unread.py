@@ -1,7 +1,7 @@
-"""Keys of a configuration that change results in some model families, and that its own does not look at.
+"""Warns of configuration keys that change results in some model families but that the model's own does not read.
 
-Such a key means that the file is of a variant that its family here does not compute, so the results
-may be wrong. It is logged once by name; files hold so many other keys that not all can be known.
+Such a key may mean that the file is of a variant that maxjax does not compute, so the results may be
+wrong. Each is logged once. Only the keys below are known, since files hold many others without an effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 _LOG = logging.getLogger("maxjax")
 
-# Each key, and the values with which it changes nothing. null never does.
+# Each key, and its values without an effect. null never has an effect.
 EFFECTS: Mapping[str, tuple[Any, ...]] = {
     # attention
     "clip_qkv": (), "use_qk_norm": (False,), "qk_layernorm": (False,), "qk_norm": (False,),
@@ -72,7 +72,7 @@ class Looked(Mapping[str, Any]):
 
 
 def unread(raw: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """The keys of a configuration with an effect, beside the known ones.
+    """The keys in :data:`EFFECTS` that are not ``known`` and that a configuration gives a value with an effect.
 
     Example:
         >>> unread({"clip_qkv": 8.0, "logits_scaling": 1.0, "hidden_size": 8}, {"hidden_size"})
@@ -86,8 +86,10 @@ def _has_effect(key: str, value: Any) -> bool:
         return False
     if key == "layer_types":
         return isinstance(value, list) and any(kind != "full_attention" for kind in value)
+    if key == "no_rope_layers" and isinstance(value, list):
+        return not all(value)  # 1 stands for a layer with RoPE
     if isinstance(value, list):
-        return not all(value)  # of layers without RoPE, 1 stands for one that has it
+        return bool(value)
     return not any(value == same for same in EFFECTS[key])
 
 

@@ -1,4 +1,4 @@
-"""What holds for the weights of any model: their dtypes, and whether they are loaded."""
+"""Facts about the weights of any model: their dtypes and shardings, and whether they are loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import UserInputError
 
 
 def main_dtype(found: Mapping[str, Any]) -> DType | None:
-    """The float dtype of most values of a checkpoint or of a model's weights; None without floats."""
+    """The float dtype of most values of a checkpoint or of a model's weights; None if none are floats."""
     sizes: dict[DType, int] = {}
     for data in found.values():
         if data.dtype.is_float():
@@ -36,7 +36,9 @@ def shardings_of(model: Any) -> Iterator[Any]:
 
 
 def beside(model: Any) -> AbstractContextManager[Any]:
-    """A context in which arrays are made on the device that holds a model, whatever is the default.
+    """A context in which new arrays are on the device of a model, whatever JAX's default device is.
+
+    For a model that is sharded over several devices, the context does nothing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,9 +53,9 @@ def beside(model: Any) -> AbstractContextManager[Any]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """What several processes compare of a model: its settings, its weights' types, and where they lie.
+    """Facts about a model that several processes compare: settings, and the weights' shapes, dtypes and shardings.
 
-    The values are not compared: each process has other parts of them.
+    Values are left out, since each process holds other shards of them.
 
     Example:
         >>> import maxjax
@@ -72,13 +74,13 @@ def model_facts(model: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path)
         weights.append([name, list(leaf.shape), str(leaf.dtype), str(spec)])
     settings = f"{type(model).__name__} {getattr(model, 'config', None)}"
-    # A function's address is another one in each process.
+    # The address of a function differs between processes.
     settings = re.sub(r" at 0x[0-9a-f]+", "", settings)
     return {"model": settings, "weights": weights, "mesh": list(meshes.values())}
 
 
 def set_activations(model: Any, kind: str) -> None:
-    """Decides how kernels for CPUs take what a model's quantised weights are multiplied with.
+    """Sets the precision of the activations that CPU kernels multiply by a model's quantised weights.
 
     Args:
         model: a Module.
@@ -90,7 +92,7 @@ def set_activations(model: Any, kind: str) -> None:
 
 
 def named_dtype(option: str, dtype: Any) -> DType:
-    """The dtype that a user passed as an option.
+    """The DType of what a user passed as ``option``, which error messages name.
 
     Raises:
         UserInputError: it is not a dtype.

@@ -57,6 +57,14 @@ def test_a_module_that_torch_has_wrapped():
         (lambda: maxjax.from_torch({}, cast=True), "for a model that is given"),
         (lambda: maxjax.from_torch({"a": 1}, config={"model_type": "llama"}), "'a' is a int"),
         (lambda: maxjax.from_torch({"fc.weigt": np.ones(1)}, Net()), "did you mean"),
+        (
+            lambda: maxjax.from_torch(
+                {"weight": np.ones((4, 4))},
+                nn.Linear(3, 4),
+                rename={"weight": ("weight", "i o -> o i")},
+            ),
+            r"takes a tensor of shape \(3, 4\), not \(4, 4\)",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(call, says):

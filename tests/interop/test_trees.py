@@ -61,6 +61,19 @@ def test_an_equinox_module_from_a_checkpoint_and_back(tmp_path):
             "'a' is float32, and the tensor float16",
         ),
         ({"a": draw(2, 3)}, {"rename": {"a": ("a", "x -> x")}}, "layout 'x -> x' does not fit"),
+        *(
+            (
+                {"a": draw(*sizes), "b": draw(2)},
+                {"rename": {"a": ("a", "o i -> i o")}},
+                r"'a' does not fit: the layout 'o i -> i o' takes a tensor of shape \(3, 2\), not",
+            )
+            for sizes in ((4, 2), (2, 2), (2, 3), (6,))
+        ),
+        (
+            {"a": draw(2, 3), "b": draw(2), "c": draw(2)},
+            {"rename": {"c": "b"}},
+            "'b' is filled by both 'b' and 'c'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(values, options, says):
@@ -69,6 +82,22 @@ def test_what_does_not_fit_is_named(values, options, says):
         trees.load(tree, values, **options)
     found = trees.load(tree, {"a": draw(2, 3), "c": draw(1)}, strict=False)
     np.testing.assert_array_equal(found["b"], tree["b"])
+
+
+def test_two_arrays_of_one_name_must_be_equal():
+    table = {"x": ["a", "b"]}
+    assert list(trees.tensors({"a": jnp.zeros(2), "b": jnp.zeros(2)}, rename=table)) == ["x"]
+    with pytest.raises(
+        UserInputError, match="'a' and 'b' are both 'x' in the checkpoint, and differ"
+    ):
+        trees.tensors({"a": jnp.zeros(2), "b": jnp.ones(2)}, rename=table)
+
+
+def test_stacks_of_layers_are_for_nnx():
+    table = {"layers.*.w": ("layers.w", "o i -> * i o")}
+    values = {f"layers.{i}.w": draw(2, 3) for i in range(2)}
+    with pytest.raises(NotImplementedError, match="only maxjax.interop.nnx.load makes stacks"):
+        trees.load({"layers": {"w": jnp.zeros((2, 3, 2))}}, values, rename=table)
 
 
 def test_a_function_without_inverse_is_refused_on_the_way_back():

@@ -5,8 +5,18 @@ import json
 
 import pytest
 
-from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+)
 from maxjax.models.config import ModelConfig, read_object, setting
+from maxjax.models.deberta_v2 import DebertaV2Config
+from maxjax.models.gpt_neo import GPTNeoConfig
+from maxjax.models.gte import GteConfig
+from maxjax.models.minimax_m2 import MiniMaxM2Config
+from maxjax.models.modernbert import ModernBertConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +108,36 @@ def test_infinity_is_let_through_where_nobody_looks(tmp_path):
     file.write_text(json.dumps({**GOOD, "layer_norm_eps": float("nan")}))
     with pytest.raises(CheckpointFormatError, match="layer_norm_eps"):
         Config.from_dict(read_object(file))
+
+
+DECODER = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "error"),
+    [
+        (GPTNeoConfig, {"attention_types": 5}, CheckpointFormatError),
+        (DebertaV2Config, {"pos_att_type": 5, "relative_attention": True}, CheckpointFormatError),
+        (ModernBertConfig, {"rope_scaling": 5}, CheckpointFormatError),
+        (MiniMaxM2Config, {"scoring_func": "softmax"}, UnsupportedModelError),
+        (MiniMaxM2Config, {"use_qk_norm": False}, UnsupportedModelError),
+    ],
+)
+def test_settings_of_families_that_are_wrong_or_not_supported(config, settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        config.from_dict(DECODER | settings)
+
+
+def test_null_is_absent_in_families_too():
+    null = ModernBertConfig.from_dict(DECODER | {"global_rope_theta": None})
+    assert null.rope == ModernBertConfig.from_dict(DECODER).rope
+    ntk = {"rope_scaling": {"type": "ntk", "factor": 2.0}}
+    assert GteConfig.from_dict(DECODER | ntk | {"rope_theta": None}) == GteConfig.from_dict(
+        DECODER | ntk
+    )

@@ -365,7 +365,7 @@ def test_other_models_are_refused(tmp_path):
         config |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
         config["quantization_config"] = {"quant_method": "mxfp4"}
 
-    with pytest.raises(UnsupportedModelError, match="mxfp4.*which is no expert"):
+    with pytest.raises(UnsupportedModelError, match="mxfp4.*which is not an expert"):
         loaded(changed("awq", tmp_path / "gpt_oss", gpt_oss))
 
 

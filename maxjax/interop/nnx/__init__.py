@@ -2,11 +2,11 @@
 
 ``load`` fills an nnx module from a checkpoint, ``tensors`` gives its values under the names of a
 checkpoint, and ``torch_rules`` makes the renaming table for both from the module's layers.
-``to_state``, ``from_state`` and ``as_nnx`` convert maxjax Modules. Importing this imports flax.
+``to_state``, ``from_state`` and ``as_nnx`` convert maxjax Modules. Importing this package imports flax.
 
 ``interchange`` holds ``load`` and ``tensors``; ``variables`` finds the Variables of a module,
-``matching`` assigns tensors to them, ``filling`` reads each device's part, ``state`` converts
-Modules, ``torch_layers`` knows how PyTorch stores each kind of layer.
+``matching`` assigns tensors to them, ``filling`` reads each device's shard, ``state`` converts
+Modules, and ``torch_layers`` describes how PyTorch stores each kind of layer.
 """
 
 from .interchange import AS_IS as AS_IS

@@ -1,7 +1,7 @@
-"""Reading the tensors of a checkpoint as the arrays of a flax nnx module.
+"""Reads the tensors of a checkpoint as the arrays of a flax nnx module.
 
-Each device reads its own part of a tensor that is stored on disk in its own shape; other tensors are
-made on the host first.
+Each device reads its own shard of a tensor that is on disk in its declared shape. Other tensors, such as
+quantised ones, are made on the host first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .variables import TargetVariable
 
 @dataclass
 class Filling:
-    """One Variable and the tensors that it is made of, which fit it.
+    """One Variable and the tensors from which its array is made; these fit the Variable.
 
     Attributes:
         target: the Variable.
-        change: conversion of the tensors; None for nothing.
+        change: conversion of the tensors; None: no conversion.
         sources: (name, data) of the tensor, or of each layer's tensor if layers are stacked. The
             data's dtype is the Variable's, or an integer dtype whose values are still to be checked.
     """
@@ -41,14 +41,14 @@ class Filling:
     sources: list[tuple[str, WeightData]] = field(default_factory=list)
 
     def held(self) -> jax.Array | None:
-        """The array, if that is in JAX's memory: such arrays are immutable, no copy is needed."""
+        """The array, if it is a JAX array already: it is immutable, so no copy is needed. Else None."""
         _, data = self.sources[0]
         value = host_or_jax(data) if self.change is None and data.is_loaded else None
         is_array = isinstance(value, jax.Array) and value.dtype == self.target.dtype
         return value if is_array else None
 
     def destination(self) -> Destination:
-        """The array, as it is read."""
+        """How the array is read: its shape, sharding, sources and conversion."""
         target, bound = self.target, self.change
         bound = bound if isinstance(bound, BoundLayout) else None
         return Destination(
@@ -63,7 +63,7 @@ class Filling:
         )
 
     def _source(self, number: int) -> Source:
-        """The boxes of a tensor on disk, or all of it at once if those have another shape there."""
+        """A tensor that is read in boxes; or if it cannot be, a function that makes all of it."""
         _, data = self.sources[number]
         in_boxes = data.is_as_stored and data.decodes is None and data.dtype.np.itemsize
         if in_boxes and not isinstance(self.change, Function):
@@ -71,7 +71,7 @@ class Filling:
         return partial(self._whole, number)
 
     def _whole(self, number: int) -> np.ndarray:
-        """The array, or that of one layer."""
+        """The complete array, or that of one layer."""
         (name, data), change = self.sources[number], self.change
         value = host_or_jax(data)
         if isinstance(change, Function):
@@ -92,10 +92,10 @@ class Filling:
         return value
 
     def _converted(self, number: int, array: np.ndarray) -> np.ndarray:
-        """The values in the Variable's dtype.
+        """The values, converted to the Variable's dtype.
 
         Raises:
-            CheckpointMismatchError: an integer is out of the dtype's range.
+            CheckpointMismatchError: an integer is outside the dtype's range.
         """
         dtype = np.dtype(self.target.dtype)
         if array.dtype == dtype:
@@ -112,7 +112,7 @@ class Filling:
 
 
 def arrays(fillings: Sequence[Filling]) -> list[jax.Array]:
-    """Read all arrays; the module is not changed.
+    """Reads all arrays; the module is not changed.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -24,14 +24,13 @@ from .filling import arrays
 from .matching import Matching
 from .variables import TargetVariable, random_paths, targets
 
-# Named layouts: torch's weight of a linear layer, a weight that is not transposed, torch's weight
-# of a convolution.
+# Layouts with names.
 T = "o i -> i o"
-"""The pattern of a linear layer: torch's ``[out, in]`` to the ``[in, out]`` of flax."""
+"""The layout of a linear layer's weight: torch's ``[out, in]`` to flax's ``[in, out]``."""
 AS_IS = "i o -> i o"
-"""The pattern of a kernel that both sides store alike."""
+"""The layout of a kernel whose axes have the same order in the checkpoint and in flax."""
 OIHW_TO_HWIO = "o i h w -> h w i o"
-"""The pattern of a convolution: torch's order of axes to that of flax."""
+"""The layout of a convolution's weight: torch's order of axes to flax's."""
 
 __all__ = ["AS_IS", "OIHW_TO_HWIO", "T", "load", "tensors"]
 
@@ -49,40 +48,40 @@ def load(
 ) -> LoadResult:
     """Loads a checkpoint into the Variables of an nnx module: all of them, or none on an error.
 
-    Each array keeps the sharding of the Variable's present value; without a value
-    (``nnx.eval_shape``) it gets the sharding of its metadata. Each device reads its own part.
+    Each array gets the sharding of the Variable's current value; without a value
+    (``nnx.eval_shape``) it gets the sharding in the Variable's metadata. Each device reads its own shard.
 
     Args:
-        module: nnx module; the paths of its Variables are dotted: ``blocks.0.attn.query.kernel``.
-        weights: path or cursor of any format (a GGUF file has Hugging Face's names if maxjax
-            supports the architecture), or arrays by name.
-        rename: table of pattern of the checkpoint's names → name in the module; or → (name,
-            layout); or → a list of these if a tensor is several arrays; or → None to leave the
-            tensor out. ``*`` matches a part of a name between dots, ``**`` any text; the stars of
-            the name are replaced with the matches in order, and the first pattern that matches
-            counts. Names that match no pattern stay as they are. Instead of a table it may be a
-            function of the name. ``torch_rules`` makes such a table.
-        transform: table of pattern of the module's names → layout, for arrays to which ``rename``
-            gives none.
+        module: nnx module. Names in the module are dotted paths: ``blocks.0.attn.query.kernel``.
+        weights: path of a checkpoint in any format, a Weights cursor, or arrays by name. A GGUF file has
+            Hugging Face's names if maxjax supports its architecture.
+        rename: table from patterns of the checkpoint's names to a name in the module; to (name,
+            layout); to a list of these if a tensor becomes several arrays; or to None to ignore the
+            tensor. ``*`` matches a part of a name between dots, ``**`` any text; the stars of
+            the name are replaced with the matches in order. The first pattern that matches is used,
+            and names that match no pattern are not changed. A function of the name can be used instead
+            of a table. ``torch_rules`` makes a table.
+        transform: table from patterns of the module's names to layouts, for arrays to which
+            ``rename`` gives no layout.
         cast: whether to convert between float widths, and between integers that fit, and to
-            dequantise quantised weights. If not, dtypes must be equal.
-        strict: whether to refuse missing and unexpected names.
+            dequantise quantised weights. Otherwise dtypes must be equal.
+        strict: whether missing and unexpected names are errors.
         verify: for a path, when checksums are compared (see ``load_weights``).
         limits: for a path, limits of what is read (see ``load_weights``).
 
-    A layout says how axes correspond: ``"o i -> i o"`` (:data:`T`), ``"(h d) e -> e h d"``; see
-    ``interop.layouts``. A function of an array can be used in place of a layout; a pair of
-    functions is a conversion and its inverse.
+    A layout describes how axes correspond: ``"o i -> i o"`` (:data:`T`), ``"(h d) e -> e h d"``; see
+    ``interop.layouts``. Instead of a layout there may be a function of the array, or a pair of
+    functions: the conversion and its inverse.
 
-    Every Param, and every Variable without a value, must be in the checkpoint; other Variables
-    (BatchStat) keep their values if they are not. The state of random number generators is not
-    changed.
+    Every Param, and every Variable without a value, must be in the checkpoint. Other Variables
+    (BatchStat) keep their values if they are not in it. The state of random number generators is
+    not changed.
 
     Returns:
         The missing paths and the unexpected names; both are empty if ``strict``.
 
     Raises:
-        CheckpointMismatchError: names, shapes or dtypes do not fit; its ``diff`` lists all of it.
+        CheckpointMismatchError: names, shapes or dtypes do not fit; its ``diff`` lists all differences.
         CheckpointError: the checkpoint cannot be read.
         UserInputError: the table is not valid.
 
@@ -112,7 +111,7 @@ def load(
 def _opened(
     weights: Any, verify: Verify, limits: Limits | None
 ) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    """The tensors by name, and the path; files opened here are closed here."""
+    """(The tensors by name, the path); a file that it opens is closed at the end of the context."""
     if isinstance(weights, (str, bytes, os.PathLike)):
         with load_weights(weights, verify=verify, limits=limits) as opened:
             yield _named(opened), opened._path
@@ -128,7 +127,7 @@ def _opened(
 def _named(weights: Weights) -> dict[str, WeightData]:
     try:
         return family.tensors(weights)
-    except UnsupportedModelError:  # a GGUF file of another architecture, by its own names
+    except UnsupportedModelError:  # a GGUF file of an unknown architecture keeps its own names
         return dict(weights._named_data())
 
 
@@ -137,15 +136,15 @@ def tensors(
 ) -> dict[str, Any]:
     """Returns the values of a module under the names and in the layouts of a checkpoint.
 
-    It is the inverse of :func:`load`.
+    This function is the inverse of :func:`load`.
 
     Args:
         module: nnx module.
         rename, transform: the tables that :func:`load` takes.
 
     Returns:
-        Arrays by name. Arrays whose layout does not change are the module's own, not copies. The
-        state of random number generators is left out.
+        Arrays by name. Arrays without a conversion are the module's own, not copies. The state of
+        random number generators is left out.
 
     Raises:
         UserInputError: the table has no inverse: it is a function, or gives two arrays one name.
@@ -165,12 +164,12 @@ def tensors(
 
 
 class _TensorPart(NamedTuple):
-    """A Variable that is a tensor of the checkpoint, or one of its parts.
+    """A Variable that becomes a tensor of the checkpoint, or a part of one.
 
     Attributes:
         target: the Variable.
         change: layout of the tensor.
-        number: number of the layer, if the Variable stacks layers.
+        number: index of the layer, if the Variable stacks layers.
     """
 
     target: TargetVariable
@@ -179,7 +178,7 @@ class _TensorPart(NamedTuple):
 
 
 def written(targets: Mapping[str, TargetVariable], renaming: Renaming) -> dict[str, Any]:
-    """The arrays by name; see ``nnx.tensors``."""
+    """The values of the Variables under the checkpoint's names; see :func:`tensors`."""
     found: dict[str, Any] = {}
     pieces: dict[str, dict[int, _TensorPart]] = {}  # by name, then by part
     for target in targets.values():
@@ -216,7 +215,7 @@ def _changed(target: TargetVariable, change: Function | None, value: Any) -> Any
 def _pieces(
     target: TargetVariable, origin: Origin, change: AxisLayout
 ) -> Iterator[tuple[str, _TensorPart]]:
-    """(name, part) of each tensor that a Variable is, or is a part of."""
+    """(name, part) of each tensor that a Variable becomes, or becomes a part of."""
     if len(change.axes) != len(target.shape):
         raise UserInputError(
             f"'{target.name}' has {len(target.shape)} axes, and the layout '{change}' has "
@@ -230,7 +229,7 @@ def _pieces(
 
 
 def _joined_parts(name: str, parts: Mapping[int, _TensorPart]) -> Any:
-    """The tensor, made of all its parts."""
+    """Makes a tensor from all its parts."""
     pieces = [parts[place] for place in sorted(parts)]
     first = pieces[0]
     count = first.change.part[1]
@@ -244,11 +243,11 @@ def _joined_parts(name: str, parts: Mapping[int, _TensorPart]) -> Any:
 
 
 def _back(target: TargetVariable, change: AxisLayout, values: list[Any], number: int) -> Any:
-    """The file's tensor; an axis stays sharded along its outermost factor."""
+    """Makes the file's tensor; each axis keeps the sharding of its outermost factor."""
     bound = change.of(target.shape)
     assert bound is not None
 
-    # The number is an array, so that one program slices all layers.
+    # The index is an array, so that one compiled program slices all layers.
     def back(number: Any, *arrays: Any) -> Any:
         if change.stacks is not None:
             arrays = tuple(jnp.take(array, number, axis=change.stacks) for array in arrays)
@@ -257,7 +256,7 @@ def _back(target: TargetVariable, change: AxisLayout, values: list[Any], number:
     mesh = explicit.mesh_of(*values)
     if mesh is None:
         return back(jnp.int32(number), *values)
-    # On a mesh with Explicit axes JAX refuses to merge axes that are split.
+    # On a mesh with Explicit axes, JAX refuses to merge axes that are sharded.
     axes_of = dict(zip(change.axes, explicit.entries(values[0]), strict=True))
     first = [group[0].name if group else None for group in change.groups]
     spec = [axes_of.get(name, ()) if name else () for name in first]

@@ -1,6 +1,6 @@
-"""Matching a checkpoint with an nnx module: the tensors of each Variable, and all differences.
+"""Matches a checkpoint with an nnx module: finds the tensors of each Variable, and all differences.
 
-It uses names, shapes and dtypes only, before any value is read.
+Matching uses names, shapes and dtypes only, before any value is read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..renaming import Function, Renaming, Route
 from .filling import Filling
 from .variables import TargetVariable
 
-# Differences of each kind that a message names; the error's `diff` has all of them.
+# Maximum number of differences of each kind in a message; the error's `diff` has all of them.
 _SHOWN = 10
-# Number of names that are searched for a similar one.
+# Maximum number of names that are searched for a similar one.
 _COMPARED = 1000
 
 
@@ -29,7 +29,7 @@ class Different(NamedTuple):
     Attributes:
         name: path of the Variable.
         tensor: name of the tensor in the checkpoint.
-        expected, found: shape in the file, or dtype.
+        expected, found: expected and found shape in the file, or dtype.
     """
 
     name: str
@@ -66,18 +66,18 @@ def _path_of(name: str) -> str:
 
 
 class Matching:
-    """The tensors of each Variable.
+    """Finds the tensors of each Variable, and all differences.
 
     Args:
         targets: Variables by path.
         renaming: renaming table.
         data: tensors by name.
         cast: whether dtypes may differ.
-        kept: paths of the state of random number generators, for which tensors are left out.
+        kept: paths of the state of random number generators, whose tensors are ignored.
 
     Attributes:
         fillings: Variables with their tensors.
-        diff: all that does not fit.
+        diff: all differences.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Matching:
         self._shapes: list[Different] = []
         self._dtypes: list[Different] = []
         self._others: list[str] = []
-        # By Variable: layer's number (0 where there are no layers) → (tensor, its data, route).
+        # By Variable: index of the layer (0 if layers are not stacked) → (tensor's name, its data, route).
         self._given: dict[str, dict[int, tuple[str, WeightData, Route]]] = {}
         unexpected = [name for name, value in data.items() if not self._take(name, value)]
         missing = [
@@ -107,7 +107,7 @@ class Matching:
         )  # fmt: skip
 
     def _take(self, name: str, value: WeightData) -> bool:
-        """Assign a tensor to its Variables; False if there is none."""
+        """Assigns a tensor to its Variables; False if there is none."""
         routes = self._renaming.routes(name)
         taken = not routes
         for route in routes:
@@ -165,7 +165,7 @@ class Matching:
     def _fitting(
         self, target: TargetVariable, change: Any, tensor: str, value: WeightData
     ) -> WeightData | None:
-        """The data in the Variable's dtype; None if it does not fit."""
+        """The data, cast lazily to the Variable's dtype if needed; None if it does not fit."""
         dtype = DType.of(target.dtype)
         packed = value.is_packed and dtype.is_float()
         sizes = tuple(int(size) for size in (value.logical_shape if packed else value.shape))
@@ -187,13 +187,13 @@ class Matching:
     # -- the error
 
     def is_refused(self, strict: bool) -> bool:
-        """Whether the checkpoint must not be loaded."""
+        """Whether the differences are an error."""
         diff = self.diff
         unmatched = diff.missing or diff.unexpected
         return bool(diff.shapes or diff.dtypes or diff.others or (strict and unmatched))
 
     def error(self, path: str | None, strict: bool) -> CheckpointMismatchError:
-        """One error for all that does not fit."""
+        """Makes one error for all differences."""
         diff = self.diff
         groups = []
         if strict and diff.missing:
@@ -236,7 +236,7 @@ class Matching:
         return text if like is None else f"{text} (is it '{like}'?)"
 
     def _mapped_name(self, tensor: str) -> str:
-        """The name in the module that an unexpected tensor is mapped to."""
+        """The name in the module to which the table maps an unexpected tensor."""
         routes = self._renaming.routes(tensor)
         return routes[0].target if routes else tensor
 
@@ -255,15 +255,15 @@ def _shown(shown: list[str], total: int) -> str:
 
 
 def _agree(one: tuple[str, WeightData, Route], other: tuple[str, WeightData, Route]) -> bool:
-    """Whether two tensors make the same array of a Variable."""
+    """Whether two tensors for the same array have equal contents and conversions."""
     return one[2].change == other[2].change and same_content(one[1], other[1])
 
 
 def _wants_layout(tensor: str, target: TargetVariable) -> bool:
     """Whether a `weight` would become a `kernel` without a layout.
 
-    Torch and flax store these transposed to each other, which the shape of a square one would not
-    show.
+    Flax stores kernels transposed to torch's weights, and for a square weight the shape does not show the
+    difference.
     """
     last = tensor.rpartition(".")[2]
     return last == "weight" and target.name.rpartition(".")[2] == "kernel"

@@ -1,4 +1,4 @@
-"""maxjax Modules as flax nnx State and as nnx modules, which share their buffers."""
+"""Converts maxjax Modules to flax nnx States and nnx modules, which share the Module's buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...nn.layer import Module
 
 
 class Packed(nnx.Variable):
-    """Weights that are not floats: quantised blocks (``encoding`` is their encoding) and integers.
+    """A weight that is not a float: quantised blocks (``encoding`` names their encoding) or integers.
 
     It is not an nnx.Param, so that nnx.grad does not differentiate with respect to it.
     """
@@ -25,15 +25,15 @@ def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
     """Returns the values of a Module as an nnx State, nested by the parts of their names.
 
     Args:
-        model: Module; weights without values become ``jax.ShapeDtypeStruct``.
+        model: Module to convert; weights without values become ``jax.ShapeDtypeStruct``.
         unstack: whether each layer of a LayerStack gets its own arrays, which are copies, under
-            the names of the state dict. If not, a stack is one array ``[n, ...]``, at
+            the names of the state dict. Otherwise a stack is one array ``[n, ...]``, under
             ``layers.*.weight``.
 
     Returns:
-        A State with the Module's own arrays, not copies, with their elements in the order in which
-        the Module stores them. Tied weights are in it once, under their owner's name. Floats are
-        nnx.Param, other weights :class:`Packed`.
+        A State with the Module's own arrays, not copies, whose elements are in the order in which the
+        Module stores them. A tied weight is in the State once, under its owner's name. Floats are
+        nnx.Param, other weights are :class:`Packed`.
 
     Raises:
         UserInputError: a weight's name is a prefix of another's.
@@ -66,10 +66,10 @@ def to_state(model: Module, *, unstack: bool = False) -> nnx.State:
 
 
 def from_state(model: Module, state: Any) -> Module:
-    """Makes a Module with the structure of ``model`` and the values of a State, which it shares.
+    """Makes a Module with the structure of ``model`` and the arrays of a State, which are not copied.
 
     Args:
-        model: Module that gives the structure; it needs no values, and is not changed.
+        model: Module with the structure; it needs no values, and is not changed.
         state: State from :func:`to_state`, or a tree of the same structure with other values
             (gradients, a trained State). If it was made with ``unstack=True`` the layers are
             stacked again, which copies them.
@@ -122,16 +122,16 @@ class _Wrapped(nnx.Module):
         return jax.tree.unflatten(self.structure, [_value(flat[name]) for name in self.names])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the Module."""
+        """Calls the Module with its current values."""
         return self.model(*args, **kwargs)
 
 
 def as_nnx(model: Module) -> Any:
-    """Makes an nnx module that calls a maxjax Module and shares its weights, as Params.
+    """Makes an nnx module that calls a maxjax Module and shares its weights, as nnx.Params.
 
-    It works with ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer``. Its attribute ``model`` is the
-    maxjax Module with the current values. The weights are in ``weights``, nested as ``to_state``
-    gives them.
+    The result works with ``nnx.jit``, ``nnx.grad`` and ``nnx.Optimizer``. Its attribute ``model`` is
+    the maxjax Module with the current values. Its attribute ``weights`` holds the weights, nested as
+    in ``to_state``.
 
     Example:
         >>> import maxjax

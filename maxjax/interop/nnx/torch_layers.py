@@ -1,6 +1,6 @@
-"""``torch_rules``: the table that maps torch's weights to those of a flax nnx module.
+"""``torch_rules``: makes the table that maps torch's weights to those of a flax nnx module.
 
-The class of each nnx layer determines the names and layouts that torch's layer has.
+The class of each nnx layer determines the names and layouts of the weights in torch's layer.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def torch_rules(
 
     Args:
         module: nnx module, which may be abstract.
-        names: pattern of the checkpoint's layers → pattern of the module's, for layers with
-            another name: ``{"encoder.layer.*.attention.self": "blocks.*.attn"}``. A pattern also
-            applies to the layers inside; the longest pattern counts, and "" is the root. If layers
-            are stacked (``nnx.vmap``) the checkpoint's pattern has one more star, the first:
-            ``{"encoder.layer.*": "blocks"}``.
+        names: pattern of the checkpoint's layers → pattern of the module's layers, for layers whose
+            names differ: ``{"encoder.layer.*.attention.self": "blocks.*.attn"}``. A pattern also
+            applies to the layers inside; the longest matching pattern is used, and "" is the root. If
+            layers are stacked (``nnx.vmap``), the checkpoint's pattern has one more star, at the
+            front: ``{"encoder.layer.*": "blocks"}``.
         fused: whether the checkpoint stores attention as ``torch.nn.MultiheadAttention`` does,
             with queries, keys and values in one tensor; if not, they are separate layers.
 
     Returns:
         Name in the checkpoint → (path in the module, layout), for every Variable of Linear,
         LinearGeneral, Conv, ConvTranspose, Embed, the norms and PReLU. The batch count of torch's
-        BatchNorm is left out. Variables of other classes keep name and layout.
+        BatchNorm is ignored. Variables of other classes keep their names and layouts.
 
     Raises:
-        UserInputError: the two patterns differ in their stars.
+        UserInputError: the numbers of stars in the two patterns do not fit together.
 
     Example:
         >>> from flax import nnx
@@ -75,7 +75,7 @@ def torch_rules(
 
 
 class _Name(NamedTuple):
-    """Torch's name of a weight, its layout, and its number of axes in nnx (None for any)."""
+    """Torch's name of a weight, its layout, and its number of axes in nnx (None: any number)."""
 
     name: str
     layout: str | None = None
@@ -101,7 +101,7 @@ def _name(owner: Any, attribute: str) -> _Name:
 
 
 def _general(inputs: int, outputs: int) -> dict[str, _Name]:
-    """LinearGeneral: torch merges all inputs into one axis, and all outputs into another."""
+    """The names for LinearGeneral; torch merges all inputs into one axis, and all outputs into another."""
     ins = " ".join(f"i{n}" for n in range(inputs))
     outs = " ".join(f"o{n}" for n in range(outputs))
     return {
@@ -111,7 +111,7 @@ def _general(inputs: int, outputs: int) -> dict[str, _Name]:
 
 
 def _filter(owner: Any) -> dict[str, _Name]:
-    """Convolutions; torch's transposed one has its kernel reversed, unless flax reverses it too."""
+    """The names for convolutions; a transposed one has a spatially reversed kernel unless ``transpose_kernel``."""
     rank = len(owner.kernel_shape)
     sides = [f"s{n}" for n in range(rank - 2)]
     spatial = " ".join(sides)
@@ -125,14 +125,16 @@ def _filter(owner: Any) -> dict[str, _Name]:
 
 
 def _stacked(path: str, name: _Name, rank: int, layer_name: str) -> str | None:
-    """The layout, with the axis of layers if the Variable has one."""
+    """The layout, with an axis of layers if the Variable has one."""
     is_stack = name.rank is not None and rank == name.rank + 1
     if is_stack is not ("*" in layer_name):
-        why = "has an" if is_stack else "has no"
-        raise UserInputError(
-            f"'{path}' {why} axis of layers: the pattern of the checkpoint's layers needs one star "
-            "more than the module's exactly if the Variable has such an axis"
-        )
+        if is_stack:
+            why = "has an axis of layers: the pattern of the checkpoint's layers needs one star more than the module's"
+        else:
+            why = (
+                "has no axis of layers: the pattern of the checkpoint's layers has a star too many"
+            )
+        raise UserInputError(f"'{path}' {why}")
     if not is_stack:
         return name.layout
     axes = " ".join(f"a{n}" for n in range(rank - 1))
@@ -143,7 +145,7 @@ def _stacked(path: str, name: _Name, rank: int, layer_name: str) -> str | None:
 def _fuse(
     table: dict[str, Any], layers: list[_Layer], outer: str, part: str, name: _Name, path: str
 ) -> None:
-    """Add a weight of an attention layer to the table, as torch.nn.MultiheadAttention stores it."""
+    """Adds a weight of an attention layer to the table, as torch.nn.MultiheadAttention stores it."""
     layer_name = _checkpoint_name(outer, layers)
     if part not in _THREE:  # the output projection, and norms
         inner = "out_proj" if part == "out" else part
@@ -153,12 +155,12 @@ def _fuse(
     table.setdefault(_joined(layer_name, f"in_proj_{name.name}"), []).append((path, layout))
 
 
-# From a layer of the module to its name in the checkpoint; None if the pattern does not match.
+# Function from a layer's name in the module to its name in the checkpoint; None if the pattern does not match.
 _Layer = Callable[[str], str | None]
 
 
 def _layers(names: Mapping[str, str]) -> list[_Layer]:
-    """A function for each pattern, the longest patterns of the module's names first."""
+    """One function for each pattern; those with the longest patterns of the module's names come first."""
     order = sorted(names.items(), key=lambda one: (-one[1].count("."), -len(one[1])))
     return [_layer(theirs, ours) for theirs, ours in order]
 

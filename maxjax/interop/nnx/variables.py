@@ -1,4 +1,4 @@
-"""The Variables of a flax nnx module, by dotted paths."""
+"""Finds the Variables of a flax nnx module, by dotted paths."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TargetVariable:
     Attributes:
         name: dotted path: "blocks.0.attn.query.kernel".
         variable: the Variable.
-        owner: module that it is an attribute of.
+        owner: module that has the Variable as an attribute.
         shape, dtype: shape and dtype of its array.
-        sharding: sharding of the array; None where JAX is free to choose.
-        is_needed: whether it must be loaded: it is a Param, or has no value.
-        names: all its paths; a shared Variable has several.
+        sharding: sharding of the array; None: JAX chooses it.
+        is_needed: whether the Variable must be loaded: it is a Param, or has no value.
+        names: all paths of the Variable; a shared Variable has several.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TargetVariable:
         return self.variable.get_value() if self.variable.ref else self.variable.get_raw_value()
 
     def put(self, array: jax.Array) -> None:
-        """Set the Variable's value, without a copy."""
+        """Sets the Variable's value, without a copy."""
         if self.variable.ref:
             self.variable.set_value(array)
         else:
@@ -53,9 +53,9 @@ class TargetVariable:
 
 
 def targets(module: Any) -> dict[str, TargetVariable]:
-    """The Variables in a module by path, each once, under its first path.
+    """The Variables in a module by path; a shared Variable is there once, under its first path.
 
-    The state of random number generators is left out, and so are Variables without an array.
+    The state of random number generators and Variables without an array are left out.
     """
     found: dict[int, TargetVariable] = {}
     for path, owner, variable in places(module):
@@ -74,7 +74,7 @@ def random_paths(module: Any) -> set[str]:
 
 
 def places(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(path, owner, Variable) for every path in a module that leads to a Variable.
+    """Yields (path, owner, Variable) for every path in a module that leads to a Variable.
 
     Raises:
         UserInputError: the object is not a module of flax nnx.
@@ -114,7 +114,7 @@ def _target(path: str, owner: Any, variable: Any) -> TargetVariable | None:
 
 
 def _sharding(path: str, variable: Any, value: Any) -> Any:
-    """The sharding of the value, or the one that the Variable's metadata names."""
+    """The sharding of the value, or the sharding in the Variable's metadata; None: JAX chooses it."""
     if isinstance(value, jax.Array):
         is_chosen = not isinstance(value, Tracer) and value.committed
         return value.sharding if is_chosen else None

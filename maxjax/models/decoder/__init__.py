@@ -2,6 +2,6 @@
 
 ``config`` holds the settings, ``rope`` the rotary position embedding, ``attention`` self-attention,
 ``block`` one layer with its MLP, ``model`` the complete model; ``experts`` replaces the MLP by a
-mixture of experts. Each family (``maxjax/models/llama.py`` and its neighbours) changes parts of it
-in its own file.
+mixture of experts. Each family (``maxjax/models/llama.py`` and its neighbours) changes parts of this
+decoder in its own file.
 """

@@ -1,4 +1,4 @@
-"""Attributes under a second name: that of a family's files beside that of other decoders."""
+"""Attributes with a second name: one name as in a family's files, and one as in all other decoders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Alias(property):
 
 
 def alias(name: str) -> Any:
-    """A property that gives the attribute ``name`` the name that it is assigned to.
+    """A property that stands for the attribute ``name``, under the name that it is assigned to.
 
-    A name with dots is that of an attribute of an attribute.
+    A name with dots stands for an attribute of an attribute.
 
     Example:
         >>> class Layer:
@@ -35,6 +35,6 @@ def alias(name: str) -> Any:
 
 
 def spelling(module: Any, name: str) -> str:
-    """The name in the family's files of the attribute that other decoders call ``name``."""
+    """The family's own name, as in its files, of the attribute that other decoders call ``name``."""
     found = getattr(type(module), name, None)
     return found.name if isinstance(found, Alias) else name

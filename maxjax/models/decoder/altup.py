@@ -1,4 +1,4 @@
-"""Several hidden states side by side, of which a layer computes one (AltUp), and learned residuals (LAuReL).
+"""AltUp: several hidden states, of which a layer computes one; and LAuReL: learned residuals.
 
 Shapes: A hidden states of B sequences with T tokens and hidden size E.
 
@@ -21,7 +21,7 @@ from ...nn.layer import Module
 from ...nn.linear import Linear
 from .norm import norm
 
-# The least mean square of a hidden state that is brought to the size of another.
+# Lower bound of the mean square by which a hidden state is rescaled.
 _LEAST = 1e-5
 
 
@@ -42,8 +42,8 @@ class Laurel(Module):
 
 
 class AltUp(Module):
-    """Alternating updates: all hidden states are predicted from each other, and then corrected by
-    the difference between the one that a layer has computed and its prediction."""
+    """Alternating updates: each hidden state is predicted from all of them. Then all are corrected
+    by the difference between the one that the layer computes and its prediction."""
 
     def __init__(self, config: Any, dtype: DType):
         super().__init__()
@@ -73,13 +73,13 @@ class AltUp(Module):
         return states + jnp.einsum("i...e,...ji->j...e", states, found).astype(states.dtype)
 
     def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Predictions ``[A, ..., E]`` and what the layer has computed ``[..., E]`` → hidden states."""
+        """Predictions ``[A, ..., E]`` and the layer's result ``[..., E]`` → hidden states ``[A, ..., E]``."""
         change = computed - predictions[self.active]
         shares = self.correction_coefs(self._modalities(computed)).astype(computed.dtype) + 1
         return predictions + jnp.moveaxis(shares, -1, 0)[..., None] * change[None]
 
     def scaled(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` times weights, if the model has them."""
+        """``[..., E]`` times ``correct_output_scale``, if the configuration says so."""
         if not self.scales:
             return x
         weight = jnp.asarray(self.correct_output_scale).astype(x.dtype)
@@ -87,7 +87,7 @@ class AltUp(Module):
 
 
 def sized(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Vectors ``[..., E]`` with the root mean square of others."""
+    """Vectors ``x`` ``[..., E]``, rescaled to the root mean square of ``like``."""
     x = x.astype(like.dtype)
     wanted = jnp.sqrt(jnp.mean(like**2, axis=-1, keepdims=True))
     return x * wanted / jnp.sqrt(jnp.maximum(jnp.mean(x**2, axis=-1, keepdims=True), _LEAST))

@@ -56,8 +56,8 @@ class DecoderAttention(Module):
     """Self-attention with RoPE, configured by a DecoderConfig.
 
     A family that computes queries, keys and values differently overrides :meth:`make_projections`
-    and :meth:`project`, :meth:`placed` for what comes with RoPE, and :meth:`merged` for what comes
-    between the heads and ``o_proj``; everything else, the cache included, uses their results.
+    and :meth:`project`. It overrides :meth:`placed` to change queries and keys before RoPE, and
+    :meth:`merged` to change the heads' results before ``o_proj``. The rest, cache included, is shared.
 
     Args:
         config: settings of the decoder.
@@ -69,21 +69,20 @@ class DecoderAttention(Module):
         q_norm, k_norm: norms of each head, if ``config.qk_norm``, or of all heads together.
         num_heads, num_kv_heads, head_dim: H, K and D.
         scale, soft_cap: factor and cap of the attention scores.
-        sliding_window: number of tokens, itself included, that a token sees; None: all before it.
+        sliding_window: number of tokens, itself included, that a token attends to; None: all before it.
         rope: the RoPE of queries and keys: "global" for ``config.rope``, "local" for
             ``config.local_rope``, "none" for no RoPE.
         chunked: whether the window of a sliding layer is the chunk of ``sliding_window`` positions that
             the token is in, instead of the tokens just before it.
-        sinks: Weight ``[H]`` of attention sinks, or None: scores that take part in the softmax and have
-            no value.
-        interleaved: whether that RoPE rotates neighbouring features.
+        sinks: Weight ``[H]`` of attention sinks, which are scores in the softmax without a value; or None.
+        interleaved: whether the layer's RoPE rotates neighbouring features.
         scales_queries: whether queries are scaled by position (``config.query_scaling``).
     """
 
     _mx_carries = True
     chunked: bool = False
     sinks: Any = None
-    # The group of the cache that has the layer's keys and values; None: "sliding" or "full".
+    # The cache group with the layer's keys and values; None: "sliding" or "full".
     cache_group: str | None = None
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
@@ -105,7 +104,7 @@ class DecoderAttention(Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_projected" in vars(cls) and "project" not in vars(cls):
-            cls.project = vars(cls)["_projected"]  # its earlier name
+            cls.project = vars(cls)["_projected"]  # its former name
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes the layers that :meth:`project` uses, and ``o_proj``, the output projection."""
@@ -125,13 +124,14 @@ class DecoderAttention(Module):
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``, before RoPE.
 
-        A fourth array, as large as the queries, is a gate: the heads' results are multiplied by its sigmoid.
+        An overriding method may return a fourth array, shaped as the queries: a gate, by whose sigmoid
+        the heads' results are multiplied.
         """
         found = linears([self.q_proj, self.k_proj, self.v_proj], x)
         return self.heads(*(y.astype(x.dtype) for y in found))
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """``[..., heads · D]`` → ``[..., heads, D]``, of which queries and keys are normalised."""
+        """``[..., heads · D]`` → ``[..., heads, D]``; queries and keys are normalised if there are norms."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.norms_all_heads:
             q, k = q_norm(q), k_norm(k)
@@ -143,7 +143,7 @@ class DecoderAttention(Module):
         return [q, k, v]
 
     def head_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the query heads are split over: those of the columns of ``o_proj``."""
+        """The mesh axes that the query heads are split over; the columns of ``o_proj`` are split alike."""
         return split_over(self.o_proj.weight, 1)
 
     def cache_layout(self, batch: int) -> CacheLayout | None:
@@ -151,21 +151,21 @@ class DecoderAttention(Module):
         sharding = self.o_proj.weight.sharding
         if not isinstance(sharding, NamedSharding):
             return None
-        # Weights are gathered over fsdp: it splits no heads.
+        # Weights are gathered over the axis fsdp, so it splits no heads.
         fsdp = axis_of(sharding.mesh, "fsdp")
         over = [name for name in self.head_axes() if name != fsdp]
         count, kv_heads = self.num_heads, self.num_kv_heads
         return cache_layout(sharding.mesh, batch, count, kv_heads, over)
 
     def cache_place(self, batch: int) -> Place:
-        """Where the keys and values of a cache of ``batch`` sequences lie."""
+        """The sharding of the keys and values in a cache of ``batch`` sequences."""
         layout = self.cache_layout(batch)
         if layout is None:
             return Place(self.o_proj.weight.sharding)
         return Place(layout.sharding, layout.rows, layout.slots)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the projections between heads; the columns of ``o_proj`` as the query heads."""
+        """Splits the projections between heads, and the columns of ``o_proj`` between query heads."""
         width = self.head_dim
         output = ShardingStrategy.head_aware_columnwise(1, self.num_heads, width)
         rules = linear_rules(spelling(self, "o_proj"), output)
@@ -184,7 +184,7 @@ class DecoderAttention(Module):
         Args:
             x: hidden states.
             step: positions of the tokens.
-            cached: the cache; empty without one.
+            cached: states of the cache by group; empty without a cache.
             layer: index of this layer, an integer scalar.
 
         Returns:
@@ -215,13 +215,13 @@ class DecoderAttention(Module):
         return self.o_proj(y).astype(x.dtype), cached
 
     def placed(self, q: jax.Array, k: jax.Array, step: Step) -> tuple[jax.Array, jax.Array, Step]:
-        """Queries and keys, and the step, after what depends on positions and comes before RoPE."""
+        """Changes queries, keys and the step before RoPE, where that depends on positions; returns all three."""
         return (_scaled(q, step) if self.scales_queries else q), k, step
 
     def rotated_now(
         self, q: jax.Array, k: jax.Array, step: Step
     ) -> tuple[jax.Array, jax.Array, Step]:
-        """Queries and keys ``[B, (T,) heads, D]`` after RoPE, and the step in which it is done."""
+        """Queries and keys ``[B, (T,) heads, D]`` after RoPE, and a step that applies no further RoPE."""
         if q.ndim == 3:
             q, k = self._rotated(step, q[:, None], k[:, None])
             q, k = q[:, 0], k[:, 0]
@@ -230,13 +230,13 @@ class DecoderAttention(Module):
         return q, k, step._replace(rotations={})
 
     def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """What enters ``o_proj``, from the heads' results ``[..., H, D]`` and a gate of :meth:`project`."""
+        """The heads' results ``[..., H, D]``, and a gate if :meth:`project` returns one → inputs of ``o_proj``."""
         if gate is not None:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape)).astype(y.dtype)
         return y.reshape(*y.shape[:-2], -1)
 
     def group(self, cached: Cached) -> str:
-        """The name of the group of the cache that has this layer's keys and values."""
+        """The name of the cache group that has this layer's keys and values."""
         if self.cache_group is not None:
             return self.cache_group
         return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
@@ -246,7 +246,7 @@ class DecoderAttention(Module):
         return rotating or not self.chunked
 
     def _rotated(self, step: Step, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
-        """Queries and keys ``[B, T, heads, D]``, if there are any, after RoPE."""
+        """Queries and keys ``[B, T, heads, D]`` after RoPE; unchanged in a layer without RoPE. ``k`` may be None."""
         angles = step.rotations.get(self.rope)
         if angles is None:
             return q, k
@@ -263,14 +263,14 @@ class DecoderAttention(Module):
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Writes the tokens to the cache and attends to it; ``q``, ``k``, ``v`` ``[B, (T,) heads, D]``.
 
-        Without ``k`` and ``v`` another layer has written its own, which this one attends to.
+        Where ``k`` and ``v`` are None, the layer attends to the keys and values that another layer wrote.
         """
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
             if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
-                # As a prefill of one token, which computes by the definition; of a chunk that is not
-                # at the start of the slots, only that can leave out the tokens before.
+                # A prefill of one token, which computes attention by its definition: only that can mask
+                # the tokens before a chunk that does not begin at the first slot.
                 q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
                 q, k = self._rotated(step, q, k)
                 y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
@@ -281,8 +281,8 @@ class DecoderAttention(Module):
             return prefill(*self._rotated(step, q, k), v, step, slots, layer)
         if is_tapped("weights"):
             raise UserInputError(
-                "attention weights are not at hand where a cache is divided over the devices of a mesh: "
-                "take them from a call without a cache, model(ids), or on one device"
+                "attention weights cannot be captured with a KV cache that is sharded over a mesh: call "
+                "model(ids) without a cache, or use one device"
             )
         queries, whole = layout.queries(q.ndim), PartitionSpec(layout.batch)
         by_row = lambda a: whole if a.shape[0] == batch else PartitionSpec()
@@ -301,7 +301,7 @@ class DecoderAttention(Module):
         self, layout: CacheLayout, rotating: bool,
         q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
-        """:meth:`_with_cache` for the part of one device."""
+        """:meth:`_with_cache` for one device's shard of the cache."""
         part = CachePart(layout)
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
@@ -321,11 +321,11 @@ class DecoderAttention(Module):
         rotating: bool, part: CachePart | None = None,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         if self._heads_are_whole():
-            q = resharded(q, 1, ())  # as the heads of the cache
+            q = resharded(q, 1, ())  # replicated, as the heads of the cache are
         rotations = step.rotations.get(self.rope)
         if rotations is not None:
             rotations = rotations[0][:, 0], rotations[1][:, 0]  # [B, R/2]
-        if k is None:  # the kernel writes what is there already
+        if k is None:  # the kernel then writes the keys and values that are already in the cache
             q = self._rotated(step, q[:, None], None)[0][:, 0]
             (k, v), rotations = slots.at(layer, step.starts, q.dtype), None
         tokens = step.starts if step.tokens is None else step.tokens
@@ -347,9 +347,9 @@ class DecoderAttention(Module):
         """Writes the tokens to the cache, then attends to it.
 
         Args:
-            part: the device's part of a divided cache.
-            rotating: whether the slots rotate; then there is one token, which overwrites one that
-                it does not attend to.
+            part: the device's shard of a cache that is sharded; None: the cache is not.
+            rotating: whether the cache rotates; then there is one token, which overwrites a token
+                that it does not attend to.
         """
         length, size = q.shape[1], slots.size
         positions, real = step.positions(length), step.real(length)
@@ -358,7 +358,7 @@ class DecoderAttention(Module):
             real = is_own if real is None else real & is_own
         slot = slot if real is None else jnp.where(real, slot, size)
         if k is not None:
-            # Where devices divide the slots, those of a device are not consecutive.
+            # Where slots are sharded, the slots of one device are not consecutive.
             in_turn = not rotating and is_own is None
             division = self._division(k.shape[0], True) if part is None else None
             slots = slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
@@ -374,11 +374,11 @@ class DecoderAttention(Module):
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
         part: CachePart | None = None, rotating: bool = True,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
-        """Attends to a rotating cache and to the new tokens, then stores the last of these."""
+        """Attends to a rotating cache and to the new tokens, then stores the last of the new tokens."""
         length, size = q.shape[1], slots.size
         positions, starts = step.positions(length), step.starts[:, None]
         old = slots.layer_slots(layer)
-        new, new_positions = slots.rounded(k, v), positions  # as all later tokens see them
+        new, new_positions = slots.rounded(k, v), positions  # rounded as the cache stores them
         if part is not None and part.slots > 1:
             # Each new token is a key on one device only.
             new_positions = jnp.where(positions % part.slots == part.first, positions, NO_KEY)
@@ -409,13 +409,13 @@ class DecoderAttention(Module):
             return self._attend_by_weights(*where, width, step.sinks, **options)
         if part is not None and part.slots > 1:
             y, sums = partial_attention(*where, **options)
-            if step.sinks is not None:  # one more part, which one of the devices adds to its own
+            if step.sinks is not None:  # one more term of the softmax, which only one device adds
                 lowest = jnp.finfo(sums.dtype).min
                 scores = jnp.where(part.first == 0, step.sinks.astype(sums.dtype), lowest)
                 scores = jnp.broadcast_to(scores, sums.shape)
                 y, sums = with_sinks(y, sums, scores), jnp.logaddexp(sums, scores)
             return part.results(y, sums)
-        # Too few KV heads to split are on every device, and repeated for each query head.
+        # KV heads that cannot be split are replicated, and repeated for each query head.
         is_whole = part is None and self._heads_are_whole()
         division = self._division(q.shape[0])
         y = causal_attention(
@@ -429,10 +429,10 @@ class DecoderAttention(Module):
         key_positions: jax.Array, width: int | None, sinks: Any, *, scale: Any,
         sliding_window: Any, chunked: bool, soft_cap: Any, softmax_dtype: Any,
     ) -> jax.Array:  # fmt: skip
-        """:meth:`_attend` by its definition, whose weights ``[B, H, T, S]`` are tapped.
+        """:meth:`_attend` by the definition of attention, which taps the weights ``[B, H, T, S]``.
 
-        S are the positions of the keys, from 0 on: without a cache the tokens, otherwise the slots.
-        Where keys are in another order, they are put in order for ``width`` positions.
+        S is the number of key positions, from 0 on: of the tokens without a cache, else of the slots.
+        Keys of a rotating cache are first put in the order of ``width`` positions.
         """
         repeats = self.num_heads // self.num_kv_heads if self._heads_are_whole() else 1
         keys, values = cached_rows(cache, layer, q.dtype, repeats)
@@ -454,7 +454,7 @@ class DecoderAttention(Module):
         return weighted_values(weights, values)
 
     def _division(self, batch: int, of_cache: bool = False) -> explicit.Division | None:
-        """How a mesh divides the queries ``[B, T, H, D]``, or a cache; None without a mesh."""
+        """How a mesh shards the queries ``[B, T, H, D]``, or a cache; None without a mesh."""
         layout = self.cache_layout(batch)
         if layout is None:
             return None
@@ -466,12 +466,12 @@ class DecoderAttention(Module):
         return explicit.Division.of(layout.mesh, [layout.batch, tokens, heads, ()])
 
     def _heads_are_whole(self) -> bool:
-        """Whether a mesh splits the query heads and cannot split the KV heads alike."""
+        """Whether a mesh splits the query heads but cannot split the KV heads, which are replicated."""
         return bool(self.num_kv_heads % parts(self.o_proj.weight, 1))
 
 
 def _scaled(q: jax.Array, step: Step) -> jax.Array:
-    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded once."""
+    """Queries ``[B, (T,) H, D]`` times the factors of their positions, rounded to their dtype once."""
     factors = step.query_scales  # [B or 1, T]
     if factors is None:
         return q

@@ -1,7 +1,7 @@
 """One layer of a decoder: attention and MLP, each with a residual connection.
 
-The MLPs other than ``nn.MLP`` are here: with other names, with one weight for gate and up, without a gate. So is the
-attention of a decoder that embeds texts: each token sees those before and after it.
+It also has the MLPs other than ``nn.MLP`` (with other names, with one weight for gate and up, without a gate),
+and the attention of decoders that embed texts, where each token attends to the tokens before and after it.
 
 Shapes: B sequences, T tokens, hidden size E, inner features F.
 """
@@ -29,11 +29,11 @@ from .norm import norm
 
 
 class BothWays(DecoderAttention):
-    """Attention to the tokens before and after each one, for embeddings: there is no cache.
+    """Bidirectional attention, for embedding texts: a token attends to those before and after it. There is no cache.
 
     Args:
         config, slides, dtype: as for :class:`DecoderAttention`.
-        reach: how far a token sees in a sliding layer; by default as far as the window is long.
+        reach: number of tokens on each side that a token attends to in a sliding layer; the window by default.
     """
 
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType, reach: int | None = None):
@@ -49,8 +49,8 @@ class BothWays(DecoderAttention):
         """
         if cached:
             raise UserInputError(
-                "a model whose attention sees both ways ('is_causal' is false, or "
-                "'use_bidirectional_attention') embeds texts (maxjax.embed): it writes none"
+                "this model's attention is bidirectional ('is_causal' is false, or 'use_bidirectional_attention'): "
+                "it can embed texts (maxjax.embed), but not generate them"
             )
         q, k, v = self.project(x)
         q, k = self._rotated(step, q, k)
@@ -77,8 +77,8 @@ class DecoderLayer(Module):
     """
 
     attention_class: ClassVar[Any] = DecoderAttention
-    # Names of the MLP's linear layers, if they are not gate_proj, up_proj and down_proj: three, or
-    # two of an MLP without a gate.
+    # Names of the MLP's linear layers, if they are not gate_proj, up_proj and down_proj: three names, or
+    # two for an MLP without a gate.
     mlp_names: ClassVar[tuple[str, ...]] = ()
     _mx_carries = True
 
@@ -91,7 +91,7 @@ class DecoderLayer(Module):
         self.make_norms(config, dtype)
 
     def make_mixer(self, config: DecoderConfig, number: int, dtype: DType) -> None:
-        """Makes the attention, or what the layer has in its place, that :meth:`mixed` uses."""
+        """Makes the attention, or the layer's replacement for it, that :meth:`mixed` calls."""
         kind = self.attention_class if config.is_causal else BothWays
         self.self_attn = kind(config, config.slides[number], dtype)
         if config.rotates and not config.rotates[number]:
@@ -100,7 +100,7 @@ class DecoderLayer(Module):
     def mixed(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """What the tokens get from those before, and the cache with them."""
+        """The result of attention or of its replacement, and the cache with these tokens."""
         return self.self_attn(x, step, cached, layer)
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
@@ -124,7 +124,7 @@ class DecoderLayer(Module):
             self.post_feedforward_layernorm = norm(config, dtype)
 
     def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The residual sum of hidden states and what attention or MLP adds to them."""
+        """The residual sum of hidden states ``x`` and the result ``y`` of attention or MLP."""
         y = y.astype(x.dtype)
         return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
 
@@ -141,21 +141,21 @@ class DecoderLayer(Module):
         return self.added(x, self.post_feedforward_layernorm(self.fed(x))), cached
 
     def fed(self, x: jax.Array) -> jax.Array:
-        """What the MLP makes of hidden states, before the norm that follows it."""
+        """The MLP's result for hidden states, before the norm that follows the MLP."""
         return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
 
 
 class HybridLayer(DecoderLayer):
-    """A layer with a recurrent mixer or with attention, as ``config.recurs`` says of its number.
+    """A layer with a recurrent mixer where ``config.recurs`` is true for its index, and with attention elsewhere.
 
     Attributes:
-        recurrent: name and class of the mixer (:class:`~maxjax.models.decoder.mixer.RecurrentMixer`).
+        recurrent: attribute name and class of the mixer (a :class:`~maxjax.models.decoder.mixer.RecurrentMixer`).
     """
 
     recurrent: ClassVar[tuple[str, Any]]
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes the mixer or ``self_attn``."""
+        """Makes the recurrent mixer or ``self_attn``."""
         self.recurs = config.recurs[number]
         if not self.recurs:
             return super().make_mixer(config, number, dtype)
@@ -165,7 +165,7 @@ class HybridLayer(DecoderLayer):
     def mixed(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """The result of either."""
+        """The result of the mixer or of attention, and the cache with these tokens."""
         mixer = getattr(self, self.recurrent[0]) if self.recurs else self.self_attn
         return mixer(x, step, cached, layer)
 
@@ -193,13 +193,13 @@ class ParallelLayer(DecoderLayer):
     """``x + attention(norm(x)) + mlp(norm(x))`` (GPT-J, Cohere): attention and MLP in parallel.
 
     Attributes:
-        norms: number of norms: with 2 the MLP has its own, ``post_attention_layernorm`` (GPT-NeoX).
+        norms: number of norms: with 2 the MLP has its own norm, ``post_attention_layernorm`` (GPT-NeoX).
     """
 
     norms: ClassVar[int] = 1
 
     def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes the norm of both, or one of each."""
+        """Makes one norm for both attention and MLP, or one for each."""
         self.input_layernorm = norm(config, dtype)
         if self.norms == 2:
             self.post_attention_layernorm = norm(config, dtype)
@@ -254,7 +254,7 @@ class FusedMLP(Module):
 
 
 class GatedMLP(Module):
-    """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` by other names.
+    """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` with other attribute names.
 
     Args:
         names: attribute names of gate, up and down, as in the checkpoint.
@@ -332,15 +332,17 @@ class PlainMLP(Module):
         return down(self.activated(up(x)))
 
     def activated(self, x: jax.Array) -> jax.Array:
-        """What comes between the two linear layers, ``[..., F]`` → the same shape."""
+        """Applies the activation function between the two linear layers, ``[..., F]`` → the same shape."""
         return activation(self.activation_function)(x)
 
 
 class TopMLP(MLP):
-    """A gated MLP of which only the largest inner features count, those beyond a normal distribution's share.
+    """A gated MLP that keeps only the largest inner features, and sets about a given share of them to zero.
+
+    The threshold is the quantile of that share in a normal distribution with the features' mean and deviation.
 
     Attributes:
-        deviations: how many standard deviations above the mean a feature must be.
+        deviations: the threshold, in standard deviations above the mean.
     """
 
     def __init__(self, config: Any, share: float, dtype: DType):

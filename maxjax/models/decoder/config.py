@@ -30,41 +30,41 @@ def own(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """The settings of a decoder. Fields are keys of ``config.json`` unless declared with another key.
+    """The settings of a decoder. A field is read from the key of its name, unless it is declared with another key.
 
     Attributes:
         num_kv_heads: number of KV heads; ``num_heads`` by default.
         head_dim: ``hidden_size / num_heads`` by default.
         attention_bias, output_bias: whether the projections of queries, keys and values have
-            biases, and whether the output projection has one (by default as they have).
+            biases, and whether the output projection has one (by default as the others).
         head_bias: whether the head, which computes the logits, has a bias.
-        qk_norm: whether each head of queries and keys is normalised before RoPE; "all": whether all
-            heads are normalised together.
+        qk_norm: whether each head of queries and keys is normalised before RoPE; "all": all heads
+            are normalised together.
         post_norms: whether attention and MLP are normalised after as well as before, as in Gemma 2.
         norm: kind of all norms, a key of ``NORMS`` (``decoder/norm.py``); ``rms_norm_eps`` is the
             epsilon of every kind.
         norm_offset: number added to the weights of norms: 1 in Gemma.
-        embedding_scale, residual_scale, logit_scale: factors of the embeddings, of what attention and
-            MLP add, and of the logits.
+        embedding_scale, residual_scale, logit_scale: factors of the embeddings, of the results that
+            attention and MLP add to the hidden states, and of the logits.
         query_scale: factor of the attention scores, instead of ``1/√head_dim``.
         attn_soft_cap, logit_soft_cap: caps of scores and logits, which become
             ``cap · tanh(x / cap)``.
-        is_causal: whether a token sees only those before it. Decoders that were trained on to embed
-            texts may see both ways (gte-Qwen2).
-        sliding_window: number of tokens, itself included, that a token sees in a sliding layer.
+        is_causal: whether a token attends only to those before it. Decoders that were fine-tuned to
+            embed texts may attend in both directions (gte-Qwen2).
+        sliding_window: number of tokens, itself included, that a token attends to in a sliding layer.
         slides: whether each layer has a sliding window; by default all do if there is a window.
         rotates: whether each layer has RoPE; empty if all do.
-        rope, local_rope: rotary position embedding, and the one of sliding layers if that differs.
-        query_scaling: factor of the queries that grows with their position.
+        rope, local_rope: rotary position embedding; and that of sliding layers if it differs, else None.
+        query_scaling: factor of the queries that grows with their position; None: none.
     """
 
-    # Keys that files of the family may have, with which transformers computes nothing either.
+    # Keys that files of the family may have and that transformers does not use either.
     unused: ClassVar[Collection[str]] = ()
-    # Whether attention of the family sees only tokens before; others may have ``is_causal: false``.
+    # Whether all models of the family are causal; files of other families may have ``is_causal: false``.
     causal_only: ClassVar[bool] = True
-    # Settings that are the same in every model of the family, whatever a file says, by their keys.
+    # Settings, by key, that are the same in every model of the family, whatever a file says.
     fixed: ClassVar[Mapping[str, Any]] = {}
-    # RoPE's settings of a file that has no object for them.
+    # RoPE's settings, for files that have no object with such settings.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int = setting(minimum=1, held="axis")
@@ -148,7 +148,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def inner_size(self) -> int:
-        """The inner features of an MLP; in the first families four times the hidden size by default."""
+        """The inner features of an MLP; 4 · hidden size for the older families whose files may leave it out."""
         given: int | None = self.intermediate_size
         return 4 * self.hidden_size if given is None else given
 
@@ -160,11 +160,11 @@ class DecoderConfig(ModelConfig):
 
     @property
     def embedding_size(self) -> int:
-        """The width of the embedding table's rows, and of what the head gets."""
+        """The width of the embedding table, and of the hidden states that the head takes."""
         return self.hidden_size
 
     def of_layer(self, number: int) -> Self:
-        """The settings of layer ``number``, for families whose layers have heads or sizes of their own."""
+        """The settings of layer ``number``, for families whose layers differ in heads or sizes."""
         return self
 
     @property
@@ -173,7 +173,7 @@ class DecoderConfig(ModelConfig):
         return self.width, self.width
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """What layer ``number`` keeps of the tokens before, by the name of its group in the cache."""
+        """What the cache holds for layer ``number``, by the name of the layer's group in the cache."""
         near = self.slides[number]
         kept = KeysValues(self.kv_heads, self.width, self.sliding_window if near else None)
         return {"sliding" if near else "full": kept}
@@ -184,7 +184,7 @@ class DecoderConfig(ModelConfig):
     ) -> Self:
         """:meth:`ModelConfig.from_dict` with :meth:`derived` settings and RoPE in both spellings.
 
-        Of a multimodal model, the settings of its text model are read.
+        For a multimodal model, the settings of its text model are read.
 
         Raises:
             CheckpointFormatError: as for :meth:`ModelConfig.from_dict`.
@@ -207,7 +207,7 @@ class DecoderConfig(ModelConfig):
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
         try:
-            # Read before the other settings: the context length that RoPE's settings refer to.
+            # The context length is read before the other settings, since RoPE's settings refer to it.
             context = given.get("max_position_embeddings")
             context = fields["max_position_embeddings"].default if context is None else context
             if type(context) is int and context > 0:
@@ -225,7 +225,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`; of a multimodal model, the text model's part."""
+        """:meth:`ModelConfig.counted`; for a multimodal model, with the text model's settings."""
         try:
             return text_settings(raw), frozenset()
         except ValueError:  # from_dict says so
@@ -235,7 +235,7 @@ class DecoderConfig(ModelConfig):
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """The RoPE fields of a file, by name; ``context`` is ``max_position_embeddings``.
 
-        What a file does not say is as in the field's default: base, rotated part, order of features.
+        Base, rotated part and order of features that a file does not give are those of the field's default.
 
         Raises:
             ValueError, UnsupportedModelError: as for ``read_rope``.
@@ -247,7 +247,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key that replace those of the file and of ``fixed``, computed from others.
+        """Values, by key, that are computed from others and replace those of the file and of ``fixed``.
 
         Raises:
             ValueError: a value in the file is wrong.
@@ -257,13 +257,13 @@ class DecoderConfig(ModelConfig):
 
 @functools.lru_cache(maxsize=128)
 def groups_of_config(config: DecoderConfig) -> dict[str, Group]:
-    """The groups of layers that keep the same, by name."""
+    """The groups of layers with the same kind of state in the cache, by name."""
     return groups_of([config.states(i) for i in range(config.num_layers)])
 
 
 @functools.lru_cache(maxsize=128)
 def shares(config: DecoderConfig) -> bool:
-    """Whether a layer reads another's keys and values."""
+    """Whether a layer reads the keys and values of another layer."""
     kept = (config.states(i).values() for i in range(config.num_layers))
     return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
 
@@ -279,7 +279,7 @@ def check_activation(key: str, name: str) -> None:
 
 
 def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """(Number of first layers that do not repeat, length of the repeating pattern) of these kinds.
+    """(Number of leading layers outside the pattern, length of the repeating pattern) of these kinds of layers.
 
     The result is the one with the fewest layer bodies to compile.
 
@@ -300,7 +300,7 @@ def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def all_but_every(n: int, layers: int) -> tuple[bool, ...]:
-    """Whether each layer is another than the n-th, the 2n-th and so on.
+    """For each layer: True unless it is the n-th, the 2n-th, and so on.
 
     Example:
         >>> all_but_every(3, 4)
@@ -314,7 +314,7 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
 
     Args:
         raw: content of the file. In ``no_rope_layers``, 1 stands for a layer with RoPE.
-        interval: ``no_rope_layer_interval`` of a file that has neither.
+        interval: value of ``no_rope_layer_interval`` if the file has neither key.
 
     Raises:
         ValueError: a value is of the wrong type.
@@ -326,7 +326,7 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
         (True, False, True)
     """
     key = "no_rope_layer_interval"
-    # Looked at in any case, so that no warning names it.
+    # The key is read in any case, so that no warning names it.
     listed, layers, given = raw.get("no_rope_layers"), layers_of(raw), {key: raw.get(key)}
     if not layers:
         return ()  # the check of this field raises later
@@ -338,10 +338,10 @@ def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
 
 
 def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of a file, or the default where it has none.
+    """A positive integer of a file; the default if the file does not have the key.
 
     Raises:
-        ValueError: the value is another.
+        ValueError: the value is not a positive integer.
 
     Example:
         >>> count_of({"interval": 0}, "interval", 4)
@@ -356,10 +356,10 @@ def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def factors_of(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """A list of so many factors of a file; all are 1 where it has none.
+    """A list of ``count`` factors of a file; all are 1 if the file does not have the key.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: the value is not a list of ``count`` numbers.
 
     Example:
         >>> factors_of({"multipliers": [2, 0.5]}, "multipliers", 2), factors_of({}, "multipliers", 1)
@@ -374,7 +374,7 @@ def factors_of(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...
 
 
 def layers_of(raw: Mapping[str, Any]) -> int:
-    """The number of layers that a file says, and 0 if it is none that :class:`DecoderConfig` takes."""
+    """``num_hidden_layers`` of a file; 0 if it is missing or out of the range of :class:`DecoderConfig`."""
     layers = raw.get("num_hidden_layers")
     return layers if type(layers) is int and 0 < layers <= 1000 else 0
 
@@ -383,17 +383,17 @@ def kinds_of(
     raw: Mapping[str, Any], kinds: Mapping[str, _Kind], default: Sequence[_Kind] = (),
     key: str = "layer_types",
 ) -> tuple[_Kind, ...]:  # fmt: skip
-    """What each layer is: as the list under a key says, or the default without it.
+    """The kind of each layer: from the list under a key, or the default if the file does not have the key.
 
     Args:
         raw: content of the file.
-        kinds: what the kinds of layers that a family has stand for.
-        default: what the layers of a file without the key are.
-        key: the key.
+        kinds: name of a kind of layer in files → its value in the result.
+        default: the result for a file without the key.
+        key: key of the list.
 
     Raises:
-        ValueError: it is not a list of strings.
-        UnsupportedModelError: it names another kind of layer.
+        ValueError: the value is not a list of strings.
+        UnsupportedModelError: the list names an unknown kind of layer.
 
     Example:
         >>> kinds_of({"layer_types": ["conv", "full_attention"]}, {"conv": 1, "full_attention": 0})
@@ -413,7 +413,7 @@ def kinds_of(
 
 
 def check_kinds(kinds: Sequence[Any], layers: int) -> None:
-    """Checks that each layer has a kind.
+    """Checks that there is one kind for each layer.
 
     Raises:
         ValueError: there are more or fewer.
@@ -432,7 +432,7 @@ def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ..
 
 
 def windowed(slides: Sequence[bool], window: Any) -> dict[str, Any]:
-    """The fields of layers with a sliding window; a window that no layer uses is dropped.
+    """The fields ``slides`` and ``sliding_window``; a window that no layer uses becomes None.
 
     Example:
         >>> windowed((True, False), 8), windowed((False, False), 8)

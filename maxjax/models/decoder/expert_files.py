@@ -1,9 +1,9 @@
-"""The experts of a layer in one tensor of a file, as single experts of a model; and back.
+"""Splits tensors that hold all experts of a layer into weights of single experts, and joins them again.
 
-A model has a weight for each projection of each expert. Files of some families have those of all
-experts of a layer in one tensor, gate and up together, also transposed, with the rows of both in turn,
-or quantised (MXFP4). Parts of such tensors are read as weights of single experts, and those are put
-together where such a file is written; both are lazy, and neither holds a second copy.
+A model has a weight for each projection of each expert. Files of some families hold the weights of all
+experts of a layer as one tensor: gate and up together, perhaps transposed, with rows of gate and up
+alternating, or quantised (MXFP4). Reading takes parts of such tensors, and writing joins the weights.
+Both are lazy, and neither holds a second copy.
 
 Shapes: X experts; a projection is ``[out, in]``.
 """
@@ -30,7 +30,7 @@ from ..gguf.sources import Relaid, read_box
 from .experts import MAPS_PROJ
 from .model import DecoderFamily
 
-# Numbers, and bytes of packed numbers, of a block of MXFP4; in a GGUF block the scale is first.
+# Numbers in a block of MXFP4, and bytes that hold them; a GGUF block has its scale in front of these.
 _NUMBERS, _BYTES = 32, 16
 _MXFP4 = QuantizationEncoding.MXFP4
 _SUFFIXES = ("_blocks", "_scales", "_bias", ".weight", "")
@@ -38,15 +38,16 @@ _SUFFIXES = ("_blocks", "_scales", "_bias", ".weight", "")
 
 @dataclass(frozen=True)
 class Together:
-    """The tensors in which a file has all experts of a layer.
+    """The names and layout of the tensors that hold all experts of a layer.
 
     Attributes:
-        gate_up, down: their names after the layer's; the first is written, all are read.
-        suffix: what follows the name of a written weight.
-        transposed: whether a written float tensor is ``[X, in, out]``, not ``[X, out, in]``; of those
-            that are read, the shapes of the two tell it.
-        interleaved: whether rows of gate and up are in turn, not one after the other.
-        written: whether files have experts like this, or only transformers' models in memory.
+        gate_up, down: names after the layer's name; files are written with the first, all are read.
+        suffix: suffix of the name of a written weight.
+        transposed: whether float tensors are written as ``[X, in, out]``, not ``[X, out, in]``. When
+            they are read, their shapes decide.
+        interleaved: whether rows of gate and up alternate, instead of gate first and then up.
+        written: whether files are written in this form. If not, files have single experts, and only
+            transformers' models in memory have this form.
     """
 
     gate_up: tuple[str, ...] = tuple(
@@ -59,7 +60,7 @@ class Together:
     written: bool = False
 
     def found(self, name: str) -> tuple[str, bool, str] | None:
-        """What is before a tensor's name in the layer, whether it is gate and up, and its suffix."""
+        """(Name of the layer, whether the tensor is gate and up, suffix) of a tensor; None for any other tensor."""
         for suffix in _SUFFIXES:
             stem = name.removesuffix(suffix)
             if stem == name and suffix:
@@ -76,7 +77,8 @@ class MoEFamily(DecoderFamily):
     """A Family whose files may hold the experts of a layer as one tensor.
 
     Attributes:
-        experts: name of an expert's weight, with ``#`` for its index and ``*`` for the linear layer.
+        experts: name of an expert's weight in the layer, with ``#`` for the expert's index and ``*`` for
+            its linear layer.
         maps: the checkpoint's names of an expert's gate, up and down projections.
         together: the tensors that hold all experts of a layer.
     """
@@ -86,8 +88,7 @@ class MoEFamily(DecoderFamily):
     together: Together = Together()
 
     def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`Family.adapt`, which also makes weights of single experts of tensors that hold all
-        of a layer; nothing is read.
+        """:meth:`Family.adapt`, which first splits tensors that hold all experts of a layer; nothing is read.
 
         Raises:
             CheckpointFormatError: two tensors have the same name in the model, or a tensor of
@@ -124,7 +125,7 @@ class MoEFamily(DecoderFamily):
         return split
 
     def _names(self, found: tuple[str, bool, str], experts: int) -> Iterator[tuple[int, int, str]]:
-        """(Number of the expert, of the part, name) of what a tensor holds."""
+        """(Index of the expert, index of the part, name) of each weight in a tensor of all experts."""
         front, is_gate_up, suffix = found
         pattern = self.experts
         if suffix == "_bias":
@@ -199,9 +200,9 @@ class MoEFamily(DecoderFamily):
             yield new, WeightData.lazy(source, name, DType.of(dtype), sizes, _MXFP4)
 
     def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-        """The tensors of a model by the names, and in the shapes, of the family's files.
+        """The inverse of :meth:`apart`: joins the experts of each layer as the family's files hold them.
 
-        Experts that are quantised otherwise than in MXFP4 stay apart.
+        Experts that are quantised in an encoding other than MXFP4 stay separate.
         """
         if not self.together.written:
             return dict(tensors)
@@ -227,7 +228,7 @@ class MoEFamily(DecoderFamily):
     def _joined(
         self, key: tuple[str, bool, str], names: Mapping[tuple[int, int], str], tensors: Any
     ) -> dict[str, WeightData] | None:
-        """The tensor, or in MXFP4 the two, of all experts of a layer; None if they do not fit together."""
+        """The tensor of all experts of a layer, or two tensors in MXFP4; None if experts differ or are missing."""
         (front, is_gate_up, what), parts = key, 2 if key[1] else 1
         experts = len(names) // parts
         order = [(x, k) for x in range(experts) for k in range(parts)]
@@ -254,13 +255,13 @@ class MoEFamily(DecoderFamily):
         return made
 
 
-# The layers of multi-token prediction, which come after the model's own, have one of these.
+# Tensors that only the layers of multi-token prediction have. These follow the model's own layers.
 _PREDICTING = re.compile(r"(.*\blayers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
 
 
 @dataclass(frozen=True)
 class PredictingFamily(MoEFamily):
-    """A MoEFamily whose files may have layers of multi-token prediction, which are left out."""
+    """A MoEFamily whose files may have layers of multi-token prediction, which maxjax leaves out."""
 
     def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """:meth:`MoEFamily.apart` of the model's own layers."""
@@ -291,12 +292,12 @@ def _data(name: str, value: Any) -> WeightData:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The place of one projection of one expert in a tensor of all.
+    """Where one projection of one expert is in a tensor of all experts.
 
     Attributes:
-        expert: number of the expert.
-        part, parts: number of the part of its rows, and of all parts.
-        transposed, interleaved: as of :class:`Together`.
+        expert: index of the expert.
+        part, parts: index of the part of the expert's rows, and number of parts.
+        transposed, interleaved: as in :class:`Together`.
     """
 
     expert: int
@@ -306,7 +307,7 @@ class _Cut:
     interleaved: bool
 
     def rows(self, span: tuple[int, int], size: int) -> tuple[tuple[int, int], slice]:
-        """The rows of the expert's matrix that hold rows of a part of ``size``, and the step of these."""
+        """The range of the expert's rows that holds the rows ``span`` of a part of ``size`` rows, and its step."""
         first, last = span
         if self.interleaved:
             return (
@@ -328,7 +329,7 @@ class _Cut:
 
 
 class _Expert(PartSource):
-    """One projection of one expert, of a float tensor that holds all of a layer."""
+    """Source of one projection of one expert, from a float tensor that holds all experts of a layer."""
 
     def __init__(self, data: WeightData, cut: _Cut):
         self._data, self._cut = data, cut
@@ -357,10 +358,10 @@ class _Expert(PartSource):
 
 
 class _Blocks(PartSource):
-    """One projection of one expert in blocks of MXFP4 as GGUF files have them.
+    """Source of one projection of one expert in MXFP4, with blocks as in GGUF files.
 
-    Of the 16 bytes of a block, files of gpt-oss hold two neighbouring numbers in each, GGUF files
-    numbers i and i + 16.
+    Each of a block's 16 bytes holds two neighbouring numbers in files of gpt-oss, and the numbers i and
+    i + 16 in GGUF files.
     """
 
     def __init__(self, blocks: WeightData, scales: WeightData, cut: _Cut):
@@ -397,11 +398,11 @@ class _Blocks(PartSource):
         return total + more
 
 
-# --- all experts of single ones -----------------------------------------------------------------
+# --- all experts from single ones ---------------------------------------------------------------
 
 
 class _All(PartSource):
-    """A tensor of all experts of a layer, from those of each: in turn expert 0's parts, expert 1's, …"""
+    """Source of a tensor of all experts of a layer, from ``each``: the parts of expert 0, those of expert 1, …"""
 
     def __init__(self, each: Sequence[WeightData], parts: int, interleaved: bool):
         self._each, self._parts, self._interleaved = each, parts, interleaved
@@ -410,7 +411,7 @@ class _All(PartSource):
         self, expert: int, rows: tuple[int, int], into: np.ndarray,
         read: Callable[[WeightData, tuple[int, int]], tuple[np.ndarray, int]],
     ) -> int:  # fmt: skip
-        """Writes rows of one expert's matrix, which ``read`` reads from one of its parts."""
+        """Fills ``into`` with ``rows`` of one expert's matrix; ``read`` reads the rows of one part."""
         first, parts, total = rows[0], self._parts, 0
         size = int(self._each[0].shape[0])
         for k in range(parts):
@@ -428,7 +429,7 @@ class _All(PartSource):
 
 
 class _Joined(_All):
-    """A float tensor of all experts."""
+    """Source of a float tensor of all experts."""
 
     def __init__(self, each: Sequence[WeightData], parts: int, transposed: bool, interleaved: bool):
         super().__init__(each, parts, interleaved)
@@ -462,7 +463,7 @@ class _Joined(_All):
 
 
 class _Unpacked(_All):
-    """The blocks and the scales of MXFP4 of all experts, as files of gpt-oss have them."""
+    """Source of the blocks and of the scales of all experts in MXFP4, as in files of gpt-oss."""
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the blocks or of the scales."""

@@ -1,9 +1,9 @@
 """A mixture of experts that replaces a decoder's MLP: what the families with experts share.
 
-A family says how experts are chosen (``SparseMLP.routes``, a ``Routing``), what they compute
-(``SparseMLP.kind``), what is beside them (``SparseMLP.shared``), and how its checkpoints name all that.
+A family defines how experts are chosen (``SparseMLP.routes``, a ``Routing``), what they compute
+(``SparseMLP.kind``), which MLP all tokens go through (``SparseMLP.shared``), and the checkpoint's names.
 Files hold each expert's linear layers as separate tensors, or those of all experts of a layer as
-one tensor (``fused.py``).
+one tensor (``expert_files.py``).
 
 Shapes: N tokens, hidden size E, X experts with F inner features, k experts for each token.
 
@@ -50,7 +50,7 @@ class MoEConfig(DecoderConfig):
         num_experts, num_experts_per_tok: X and k.
         moe_intermediate_size: F; ``intermediate_size`` by default.
         norm_topk_prob: whether the shares of the chosen experts are normalised to sum to 1.
-        shared_size: inner features of the MLP that every token goes through; None: there is none.
+        shared_size: inner features of the MLP that every token goes through; None: no such MLP.
         sparse: whether each layer has experts; by default all have.
         maps: the checkpoint's names of an expert's gate, up and down projections.
     """
@@ -85,8 +85,8 @@ class GroupedMoEConfig(MoEConfig):
 
     Attributes:
         n_group, topk_group: number of groups of experts, and of those that a token chooses from.
-        routed_scaling_factor: what the shares of the chosen experts are multiplied by.
-        scoring, best_of_group: as of a ``Routing``.
+        routed_scaling_factor: factor of the shares of the chosen experts.
+        scoring, best_of_group: the attributes ``shares`` and ``best_of_group`` of the ``Routing``.
     """
 
     scoring: ClassVar[str] = "sigmoid"
@@ -101,7 +101,7 @@ class GroupedMoEConfig(MoEConfig):
         check_routing(self.routing(), self.num_experts, self.key_of("num_experts"))
 
     def routing(self) -> Routing:
-        """How experts are chosen, and their shares."""
+        """How experts are chosen, and how their shares are computed."""
         return Routing(
             self.num_experts_per_tok, self.scoring, normalised=self.norm_topk_prob,
             factor=self.routed_scaling_factor, groups=self.n_group, chosen_groups=self.topk_group,
@@ -110,10 +110,10 @@ class GroupedMoEConfig(MoEConfig):
 
 
 def check_routing(routing: Routing, experts: int, key: str) -> None:
-    """Checks that a number of experts, under a key of the configuration, can be chosen from in groups.
+    """Checks that a routing fits a number of experts, which the configuration has under ``key``.
 
     Raises:
-        ValueError: it cannot; the message has the keys.
+        ValueError: it does not fit; the message names the keys.
     """
     try:
         routing.check(experts)
@@ -126,7 +126,7 @@ def check_routing(routing: Routing, experts: int, key: str) -> None:
 def after_dense(
     raw: Mapping[str, Any], layers: int, default: int = 0, key: str = "first_k_dense_replace"
 ) -> tuple[bool, ...]:
-    """Whether each layer has experts: all after the first, whose number is under a key.
+    """Whether each layer has experts: all but the first layers, whose number is under ``key``.
 
     Raises:
         ValueError: the setting is not a number of layers.
@@ -178,10 +178,10 @@ class ExpertMLP(Module):
     def __call__(
         self, x: Any, *, number: Any = None, chosen: Any = None, shares: Any = None
     ) -> Any:
-        """``[..., E]`` → the same shape; one of a stack that is scanned, (tokens, total) → the same.
+        """``[..., E]`` → the same shape. In a scan over stacked experts: (tokens, total) → the same.
 
         Args:
-            x: tokens; in a scan ``(tokens [N, E], total [N, E])``, to which its share is added.
+            x: tokens; in a scan ``(tokens [N, E], total [N, E])``: the expert's weighted result is added to total.
             number: index of the expert in a scan.
             chosen, shares: in a scan, experts and shares of the tokens, ``[N, k]``.
         """
@@ -190,15 +190,15 @@ class ExpertMLP(Module):
             return down(between(self.kind, *linears([gate, up], x)))
         tokens, total = x
         is_chosen = jnp.any(chosen == number)
-        # Another expert is not even dequantised.
+        # An expert that is not chosen is not even dequantised.
         run = lambda x: one_by_one(x, chosen - number, shares, [self])
         return tokens, total + jax.lax.cond(is_chosen, run, lambda x: jnp.zeros_like(total), tokens)
 
 
 class BalancedRouter(Linear):
-    """A router with numbers ``e_score_correction_bias`` ``[X]`` that take part in the choice only.
+    """A router with a bias ``e_score_correction_bias`` ``[X]`` that affects which experts are chosen, not their shares.
 
-    They balance how often experts are chosen (DeepSeek-V3, arXiv:2412.19437).
+    It balances how often experts are chosen (DeepSeek-V3, arXiv:2412.19437).
     """
 
     def __init__(self, size: int, count: int, dtype: DType):
@@ -211,7 +211,7 @@ class BalancedRouter(Linear):
 class SparseMLP(Module):
     """A mixture of experts that replaces an MLP: ``Σ share · expert(x)`` over the k chosen experts.
 
-    A family with other experts overrides ``route`` or :meth:`routes`, :meth:`kind`, :meth:`make_router`,
+    A family that differs overrides ``route`` or :meth:`routes`, :meth:`kind`, :meth:`make_router`,
     :meth:`make_shared` or :meth:`shared`, and the names.
 
     Args:
@@ -220,13 +220,13 @@ class SparseMLP(Module):
 
     Attributes:
         routing: how experts are chosen and weighed.
-        experts: ExpertStack of X :class:`ExpertMLP`: one array for each projection. If a file holds
-            experts of one layer in different dtypes, it is a LayerList of them.
-        router_name, shared_name: names of the router, a Linear of weight ``[X, E]``, and of the MLP that
-            every token goes through, if there is one.
+        experts: ExpertStack of X :class:`ExpertMLP`, with one array for each projection. If a file holds
+            experts of one layer in different dtypes, it is a LayerList instead.
+        router_name, shared_name: attribute names of the router, a Linear with weight ``[X, E]``, and of
+            the MLP that every token goes through, if there is one.
         experts_have_biases: whether the linear layers of experts have biases.
-        route: how experts are chosen, if it is the same in every model of a family: arguments of a
-            ``Routing`` beside the number of a token's experts.
+        route: how experts are chosen, if that is the same in every model of a family: arguments of
+            ``Routing`` after the number of a token's experts.
 
     Example:
         >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
@@ -285,11 +285,11 @@ class SparseMLP(Module):
         )  # fmt: skip
 
     def correction(self) -> Any:
-        """The numbers ``[X]`` that take part in the choice of experts only, or None."""
+        """The bias ``[X]`` that affects only which experts are chosen; None: there is none."""
         return getattr(self.router_layer, "e_score_correction_bias", None)
 
     def shared(self, x: jax.Array) -> jax.Array | None:
-        """What is added to the experts' results ``[..., E]``: of the shared expert, if there is one."""
+        """The result ``[..., E]`` of the MLP that every token goes through; None: there is none."""
         layer = getattr(self, self.shared_name, None)
         return None if layer is None else layer(x)
 
@@ -299,14 +299,16 @@ class SparseMLP(Module):
         return getattr(self, self.router_name)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Deals whole experts over the mesh axis ``expert``, and splits their inner features over ``model``.
+        """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``.
 
-        If X does not divide, inner features are split over both axes together.
+        If X does not divide evenly, inner features are split over both axes together.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules(self.router_name, ShardingStrategy.replicate(1))
         whole = () if self._stacked_experts is None else ("expert",)
-        for i in self.experts._mx_children:  # one that stands for all, or each
+        for i in (
+            self.experts._mx_children
+        ):  # the one child that stands for all experts, or every expert
             for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
                 rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
         return rules
@@ -315,8 +317,8 @@ class SparseMLP(Module):
         """``[..., E]`` → the same shape and dtype.
 
         Args:
-            x: what experts compute with.
-            scored: what the router sees of the tokens, ``[..., E]``; ``x`` by default.
+            x: inputs of the experts.
+            scored: inputs of the router, ``[..., E]``; ``x`` by default.
         """
         operands = (x,) if scored is None else (x, scored)
         mesh = explicit.mesh_of(*operands, *jax.tree.leaves(self))
@@ -364,11 +366,13 @@ class SparseMLP(Module):
     @property
     def _is_quantised(self) -> bool:
         """Whether weights of experts are stored as several tensors."""
-        each = self.experts._mx_children.values()  # one that stands for all, or each
+        each = (
+            self.experts._mx_children.values()
+        )  # the one child that stands for all experts, or every expert
         return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
 
     def _one_by_one(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """``one_by_one``, of which experts that no token chose are left out."""
+        """Runs one expert after another; in a stack, experts that no token chose are skipped."""
         if self._stacked_experts is None:
             return one_by_one(tokens, chosen, shares, self.experts)
         carry = (tokens, jnp.zeros(tokens.shape, jnp.float32))
@@ -382,7 +386,7 @@ class SparseMLP(Module):
 
     @property
     def _stacks(self) -> list[Any] | None:
-        """The holders of the experts' weights: gates, ups and downs; None if they are apart."""
+        """The stored stacks of gate, up and down projections; None if the experts are not stacked."""
         if (experts := self._stacked_experts) is None:
             return None
         return [experts.holder(f"{name}.weight").stored for name in self.maps]
@@ -400,9 +404,9 @@ class SparseMLP(Module):
         ]
 
     def _split(self) -> tuple[Any, ExpertSplit | None]:
-        """The experts' mesh (or None) and how they are split over it.
+        """The experts' mesh (or None), and how experts are split over it.
 
-        The latter is None if each is split in another way, or they are apart and quantised.
+        The second is None if experts are split in different ways, or are quantised and not stacked.
         """
         stacks = self._stacks
         weights = (
@@ -421,7 +425,7 @@ def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
 
 
 class GroupedMLP(SparseMLP):
-    """Experts as ``config.routing()`` says, and an MLP that every token goes through."""
+    """Experts that are chosen by ``config.routing()``, and an MLP that every token goes through."""
 
     shared_name: ClassVar[str] = "shared_experts"
 
@@ -431,10 +435,10 @@ class GroupedMLP(SparseMLP):
 
 
 class BalancedMLP(GroupedMLP):
-    """The same, with numbers that balance how often experts are chosen."""
+    """A :class:`GroupedMLP` whose router is a :class:`BalancedRouter`."""
 
     def make_router(self, config: Any, dtype: DType) -> BalancedRouter:
-        """The linear layer that gives each expert a score, and the numbers."""
+        """The linear layer that gives each expert a score, with its balancing bias."""
         return BalancedRouter(config.hidden_size, config.num_experts, dtype)
 
 

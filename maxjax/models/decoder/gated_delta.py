@@ -1,7 +1,7 @@
-"""A linear attention by the gated delta rule, with a convolution before it (Qwen3-Next, Qwen 3.5).
+"""Linear attention by the gated delta rule, after a convolution (Qwen3-Next, Qwen 3.5).
 
-Shapes: B sequences, T tokens, hidden size E, G heads of queries and keys, H heads of values, which are
-a multiple of them, key width Dk, value width Dv, C = 2 G Dk + H Dv channels, K taps of the convolution.
+Shapes: B sequences, T tokens, hidden size E, G heads of queries and keys, H heads of values (a multiple
+of G), key width Dk, value width Dv, C = 2 G Dk + H Dv channels, K taps of the convolution.
 
 Source: arXiv:2412.06464; transformers' ``Qwen3NextGatedDeltaNet``.
 """
@@ -54,8 +54,8 @@ class GatedDeltaConfig(DecoderConfig):
         linear_num_key_heads, linear_num_value_heads: G and H.
         linear_key_head_dim, linear_value_head_dim: Dk and Dv.
         linear_conv_kernel_dim: K.
-        linear: whether each layer has the delta rule, and not attention; by default all but every
-            fourth have.
+        linear: whether each layer has the delta rule instead of attention; by default all but every
+            fourth layer have.
     """
 
     linear_num_key_heads: int = setting(default=16, minimum=1, held="axis")
@@ -80,7 +80,7 @@ class GatedDeltaConfig(DecoderConfig):
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """What tells layers with different tensors apart."""
+        """A kind for each layer; layers of one kind have the same tensors."""
         sparse = getattr(self, "sparse", ()) or (False,) * self.num_layers
         return tuple(zip(self.linear, sparse, strict=True))
 
@@ -91,7 +91,7 @@ class GatedDeltaConfig(DecoderConfig):
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
-        """The state of the delta rule and the convolution's last inputs; keys and values elsewhere."""
+        """The state of the delta rule and the convolution's last inputs; or the keys and values of attention."""
         if not self.linear[number]:
             return super().states(number)
         return {GatedDelta.group: GatedDelta.kept(self)}
@@ -101,7 +101,7 @@ class GatedDeltaConfig(DecoderConfig):
         """The layers with the delta rule: as ``layer_types`` or ``full_attention_interval`` says.
 
         Raises:
-            UnsupportedModelError: attention has no gate.
+            UnsupportedModelError: the attention of the model has no gate.
         """
         if raw.get("attn_output_gate") is False:
             raise UnsupportedModelError(f"'attn_output_gate' false of a {cls.model_type}")
@@ -113,7 +113,7 @@ class GatedDeltaConfig(DecoderConfig):
 
 
 class GatedAttention(DecoderAttention):
-    """Attention whose heads' results are multiplied by a gate, which ``q_proj`` gives beside each query."""
+    """Attention whose heads' results are multiplied by a gate, which ``q_proj`` computes beside each query."""
 
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """:meth:`DecoderAttention.make_projections` with a ``q_proj`` twice as wide."""
@@ -124,7 +124,7 @@ class GatedAttention(DecoderAttention):
         )
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Queries, keys, values and gates ``[..., heads, D]``."""
+        """``[..., heads · D]`` → queries, keys, values and gates ``[..., heads, D]``."""
         both = q.reshape(*q.shape[:-1], self.num_heads, 2, self.head_dim)
         flat = both[..., 0, :].reshape(*q.shape[:-1], -1)
         return [*super().heads(flat, k, v), both[..., 1, :]]
@@ -139,14 +139,13 @@ class GatedAttention(DecoderAttention):
 class GatedDelta(RecurrentMixer):
     """The gated delta rule over convolved queries, keys and values, configured by a GatedDeltaConfig.
 
-    A family that names its projections differently overrides :meth:`make_projections`, :meth:`project`
-    and ``split``.
+    A family defines :meth:`make_projections` and :meth:`project`, and the sharding rules of its
+    projections.
 
     Attributes:
         conv1d: the convolution of queries, keys and values.
-        A_log, dt_bias: numbers ``[H]`` that the decay is computed with.
+        A_log, dt_bias: Weights ``[H]`` from which the decay is computed.
         norm, out_proj: gated norm of each head, and output projection.
-        split: how many heads each of the projections has, and with how many features.
     """
 
     group: ClassVar[str] = "linear"
@@ -186,7 +185,7 @@ class GatedDelta(RecurrentMixer):
         raise NotImplementedError(f"{type(self).__name__} does not define project")
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits ``out_proj`` between heads; the numbers of heads are on every device."""
+        """Splits ``out_proj`` between heads, and replicates the small weights."""
         rules: dict[str, Any] = linear_rules(
             "out_proj",
             ShardingStrategy.head_aware_columnwise(1, self.value_heads, self.value_dim),
@@ -213,7 +212,7 @@ class GatedDelta(RecurrentMixer):
     def mix_in_place(
         self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
     ) -> tuple[jax.Array, Recurrent] | None:
-        """As :meth:`RecurrentMixer.mix_in_place`, off meshes; hooks want to see the parts apart."""
+        """As :meth:`RecurrentMixer.mix_in_place`, without a mesh and without hooks, which need the separate steps."""
         names = ("conv", "delta")
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
         taps, *rest = map(jnp.asarray, weights)
@@ -234,13 +233,13 @@ class GatedDelta(RecurrentMixer):
 
 
 class _LayerParts(NamedTuple):
-    """What a layer computes its tokens with.
+    """The operations of a layer between its projections.
 
     Attributes:
         conv: the convolution: inputs, last inputs and counts → results and last inputs.
         act: the activation function after it.
         norm: the norm: results and gates → results.
-        by_heads: what runs a recurrence, as :meth:`RecurrentMixer.by_heads`.
+        by_heads: function that runs a recurrence, as :meth:`RecurrentMixer.by_heads`.
     """
 
     conv: Callable[..., Any]
@@ -253,15 +252,15 @@ def _tokens(
     key_heads: int, projected: Sequence[jax.Array], rates: Sequence[jax.Array],
     states: Mapping[str, jax.Array], counts: jax.Array | None, parts: _LayerParts,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """What a layer does between its projections: ``[B, T, H, Dv]`` and the states after.
+    """Computes a layer between its projections: results ``[B, T, H, Dv]``, and the states after the tokens.
 
     Args:
         key_heads: G.
         projected: results of :meth:`GatedDelta.project`.
         rates: ``A_log`` and ``dt_bias``.
         states: "delta", and "conv" if there were tokens before.
-        counts: as of :meth:`RecurrentMixer.mix`.
-        parts: what is computed between.
+        counts: as for :meth:`RecurrentMixer.mix`.
+        parts: the operations between the projections.
     """
     mixed, gate, share, decay = projected
     batch, length, _ = mixed.shape
@@ -290,7 +289,7 @@ def _tokens(
 
 
 def _token(static: Delta, *operands: jax.Array) -> list[jax.Array]:
-    """:func:`_tokens` of one token, as ``kernels/delta_token.py`` describes it."""
+    """:func:`_tokens` for one token: the definition that the kernel in ``kernels/delta_token.py`` follows."""
     *projected, taps, rate, offset, weight, conv, delta, layer, used = operands
     states = Recurrent({"conv": conv, "delta": delta})
     parts = _LayerParts(
@@ -310,5 +309,5 @@ _OPERATION = operation(_token)
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Vectors along the last axis of length 1."""
+    """``x`` with its vectors along the last axis scaled to length 1."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

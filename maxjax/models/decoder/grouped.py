@@ -1,4 +1,4 @@
-"""Self-attention whose queries, keys and values come from one linear layer, in groups (GPT-NeoX, Falcon).
+"""Self-attention in which one linear layer computes queries, keys and values, in groups (GPT-NeoX, Falcon).
 
 Shapes: H query heads and K KV heads of width D, hidden size E.
 """
@@ -23,7 +23,7 @@ MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h")
 
 
 class GroupedAttention(DecoderAttention):
-    """Self-attention with a group of outputs for each KV head: its queries, its key and its value.
+    """Self-attention whose linear layer has a group of outputs for each KV head: its queries, key and value.
 
     Attributes:
         query_key_value: linear layer of weight ``[K (H / K + 2) D, E]``.
@@ -62,7 +62,7 @@ class GroupedAttention(DecoderAttention):
 
 
 class GroupedParts:
-    """What the layers of these families have, whatever the order of attention and MLP."""
+    """Mixin with the attention and the MLP names of these families' layers, for any order of attention and MLP."""
 
     attention_class: ClassVar[Any] = GroupedAttention
     mlp_names: ClassVar[tuple[str, ...]] = MLP_NAMES

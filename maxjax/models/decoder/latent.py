@@ -1,12 +1,12 @@
 """Multi-head latent attention (MLA), whose cache has one short vector for each token.
 
-The vector is a compressed latent c, from which keys and values of all heads follow by ``kv_b_proj``,
-and a key part with RoPE that all heads share. ``kv_b_proj`` is absorbed: queries are mapped to the
-space of the latents, so that all heads attend to the vectors themselves as to one KV head, and what
-they get is mapped to values. So nothing is expanded, in no prefill and no decode step.
+The vector holds a compressed latent c, from which ``kv_b_proj`` computes the keys and values of all
+heads, and a key part with RoPE that all heads share. ``kv_b_proj`` is absorbed: queries are mapped to
+the space of the latents, all heads attend to the vectors as to one KV head, and the result is mapped
+to values. So keys and values are never expanded, neither in prefill nor in a decode step.
 
-Shapes: B sequences, T tokens, H heads, hidden size E, latent size C, R features with RoPE and N without
-in a head's query and key, V in its value.
+Shapes: B sequences, T tokens, H heads, hidden size E, latent size C; a head's query and key have R
+features with RoPE and N without, and its value has V features.
 
 Source: DeepSeek-V2, arXiv:2405.04434.
 """
@@ -34,7 +34,7 @@ from .attention import DecoderAttention
 from .config import DecoderConfig
 from .rope import rope_settings
 
-# The norms of latents have this epsilon, whatever the configuration says of the other norms.
+# The epsilon of the norms of latents; the configuration's epsilon is for the other norms.
 _EPSILON = 1e-6
 
 
@@ -44,7 +44,8 @@ class LatentConfig(DecoderConfig):
 
     Attributes:
         kv_lora_rank: C.
-        q_lora_rank: size of the vector that queries are computed from; None: from the hidden state.
+        q_lora_rank: size of the compressed vector that queries are computed from; None: queries are
+            computed from the hidden state.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V; ``head_dim`` is R.
     """
 
@@ -63,15 +64,15 @@ class LatentConfig(DecoderConfig):
         super().__post_init__()
 
     def states(self, number: int) -> Mapping[str, LatentVectors]:
-        """One vector of each token, ``[R + C]``."""
+        """One vector ``[R + C]`` for each token."""
         return {"full": LatentVectors(1, self.qk_rope_head_dim + self.kv_lora_rank)}
 
 
 def yarn_scale(raw: Mapping[str, Any]) -> dict[str, float]:
-    """``query_scale`` of a file whose RoPE has YaRN's ``mscale_all_dim``; nothing of others.
+    """``query_scale`` for a file whose RoPE has YaRN's ``mscale_all_dim``; an empty dict for other files.
 
     Raises:
-        ValueError: a number of RoPE is wrong.
+        ValueError: ``factor`` or ``mscale_all_dim`` is not a positive number.
 
     Example:
         >>> yarn_scale({"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}})
@@ -94,7 +95,8 @@ class LatentAttention(DecoderAttention):
 
     Attributes:
         q_proj: linear layer of queries; or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``.
-        kv_a_proj_with_mqa, kv_a_layernorm: linear layer of latent and key part, and the latent's norm.
+        kv_a_proj_with_mqa, kv_a_layernorm: linear layer of the latent and of the key part with RoPE, and
+            the latent's norm.
         kv_b_proj: linear layer from a latent to keys and values of all heads.
     """
 
@@ -123,7 +125,7 @@ class LatentAttention(DecoderAttention):
         self.o_proj = linear(heads * self.value, size, bias)
 
     def project(self, x: jax.Array) -> list[jax.Array]:
-        """``[..., E]`` → queries ``[..., H, R + C]``, and the vectors ``[..., 1, R + C]`` twice."""
+        """``[..., E]`` → queries ``[..., H, R + C]``, and vectors ``[..., 1, R + C]`` as both keys and values."""
         if self.q_rank is None:
             q = self.q_proj(x)
         else:
@@ -137,13 +139,13 @@ class LatentAttention(DecoderAttention):
         return [q, k, k]
 
     def merged(self, y: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """The values of the latents ``[..., H, R + C]`` that heads have got: ``[..., H · V]``."""
+        """The heads' results ``[..., H, R + C]``, mapped from latents to values: ``[..., H · V]``."""
         return super().merged(
             self._mapped(y[..., self.rotated :], self.nope, self.value, False), gate
         )
 
     def _mapped(self, x: jax.Array, first: int, rows: int, transposed: bool) -> jax.Array:
-        """Each head's product with its rows of the weight of ``kv_b_proj``, of which it has N + V."""
+        """Multiplies each head by ``rows`` of its N + V rows of the weight of ``kv_b_proj``, from ``first`` on."""
         self.kv_b_proj.refuse_update("latent attention")
         weight = self.kv_b_proj.weight
         if isinstance(weight, Weight):
@@ -151,7 +153,7 @@ class LatentAttention(DecoderAttention):
         return head_products(x, weight, self.num_heads, first, rows, transposed)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits queries, keys, values and the columns of ``o_proj`` between heads; latents are whole."""
+        """Splits queries, keys, values and the columns of ``o_proj`` between heads; latents are replicated."""
         heads = self.num_heads
         rules = linear_rules("o_proj", ShardingStrategy.head_aware_columnwise(1, heads, self.value))
         widths = {"kv_b_proj": self.nope + self.value}

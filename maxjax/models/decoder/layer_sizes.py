@@ -1,4 +1,4 @@
-"""Sizes of single layers in a ``config.json``: ``per_layer_config``, as transformers writes it (Gemma 4)."""
+"""Reads ``per_layer_config`` of a ``config.json``: sizes of single layers, as transformers writes them (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import UnsupportedModelError
 
 
 def first_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The sizes of the first layer in ``per_layer_config``, by other names; none if it is missing or wrong.
+    """The renamed sizes of the first layer in ``per_layer_config``; empty if that is missing or invalid.
 
     Args:
         raw: content of the file.
@@ -21,7 +21,7 @@ def first_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     """
     try:
         sizes = _first(raw.get("per_layer_config") or {})
-    except ValueError:  # sizes_of_full says so
+    except ValueError:  # sizes_of_full reports it
         return {}
     return {names[key]: value for key, value in sizes.items() if key in names}
 
@@ -35,15 +35,15 @@ def _first(given: Any) -> Mapping[str, Any]:
 def sizes_of_full(
     raw: Mapping[str, Any], slides: Sequence[bool], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The sizes of layers that see all tokens, which ``per_layer_config`` lists one by one.
+    """The sizes of the layers without a sliding window, for each of which ``per_layer_config`` lists the same sizes.
 
     Args:
         raw, names: as for :func:`first_sizes`.
         slides: whether each layer has a sliding window.
 
     Raises:
-        ValueError: it is not an object of objects.
-        UnsupportedModelError: other layers have sizes of their own, or these layers differ.
+        ValueError: ``per_layer_config`` is not an object of objects.
+        UnsupportedModelError: layers with a sliding window are listed, or the listed layers differ.
 
     Example:
         >>> sizes_of_full({"per_layer_config": {"1": {"head_dim": 512}}}, (True, False), {"head_dim": "wide"})

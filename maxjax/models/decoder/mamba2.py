@@ -1,4 +1,4 @@
-"""The layer of Mamba 2: one projection for all, a convolution, the recurrence, and a gated norm.
+"""The layer of Mamba 2: one input projection, a convolution, the recurrence, and a gated norm.
 
 Source: arXiv:2405.21060; transformers' ``Mamba2Mixer``.
 
@@ -36,19 +36,19 @@ from .mixer import GatedNorm, RecurrentMixer
 
 @dataclass(frozen=True)
 class Mamba2Settings:
-    """The settings of a :class:`Mamba2Mixer`: ``mamba`` of its model's configuration.
+    """The settings of a :class:`Mamba2Mixer`, which it reads from ``config.mamba``.
 
     Attributes:
         heads, head_dim, groups, state_size, taps: H, P, G, N and K.
         bias, conv_bias: whether the projections, and the convolution, have biases.
-        out_bias: whether the output projection has one; by default as ``bias``.
-        limits: the least and the most length of a time step.
+        out_bias: whether the output projection has a bias; by default as ``bias``.
+        limits: minimum and maximum length of a time step.
         act: name of the activation function after the convolution.
         epsilon: epsilon of the norm.
-        norm: "after" the gate, "before" it, or "none".
+        norm: place of the norm: "after" the gate, "before" it, or "none" for no norm.
 
     Raises:
-        ValueError: groups do not divide the heads, or the limits are no range.
+        ValueError: the groups do not divide the heads evenly, or the limits are not a range.
 
     Example:
         >>> Mamba2Settings(heads=4, head_dim=8, groups=2, state_size=16, taps=4).channels
@@ -89,12 +89,12 @@ class Mamba2Settings:
 
 @dataclass(frozen=True)
 class Mamba2Parts(DecoderConfig):
-    """The settings of a decoder that has Mamba 2 in some layers, or beside attention (Granite 4, Falcon-H1).
+    """The settings of a decoder with Mamba 2 in some layers, or beside attention (Granite 4, Falcon-H1).
 
     Attributes:
         mamba_n_heads, mamba_d_head, mamba_n_groups, mamba_d_state, mamba_d_conv: H, P, G, N and K.
-        time_steps: the least and the most length of a time step.
-        mamba: the settings of a :class:`Mamba2Mixer`.
+        time_steps: minimum and maximum length of a time step.
+        mamba: the settings of a :class:`Mamba2Mixer`, from :meth:`make_mamba`.
     """
 
     mamba_n_heads: int = setting(default=128, minimum=1, held="axis")
@@ -120,15 +120,15 @@ class Mamba2Parts(DecoderConfig):
 
 
 def head_dim_of(raw: Mapping[str, Any], heads: int, inner: int | None = None) -> int:
-    """``mamba_d_head`` of a ``config.json``, which may be "auto".
+    """``mamba_d_head`` of a ``config.json``; computed if it is missing or "auto".
 
     Args:
         raw: content of the file.
-        heads: H of a file that has no ``mamba_n_heads``.
+        heads: H, for a file without ``mamba_n_heads``.
         inner: I; by default ``mamba_expand`` times the hidden size.
 
     Raises:
-        ValueError: the heads do not divide the features.
+        ValueError: a number is not a positive integer, or the heads do not divide I evenly.
 
     Example:
         >>> head_dim_of({"hidden_size": 16, "mamba_n_heads": 4, "mamba_d_head": "auto"}, 128)
@@ -149,10 +149,10 @@ def head_dim_of(raw: Mapping[str, Any], heads: int, inner: int | None = None) ->
 
 
 def limits_of(raw: Mapping[str, Any], key: str = "time_step_limit") -> tuple[float, float]:
-    """The least and the most length of a time step in a ``config.json``; by default there are none.
+    """The minimum and maximum length of a time step in a ``config.json``; 0 and infinity by default.
 
     Raises:
-        ValueError: they are not two numbers.
+        ValueError: the value is not a list of two numbers.
 
     Example:
         >>> limits_of({"time_step_limit": [0.1, 2]}), limits_of({})
@@ -170,12 +170,12 @@ def limits_of(raw: Mapping[str, Any], key: str = "time_step_limit") -> tuple[flo
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """Mamba 2's layer, as ``config.mamba``, a :class:`Mamba2Settings`, says.
+    """Mamba 2's layer, configured by ``config.mamba``, a :class:`Mamba2Settings`.
 
     Attributes:
-        in_proj: gates ``[I]``, inputs of the convolution ``[C]`` and time steps ``[H]``.
+        in_proj: linear layer of gates ``[I]``, inputs of the convolution ``[C]`` and time steps ``[H]``.
         conv1d: the convolution of inputs, b and c.
-        A_log, D, dt_bias: numbers ``[H]`` for the decay, for what skips the recurrence, and for time steps.
+        A_log, D, dt_bias: Weights ``[H]`` for the decay, the skip connection and the time steps.
         norm, out_proj: the gated norm, if there is one, and the output projection.
     """
 
@@ -242,7 +242,7 @@ class Mamba2Mixer(RecurrentMixer):
     def mix_in_place(
         self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
     ) -> tuple[jax.Array, Recurrent] | None:
-        """As :meth:`RecurrentMixer.mix_in_place`, off meshes."""
+        """As :meth:`RecurrentMixer.mix_in_place`; there is no such way on a mesh."""
         batch, ssm = x.shape[0], states.arrays["ssm"]
         if self._split(batch, self.settings.heads)[0] is not None or not has_kernel(ssm):
             return None
@@ -265,9 +265,9 @@ class Mamba2Mixer(RecurrentMixer):
         """The layer's result, the convolution's last inputs, and the states that ``recur`` gives.
 
         Args:
-            x, counts: as of :meth:`mix`.
-            last: the convolution's last inputs before.
-            recur: what runs the recurrence: inputs, decays, b and c → results and states.
+            x, counts: as for :meth:`mix`.
+            last: last inputs of the convolution before these tokens.
+            recur: function that runs the recurrence: inputs, decays, b and c → results and states.
         """
         of, (batch, length, _) = self.settings, x.shape
         gate, mixed, steps = jnp.split(self.project(x), (of.inner, of.inner + of.channels), axis=-1)
@@ -277,7 +277,7 @@ class Mamba2Mixer(RecurrentMixer):
         inputs, b, c = jnp.split(mixed, ends, axis=-1)
         inputs = inputs.reshape(batch, length, of.heads, of.head_dim)
         b, c = (a.reshape(batch, length, of.groups, of.state_size) for a in (b, c))
-        if of.groups % self.parts(batch, of.heads):  # devices have parts of groups
+        if of.groups % self.parts(batch, of.heads):  # a group is split between devices
             b, c = (jnp.repeat(a, of.heads // of.groups, axis=2) for a in (b, c))
         rate, offset, skip = (
             jnp.asarray(w).astype(jnp.float32)[None, None]
@@ -299,7 +299,7 @@ class Mamba2Mixer(RecurrentMixer):
 
 
 def _token(_: None, *operands: jax.Array) -> list[jax.Array]:
-    """One token of the recurrence, as ``kernels/ssd_token.py`` describes it."""
+    """One token of the recurrence: the definition that the kernel in ``kernels/ssd_token.py`` follows."""
     x, g, b, c, ssm, layer, used = operands
     states = Recurrent({"ssm": ssm})
     y, after = ssd_step(x, g, b, c, states.at(layer)["ssm"])

@@ -1,4 +1,4 @@
-"""A layer that mixes tokens by a recurrent state in place of attention, with and without a cache.
+"""Layers that mix tokens by a recurrent state instead of attention, with and without a cache.
 
 Shapes: B sequences, T tokens, hidden size E.
 """
@@ -27,7 +27,7 @@ from .norm import norm, unit_rms
 
 
 class MixerLayer(Module):
-    """``x + mixer(norm(x))``: a layer of one operation (Mamba 2, Nemotron-H).
+    """``x + mixer(norm(x))``: a layer with one operation, and no MLP after it (Mamba 2, Nemotron-H).
 
     Args:
         config, number, dtype: as for :class:`~maxjax.models.decoder.block.DecoderLayer`.
@@ -41,7 +41,7 @@ class MixerLayer(Module):
         self.mixer = self.make_mixer(config, number, dtype)
 
     def make_mixer(self, config: Any, number: int, dtype: DType) -> Any:
-        """The operation, ``mixer``."""
+        """Makes the operation, which becomes ``mixer``."""
         raise NotImplementedError(f"{type(self).__name__} does not define make_mixer")
 
     def normed(self, x: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ class MixerLayer(Module):
     def mixed(
         self, x: jax.Array, step: Step, cached: Cached, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """What the operation makes of normalised hidden states, and the cache with them."""
+        """The operation's result for normalised hidden states, and the cache with these tokens."""
         return self.mixer(x, step, cached, layer)
 
     def __call__(
@@ -64,14 +64,14 @@ class MixerLayer(Module):
 
 
 class GatedNorm(Module):
-    """``weight · y / rms(y)`` in groups of features, where y is ``x · silu(gate)``, or after which that gates.
+    """An RMSNorm over groups of features with a gate: ``norm(x · silu(gate))`` or ``norm(x) · silu(gate)``.
 
     Args:
         width: number of features.
         dtype: dtype of the weights.
         epsilon: number added to the mean square.
         groups: number of groups of features.
-        gate_first: whether x is gated before it is normalised.
+        gate_first: whether x is gated before it is normalised, and not after.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def gated_norm(
     x: jax.Array, gate: jax.Array, weight: jax.Array, epsilon: float, groups: int = 1,
     gate_first: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """A :class:`GatedNorm` of a weight ``[width]``: ``[..., width]`` → the same shape, in float32."""
+    """A :class:`GatedNorm` with the weight ``[width]``: ``[..., width]`` → the same shape, in float32."""
     x, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
     x = x * gate if gate_first else x
     y = unit_rms(x.reshape(*x.shape[:-1], groups, -1), epsilon)
@@ -100,17 +100,17 @@ def gated_norm(
 
 
 class RecurrentMixer(Module):
-    """Mixes tokens by named states, which the configuration lists in ``states(number)`` under ``group``.
+    """Mixes tokens by named recurrent states, which ``config.states(number)`` lists under ``group``.
 
-    Subclasses define :meth:`kept` and :meth:`mix`. Padding and rows without a token leave the states
-    untouched.
+    Subclasses define :meth:`kept` and :meth:`mix`. Padding and rows without a token do not change the
+    states.
 
     Args:
         config: settings of the decoder.
 
     Attributes:
-        group: name of the group of the cache that has the states.
-        kind: what one layer keeps.
+        group: name of the cache group that has the states.
+        kind: the states of one layer.
     """
 
     group: ClassVar[str] = "recurrent"
@@ -122,7 +122,7 @@ class RecurrentMixer(Module):
 
     @classmethod
     def kept(cls, config: Any) -> States:
-        """What one layer of a model of these settings keeps."""
+        """The states of one layer of a model with these settings."""
         raise NotImplementedError(f"{cls.__name__} does not define kept")
 
     def mix(
@@ -132,15 +132,17 @@ class RecurrentMixer(Module):
 
         Args:
             x: hidden states.
-            states: the states before, by name ``[B, ...]``; None: of no token.
-            counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all.
+            states: states ``[B, ...]`` before these tokens, by name; None: there are no tokens before.
+            counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define mix")
 
     def mix_in_place(
         self, x: jax.Array, states: Recurrent, number: Any, counts: jax.Array | None
     ) -> tuple[jax.Array, Recurrent] | None:
-        """:meth:`mix` of one token ``[B, 1, E]`` where the states of all layers lie, if there is such a way.
+        """:meth:`mix` for one token ``[B, 1, E]``, which updates the stacked states of all layers in place.
+
+        Returns None if that is not possible; then :meth:`mix` is used.
 
         Args:
             x, counts: as for :meth:`mix`.
@@ -150,7 +152,7 @@ class RecurrentMixer(Module):
         return None
 
     def cache_place(self, batch: int) -> Place:
-        """Where the states of ``batch`` sequences lie: rows on the batch axes, channels on ``model``."""
+        """The sharding of the states of ``batch`` sequences: rows over the batch axes, channels over ``model``."""
         where = [weight.sharding for weight in self.raw_state_dict().values()]
         mesh = mesh_of(where)
         if mesh is None:
@@ -163,15 +165,15 @@ class RecurrentMixer(Module):
         self, run: Callable[..., Any], operands: Sequence[jax.Array], axes: Sequence[int],
         out: Sequence[tuple[int, int]],
     ) -> Any:  # fmt: skip
-        """``run`` of the operands; on a mesh, each device runs it for its own sequences and heads.
+        """Calls ``run`` with the operands; on a mesh, each device calls it for its own sequences and heads.
 
-        Left to XLA, a recurrence over tokens would exchange shards at every one of its steps.
+        If XLA sharded a recurrence over tokens itself, it would exchange shards at every step.
 
         Args:
             run: a function of arrays whose sequences and heads do not depend on each other.
             operands: arrays ``[B, ...]``.
-            axes: the axis of the heads in each operand.
-            out: for each result its number of axes, and that of the heads.
+            axes: index of the axis of heads in each operand.
+            out: (number of axes, index of the axis of heads) of each result.
         """
         batch, heads = operands[0].shape[0], operands[0].shape[axes[0]]
         mesh, over = self._split(batch, heads)
@@ -187,12 +189,12 @@ class RecurrentMixer(Module):
         return on_mesh(run, mesh, specs, found, check_vma=False)(*operands)
 
     def parts(self, batch: int, heads: int) -> int:
-        """The number of parts that :meth:`by_heads` divides so many heads into."""
+        """The number of devices over which :meth:`by_heads` splits the heads."""
         mesh, over = self._split(batch, heads)
         return 1 if mesh is None else math.prod(mesh.shape[name] for name in over)
 
     def _split(self, batch: int, heads: int) -> tuple[Any, tuple[str, ...]]:
-        """The mesh that a recurrence runs on, if it does, and its axes that split the heads."""
+        """The mesh that a recurrence runs on (or None), and the mesh axes that split the heads."""
         mesh = mesh_of([weight.sharding for weight in self.raw_state_dict().values()])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
@@ -206,7 +208,7 @@ class RecurrentMixer(Module):
     ) -> tuple[jax.Array, Cached]:
         """Hidden states ``[B, T, E]``, or ``[B, E]`` for one token per sequence → the same shape.
 
-        Args and result are those of ``DecoderAttention``.
+        The arguments and the result are as for ``DecoderAttention.__call__``.
         """
         before = cached.get(self.group) if cached else None
         number = layer if before is None else step.number(self.group, layer)
@@ -223,7 +225,7 @@ class RecurrentMixer(Module):
         return y, cached if after is None else {**cached, self.group: after}
 
     def _placed(self, states: Recurrent | None, batch: int) -> Recurrent | None:
-        """The states where the cache had them: left to XLA, they could come back elsewhere."""
+        """The states with the cache's sharding, which XLA would otherwise be free to change."""
         place = self.cache_place(batch)
         mesh = mesh_of([place.sharding])
         if states is None or mesh is None or any(map(is_manual, mesh.axis_names)):

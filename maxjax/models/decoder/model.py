@@ -42,7 +42,7 @@ from .norm import norm
 from .score import Scored
 from .step import nan_beyond
 
-# Tables of RoPE frequencies: old files hold them, and here they are computed.
+# Tables of RoPE frequencies, which old files hold and maxjax computes.
 KNOWN = ("*rotary_emb.inv_freq",)
 # Files of a model without its head (an embedding model, for example) leave out this prefix.
 BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
@@ -66,7 +66,7 @@ class DecoderModel(Module):
         self.norm = norm(config, dtype)
 
     def make_embeddings(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes what :meth:`embed` uses."""
+        """Makes the embedding table that :meth:`embed` uses."""
         width, cpu = config.embedding_size, DeviceRef.CPU()
         self.embed_tokens = Embedding(config.vocab_size, width, dtype, cpu)
 
@@ -91,18 +91,18 @@ class DecoderModel(Module):
         return self.output(x), cached
 
     def output(self, x: jax.Array) -> jax.Array:
-        """Hidden states after the last layer → what the head gets."""
+        """Hidden states after the last layer → hidden states for the head."""
         return self.norm(x)
 
     def run_layers(self, x: Any, step: Step, cached: Cached) -> tuple[Any, Cached]:
-        """All layers in order, from what enters the first one to what the last one gives."""
+        """Runs all layers in order; returns the hidden states after the last one, and the cache."""
         carry = (x, cached)
         if isinstance(self.layers, LayerStack):
             carry = self.layers.scan(carry, index="layer", step=step)
         else:
             for i, layer in enumerate(self.layers):
-                # Behind the barrier XLA does not see the number. If it did, it would compile each
-                # layer's kernels anew, and could turn writes to one layer of the cache into copies.
+                # The barrier hides the number from XLA, which would otherwise compile each layer's
+                # kernels anew, and could turn writes to one layer of the cache into copies.
                 carry = layer(carry, step=step, layer=jax.lax.optimization_barrier(jnp.int32(i)))
         return carry
 
@@ -142,7 +142,7 @@ class Decoder(Scored, PretrainedModel):
 
     layer_class: ClassVar[Any] = DecoderLayer
     model_class: ClassVar[Any] = DecoderModel
-    # Whether `stack_for` leaves the layers separate on GPUs.
+    # Whether `stack_for` makes the layers separate on GPUs.
     separate_on_gpus: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, dtype: Any = DType.float32, *, stacked: bool = True):
@@ -162,7 +162,7 @@ class Decoder(Scored, PretrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_logits" in vars(cls) and "logits" not in vars(cls):
-            cls.logits = vars(cls)["_logits"]  # its earlier name
+            cls.logits = vars(cls)["_logits"]  # its former name
 
     @classmethod
     def of_checkpoint(
@@ -170,12 +170,12 @@ class Decoder(Scored, PretrainedModel):
     ) -> Self:
         """:meth:`PretrainedModel.of_checkpoint`.
 
-        The layers are not stacked yet, because a checkpoint may give each of them another dtype.
+        The layers are not stacked yet, because their dtypes may differ in the checkpoint.
         """
         return cls(config, dtype, stacked=False)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the head along the vocabulary, or by columns if that does not divide.
+        """Splits the head along the vocabulary, or by columns if the vocabulary does not divide evenly.
 
         A tied head is split as the embedding table is.
         """
@@ -188,7 +188,7 @@ class Decoder(Scored, PretrainedModel):
         return self.config.max_position_embeddings
 
     def stack(self) -> Decoder:
-        """Puts the layers into a LayerStack, which compiles equal layers (or a repeating pattern) once.
+        """Stacks the layers in a LayerStack, which compiles equal layers (or a repeating pattern) once.
 
         Returns:
             The model itself.
@@ -200,7 +200,7 @@ class Decoder(Scored, PretrainedModel):
         return self
 
     def unstack(self) -> Decoder:
-        """Gives each layer its own weights again, bit for bit.
+        """Gives each layer its own weights again, with the same values bit for bit.
 
         Returns:
             The model itself.
@@ -210,16 +210,16 @@ class Decoder(Scored, PretrainedModel):
         return self
 
     def stack_for(self, place: Any = None) -> Decoder:
-        """Stacks the layers unless separate ones are the better form for the devices.
+        """Stacks the layers, or makes them separate where that is faster on the devices.
 
         On a GPU, XLA cannot multiply by a slice of a stack in place: a loop over stacked
-        layers copies every weight out of its stack for every token, which is three times the
+        layers copies every weight out of its stack for every token, which triples memory
         traffic. Separate weights are read in place, in a program that takes a fraction of a
-        second longer to compile for each layer. On TPUs the slice is a part of the product and on CPUs our
-        kernels take the stack, so there the loop is as fast, and compiled once.
+        second longer to compile for each layer. On TPUs the matmul reads the slice in place, and on CPUs
+        maxjax's kernels take the stack, so there the loop is as fast, and compiled once.
 
-        Where weights are split over ``fsdp`` the loop is better on GPUs too: each is gathered, and
-        so copied, for every token in any case, and without a loop XLA gathers all layers' at once.
+        Where weights are sharded over ``fsdp``, the loop is better on GPUs too: each weight is gathered, and
+        so copied, for every token in any case, and without a loop XLA gathers those of all layers at once.
 
         Args:
             place: mesh, Sharding or device that the model is for; None for the default device.
@@ -235,22 +235,22 @@ class Decoder(Scored, PretrainedModel):
     def cache(
         self, batch: int, capacity: int, dtype: Any = None, *, abstract: bool = False
     ) -> KVCache:
-        """An empty KV cache on the model's devices, with KV heads sharded as the projections are.
+        """Makes an empty KV cache on the model's devices, with KV heads sharded as the projections are.
 
-        Layers with a sliding window have no more slots than the window is wide.
+        Layers with a sliding window have at most as many slots as the window has tokens.
 
         Args:
             batch: B, the number of sequences. They are split over the mesh's batch axes if they
                 divide evenly.
             capacity: S, the maximum number of tokens in a sequence.
             dtype: dtype of keys and values, a float or int8; the model's dtype by default.
-            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, to lower a
-                program for.
+            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, for lowering
+                a program.
 
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
         """
-        # KVCache.of refuses a batch that is no positive number.
+        # KVCache.of refuses a batch that is not a positive number.
         rows = batch if isinstance(batch, int) and batch > 0 else 1
         groups = {
             name: (group.layers, group.kind, self._place(group, rows))
@@ -267,11 +267,11 @@ class Decoder(Scored, PretrainedModel):
 
     @property
     def _groups(self) -> dict[str, Group]:
-        """The groups of layers that keep the same, by name."""
+        """The groups of layers with the same kind of state in the cache, by name."""
         return groups_of_config(self.config)
 
     def _place(self, group: Group, batch: int) -> Place:
-        """Where the state of a group of layers lies: as the layers that compute it say."""
+        """The sharding of the state of a group of layers, as the first of its layers gives it."""
         below = (layer for _, layer in self.model.layers[group.first].named_modules())
         mixer = next(layer for layer in below if callable(getattr(layer, "cache_place", None)))
         return mixer.cache_place(batch)
@@ -285,7 +285,7 @@ class Decoder(Scored, PretrainedModel):
             ids: integers ``[B, T]``. With T = 1 and a cache this is a decode step.
             cache: cache of the tokens before these; donate it if it is not used again.
             lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
-                The others are padding on the right: they do not affect anything else, and their
+                The others are padding on the right: they do not affect real tokens, and their
                 logits are meaningless.
             last: whether to return only the logits of each row's last real token, ``[B, V]``.
 
@@ -294,9 +294,9 @@ class Decoder(Scored, PretrainedModel):
             tokens beyond the cache's capacity are NaN.
 
         Raises:
-            UserInputError: ``ids`` are not integers ``[B, T]`` or do not fit the cache; outside of
-                ``jax.jit``, where values are known, also: a token id is not in the vocabulary, or
-                the tokens exceed the cache's capacity.
+            UserInputError: ``ids`` are not integers ``[B, T]`` or do not fit the cache. Outside of
+                ``jax.jit``, where values are known, it is also raised if a token id is not in the
+                vocabulary, or if the tokens exceed the cache's capacity.
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
@@ -327,7 +327,7 @@ class Decoder(Scored, PretrainedModel):
         return logits, cache.with_states(cached, lengths)
 
     def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
-        """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, from which logits follow.
+        """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
 
         Args:
             ids: integers ``[B, T]``.
@@ -358,7 +358,7 @@ class Decoder(Scored, PretrainedModel):
         return x[:, None] if is_step else x
 
     def _inner_cache(self, batch: int, length: int) -> KVCache | None:
-        """The cache of a call without one, for models whose layers read what others have written."""
+        """A cache for a call without one, if layers read the keys and values of other layers; else None."""
         return self.cache(batch, length) if shares(self.config) else None
 
     def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
@@ -394,7 +394,7 @@ class Decoder(Scored, PretrainedModel):
         found = {name: state.layers for name, state in cache.states.items() if state.layers}
         if found == expected:
             return
-        # Sliding layers may keep all tokens.
+        # A cache may keep all tokens of sliding layers, in "full".
         every = {**expected, "full": expected.get("full", 0) + expected.pop("sliding", 0)}
         if found != {name: every[name] for name in every if name != "sliding"}:
             text = lambda counts: " and ".join(f"{n} layers {name}" for name, n in counts.items())
@@ -413,7 +413,7 @@ class Decoder(Scored, PretrainedModel):
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
-        # A cache without the group "sliding" may have all layers in "full", in their order.
+        # In a cache without the group "sliding", all layers may be in "full", in their order.
         own = cache is not None and (cache.sliding is not None or cache.more)
         if own or (cache is not None and set(self._groups) == {"full"}):
             numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
@@ -450,13 +450,13 @@ class Decoder(Scored, PretrainedModel):
 
 
 def _kind(layer: Module) -> Hashable:
-    """What all layers of a stack share: structure, settings, shapes and dtypes."""
+    """The structure, settings, shapes and dtypes of a layer; equal layers can be stacked."""
     leaves, structure = jax.tree.flatten(layer)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
 def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
-    """``array`` with its rows sharded as the cache's rows, if the cache's mesh has Explicit axes."""
+    """``array`` with its rows sharded as those of the cache, if the cache's mesh has Explicit axes."""
     mesh = explicit.mesh_of(cache.keys)
     if mesh is None:
         return array
@@ -476,9 +476,9 @@ class DecoderFamily(Family):
     Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
 
     Attributes:
-        sight: patterns of the tensors that see or hear, of families that are also the text models of
-            multimodal ones (``multimodal.SIGHT``). They are ignored, and prefixes of the text
-            model are replaced.
+        sight: patterns of the tensors for images and audio (``multimodal.SIGHT``), for families that are
+            also text models of multimodal models. These tensors are ignored, and the prefixes of the
+            text model are replaced.
     """
 
     bare: tuple[str, tuple[str, ...]] = BARE
@@ -496,5 +496,5 @@ class DecoderFamily(Family):
         return super().name(tensor)
 
 
-# For models made in code; no checkpoint names this family.
+# The family of models that are made in code; no checkpoint names it.
 Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, make(Decoder))

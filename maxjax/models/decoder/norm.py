@@ -1,4 +1,4 @@
-"""The norms of a decoder: by the kind that its configuration names, and of each head by itself.
+"""The norms of a decoder: the kinds that a configuration can name, and a norm for each head.
 
 Shapes: heads of width D.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _rms(config: DecoderConfig, dtype: DType, width: int) -> RMSNorm:
-    # With an offset, as in Gemma, it rounds only once, at the end.
+    # With an offset, as in Gemma, the result is rounded only once, at the end.
     offset = config.norm_offset
     return RMSNorm(width, dtype, config.rms_norm_eps, offset, multiply_before_cast=bool(offset))
 
@@ -46,8 +46,8 @@ def _layer_without_weights(config: DecoderConfig, dtype: DType, width: int) -> C
     return ConstantLayerNorm(width, DeviceRef.CPU(), dtype, config.rms_norm_eps)
 
 
-# What ``config.norm`` may be: "rms" rounds before it multiplies by the weight, as Llama does, and
-# "wide_rms" after it.
+# The values of ``config.norm``. "rms" rounds to the model's dtype before it multiplies by the weight,
+# as in Llama, and "wide_rms" rounds after it.
 NORMS: dict[str, Callable[[DecoderConfig, DType, int], Any]] = {
     "rms": _rms,
     "wide_rms": _wide_rms,
@@ -63,7 +63,7 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:
-    """The norm of the kind ``config.norm``, a key of ``NORMS``.
+    """Makes a norm of the kind ``config.norm``, a key of ``NORMS``.
 
     Args:
         config: settings of the decoder.
@@ -105,5 +105,5 @@ class HeadNorms(Module):
         return (weight * centred * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
 
     def initializer(self, name: str) -> Any:
-        """Ones."""
+        """Initialises the weight to ones."""
         return jax.nn.initializers.ones

@@ -1,4 +1,4 @@
-"""Learned positions: a decoder whose tokens know their place from a table, not from RoPE (GPT-2, OPT).
+"""Learned positions: a decoder with an embedding table of positions instead of RoPE (GPT-2, OPT).
 
 Shapes: B sequences, T tokens, hidden size E.
 """
@@ -31,7 +31,7 @@ from .step import nan_beyond
 
 @dataclass(frozen=True)
 class PositionedConfig(DecoderConfig):
-    """The settings of such a decoder: LayerNorm, and neither RoPE, nor fewer KV heads, nor windows."""
+    """The settings of a decoder with learned positions: LayerNorm, no RoPE, no grouped KV heads, no windows."""
 
     num_kv_heads: int | None = own(None)
     head_dim: int | None = own(None)
@@ -43,7 +43,7 @@ class PositionedConfig(DecoderConfig):
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, None]:
-        """No RoPE."""
+        """Returns that there is no RoPE."""
         return {"rope": None}
 
 
@@ -71,7 +71,7 @@ class PositionedModel(DecoderModel):
         return {f"{name}.weight": Split(ShardingStrategy.replicate(1))}
 
     def learned(self, ids: jax.Array, step: Step) -> jax.Array:
-        """The embeddings of the tokens' positions. Beyond the last one, that is used."""
+        """The embeddings of the tokens' positions; positions beyond the table get the last row."""
         positions = step.positions(1 if ids.ndim == 1 else ids.shape[1])  # [B or 1, T]
         positions = positions[:, 0] if ids.ndim == 1 else positions
         # NaN here would reach other tokens, because attention multiplies masked values by zero.
@@ -96,7 +96,7 @@ class PositionedDecoder(Decoder):
     """A language model with learned positions.
 
     A sequence longer than ``max_length`` is refused outside of ``jax.jit``, where lengths are known;
-    inside it, logits of tokens beyond are NaN.
+    inside it, logits of tokens beyond that length are NaN.
     """
 
     model_class: ClassVar[Any] = PositionedModel

@@ -32,20 +32,19 @@ from ...nn.rope_scaling import (
 from ...nn.rotary_embedding import dynamic_multipliers
 
 DEFAULT_THETA = 10_000.0
-# Settings of RoPE that files also hold outside of its object.
+# Settings of RoPE that files may also hold outside of the object of RoPE settings.
 _OUTER = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding with its settings.
+    """A rotary position embedding with its settings.
 
     Attributes:
         theta: base of the frequencies.
         scaling: one of the ``…Params`` of ``nn.rope_scaling``, or None.
         magnitude: factor of cos and sin.
-        part: share of the features of a head that are rotated, the first ones; the rest stay as
-            they are.
+        part: share of a head's features that are rotated: the first ones; the others are not changed.
         interleaved: whether neighbouring features form pairs (GPT-J, GLM-4, Cohere); otherwise the
             first half of the rotated features forms pairs with the second.
 
@@ -63,7 +62,7 @@ class Rope:
 
     def rotated(self, width: int) -> int:
         """The number of rotated features of a head of this width."""
-        return int(width * self.part + 1e-6)  # the share may be a rounded quotient
+        return int(width * self.part + 1e-6)  # ``part`` may be a rounded quotient
 
     def check(self, width: int) -> None:
         """Checks that heads of this width can be rotated.
@@ -105,8 +104,7 @@ class Rope:
         Args:
             positions: integers ``[B, T]``.
             lengths: length of each sequence including these tokens, integers ``[B]``. Two variants
-                (dynamic, LongRoPE) choose their frequencies by it, for each row separately: other
-                rows of the batch do not matter.
+                (dynamic, LongRoPE) choose their frequencies by it, for each row independently.
             width: D, the width of a head.
 
         Returns:
@@ -132,9 +130,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class Proportional:
-    """RoPE that leaves the pairs with the lowest frequencies as they are (Gemma 4).
+    """RoPE that does not rotate the pairs with the lowest frequencies (Gemma 4).
 
-    Unlike the rotation of a part of a head, pairs are those of the whole head.
+    Unlike with ``Rope.part``, pairs are formed over the whole head.
 
     Attributes:
         share: share of the pairs that are rotated.
@@ -159,7 +157,7 @@ class Proportional:
 class QueryScaling:
     """A factor of queries that grows with their position, for contexts longer than in training.
 
-    It is ``1 + beta · log(1 + ⌊(position + offset) / length⌋)``: Llama 4's
+    The factor is ``1 + beta · log(1 + ⌊(position + offset) / length⌋)``: Llama 4's
     ``attn_temperature_tuning`` and Ministral 3's ``llama_4_scaling_beta``.
 
     Example:
@@ -185,14 +183,14 @@ def read_rope(
     part: float | None = None,
     interleaved: bool = False,
 ) -> Rope:
-    """The Rope of a configuration.
+    """Reads the Rope of a configuration.
 
     Args:
         raw: content of ``config.json``.
         context: ``max_position_embeddings``.
         default_theta: theta if the file has none.
         part: share of each head that is rotated if the file has no ``partial_rotary_factor``. None:
-            the family rotates complete heads, and a file that says otherwise is refused.
+            the family rotates complete heads, and a file with another share is refused.
         interleaved: whether neighbouring features form pairs.
 
     Raises:
@@ -216,10 +214,10 @@ def ropes_by_kind(
     thetas: Mapping[str, float],
     bases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Rope]:
-    """The Ropes of a configuration with separate settings for the kinds of its layers.
+    """Reads the Ropes of a configuration with separate settings for each kind of layer.
 
-    ``rope_parameters`` holds one object for each kind. In the older spelling keys of their own are
-    the bases, and ``rope_scaling`` applies to the layers that see all tokens.
+    ``rope_parameters`` holds one object for each kind. In the older spelling, each kind's base has its own
+    key, and ``rope_scaling`` applies to the layers without a sliding window.
 
     Args:
         raw: content of ``config.json``.
@@ -229,7 +227,7 @@ def ropes_by_kind(
 
     Raises:
         UnsupportedModelError, ValueError: as for :func:`read_rope`; or ``rope_parameters`` holds
-            something for all layers, which transformers ignores.
+            settings for all layers, which transformers ignores.
 
     Example:
         >>> ropes = ropes_by_kind({"rope_theta": 5e5}, 64, dict.fromkeys(["full_attention"], 1e4))
@@ -261,11 +259,11 @@ def both_ropes(
     local_theta: float,
     local_base: str = "rope_theta",
 ) -> dict[str, Rope]:
-    """The fields ``rope`` and ``local_rope``: :func:`ropes_by_kind` of full and of sliding layers.
+    """The fields ``rope`` and ``local_rope``: :func:`ropes_by_kind` for full and for sliding layers.
 
     Args:
         raw, context: as for :func:`ropes_by_kind`.
-        theta, local_theta: default base of each.
+        theta, local_theta: default bases of full and of sliding layers.
         local_base: older key of the base of sliding layers.
 
     Raises:
@@ -294,7 +292,7 @@ def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The key of the RoPE settings in a configuration, in either spelling, and the settings.
+    """The key of the RoPE settings in a configuration, in the spelling that it uses, and the settings.
 
     Raises:
         ValueError: the settings are not a JSON object.
@@ -312,7 +310,7 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def rope_or(raw: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration; RoPE's settings are ``given`` if it has no object for them.
+    """The configuration, with ``given`` as its RoPE settings if it has no object of such settings.
 
     Example:
         >>> rope_or({"rope_theta": 5e5}, {"rope_type": "yarn"})["rope_parameters"]
@@ -333,7 +331,7 @@ def rope_of(
     part: float | None = None,
     interleaved: bool = False,
 ) -> Rope:
-    """The Rope of one object of settings, which error messages call ``name``; as :func:`read_rope`."""
+    """:func:`read_rope` for one object of settings; error messages call it ``name``."""
     for key, value in given.items():
         if isinstance(value, Mapping):
             raise UnsupportedModelError(f"'{name}' with separate settings for {key!r}")
@@ -393,13 +391,13 @@ class _Given:
         return tuple(self.checked(key, item) for item in value)
 
     def factor_or_one(self) -> float:
-        """The factor of frequencies, 1 if there is none."""
+        """The divisor of frequencies; 1 if there is none."""
         return self.number("factor", 1.0)
 
     def factor(self) -> float:
         """Factor by which the context is extended; by default the ratio of the two lengths."""
         found = self.maybe("factor")
-        # Far above any limit of the context, which is checked with the other settings.
+        # This bound is far above any valid context, whose range is checked with the other settings.
         return min(self.context, 1 << 62) / self.original() if found is None else found
 
 
@@ -451,6 +449,6 @@ _KINDS: dict[str, Callable[[_Given], tuple[Any, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
-    # Sections of a head for the axes of images: a text has the same position on each of them.
+    # Sections of a head for the axes of images. A text token has the same position on each axis.
     "mrope": lambda given: (None, 1.0),
 }

@@ -1,4 +1,4 @@
-"""Experts beside an MLP, whose router normalises and scales what it sees, and whose shares have factors (Gemma 4).
+"""Experts beside an MLP, with a router that normalises and scales its inputs, and factors of shares (Gemma 4).
 
 Shapes: N tokens, hidden size E, X experts.
 
@@ -30,9 +30,9 @@ class ExpertsBeside(DecoderConfig):
     """The settings of a decoder that may have experts beside each MLP.
 
     Attributes:
-        has_experts: whether it has.
-        num_experts, num_experts_per_tok, moe_intermediate_size: their number, that of a token's, and
-            their inner features; 0 without experts.
+        has_experts: whether there are experts.
+        num_experts, num_experts_per_tok, moe_intermediate_size: number of experts, of those that a
+            token chooses, and of an expert's inner features; all are 0 without experts.
     """
 
     maps: ClassVar[tuple[str, str, str]] = MAPS_PROJ
@@ -56,7 +56,7 @@ class ExpertsBeside(DecoderConfig):
 
 
 class ScaledRouter(Module):
-    """Scores of experts: a linear layer of normalised hidden states, each multiplied by a number."""
+    """Scores experts by a linear layer over normalised hidden states, whose features are scaled by ``scale``."""
 
     def __init__(self, config: Any, dtype: DType):
         super().__init__()
@@ -77,13 +77,13 @@ class ScaledRouter(Module):
 
 
 class ScaledExperts(SparseMLP):
-    """Experts whose shares, which sum to 1, are multiplied by a number of each expert."""
+    """Experts whose shares, after they are normalised to sum to 1, are multiplied by a factor of each expert."""
 
     router_name: ClassVar[str] = "router"
     route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen"}
 
     def make_router(self, config: Any, dtype: DType) -> Module:
-        """The router, which has weights of its own."""
+        """Makes the :class:`ScaledRouter`."""
         return ScaledRouter(config, dtype)
 
     def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

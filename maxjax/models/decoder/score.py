@@ -1,4 +1,4 @@
-"""The classification head of a decoder: ``score``, which takes the state of a text's last token.
+"""The classification head of a decoder: ``score``, a linear layer over the state of a text's last token.
 
 Source: ``GenericForSequenceClassification`` of Hugging Face transformers.
 """
@@ -15,7 +15,7 @@ from ...errors import UserInputError
 from ...nn.linear import Linear
 
 ENDING = "ForSequenceClassification"
-"""How the architecture of a model with this head ends in ``config.json``."""
+"""The suffix of the architecture in ``config.json`` of a model with this head."""
 
 
 def has_score(config: Mapping[str, Any]) -> bool:
@@ -29,7 +29,7 @@ def has_score(config: Mapping[str, Any]) -> bool:
 
 
 class Scored:
-    """A part of models that may have a classification head.
+    """Mixin of models that may have a classification head.
 
     Attributes:
         score: the head, or None.
@@ -39,7 +39,7 @@ class Scored:
     score: Any = None
 
     def make_score(self, labels: int, dtype: DType) -> None:
-        """Makes the head, which takes the place of the one that computes logits.
+        """Makes the classification head and removes ``lm_head``, which computes logits.
 
         Args:
             labels: number of scores of a text.
@@ -65,6 +65,7 @@ class Scored:
         """
         if self.score is None:
             raise UserInputError(
-                f"{type(self).__name__} has no classification head: its class in config.json is none of '…{ENDING}'"
+                f"{type(self).__name__} has no classification head: its architecture in config.json does not end in "
+                f"'{ENDING}'"
             )
         return self.score(pooled.astype(self.score.weight.dtype.np))

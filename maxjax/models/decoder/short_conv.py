@@ -1,4 +1,4 @@
-"""A short convolution between two gates, in the place of attention (LFM2).
+"""A short convolution between two gates, instead of attention (LFM2).
 
 Source: arXiv:2511.23404; transformers' ``modeling_lfm2``.
 """

@@ -1,4 +1,4 @@
-"""What every layer of a decoder needs to know about the tokens of one call, and the slots they are in.
+"""``Step``: the positions of the tokens of one call, which every layer gets; and the cache slots of tokens.
 
 Shapes: L layers, B sequences, T tokens, S slots of the cache, head width D.
 """
@@ -19,7 +19,7 @@ Cached = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """What every layer needs to know about the tokens of one call.
+    """Positions and other facts about the tokens of one call, which every layer gets.
 
     Attributes:
         starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
@@ -28,11 +28,11 @@ class Step(NamedTuple):
             first R features of a head are rotated.
         query_scales: factor of each token's queries ``[B or 1, T]``, if the model has one.
         tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
-        numbers: index of each layer in its groups of the cache, ``[L]``, or by the name of the group
-            where they differ; None: the layer's own index.
-        capacity: number of positions of the cache, where weights of the attention to it are asked for.
-        inputs: what each layer gets beside the hidden states, ``[L, B, (T,) ...]``, if the model has such.
-        sinks: attention sinks ``[H]`` of the layer that runs; None: it has none.
+        numbers: index of each layer in its cache group, ``[L]``, or a dict of these by group where they
+            differ; None: the layer's own index.
+        capacity: number of positions in the cache; set only where attention weights are tapped.
+        inputs: further inputs of each layer beside the hidden states, ``[L, B, (T,) ...]``; None: none.
+        sinks: attention sinks ``[H]`` of the layer that runs; None: none.
     """
 
     starts: jax.Array
@@ -50,14 +50,14 @@ class Step(NamedTuple):
         return self.starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
 
     def number(self, group: str, layer: Any) -> Any:
-        """The index of a layer in its group of the cache."""
+        """The index of a layer in its cache group."""
         numbers = self.numbers[group] if isinstance(self.numbers, dict) else self.numbers
         if numbers is None:
             return layer
         return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
 
     def real(self, length: int) -> jax.Array | None:
-        """Which tokens are not padding, bools ``[B, T]``; None: all."""
+        """Which tokens are real, not padding, bools ``[B, T]``; None: all are."""
         if self.counts is None:
             return None
         return jnp.arange(length, dtype=jnp.int32)[None, :] < self.counts[:, None]
@@ -71,7 +71,7 @@ def ends(step: Step, length: int) -> jax.Array:
 def own_slots(
     part: CachePart | None, positions: jax.Array, size: int, rotating: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The slots ``[B or 1, T]`` of tokens on this device, and which it has; None: all."""
+    """(Slots ``[B or 1, T]`` of the tokens on this device, which tokens it holds, bools; None: all)."""
     parts = 1 if part is None else part.slots
     slot = positions % (size * parts) if rotating else positions
     if part is None or parts == 1:
@@ -80,14 +80,14 @@ def own_slots(
 
 
 def numbers(part: CachePart | None, size: int) -> jax.Array:
-    """The numbers ``[S]`` of the slots on this device."""
+    """The global indices ``[S]`` of the slots on this device."""
     return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
 
 
 def slot_positions(after: jax.Array, size: int, part: CachePart | None = None) -> jax.Array:
     """The position in each slot ``[B, S]`` of a rotating cache after ``after`` ``[B, 1]`` tokens.
 
-    It is ``NO_KEY`` for an empty slot.
+    The position of an empty slot is ``NO_KEY``.
     """
     parts = 1 if part is None else part.slots
     last = after - 1
@@ -105,7 +105,7 @@ def nan_beyond(
         x: ``[B, T, ...]`` for all tokens, or ``[B, ...]`` for one in each row.
         step: positions of the tokens.
         length: T.
-        at: index ``[B]`` of that one token; None: there is only one, or all are given.
+        at: index ``[B]`` of the one token in each row; None: T is 1, or ``x`` has all tokens.
     """
     fits = step.positions(length) < limit  # [B or 1, T]
     real = step.real(length)

@@ -1,6 +1,6 @@
-"""The figure that text encoders share: token ids → a hidden state of each token, which sees all the others.
+"""The text encoder that all encoder families share: token ids → hidden states, with bidirectional attention.
 
-``config`` are the settings, ``attention`` what tokens see of one another, ``block`` the embeddings, the
-MLP and the layer, ``model`` the whole with its pooler and the head of a reranker. A family gives the names
-of its files and what differs.
+``config`` holds the settings, ``attention`` self-attention, ``block`` the embeddings, the MLP and the
+layer, ``model`` the complete model with its pooler and the classification head of a reranker. Each
+family changes parts of it, and the attribute names, in its own file.
 """

@@ -1,4 +1,4 @@
-"""An encoder whose layers see all tokens or those in a window, in turn, each kind with a RoPE of its own.
+"""An encoder in which layers with full attention and with a window alternate, each kind with its own RoPE.
 
 Source: ModernBERT, arXiv:2412.13663.
 """
@@ -24,7 +24,7 @@ class AlternatingConfig(EncoderConfig):
 
     Attributes:
         local_attention: number of tokens in a window, half of them on each side.
-        local_layers: whether each layer has a window; by default all but every third.
+        local_layers: whether each layer has a window; by default all but every third, from the first on.
     """
 
     max_position_embeddings: int = setting(default=8192, minimum=1)
@@ -51,10 +51,13 @@ class AlternatingConfig(EncoderConfig):
             isinstance(given.get(kind) or {}, Mapping) for kind in _KINDS
         ):
             raise ValueError("'rope_parameters' must have one object for each kind of layer")
+        if not isinstance(raw.get("rope_scaling") or {}, Mapping):
+            raise ValueError("'rope_scaling' must be an object")
         ropes = []
         for kind, name in zip(_KINDS, ("global", "local"), strict=True):
             theta = raw.get(f"{name}_rope_theta")
-            theta = ropes[0].theta if theta is None and f"{name}_rope_theta" in raw else theta
+            if theta is None and name == "local" and "local_rope_theta" in raw:
+                theta = ropes[0].theta  # null: that of the layers without windows
             part = {"rope_theta": _THETAS[name] if theta is None else theta}
             part |= {**(raw.get("rope_scaling") or {}), **(given.get(kind) or {})}
             ropes.append(rope_of(part, "rope_parameters", context, raw))
@@ -62,7 +65,7 @@ class AlternatingConfig(EncoderConfig):
         return {"local_layers": slides, "rope": ropes[0], "local_rope": ropes[1]}
 
     def attention_of(self, number: int) -> dict[str, Any]:
-        """What an ``EncoderAttention`` needs to know of layer ``number``: its window and its RoPE."""
+        """The arguments ``window`` and ``rope`` of the ``EncoderAttention`` of layer ``number``."""
         near = self.local_layers[number]
         window = self.local_attention // 2 if near else None
         return {"window": window, "rope": "local" if near else "global"}

@@ -1,4 +1,4 @@
-"""Self-attention of an encoder: each token attends to every other one, or to those in a window around it.
+"""Self-attention of an encoder: each token attends to all tokens, or to those in a window around it.
 
 Shapes: B sequences, T tokens, H heads of width D, hidden size E.
 """
@@ -33,13 +33,13 @@ class Types(NamedTuple):
     reduce: DType
 
     def linear(self, in_dim: int, out_dim: int, has_bias: bool = True) -> Linear:
-        """A linear layer."""
+        """Makes a linear layer with weights in ``dtype``."""
         return Linear(in_dim, out_dim, self.dtype, DeviceRef.CPU(), has_bias=has_bias)
 
     def norm(
         self, config: EncoderConfig, has_bias: bool = True, size: int | None = None
     ) -> LayerNorm:
-        """A LayerNorm over the hidden size, or another."""
+        """Makes a LayerNorm over ``size`` features, by default the hidden size."""
         return LayerNorm(
             size or config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
             config.layer_norm_eps, has_bias, compute_dtype=self.reduce,
@@ -47,13 +47,13 @@ class Types(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What every layer needs to know about the tokens of one call.
+    """Masks, RoPE angles and score biases for the tokens of one call, which every layer gets.
 
     Attributes:
-        mask: bools ``[B, T]``, which tokens are real, or ``[B, T, T]``, which key (axis 2) a query
-            sees; None: all.
+        mask: bools ``[B, T]``, which tokens are real, or ``[B, T, T]``, which keys (axis 2) a query
+            (axis 1) attends to; None: all.
         rotations: (cos, sin) of each token's angles ``[B or 1, T, D/2]``, by the kind of RoPE.
-        bias: numbers added to the scores, ``[1, H, T, T]``; None: none.
+        bias: bias ``[1, H, T, T]`` that is added to the scores; None: none.
     """
 
     mask: jax.Array | None
@@ -68,13 +68,13 @@ class EncoderAttention(Module):
         config: settings of the encoder.
         types: dtypes.
         has_bias: whether the projections of queries, keys and values have biases.
-        output_bias: whether the output projection has one; by default as they have.
-        window: distance up to which a token sees others; None: it sees all.
-        rope: name of the RoPE in ``Tokens.rotations``; None: none.
+        output_bias: whether the output projection has a bias; by default as ``has_bias``.
+        window: maximum distance of the tokens that a token attends to; None: it attends to all.
+        rope: name of the RoPE in ``TokenInputs.rotations``; None: none.
 
     Attributes:
-        names: attribute names of the linear layers: of queries, keys, values and output, or of one layer
-            of queries, keys and values in turn, and of the output.
+        names: attribute names of the linear layers: either four, of queries, keys, values and output; or
+            two, of one layer that computes queries, then keys, then values, and of the output.
     """
 
     names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -99,7 +99,7 @@ class EncoderAttention(Module):
         setattr(self, self.names[-1], types.linear(size, size, bias))
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the projections between heads, and the output's columns alike."""
+        """Splits the projections and the columns of the output projection between heads."""
         *inputs, output = self.names
         heads, width = self.num_heads, int(getattr(self, output).weight.logical_shape[0])
         segments = [Segment.head_aware(heads, width // heads)] * (3 // len(inputs))

@@ -28,7 +28,7 @@ class EncoderEmbeddings(Module):
     Args:
         config: settings of the encoder.
         types: dtypes.
-        positions, token_types: numbers of rows of these tables; 0: there is none.
+        positions, token_types: number of rows of each of these tables; 0: there is no such table.
         has_norm: whether the sum is normalised here.
         size: length of the embeddings; the hidden size by default.
     """
@@ -56,7 +56,7 @@ class EncoderEmbeddings(Module):
         self.LayerNorm = types.norm(config, size=size) if has_norm else None
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the small tables of positions and token types; the token table has its own rule."""
+        """Replicates the small tables of positions and token types; the table of tokens has its own rule."""
         replicated = ShardingStrategy.replicate(1)
         return {f"{name}_embeddings.weight": replicated for name in ("position", "token_type")}
 
@@ -81,13 +81,13 @@ class EncoderMLP(Module):
     Args:
         config: settings of the encoder.
         types: dtypes.
-        has_bias, down_bias: whether the first layers have biases, and whether the last one has (by default
-            as they have).
+        has_bias, down_bias: whether the linear layers before the activation have biases, and whether the
+            last one has (by default as ``has_bias``).
 
     Attributes:
-        names: attribute names of the linear layers. Two are ``up, down``; three are ``gate, up, down``.
-        halves: for two names, what the halves of the first layer's result are: "" for one whole,
-            "gate up" or "up gate" for a gated MLP.
+        names: attribute names of the linear layers: ``up, down`` or ``gate, up, down``.
+        halves: for two names, the meaning of the halves of the first layer's result: "gate up" or
+            "up gate" in a gated MLP; "" in an MLP without a gate.
     """
 
     names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
@@ -131,7 +131,7 @@ class EncoderMLP(Module):
 
 
 def plus(norm: LayerNorm, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``norm(x + y)``, in which the sum is not rounded first."""
+    """``norm(x + y)``, where the sum is not rounded before the norm."""
     dtype = norm.compute_dtype.np
     return norm(x.astype(dtype) + y.astype(dtype)).astype(x.dtype)
 
@@ -139,10 +139,10 @@ def plus(norm: LayerNorm, x: jax.Array, y: jax.Array) -> jax.Array:
 class EncoderLayer(Module):
     """``h = norm(x + attention(x))``, then ``norm(h + mlp(h))``: norms after the sums, as in BERT.
 
-    A family gives the classes of the parts, and the names under which its files have them.
+    A family passes the parts, and sets ``names`` to the names that its files have for them.
 
     Attributes:
-        names: attribute names of attention, its norm, MLP and its norm.
+        names: attribute names of the attention, its norm, the MLP and its norm.
     """
 
     names: ClassVar[tuple[str, str, str, str]] = (

@@ -21,8 +21,8 @@ class EncoderConfig(ModelConfig):
     Attributes:
         hidden_act: activation function of the MLP.
         num_labels: number of scores of a classification head.
-        rope, local_rope: rotary position embedding of layers that see all tokens, and of those with a
-            window; None: positions have embeddings of their own.
+        rope, local_rope: rotary position embedding of layers with full attention, and of those with a
+            window; None: there is none.
     """
 
     vocab_size: int = setting(minimum=1, held="axis")
@@ -89,7 +89,7 @@ class EncoderConfig(ModelConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key that replace those of the file: fixed by the family or computed from others.
+        """Values, by key, that replace those of the file: fixed by the family or computed from other values.
 
         Raises:
             ValueError: a value in the file is wrong.
@@ -98,15 +98,15 @@ class EncoderConfig(ModelConfig):
 
 
 def refuse(raw: Mapping[str, Any], usual: Mapping[str, Any], what: str) -> None:
-    """Refuses settings that change results and have another value than the usual one.
+    """Refuses settings that change results and whose value is not supported.
 
     Args:
         raw: content of ``config.json``.
-        usual: key → the only value that is supported; a tuple lists several. null counts as absent.
-        what: the model's name in the message.
+        usual: key → the only supported value, or a tuple of such values. null counts as absent.
+        what: name of the model, for the message.
 
     Raises:
-        UnsupportedModelError: a setting has another value; the message names it.
+        UnsupportedModelError: a setting has another value; the message names the setting.
 
     Example:
         >>> refuse({"prenorm": True}, {"prenorm": False}, "Nomic")

@@ -1,6 +1,6 @@
-"""Disentangled attention: scores of content and content, content and distance, distance and content.
+"""Disentangled attention: scores are sums of content-content, content-distance and distance-content terms.
 
-Shapes: B sequences, T tokens, H heads of width D, hidden size E, R classes of distances.
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, R classes (buckets) of distances.
 
 Source: DeBERTa, arXiv:2006.03654.
 """
@@ -20,19 +20,20 @@ from ...nn.layer import Module
 from ...nn.linear import linear_rules, linears
 from .attention import Types
 
-# Content and distance, distance and content; the linear layer of distances of each, and a shared one.
+# The two terms with distances: content-distance and distance-content. Then for each term the name of the
+# linear layer of distances: one of its own, or the one of contents.
 KINDS = ("c2p", "p2c")
 _OWN: dict[str, str] = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
 _SHARED: dict[str, str] = {"c2p": "key_proj", "p2c": "query_proj"}
 
 
 class Near(NamedTuple):
-    """What the layers know of the tokens.
+    """Mask and distances for the tokens of one call, which every layer gets.
 
     Attributes:
         mask: which tokens are real, as in ``TokenInputs``.
-        distances: the embeddings of classes of distances, ``[R, E]``.
-        classes: the class of the distance of each query and key, ``[T, T]``.
+        distances: embeddings of the classes of distances, ``[R, E]``.
+        classes: class of the distance between each query and key, ``[T, T]``.
     """
 
     mask: Any
@@ -41,13 +42,13 @@ class Near(NamedTuple):
 
 
 def classes(length: int, span: int, farthest: int | None = None) -> np.ndarray:
-    """The class of the distance of each query and key, ``[T, T]``.
+    """The class of the distance between each query and key, ``[T, T]``.
 
     Args:
         length: T.
         span: R/2, the number of classes in one direction.
-        farthest: the largest distance, where distances above span/2 share classes by their logarithm;
-            None: each has its own.
+        farthest: largest distance, if distances above span/2 share classes by their logarithm;
+            None: each distance has its own class.
 
     Example:
         >>> classes(3, 2).tolist()
@@ -67,11 +68,11 @@ def classes(length: int, span: int, farthest: int | None = None) -> np.ndarray:
 
 
 class DisentangledAttention(Module):
-    """Self-attention, whose scores are of contents and of distances.
+    """Self-attention whose scores depend on contents and on distances.
 
     Args:
         size, heads: E and H.
-        kinds: those of ``KINDS`` that are added to the scores of contents.
+        kinds: terms of ``KINDS`` that are added to the scores of contents.
         shares: whether distances use the linear layers of queries and keys.
         types: dtypes.
     """

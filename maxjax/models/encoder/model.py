@@ -49,7 +49,7 @@ class Pooler(Module):
 
 
 class ClassificationHead(Module):
-    """A linear layer, tanh or another function, and the linear layer of the scores, as in RoBERTa."""
+    """A linear layer, an activation function and the linear layer of the scores, as in RoBERTa."""
 
     activation: ClassVar[str] = "tanh"
 
@@ -64,13 +64,13 @@ class ClassificationHead(Module):
 
 
 class Encoder(PretrainedModel):
-    """A text encoder. A family's class makes the parts, and :meth:`states` from them.
+    """A text encoder. A family's class defines :meth:`make`, which makes the parts, and :meth:`states`.
 
     Args:
         config: settings of the model.
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
-        pooler: whether the model has a pooler; None: as the class says.
+        pooler: whether the model has a pooler; None: as ``has_pooler``.
         head: whether the model has a classification head.
 
     Attributes:
@@ -79,8 +79,8 @@ class Encoder(PretrainedModel):
         head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
             classification head takes.
         pooler_class: class of the pooler.
-        has_pooler: whether models have a pooler if nothing else is said.
-        takes_types: whether the model was trained with the token types of text pairs.
+        has_pooler: whether models have a pooler by default.
+        takes_types: whether the model was trained with token types for pairs of texts.
     """
 
     head_pooling: ClassVar[str] = "cls"
@@ -112,7 +112,7 @@ class Encoder(PretrainedModel):
     def of_checkpoint(
         cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
     ) -> Self:
-        """:meth:`PretrainedModel.of_checkpoint`, with the parts whose tensors the checkpoint has."""
+        """:meth:`PretrainedModel.of_checkpoint`, with a pooler and a head if the checkpoint has their tensors."""
         parts = {name.partition(".")[0] for name in names}
         return cls(
             config, dtype, reduce_dtype=reduce_dtype,
@@ -133,7 +133,7 @@ class Encoder(PretrainedModel):
         return self.config.max_length
 
     def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """The ``position_ids`` of tokens, from their places in their texts ``[B or 1, T]``, counted from 0."""
+        """The ``position_ids`` of tokens, from their indices in their texts, ``[B or 1, T]``, counted from 0."""
         return places
 
     def states(
@@ -175,12 +175,12 @@ class Encoder(PretrainedModel):
             attention_mask: ``[B, T]``, nonzero for real tokens (by default all are real);
                 or ``[B, T, T]``, nonzero where a query (axis 1) may attend to a key (axis 2).
             token_type_ids: token types ``[B, T]``; zeros by default.
-            position_ids: positions ``[B, T]`` or ``[1, T]``; by default those of texts that begin with
-                the first token: 0, 1, 2, …, or what :meth:`places` makes of these.
+            position_ids: positions ``[B, T]`` or ``[1, T]``; by default 0, 1, 2, …, or the result of
+                :meth:`places` for these.
 
         Raises:
-            UserInputError: there are more tokens than the model has positions, or ``input_ids`` is
-                not ``[B, T]``.
+            UserInputError: ``input_ids`` is not ``[B, T]``; or there are more tokens than positions,
+                and no ``position_ids``.
         """
         input_ids = jnp.asarray(input_ids)
         if input_ids.ndim != 2:
@@ -200,14 +200,14 @@ class Encoder(PretrainedModel):
         return EncoderOutput(x, None if self.pooler is None else self.pooler(x))
 
     def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``. It needs a ``classifier``."""
         if self.pooler is not None:
             pooled = self.pooler(pooled[:, None])
         return self.classifier(pooled)
 
 
 class NormedEncoder(Encoder):
-    """An encoder without positions, whose files have the norm of its embeddings, ``emb_ln``, beside them.
+    """An encoder without learned positions, whose norm of the embeddings, ``emb_ln``, is beside the embeddings.
 
     Attributes:
         layer_class: class of the layers.
@@ -232,7 +232,7 @@ class NormedEncoder(Encoder):
 
 
 class Layers(Module):
-    """The layers one after the other, under the attribute name that the files of a family have.
+    """Runs layers one after another; the attribute with the layers has the name of the family's files.
 
     Example:
         >>> Layers("layer", []).layer
@@ -250,7 +250,7 @@ class Layers(Module):
 
 
 def in_turn(layers: Iterable[Any], x: jax.Array, tokens: TokenInputs) -> jax.Array:
-    """Runs the layers one after the other; a LayerStack as one loop."""
+    """Runs the layers one after another, or a LayerStack as one loop."""
     if isinstance(layers, LayerStack):
         return layers.scan(x, tokens=tokens)
     for layer in layers:
@@ -259,11 +259,11 @@ def in_turn(layers: Iterable[Any], x: jax.Array, tokens: TokenInputs) -> jax.Arr
 
 
 def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Family:
-    """The family of the same files with a classification head, which is a part of the model.
+    """Makes the family of an encoder's models with a classification head.
 
     Args:
         family: the family of the encoder.
-        kind: the class of the model with its head.
+        kind: class of the model with the head.
         architectures: names in ``config.json`` of models with this head.
     """
     ignored = tuple(

@@ -1,8 +1,8 @@
 """Conversion between GGUF files and Hugging Face's checkpoints: names, layouts, configuration, tokenizer.
 
 llama.cpp's converter renames tensors and settings, and permutes or shifts the values of some. Tables
-here describe these changes for each architecture, and are used in both directions; nothing here
-opens a file.
+in this package describe these changes for each architecture, and are used in both directions. No
+module in it opens a file.
 
 Other formats do not need this package, so its names are imported when they are first used.
 """

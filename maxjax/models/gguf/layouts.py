@@ -1,9 +1,9 @@
 """The changes that llama.cpp's converter makes to tensors, and their inverses: by rows where possible.
 
 Each class is one change, as data. ``rows`` maps the rows of the Hugging Face tensor to rows of the
-GGUF tensor. That holds for values and for quantised blocks alike, since a block never spans two
-rows, and a part of a tensor needs only its own rows. Rows are counted over all axes but the last;
-those of a vector are its elements.
+GGUF tensor. It works for quantised blocks as for values, since a block never spans two rows, and to
+read a part of a tensor only the rows of that part are needed. Rows are counted over all axes but the
+last; the rows of a vector are its elements.
 
 Source: ``convert_hf_to_gguf.py`` of llama.cpp and the modules in its ``conversion``.
 """
@@ -22,13 +22,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Base class of the changes, which itself changes nothing. Shapes are NumPy's, ``[out, in]``.
+    """Base class of the changes; it changes nothing itself. Shapes are NumPy's, ``[out, in]``.
 
-    That is the reverse of GGUF's order of axes. For quantised blocks the last axis may count bytes.
+    This is the reverse of GGUF's order of axes. For quantised blocks the last axis may count bytes.
 
     Attributes:
         by_rows: whether the tensor's rows are rows of the GGUF tensor, given by :meth:`rows`.
-        keeps_values: whether :meth:`change` does nothing, so that values may stay quantised.
+        keeps_values: whether :meth:`change` keeps all values, so that they may stay quantised.
 
     Example:
         >>> stored, layout = np.float32([[0, 0], [1, 1], [2, 2], [3, 3]]), Permuted(heads=1)
@@ -50,11 +50,11 @@ class Layout:
         return tuple(stored)
 
     def rows(self, count: int) -> np.ndarray:
-        """The row of the GGUF tensor for each of the tensor's ``count`` rows: int64 [count]."""
+        """The row of the GGUF tensor for each of the tensor's ``count`` rows: int64 ``[count]``."""
         return np.arange(count)
 
     def change(self, values: np.ndarray) -> np.ndarray:
-        """Any values of the GGUF tensor → the values in Hugging Face's tensor."""
+        """Some rows of the GGUF tensor → the values of these rows in Hugging Face's tensor."""
         return values
 
     def apply(self, stored: np.ndarray) -> np.ndarray:
@@ -63,7 +63,7 @@ class Layout:
         return self.change(stored)
 
     def back(self) -> Layout:
-        """The inverse change, from Hugging Face's tensor to GGUF's; a stack of experts has none."""
+        """The inverse change, from Hugging Face's tensor to GGUF's. For ``Expert``, which has none, ``Same``."""
         return Same()
 
 
@@ -74,7 +74,7 @@ class Same(Layout):
 
 @dataclass(frozen=True)
 class Permuted(Layout):
-    """Rows of queries or keys that are interleaved for llama.cpp's RoPE (``LlamaModel.permute``).
+    """Reorders rows of queries or keys, which GGUF interleaves for llama.cpp's RoPE (``LlamaModel.permute``).
 
     RoPE rotates pairs of features. In Hugging Face's Llama, row i of a head is paired with row
     ``i + D / 2``, where D is the head's width; in GGUF, row 2 i is paired with row 2 i + 1.
@@ -120,7 +120,7 @@ class Permuted(Layout):
 
 @dataclass(frozen=True)
 class Paired(Permuted):
-    """Rows of queries or keys from Hugging Face's order to llama.cpp's: the inverse of ``Permuted``.
+    """Reorders rows of queries or keys from Hugging Face's order to llama.cpp's: the inverse of ``Permuted``.
 
     Example:
         >>> Paired(heads=1).rows(6)
@@ -140,13 +140,13 @@ class Paired(Permuted):
 
 @dataclass(frozen=True)
 class Grouped(Layout):
-    """Rows of queries, keys and values of one linear layer, which Hugging Face's tensor has in groups.
+    """Reorders the rows of a linear layer of queries, keys and values, which Hugging Face has in groups.
 
     A group has the queries of one KV head, its key and its value; GGUF has all queries, then all keys,
     then all values (``FalconModel`` and ``GPTNeoXModel``).
 
     Attributes:
-        heads, kv_heads: numbers of heads of queries, and of keys and values.
+        heads, kv_heads: numbers of query heads and of KV heads.
 
     Example:
         >>> Grouped(4, 2).rows(8)
@@ -196,7 +196,7 @@ class Grouped(Layout):
 
 @dataclass(frozen=True)
 class Ungrouped(Grouped):
-    """Rows of queries, keys and values from groups to GGUF's order: the inverse of ``Grouped``.
+    """Reorders rows of queries, keys and values from groups to GGUF's order: the inverse of ``Grouped``.
 
     Example:
         >>> Ungrouped(4, 2).rows(8)
@@ -214,11 +214,11 @@ class Ungrouped(Grouped):
 
 @dataclass(frozen=True)
 class Plus(Layout):
-    """A number added to every value, as in the norms of Gemma (``GemmaModel.modify_tensors``).
+    """Adds a number to every value, as for the norms of Gemma (``GemmaModel.modify_tensors``).
 
-    Gemma multiplies by 1 + weight; GGUF holds that sum, and ``Plus(-1.0)`` is the inverse. The sum
-    is computed in float32 or wider and rounded to the tensor's dtype once; bits that it lost stay
-    lost.
+    Gemma multiplies by 1 + weight; GGUF holds that sum, and ``Plus(-1.0)`` restores the weight. The sum
+    is computed in float32 or wider and rounded to the tensor's dtype once; bits that are lost in this
+    way cannot be restored.
 
     Attributes:
         value: the number that is added.
@@ -251,7 +251,7 @@ class Plus(Layout):
 
 @dataclass(frozen=True)
 class Transposed(Layout):
-    """A transposed matrix, as in all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
+    """Transposes a matrix, as for all linear layers of GPT-2 (``GPT2Model.modify_tensors``).
 
     Hugging Face's GPT-2 stores ``[in, out]``, GGUF ``[out, in]``. Rows become columns, so rows
     cannot be mapped, and quantised blocks must be dequantised first.
@@ -272,7 +272,7 @@ class Transposed(Layout):
         return tuple(stored)[::-1]
 
     def rows(self, count: int) -> np.ndarray:
-        """Not possible for this change.
+        """Raises, because this change does not map rows to rows.
 
         Raises:
             UserInputError: always.
@@ -297,15 +297,15 @@ class Transposed(Layout):
 
 @dataclass(frozen=True)
 class Expert(Layout):
-    """One expert of those that GGUF holds as one tensor ``[experts, out, in]``.
+    """Takes one expert from the tensor ``[experts, out, in]`` in which GGUF holds all experts of a layer.
 
-    The converter stacks them (``Qwen2MoeModel``, ``LlamaModel.modify_tensors``). It can also fuse
-    gate and up of each, ``[experts, 2 · out, in]`` with the gate first: these are parts 0 and 1.
+    The converter stacks experts (``Qwen2MoeModel``, ``LlamaModel.modify_tensors``). It can also fuse
+    gate and up of each, ``[experts, 2 · out, in]``: the gate is part 0 and up is part 1.
 
     Attributes:
         index: index of the expert.
         count: number of experts.
-        part, parts: index of a part of the expert's rows, and the number of equal parts.
+        part, parts: index of a part of the expert's rows, and number of equal parts.
 
     Example:
         >>> Expert(1, 4).shape((4, 2, 3)), Expert(1, 4).rows(2)
@@ -343,9 +343,9 @@ class Expert(Layout):
 
 @dataclass(frozen=True)
 class Matrix(Layout):
-    """A matrix of one row, ``[1, in]``, which files hold as a matrix or as a vector.
+    """Makes a matrix of one row, ``[1, in]``, of a matrix or vector in the file.
 
-    It is the gate of Qwen2-MoE's shared expert: the converter once dropped axes of size 1.
+    It is for the gate of Qwen2-MoE's shared expert: old converters dropped axes of size 1.
 
     Example:
         >>> Matrix().shape((5,)), Matrix().shape((1, 5))

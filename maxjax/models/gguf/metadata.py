@@ -1,6 +1,6 @@
-"""Strict reading of a GGUF file's metadata: each value by key, type and range.
+"""Reads a GGUF file's metadata strictly: checks the type and the range of each value.
 
-Values are Python's (int, float, bool, str, lists of them) or NumPy's.
+Values are Python's (int, float, bool, str, lists of these) or NumPy's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from ...errors import CheckpointFormatError, UnsupportedModelError
 from ..config import MAX_SIZE
 from ..config import short as short
 
-# Bounded, as in the model families, because names and lists are made for each layer and expert.
+# Upper bounds, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
 MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Metadata with the prefix of an architecture: ``count("block_count")`` is ``llama.block_count``.
+    """Metadata below the prefix of an architecture: ``count("block_count")`` reads ``llama.block_count``.
+
+    Where a method takes a ``default``, it is returned if the key is missing. Without it the key is required:
+    a missing key raises CheckpointFormatError, as a value of the wrong type or out of range does.
 
     Attributes:
         metadata: values by key.
-        prefix: prefix of each key, with its dot; it may be empty.
+        prefix: prefix of each key, including its dot; it may be empty.
         path: path of the file, for messages.
 
     Example:
@@ -52,7 +55,11 @@ class Settings:
     def count(
         self, key: str, default: Any = ..., *, minimum: int = 1, maximum: int = MAX_SIZE
     ) -> Any:
-        """An integer in a range; a list of equal ones, one per layer, counts as one."""
+        """An integer in a range. A list of equal integers, one for each layer, is read as one integer.
+
+        Raises:
+            UnsupportedModelError: a list has different integers.
+        """
         value = self._value(key, default)
         if value is default:
             return value
@@ -65,9 +72,9 @@ class Settings:
         return value
 
     def some(self, key: str, default: Any = ...) -> Any:
-        """An integer, or a list with 0 for layers that have none of what it counts, and one number else.
+        """An integer; or in a list with one for each layer, the one that all layers share that do not have 0.
 
-        The default is also that of a list of zeros.
+        The default is also returned for a list of zeros.
         """
         value = self.any(key) if self.has(key) else None
         if not isinstance(value, list) or not value:
@@ -108,7 +115,7 @@ class Settings:
         return value
 
     def firsts(self, keys: Collection[str]) -> Settings:
-        """The settings in which each of the keys has one value, the first where it lists one per layer."""
+        """The settings with one value for each of the keys: the first, if the file has a list for the layers."""
         listed = {self.prefix + key: self._value(key, None) for key in keys}
         first = {
             key: value[0] for key, value in listed.items() if isinstance(value, list) and value
@@ -128,7 +135,7 @@ class Settings:
         *,
         shown: bool = False,
     ) -> CheckpointFormatError:
-        """The error for a value that cannot be used."""
+        """Makes the error for a value that cannot be used."""
         return CheckpointFormatError(
             f"metadata key '{self.prefix}{key}' {problem}",
             path=self.path,
@@ -137,7 +144,7 @@ class Settings:
         )
 
     def unsupported(self, what: str) -> UnsupportedModelError:
-        """The error for a model that is valid but that no table here describes."""
+        """Makes the error for a model that is valid, but that no GGUF table of maxjax describes."""
         return unsupported(what, self.path)
 
     def _value(self, key: str, default: Any) -> Any:
@@ -175,7 +182,7 @@ def settings(
     architecture: str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Settings:
-    """The settings of the given architecture, or of the one that the file names.
+    """The Settings of the given architecture, or by default of the one that the file names.
 
     Raises:
         CheckpointFormatError: the file does not name an architecture.
@@ -186,7 +193,7 @@ def settings(
 
 
 def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedModelError:
-    """The error, on one line, for a model that no table here describes."""
+    """Makes the error, on one line, for a model that no GGUF table of maxjax describes."""
     where = "" if path is None else f"{os.fspath(path)}: "
     text = f"{where}{what} is not supported"
     return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))

@@ -1,7 +1,7 @@
-"""GGUF's tensor names → Hugging Face's, for each architecture of llama.cpp.
+"""Maps GGUF's tensor names to Hugging Face's, for each architecture of llama.cpp.
 
-There is one table per architecture: GGUF's name without ``.weight`` or ``.bias``, with ``*`` for the
-layer and ``#`` for the expert; Hugging Face's name; and the change of its values.
+There is one table per architecture. An entry has GGUF's name without ``.weight`` or ``.bias``, with ``*``
+for the layer and ``#`` for the expert; Hugging Face's name; and the change of the values.
 
 Source: ``gguf-py/gguf/tensor_mapping.py`` and ``convert_hf_to_gguf.py`` of llama.cpp.
 """
@@ -19,7 +19,8 @@ from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Tran
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
 from .state_layouts import Flat, Taps
 
-# Layouts that need the number of heads, groups or experts, which the metadata holds.
+# ``Rule.only`` of a GGUF tensor without a suffix. Then: names of layouts that need the number of heads, groups
+# or experts, which is in the metadata.
 BARE = "-"
 QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
 NORM_GROUPS = "norm groups"
@@ -27,13 +28,13 @@ STACK, GATES, UPS = "stack", "gates", "ups"
 
 
 class Rule(NamedTuple):
-    """The tensor of Hugging Face's for a GGUF tensor, or with ``#`` one for each expert.
+    """Hugging Face's tensor for a GGUF tensor, or with ``#`` one for each expert.
 
     Attributes:
         name: Hugging Face's name.
-        layout: the change of its values.
-        only: the one suffix that the GGUF tensor has, where Hugging Face's name has none; BARE: the
-            GGUF tensor has none either.
+        layout: change of the values.
+        only: suffix of the GGUF tensor, if Hugging Face's name has no suffix; BARE: the GGUF tensor
+            has no suffix either.
     """
 
     name: str
@@ -43,11 +44,11 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a tensor of Hugging Face's.
+    """The GGUF tensor that a tensor of Hugging Face's comes from.
 
     Attributes:
         tensor: name of the tensor in the GGUF file.
-        layout: change from the values there to those of Hugging Face's tensor.
+        layout: change from the GGUF tensor's values to those of Hugging Face's tensor.
     """
 
     tensor: str
@@ -62,7 +63,7 @@ Names = Mapping[str, str | Rule | Sequence[Rule] | None]
 
 
 def _table(layer: str, rules: Names) -> Table:
-    """A Table with ``blk.*`` and ``layer`` put before each name that begins with a dot."""
+    """Makes a Table, in which ``blk.*`` and ``layer`` precede the names that begin with a dot."""
     found = {}
     for key, value in rules.items():
         if value is None:
@@ -79,12 +80,12 @@ def _table(layer: str, rules: Names) -> Table:
 def decoder_table(
     rules: Names, norm: Layout | None = None, layer: str = "model.layers.*."
 ) -> Table:
-    """The names that all Llama-like decoders share, with those of one of them.
+    """The table of a decoder: the names that all Llama-like decoders share, changed by ``rules``.
 
     Args:
-        rules: names to add; None takes a name away.
+        rules: names to add or replace; None removes a name.
         norm: change of the values of norms.
-        layer: beginning of Hugging Face's names of a layer's tensors.
+        layer: prefix of Hugging Face's names of a layer's tensors.
     """
     norm = Same() if norm is None else norm
     shared = {
@@ -116,10 +117,10 @@ def expert_names(
     """The names of a layer's experts: stacked, or as separate tensors as in files before April 2024.
 
     Args:
-        layer: the mixture of experts in a layer of the checkpoint.
-        router: the router in that.
-        maps: the projections of an expert.
-        shared: the MLP that every token goes through, if there is one.
+        layer: the checkpoint's name of the mixture of experts in a layer.
+        router: name of the router in the mixture.
+        maps: names of an expert's gate, up and down projections.
+        shared: name of the MLP that every token goes through; "": there is none.
     """
     gate, up, down = maps
     each = f"{layer}.experts.#."
@@ -140,7 +141,7 @@ def expert_names(
     }
 
 
-# The settings of experts beside a shared one, in layers after dense ones (DeepSeek, GLM-4.5).
+# Metadata keys → settings of models with a shared expert and experts after dense layers (DeepSeek, GLM-4.5).
 ROUTED_KEYS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -150,7 +151,7 @@ ROUTED_KEYS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
 }
-# Tensors of layers that predict further tokens, which follow the model's own.
+# Tensors of layers of multi-token prediction, which follow the model's own layers.
 NEXT = {
     f".nextn.{name}": name.replace("shared_head_", "shared_head.")
     for name in (
@@ -162,7 +163,7 @@ NEXT = {
         "shared_head_norm",
     )
 }
-# Norms after attention and MLP, and none before.
+# Norms after attention and after the MLP, and no norms before them.
 AFTER_NORMS = {
     ".attn_norm": None,
     ".ffn_norm": None,
@@ -178,7 +179,7 @@ _GEMMA2_NORMS = {
 }
 
 ARCHITECTURES: MutableMapping[str, Table] = {
-    # Llama 1 to 3, Mistral, Mixtral. Only here are queries and keys permuted.
+    # Llama 1 to 3, Mistral, Mixtral, whose queries and keys are permuted.
     "llama": _decoder(
         {
             ".attn_q": Rule("self_attn.q_proj", QUERIES),
@@ -245,16 +246,16 @@ ARCHITECTURES: MutableMapping[str, Table] = {
 }
 """Name of an architecture in a GGUF file → the table of its tensors' names."""
 
-# The tensors with a divisor of each of RoPE's frequencies: for all lengths; for those up to the original
-# context length, and beyond it.
+# The tensors with a divisor for each of RoPE's frequencies: for all lengths; for lengths up to the original
+# context length; and for longer ones.
 DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-# Known tensors that are not weights: their RoPE settings belong to the configuration (config/), or
-# are computed by the program that runs the model.
+# Known tensors that are not weights: RoPE's divisors become part of the configuration (config/), and the
+# program that runs the model computes the table of frequencies.
 IGNORED = frozenset({*DIVISORS, "blk.*.attn_rot_embd.weight"})
 _NO_ROPE = frozenset({"gpt2", "bert"})
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"
-# Names in files must not hold the characters that stand for numbers in the tables.
+# Names in files must not contain ``*`` or ``#``, which stand for numbers in the tables.
 _BARE = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
 _NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias|scale)")
 
@@ -270,13 +271,13 @@ def hf_names(
 
     Args:
         architecture: ``general.architecture`` of the file.
-        tensors: names of its tensors. If they have shapes (``[out, in]``, the reverse of GGUF's
-            order), these are checked against the layouts.
+        tensors: names of its tensors, or a mapping from names to shapes (``[out, in]``, the reverse
+            of GGUF's order), which are then checked against the layouts.
         metadata: metadata of the file, for the numbers of layers, heads and experts.
         path: path of the file, for messages.
 
     Returns:
-        Name → origin, in the order of ``tensors``. Each of the stacked experts is one entry.
+        Name → Source, in the order of ``tensors``. Each expert of a stack has an entry of its own.
 
     Raises:
         UnsupportedModelError: the architecture has no table; the message lists those that do.
@@ -367,13 +368,13 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     if expert and not (key in table and int(expert) < counts.experts()):
         return
     for rule in table.get(key, ()):
-        usual = suffix in ("weight", "bias")  # others are of rules that name them
+        usual = suffix in ("weight", "bias")  # other suffixes are only in rules that name them
         if (rule.only or (suffix if usual else None)) != (suffix or BARE):
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout
         if suffix == "bias" and isinstance(what, (Transposed, Plus, Taps)):
-            what = Same()  # a vector cannot be transposed, and nothing was added to biases
+            what = Same()  # biases are vectors, which these layouts do not change
         if isinstance(what, str) and "#" in name:
             for i in range(counts.experts()):
                 yield name.replace("#", str(i)), counts.layout(what, i)

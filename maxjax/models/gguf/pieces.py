@@ -1,7 +1,7 @@
-"""Tensors that are made of several tensors of another file: of their rows, or computed from them.
+"""Lazy tensors that are made of rows or columns of other tensors, or computed from them.
 
-They serve families whose GGUF files split a tensor of Hugging Face's, or hold other numbers for it, and
-both directions. All are lazy: nothing is read before the values are needed.
+They are for families whose GGUF files split or transform a tensor of Hugging Face's, and are used in both
+directions. Nothing is read before the values are needed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def computed(
 
     Args:
         name: name of the tensor.
-        each: what the function gets, as arrays of one dtype.
+        each: tensors that are passed to the function, as arrays of one dtype.
         function: arrays → the array of this tensor.
-        shape: its shape.
-        dtype: its dtype, and that of the arrays; None is their common one, float32 if there is none.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor and of the arrays; None: their common dtype, or float32 if they differ.
 
     Example:
         >>> halves = [WeightData.from_numpy(np.float32([[i, i]]), "half") for i in range(2)]
@@ -49,15 +49,15 @@ def computed(
 
 
 def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData:
-    """A tensor whose rows are those of several; they stay quantised if all have the same encoding.
+    """A tensor made of rows of several tensors; it stays quantised if all have the same encoding.
 
     Args:
         name: name of the tensor.
-        each: the tensors, with rows of one length; those of a vector are its elements.
-        order: the number of each row of the new tensor, where those of all the tensors are counted.
+        each: tensors with rows of one length; the rows of a vector are its elements.
+        order: index of each row of the new tensor among the rows of all tensors, one after another.
 
     Raises:
-        CheckpointFormatError: the rows have several lengths, or there are fewer.
+        CheckpointFormatError: the rows differ in length, or there are too few.
 
     Example:
         >>> parts = [WeightData.from_numpy(np.float32([0, 1]) + 2 * i, "part") for i in range(2)]
@@ -81,16 +81,16 @@ def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData
 
 
 def columns(name: str, data: WeightData, order: np.ndarray, width: int) -> WeightData:
-    """A matrix whose columns are those of another in another order; blocks that fit in a head stay.
+    """A matrix with its heads of columns in another order; it stays quantised if heads are whole blocks.
 
     Args:
         name: name of the tensor.
-        data: the matrix, with ``width`` columns for each head.
-        order: the number of each head of the new tensor.
-        width: columns of a head.
+        data: matrix with ``width`` columns for each head.
+        order: index of each head of the new tensor in ``data``.
+        width: number of columns of a head.
 
     Raises:
-        CheckpointFormatError: the matrix has other columns.
+        CheckpointFormatError: the number of columns is not that of the heads.
 
     Example:
         >>> data = WeightData.from_numpy(np.float32([[0, 1, 2, 3]]), "matrix")

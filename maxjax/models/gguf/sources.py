@@ -1,7 +1,7 @@
-"""Sources of tensors whose name or layout differs from that in their file; they are read in parts.
+"""Sources of tensors whose name or layout differs from that in their file. They are read in parts.
 
-They serve both directions: GGUF's tensors as Hugging Face's, and the inverse. Reading a part of a
-tensor reads only its own rows.
+They are used in both directions: for GGUF's tensors as Hugging Face's, and the inverse. To read a part
+of a tensor, only the rows of that part are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...storage.parts import Part
 from .layouts import Expert, Layout, Matrix, Same, Transposed
 from .names import Source
 
-# Bytes that are read at a time of a tensor whose rows are reordered.
+# Number of bytes that are read at a time of a tensor whose rows are reordered.
 _READ_BYTES = 4 << 20
 
 
@@ -43,7 +43,7 @@ class Relaid(PartSource):
         return sum(self._read(part) for part in parts)
 
     def _of(self, name: str) -> tuple[WeightData, Layout, bool]:
-        """The tensor's origin in the file, its layout, and whether its blocks are dequantised."""
+        """(Tensor in the file, its layout, whether its blocks are dequantised) for a name."""
         where = self._names[name]
         data, layout = self._stored[where.tensor], where.layout
         return data, layout, data.is_packed and not (layout.by_rows and layout.keeps_values)
@@ -112,10 +112,10 @@ class Stacked(PartSource):
 
 
 class Exact(PartSource):
-    """The Source of one tensor that the file has twice: changed (and so rounded), and the original.
+    """The Source of one tensor that the file has twice: changed, and so rounded; and exact, in the metadata.
 
-    The original is used only if changing it gives the file's values, so a program that changes these
-    need not know of the original.
+    The exact values are used only if their change gives the tensor's values. So a program may edit the tensor
+    without knowing of the exact values.
     """
 
     def __init__(self, shifted: WeightData, original: np.ndarray, layout: Layout):
@@ -144,7 +144,7 @@ class Exact(PartSource):
 
 
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
-    """A box of a tensor in its declared dtype, and the number of bytes read for it."""
+    """(The values of a box of a tensor in its declared dtype, the number of bytes read)."""
     index = tuple(slice(*span) for span in box)
     if data.is_loaded or data.source is None:
         return np.asarray(data.typed())[index], 0

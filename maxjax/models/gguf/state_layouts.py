@@ -19,11 +19,11 @@ from .layouts import Layout, Shape
 class Logarithm(Layout):
     """``log(-x)`` of each value: GGUF files hold ``-exp(A_log)`` of recurrent layers.
 
-    Computed in float64 and rounded to the tensor's dtype once. Neither direction has an exact inverse: what
-    comes back differs by a few units in the last place.
+    It is computed in float64 and rounded to the tensor's dtype once. Neither direction has an exact inverse:
+    a round trip changes values by a few units in the last place.
 
     Attributes:
-        inverse: whether it is ``-exp(x)``.
+        inverse: whether the change is ``-exp(x)`` instead.
 
     Example:
         >>> Logarithm().apply(np.float32([-1, -2]))
@@ -47,7 +47,7 @@ class Logarithm(Layout):
 
 @dataclass(frozen=True)
 class Taps(Layout):
-    """The weight ``[C, 1, K]`` of a convolution of each channel, which files hold as ``[C, K]``.
+    """The weight ``[C, 1, K]`` of a depthwise convolution, which files hold as ``[C, K]``.
 
     The converter drops the axis of size 1 (``LFM2Model``, ``Mamba2Model``).
 
@@ -96,7 +96,7 @@ class NoMiddle(Layout):
 
 @dataclass(frozen=True)
 class Flat(Layout):
-    """A vector that files hold as a matrix, of some rows or of one row for each value.
+    """A vector that files hold as a matrix with ``rows_stored`` rows, or with one row for each value.
 
     The converter gives the norm of Mamba 2 a row for each group, and A and D one for each head
     (``Mamba2Model``).
@@ -133,7 +133,7 @@ class Flat(Layout):
 
 @dataclass(frozen=True)
 class InRows(Flat):
-    """A vector as a matrix: the inverse of ``Flat``."""
+    """Makes a matrix of a vector: the inverse of ``Flat``."""
 
     def shape(self, stored: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
@@ -152,7 +152,7 @@ class InRows(Flat):
 
 @dataclass(frozen=True)
 class Both(Layout):
-    """One change of a complete tensor, and then another.
+    """Two changes of a complete tensor, one after the other.
 
     Attributes:
         first, second: the changes.

@@ -1,7 +1,7 @@
-"""``GGUFTable``: the GGUF files of a model family, as data that ``register`` takes.
+"""``GGUFTable``: a description of a model family's GGUF files, which ``Family(gguf=…)`` takes.
 
-It says how llama.cpp names the architecture, its tensors and its settings. A family without one is
-neither read from GGUF files nor written to them.
+It describes how llama.cpp names the architecture, its tensors and its settings. Models of a family without
+a table cannot be read from GGUF files or written to them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ARCHITECTURE_OF: MutableMapping[str, str] = {
     "gpt2": "gpt2", "bert": "bert",
 }  # fmt: skip
 
-# Queries and keys whose rows are permuted, because llama.cpp rotates neighbouring features.
+# Names of queries and keys whose rows are permuted, because llama.cpp rotates neighbouring features.
 PERMUTED: Mapping[str, Rule] = {
     ".attn_q": Rule("self_attn.q_proj", QUERIES),
     ".attn_k": Rule("self_attn.k_proj", KEYS),
 }
-# The tensors of a model with LayerNorm and biases everywhere.
+# The tensors with a bias in a model with LayerNorm and biases everywhere.
 PLAIN_BIASES = (
     "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down", "attn_norm",
     "ffn_norm", "output_norm",
 )  # fmt: skip
-# One linear layer for gate and up.
+# Names of one linear layer for gate and up.
 GATE_UP: Mapping[str, str | None] = {".ffn_gate": None, ".ffn_up": "mlp.gate_up_proj"}
 
 # The names of encoders, in place of those that Llama-like decoders share.
@@ -47,7 +47,7 @@ ENCODER_NAMES: Mapping[str, str | None] = {
     "output": None, "output_norm": None, ".attn_norm": None, ".ffn_norm": None,
     ".attn_q": None, ".attn_k": None, ".attn_v": None,
 }  # fmt: skip
-# The tensors of encoders that llama.cpp reads a bias of.
+# The tensors of encoders whose biases llama.cpp reads.
 ENCODER_BIASES = (
     "token_embd_norm", "attn_qkv", "attn_output", "attn_output_norm", "ffn_gate", "ffn_up", "ffn_down",
     "layer_output_norm",
@@ -56,50 +56,51 @@ ENCODER_BIASES = (
 
 @dataclass(frozen=True)
 class GGUFTable:
-    """How a GGUF file names a family's architecture, tensors and settings.
+    """A description of how GGUF files name a family's architecture, tensors and settings.
 
     Attributes:
         architecture: llama.cpp's name of the architecture, ``general.architecture``.
-        tensors: GGUF's name of a tensor, without ``.weight`` and with a dot in front for one of a
-            layer → the checkpoint's name, or a ``Rule`` with a change of the values. It adds to the
-            names that Llama-like decoders share; None takes one away.
+        tensors: GGUF's name of a tensor, without ``.weight`` and with a dot in front for a layer's
+            tensor → the checkpoint's name, or a ``Rule`` with a change of the values. These names
+            are added to those that Llama-like decoders share; None removes a name.
         keys: metadata keys of numbers and flags, without the architecture → keys of ``config.json``.
-            It adds to those that Llama-like decoders share.
-        fixed: settings that are the same in every file, because llama.cpp's code has them.
-        read: further settings, from the file's metadata, the shapes of its tensors and the
-            configuration so far.
-        write: further metadata, from the family's config; it raises UnsupportedModelError for one
-            that a file cannot hold.
-        biases: the tensors of a layer that llama.cpp reads a bias of.
+            They are added to those that Llama-like decoders share.
+        fixed: settings that are the same in every file, because they are in llama.cpp's code.
+        read: function (metadata, shapes of the tensors, configuration so far) → further settings.
+        write: function of the family's config → further metadata; it raises UnsupportedModelError
+            for a config that a file cannot represent.
+        biases: tensors of a layer whose biases llama.cpp reads.
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
-        layer: beginning of the checkpoint's names of a layer's tensors, ``*`` being its number.
-        period: n, where every n-th layer sees all tokens if there is a sliding window.
+        layer: prefix of the checkpoint's names of a layer's tensors, with ``*`` for the layer's number.
+        period: n, where every n-th layer has full attention if there is a sliding window.
         has_rope: whether attention has RoPE; without it files have no settings of it.
-        attends: whether there is attention; without it there are no MLPs either.
+        attends: whether there are attention and MLPs.
         lists_windows: whether files list the layers with a sliding window, so that any may have one.
-        listed: keys that may differ between layers; the configuration so far has the first layer's, and
-            ``read`` reads the others.
+        listed: keys that may differ between layers; the configuration so far has the first layer's
+            value, and ``read`` reads the others.
         is_partial: whether RoPE may rotate a part of each head.
         is_tied: whether the head is always the embedding table.
-        has_head: whether llama.cpp needs a head that is not the embedding table.
-        is_square: whether it needs heads that are together as wide as the hidden states.
+        has_head: whether llama.cpp requires a head that is not tied to the embedding table.
+        is_square: whether llama.cpp requires heads that are together as wide as the hidden states.
         is_divided: whether RoPE's frequencies may have divisors, as in Llama 3.
-        is_long: whether they may have divisors that depend on the length, as in LongRoPE.
-        unused: those of ``keys`` that llama.cpp has no use for.
-        written: metadata keys that ``write`` gives and llama.cpp reads.
-        truncates: whether the range of YaRN's interpolated pairs is rounded to whole pairs.
-        computed: settings that others are computed from, and that the file holds in their place.
+        is_long: whether there may be divisors that depend on the length, as in LongRoPE.
+        unused: those of ``keys`` that llama.cpp does not read.
+        written: metadata keys that ``write`` returns and llama.cpp reads.
+        truncates: whether llama.cpp rounds the range of YaRN's interpolated pairs to whole pairs.
+        computed: settings that are not compared when the metadata is read back, since the file holds
+            other settings that determine them.
         model_types: ``model_type`` of further configurations that are written as this architecture.
-        width: metadata key of the width of a head; None: that of a key, which a value shares.
-        log_multiplier: what files hold of YaRN's ``mscale_all_dim``, which ``mscale`` equals then, as a
-            multiple of it; 0: nothing.
-        numbers: metadata keys, complete ones, of lists with one number for each layer → the tensor of
-            a layer that is that number, and its shape.
-        join: tensors by the checkpoint's names → those of a checkpoint, where a file holds other parts
-            of them, or other numbers; the first argument is the file's metadata.
-        split: the inverse, before tensors are renamed; the first argument is the family's config.
-        instead: what the family's config is written as, if not as this architecture: another that has a
-            table, and settings, by names of the config's fields, that have other values then; None: as this one.
+        width: metadata key of the width of a head; None: the width of keys, which values must share.
+        log_multiplier: ratio of the number that files hold for YaRN to its ``mscale_all_dim``, which
+            then equals ``mscale``; 0: files do not hold it.
+        numbers: complete metadata key of a list with one number for each layer → name and shape of the
+            layer's tensor that has this number as its value.
+        join: function (metadata, tensors by the checkpoint's names) → tensors of a checkpoint, for
+            files that hold parts of tensors, or other values.
+        split: function (family's config, tensors of a checkpoint), the inverse of ``join``; it is
+            applied before tensors are renamed.
+        instead: function of the family's config for models that are written as another architecture:
+            it returns (architecture, changed config fields), or None to keep this architecture.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -140,20 +141,20 @@ class GGUFTable:
 
     @property
     def names(self) -> Mapping[str, Sequence[Rule]]:
-        """GGUF's names of all tensors, with ``blk.*`` for a layer → the checkpoint's."""
+        """GGUF's names of all tensors, with ``blk.*`` for a layer → rules for the checkpoint's tensors."""
         return decoder_table(self.tensors, layer=self.layer)
 
 
 TABLES: dict[str, GGUFTable] = {}
-"""The tables that were added, by architecture."""
+"""The tables that :func:`add_table` added, by architecture."""
 
 
 def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
-    """Makes the GGUF files of a family known.
+    """Registers a family's GGUF table, so that its GGUF files can be read and written.
 
     Args:
         table: the table.
-        model_type, architecture: the family's names as in ``config.json``.
+        model_type, architecture: names of the family in a ``config.json``.
     """
     name = table.architecture
     TABLES[name] = table

@@ -1,7 +1,7 @@
-"""The content of ``config.json`` → the metadata of a GGUF file.
+"""Makes the metadata of a GGUF file from the content of ``config.json``.
 
 It applies the tables of ``config.read`` in reverse. The result is then read back, and a
-configuration that does not survive the round trip is refused.
+configuration that changes in this round trip is refused.
 
 Source: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``Keys`` and
 ``LlamaFileType`` in gguf-py's ``constants.py``.
@@ -29,12 +29,12 @@ from .table import TABLES, GGUFTable
 from .tensors.types import MIXTURES, is_wide
 
 _LOG = logging.getLogger("maxjax")
-# general.file_type: the type of most values in the file, or the mixture of types.
+# Numbers of general.file_type: the type of most values in the file, or the mixture of types.
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 FILE_TYPES |= {name.upper(): mixture.file_type for name, mixture in MIXTURES.items()}
 _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
-# Settings that GGUF has no key for, and their values in every model that it can hold.
+# Settings that GGUF has no key for, with the only values that a GGUF file can represent.
 _ROPE = {"partial_rotary_factor": 1.0, "use_sliding_window": False}
 _GEMMA = {**_ROPE, "use_bidirectional_attention": False}
 _FIXED: Mapping[str, Mapping[str, Any]] = {
@@ -43,7 +43,8 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {
     "bert": {"is_decoder": False, "add_cross_attention": False},
     "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "gemma-embedding": _ROPE, "llama": _ROPE,
 }  # fmt: skip
-# Settings that are stored elsewhere, may be spelled differently, or are checked separately.
+# Settings that the round trip does not compare: they are stored elsewhere, may be spelled differently, or
+# are checked separately.
 _NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
 
 
@@ -57,24 +58,25 @@ def gguf_metadata(
     pooling: str | None = None,
     path: Any = None,
 ) -> dict[str, Any]:
-    """The metadata of a GGUF file for a model, without its tokenizer's.
+    """Makes the metadata of a GGUF file for a model, without that of its tokenizer.
 
-    Floats are stored as float32. The configuration that ``hf_config`` makes from the result builds
+    Floats are stored as float32. The configuration that ``hf_config`` makes from the result describes
     the same model.
 
     Args:
         config: content of ``config.json``.
         tensors: tensors of the file, as ``gguf_tensors`` returns them.
-        encoding: what they will be quantised to, a key of ``MIXTURES`` in upper case, such as "Q4_K_M";
-            None: they stay as they are.
-        dtype: dtype that they will be converted to; None: they stay as they are.
+        encoding: encoding or mixture to which the tensors will be quantised, a key of ``MIXTURES`` in
+            upper case, such as "Q4_K_M"; None: they are not quantised.
+        dtype: dtype to which the tensors will be converted; None: they are not converted.
         name: name of the model.
         pooling: pooling type of an encoder, as :func:`~maxjax.models.gguf.pooling` returns it.
         path: path of the checkpoint, for messages.
 
     Raises:
         UnsupportedModelError: the architecture has no table, or a GGUF file cannot represent a
-            setting; the message names it.
+            setting, which the message names.
+        UserInputError: ``pooling`` is unknown.
         CheckpointMismatchError: the configuration does not fit the tensors.
         CheckpointFormatError: a setting is missing or wrong; the message names it.
     """
@@ -101,10 +103,10 @@ def gguf_metadata(
 
 
 def gguf_settings(model: FamilyConfig, path: Any = None) -> dict[str, Any]:
-    """The metadata of a model's settings; those that depend on its tensors are not among them.
+    """The metadata of a model's settings, without settings that depend on its tensors.
 
     Args:
-        model: its configuration, as ``read_config`` returns it.
+        model: configuration of the model, as ``read_config`` returns it.
         path: path of the checkpoint, for messages.
 
     Raises:
@@ -130,7 +132,7 @@ def file_type(kind: str | DType) -> dict[str, Any]:
 
 
 def _most(tensors: Mapping[str, WeightData]) -> str:
-    """The type of most values in the file, by its name in FILE_TYPES."""
+    """The type of most values in the file, as a key of ``FILE_TYPES``."""
     sizes: Counter[str] = Counter()
     for name, data in tensors.items():
         shape = tuple(map(int, data.logical_shape))
@@ -141,7 +143,7 @@ def _most(tensors: Mapping[str, WeightData]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
-# --- what several architectures have ------------------------------------------------------------
+# --- metadata of several architectures ----------------------------------------------------------
 
 
 def _sizes(config: Any) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def _epsilon(table: GGUFTable | None, size: Any) -> dict[str, float]:
 
 
 def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """The keys of one architecture, as its table says."""
+    """The metadata keys that an architecture's table adds."""
     size, found = model.config, {}
     if table.has_head and size.tie_word_embeddings:
         raise unsupported(f"a tied head in a GGUF file of {table.architecture!r}", path)
@@ -258,7 +260,7 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
 
 
 def _period(slides: list[bool], usual: int) -> int | None:
-    """n, where every n-th layer sees all tokens, as in llama.cpp; None if there is no such n."""
+    """n, where every n-th layer has full attention, as in llama.cpp; None if there is no such n."""
     for period in (usual, *range(1, len(slides) + 2)):
         if slides == [bool((i + 1) % period) for i in range(len(slides))]:
             return period
@@ -308,7 +310,7 @@ def _check(
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):
-            settings.pop("sliding_window", None)  # of no layer
+            settings.pop("sliding_window", None)  # no layer uses it
     if hasattr(model.config, "type_vocab_size"):
         settings.pop("tie_word_embeddings", None)  # an encoder has no head
     fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])

@@ -1,7 +1,7 @@
-"""``quantization_config`` of a ``config.json``: which layers of a checkpoint are quantised, and how.
+"""Reads ``quantization_config`` of a ``config.json``: which layers of a checkpoint are quantised, and how.
 
 A checkpoint's tensors decide which linear layers are quantised: those that it does not hold as plain
-floats. ``methods.py`` is the table of what can be read, ``layouts.py`` says which tensors a layer has.
+floats. ``methods.py`` is the table of supported methods; ``layouts.py`` describes the tensors of a layer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a ``quantization_config`` says.
+    """The settings of a ``quantization_config``.
 
     Attributes:
-        method: its ``quant_method``.
-        layout_for: for the name of a layer, the function that gives its layout.
+        method: value of ``quant_method``.
+        layout_for: function from the name of a layer to the function that makes its layout.
         settings: the object itself.
     """
 
@@ -47,7 +47,7 @@ class Quantization:
     def of(
         cls, config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Quantization | None:
-        """What a configuration says, or None if its model is not quantised.
+        """Reads the settings of a configuration; None if its model is not quantised.
 
         Raises:
             UnsupportedModelError: the format is not supported; the message names it.
@@ -76,7 +76,7 @@ class Quantization:
         return cls(method, METHODS[method](settings), settings)
 
     def apply(self, model: Module, found: Mapping[str, WeightData], dtype: DType) -> set[str]:
-        """Makes the quantised linear layers of a lazy model QuantizedLinears.
+        """Replaces the quantised linear layers of a lazy model by QuantizedLinears.
 
         Args:
             model: the model, whose layers are not stacked.
@@ -87,7 +87,7 @@ class Quantization:
             The names of the tensors that make up the quantised weights.
 
         Raises:
-            UnsupportedModelError: the model has no linear layer that is quantised.
+            UnsupportedModelError: no linear layer of the model is quantised.
         """
         stacks = _unstacked(model)
         modules = {prefix.removesuffix("."): module for prefix, module in model.named_modules()}
@@ -97,7 +97,7 @@ class Quantization:
         layers: dict[str, dict[str, Any]] = {}
         for name, data in found.items():
             if data.is_packed:
-                continue  # blocks, which every linear layer takes
+                continue  # blocks, which plain linear layers compute with
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, QuantLayout] = {}
@@ -106,7 +106,7 @@ class Quantization:
                 out_dim, in_dim = (int(n) for n in module.weight.shape)
                 layouts[name] = self.layout_for(name)(out_dim, in_dim, own)
         used = {f"{name}.{one.name}" for name, layout in layouts.items() for one in layout.tensors}
-        # Of equal experts the first stands for all.
+        # Where experts are equal, the first one stands for all.
         stacks = [one for one in stacks if _are_equal(layouts, one[0], getattr(*one[1:]))]
         left_out = {
             layer
@@ -119,7 +119,7 @@ class Quantization:
                 continue
             module = linear[name]
             parent, _, attribute = name.rpartition(".")
-            # AutoGPTQ wrote biases, which are zeros, of layers that have none.
+            # AutoGPTQ wrote biases of zeros for layers without a bias.
             has_bias = module.bias is not None or "bias" in layers[name]
             new = QuantizedLinear(layout, module.weight.device, has_bias=has_bias, dtype=dtype)
             setattr(modules[parent], attribute, new)
@@ -132,7 +132,7 @@ class Quantization:
 
 
 def _unstacked(model: Module) -> list[tuple[str, Module, str]]:
-    """Gives all experts weights of their own; returns where they are: full name, Module, attribute."""
+    """Unstacks all experts; returns (full name, parent Module, attribute) of each unstacked list."""
     places = [
         (prefix + name, module, name)
         for prefix, module in model.named_modules()
@@ -145,7 +145,7 @@ def _unstacked(model: Module) -> list[tuple[str, Module, str]]:
 
 
 def _are_equal(layouts: Mapping[str, QuantLayout], name: str, experts: Any) -> bool:
-    """Whether the experts of that name are all quantised in one layout, or none is."""
+    """Whether the experts below ``name`` are all quantised with the same layouts, or none is quantised."""
     each: dict[str, dict[str, QuantLayout]] = {}
     for layer, layout in layouts.items():
         if layer.startswith(f"{name}."):
@@ -155,7 +155,7 @@ def _are_equal(layouts: Mapping[str, QuantLayout], name: str, experts: Any) -> b
 
 
 def _split(name: str, layers: Container[str]) -> tuple[str, str]:
-    """The layer that a tensor belongs to, and the rest of its name; "" for the layer of another."""
+    """(Layer, rest of the name) of a tensor; the layer is "" if the tensor belongs to none of ``layers``."""
     at = name.rfind(".")
     while at > 0:
         if name[:at] in layers:
@@ -165,7 +165,7 @@ def _split(name: str, layers: Container[str]) -> tuple[str, str]:
 
 
 def unquantised(found: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """The tensors of a quantised checkpoint that are weights and biases as of any other."""
+    """The tensors of a quantised checkpoint that are plain float weights and biases."""
     return {
         name: data
         for name, data in found.items()
@@ -173,7 +173,7 @@ def unquantised(found: Mapping[str, WeightData]) -> dict[str, WeightData]:
     }
 
 
-# Tensors that quantised linear layers have, of one format or another.
+# Suffixes of tensors of quantised linear layers, in any format.
 _TENSORS = (
     ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".weight.absmax",
 )  # fmt: skip
@@ -189,7 +189,7 @@ def check_has_settings(
     """Checks that a checkpoint without a ``quantization_config`` has no quantised layers.
 
     Raises:
-        UnsupportedModelError: it has a tensor of one that the model does not have.
+        UnsupportedModelError: it has a tensor of a quantised layer, which the model does not have.
     """
     names = [name for name in found if name.endswith(_TENSORS)]
     known = model.raw_state_dict() if names else {}

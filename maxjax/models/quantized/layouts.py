@@ -1,6 +1,7 @@
 """The layouts of quantised linear layers: which tensors a layer of each format has, and their shapes.
 
-Where a format leaves a choice (the dtype of scales, one scale or ``[1]``), the file's tensors decide.
+Where a format leaves a choice (the dtype of scales, or a scalar of shape ``[]`` or ``[1]``), the file's
+tensors decide.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from ...dtype import DType
 from ...nn.quantized import Exactly, QuantLayout, QuantTensor
 
-# The tensors of one layer, by what follows its name: dtype and shape.
+# The (dtype, shape) of each tensor of one layer, by the part of its name after the layer's name.
 Found = Mapping[str, tuple[DType, tuple[int, ...]]]
 # (out, in, the layer's tensors) → the layout of its weight.
 LayoutOf = Callable[[int, int, Found], QuantLayout]
@@ -27,15 +28,15 @@ def tensor(
     dtypes: DType | Sequence[DType],
     shapes: Sequence[tuple[tuple[int, ...], tuple[int | None, ...]]],
 ) -> QuantTensor:
-    """A tensor of a layer, in the dtype and shape that the file has if these are possible ones.
+    """A tensor of a layer, with the dtype and shape that it has in the file if the format allows them.
 
-    Otherwise it is the first of each, and loading says what differs.
+    Otherwise it has the first allowed dtype or shape, and loading reports the difference.
 
     Args:
         own: tensors of the layer.
         name: name of the tensor.
         dtypes: possible dtypes.
-        shapes: possible shapes, each with the axes of the weight that it runs along.
+        shapes: possible shapes, each with the axis of the weight that each of its axes runs along, or None.
     """
     possible = [dtypes] if isinstance(dtypes, DType) else list(dtypes)
     dtype, shape = own.get(name, (possible[0], shapes[0][0]))
@@ -46,7 +47,7 @@ def tensor(
 
 
 def unused(own: Found, *names: str) -> list[QuantTensor]:
-    """Tensors of the file that a product does not need: scales of quantised activations."""
+    """Tensors of the file that a matmul does not need: scales of quantised activations."""
     return [
         QuantTensor(name, own[name][0], own[name][1], (None,) * len(own[name][1]))
         for name in names
@@ -64,7 +65,7 @@ SINGLE = [((), ()), ((1,), (None,)), ((1, 1), (None, None))]
 def _scale_shapes(
     out: int, inner: int, strategy: str, block: tuple[int, int] | None
 ) -> list[tuple[tuple[int, ...], tuple[int | None, ...]]]:
-    """The shapes of the scales of a weight, with one for all, for each row, or for each block."""
+    """The possible shapes of a weight's scales: one for the tensor, for each row, or for each block."""
     if strategy == "tensor":
         return SINGLE
     if strategy == "channel":
@@ -89,11 +90,11 @@ def scaled(
 
     Args:
         dtypes: possible dtypes of the weight.
-        strategy: "tensor", "channel" or "block": what has one scale.
+        strategy: unit that has one scale: "tensor", "channel" or "block".
         scale: name of the scales.
         block: shape of a block.
-        asymmetric: whether there must be zero points.
-        ignored: names of tensors that are kept and not used.
+        asymmetric: whether zero points are required.
+        ignored: names of tensors that are loaded but not used.
     """
     shapes = _scale_shapes(out, inner, strategy, block)
     tensors = [
@@ -122,13 +123,13 @@ def packed(
     """The layout of ``pack-quantized``.
 
     Args:
-        group: columns of a group; None: all.
+        group: number of columns in a group; None: all.
         asymmetric: whether there are zero points.
-        ordered: whether the file must say of each column which group it belongs to.
+        ordered: whether the file must have ``weight_g_idx``, the group of each column.
     """
     ordered = ordered or "weight_g_idx" in own
     words, groups = 32 // bits, 1 if group is None else count_blocks(inner, group)
-    # The columns of a group are anywhere if there is an order.
+    # With ``weight_g_idx``, the columns of a group are not consecutive.
     along = None if ordered or groups == 1 else 1
     tensors = [
         tensor(own, "weight_packed", DType.int32, [((out, count_blocks(inner, words)), (0, 1))]),

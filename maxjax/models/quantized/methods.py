@@ -1,4 +1,4 @@
-"""The table of quantisation methods: ``quant_method`` → what its settings say of each linear layer."""
+"""The table of quantisation methods: ``quant_method`` → function from its settings to layouts of linear layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     settings.only("fmt", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2")
     block = settings.pair("weight_block_size")
     if block is None and settings.raw.get("weight_block_size", 0) == 0:
-        block = (128, 128)  # transformers' default where the key is absent; null says one scale
+        block = (128, 128)  # transformers' default if the key is absent; null means one scale
 
     def layout(out: int, inner: int, own: Found) -> QuantLayout:
         ignored = ("activation_scale", "input_scale")
@@ -52,7 +52,7 @@ def _fbgemm(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 
 # --- compressed-tensors -------------------------------------------------------------------------
 
-# The values of ``format`` that say which numbers there are, and the type of these.
+# The supported values of ``format``, and the types of numbers that each allows.
 _COMPRESSED = {
     "float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",),
     "pack-quantized": ("int",),
@@ -76,7 +76,7 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
             layouts |= dict.fromkeys(_targets(group), _compressed_group(group, kind))
     if not layouts:
         raise settings.refused("no config_groups")
-    # The order of compressed-tensors: names, patterns by the alphabet, classes.
+    # The order of compressed-tensors: names, then patterns, both alphabetically, then classes.
     by_name = [
         (_pattern(settings, target[3:]) if target.startswith("re:") else target, layouts[target])
         for target in sorted(layouts, key=lambda target: ("re:" in target, target))
@@ -95,7 +95,7 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     return layout_for
 
 
-# What a target calls the class of a linear layer.
+# The names of the class of linear layers in targets.
 _CLASSES = ("Linear", "ColumnParallelLinear")
 
 
@@ -109,7 +109,7 @@ def _targets(group: QuantSettings) -> list[str]:
 
 
 def _pattern(settings: QuantSettings, text: str) -> re.Pattern[str]:
-    """A pattern for names of layers."""
+    """Compiles a pattern of layer names."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -125,7 +125,7 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     if weights is None:
         raise group.refused("no weights")
     number = weights.only("type", *_COMPRESSED[kind], default="int")
-    # Of other widths there are two ways to pack words.
+    # For other widths there are two ways of packing numbers into words.
     bits = weights.only("num_bits", *((4, 8, 2) if kind == "pack-quantized" else (8,)))
     asymmetric = not weights.get("symmetric", bool, True)
     size = weights.get("group_size", int)
@@ -167,7 +167,7 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
 
 
 def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
-    """``gptq``, with the settings of all layers and those of single ones."""
+    """``gptq``, with settings for all layers and, under ``dynamic``, for single layers."""
     layout = _gptq_layout(settings)
     layouts: list[tuple[re.Pattern[str], LayoutOf | None]] = []
     for key, changed in settings.parts("dynamic").items():
@@ -190,7 +190,7 @@ def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 
 
 def _gptq_layout(settings: QuantSettings) -> LayoutOf:
-    """Groups of rows of the transposed weight, also in an order of their own."""
+    """The layout of ``gptq``: groups of rows of the transposed weight, in order or listed by ``g_idx``."""
     bits = settings.only("bits", 4, 8, 2)
     forms = ("gptq", "gptq_v2")
     form = settings.only("checkpoint_format", *forms, default=settings.only("format", *forms))
@@ -230,7 +230,7 @@ def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     settings.only("version", "gemm", "GEMM")
     for key in ("format", "checkpoint_format"):
         settings.only(key, "gemm", "GEMM")
-    if settings.raw.get("backend") == "llm-awq":  # words in another order
+    if settings.raw.get("backend") == "llm-awq":  # its words have another order
         raise settings.refused("backend 'llm-awq'")
     asymmetric = settings.get("zero_point", bool, True)
     size = settings.get("group_size", int, 128)
@@ -256,7 +256,7 @@ def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 
 # --- bitsandbytes -------------------------------------------------------------------------------
 
-# Numbers of a block, and scales of a block of scales: what transformers writes.
+# Numbers in a block, and scales in a block of scales, as transformers writes them.
 _BLOCK, _NESTED = 64, 256
 
 
@@ -277,7 +277,7 @@ def _int8(out: int, inner: int, own: Found) -> QuantLayout:
         tensor(own, "weight", DType.int8, [((out, inner), (0, 1))]),
         tensor(own, "SCB", SCALES, [((out,), (0,))]),
     ]
-    if "weight_format" in own:  # 0: rows as they are, not the order of a GPU's kernel
+    if "weight_format" in own:  # 0: rows in order, not in the order of a GPU kernel
         found = tensor(own, "weight_format", DType.uint8, SINGLE)
         tensors.append(replace(found, form=Exactly((0,))))
     return QuantLayout("bitsandbytes8", out, inner, tuple(tensors))
@@ -306,10 +306,10 @@ def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> Quant
 
 
 def _mxfp4(settings: QuantSettings) -> Callable[[str], LayoutOf]:
-    """``mxfp4`` of gpt-oss: the experts' tensors, which its family reads as GGUF's blocks."""
+    """``mxfp4`` of gpt-oss: only experts are quantised, and its family reads them as GGUF's blocks."""
 
     def refused(name: str) -> LayoutOf:
-        raise settings.refused(f"'{name}', which is no expert")
+        raise settings.refused(f"'{name}', which is not an expert: only experts may be in MXFP4")
 
     return refused
 
@@ -325,7 +325,7 @@ METHODS: dict[str, Callable[[QuantSettings], Callable[[str], LayoutOf]]] = {
 }
 """The methods that can be read: ``quant_method`` → the function that reads its settings."""
 
-# Methods whose weights are one tensor of blocks in a model, and what else a file says of them.
+# Methods whose weights are one tensor of blocks in a model, and further settings that files have.
 BLOCKS: dict[str, dict[str, Any]] = {
     "mxfp4": {
         "modules_to_not_convert": [
@@ -336,7 +336,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def with_blocks(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The configuration with what tensors of these names say of MXFP4: that they are, or are not.
+    """The configuration for tensors of these names: it has MXFP4's settings exactly if tensors are in MXFP4.
 
     Example:
         >>> with_blocks({}, ["experts.down_proj_blocks"])["quantization_config"]["quant_method"]

@@ -1,4 +1,4 @@
-"""The objects of a ``quantization_config``, whose values are read with their types."""
+"""Reads the objects of a ``quantization_config``, and checks the types of their values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...errors import CheckpointFormatError, UnsupportedModelError
 from ..config import short
 
 KEY = "quantization_config"
-"""The entry of ``config.json`` that says how a repository is quantised."""
+"""The key of ``config.json`` that describes how a checkpoint is quantised."""
 
 
 class QuantSettings:
-    """An object of ``quantization_config``, whose values are read with their types.
+    """An object of ``quantization_config``; each value is checked when it is read.
 
     Args:
         raw: the object.
-        where: its place in the file, for messages.
+        where: path of keys to the object in the file, for messages.
         path: path of the file, for messages.
     """
 
@@ -29,7 +29,7 @@ class QuantSettings:
         """The value of a key; the default if it is absent or null.
 
         Raises:
-            CheckpointFormatError: it has another type.
+            CheckpointFormatError: the value has another type.
         """
         value = self.raw.get(key)
         if value is None:
@@ -44,10 +44,10 @@ class QuantSettings:
         return value
 
     def only(self, key: str, *known: Any, default: Any = None) -> Any:
-        """The value of a key, which must be one of those that are known; the first by default.
+        """The value of a key, which must be one of ``known``; if it is absent or null, ``default`` or the first.
 
         Raises:
-            UnsupportedModelError: it is another one.
+            UnsupportedModelError: the value is another one.
         """
         value = self.raw.get(key)
         value = (known[0] if default is None else default) if value is None else value
@@ -91,7 +91,7 @@ def positive(settings: QuantSettings, key: str, default: int | None = None) -> i
     """A positive integer under a key.
 
     Raises:
-        CheckpointFormatError: it is another value, or absent without a default.
+        CheckpointFormatError: the value is not a positive integer, or is absent without a default.
     """
     value = settings.get(key, int, default)
     if value is None or value < 1:

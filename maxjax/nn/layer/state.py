@@ -107,7 +107,6 @@ class StateDict:
             ValueError: values do not match the weights; the message lists all mismatches. For a
                 Weights cursor it is a CheckpointMismatchError, which names the file.
             TypeError: ``state_dict`` is no mapping.
-            TypeError: ``state_dict`` is no mapping.
             OutOfMemoryError: the devices, or the host, cannot hold it.
 
         Example:

@@ -10,7 +10,7 @@ from ..table import GGUFTable
 
 _EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
 
-# llama.cpp reads norms of queries and keys in models of so many layers.
+# llama.cpp reads norms of queries and keys only in models with at least this many layers.
 _DEEP = 64
 
 

@@ -1,7 +1,7 @@
-"""The files of DeepSeek V2 and V3: layers that predict further tokens, and GGUF.
+"""GGUF files of DeepSeek V2 and V3.
 
-GGUF files hold a head's keys ``[C, N]`` and values ``[V, C]`` for latents of size C apart, so that
-llama.cpp attends to latents as to one KV head; files from before April 2025 have ``kv_b_proj`` as it is.
+GGUF files hold ``kv_b_proj`` as two tensors, keys ``[C, N]`` and values ``[V, C]`` of each head for latents of
+size C, so that llama.cpp can attend to latents as to one KV head. Files from before April 2025 hold it unsplit.
 
 Source: ``DeepseekV2Model`` of llama.cpp's converter, its ``src/models/deepseek2.cpp``.
 """
@@ -23,12 +23,12 @@ from ..table import GGUFTable
 
 _LOG = logging.getLogger("maxjax")
 _BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
-# llama.cpp's numbers of what gives scores to experts.
+# llama.cpp's numbers of the functions that give scores to experts.
 _SOFTMAX, _SIGMOID = 1, 2
 
 
 def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """``kv_b_proj`` ``[H · (N + V), C]`` of keys ``[H, C, N]`` and values ``[H, V, C]``."""
+    """Joins keys ``[H, C, N]`` and values ``[H, V, C]`` to ``kv_b_proj`` ``[H · (N + V), C]``."""
     found = dict(tensors)
     for name in tensors:
         if not name.endswith(_KEYS):
@@ -46,7 +46,7 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
         (heads, size, keys), (others, values, other) = shapes
         if (heads, size) != (others, other):
             raise CheckpointFormatError(
-                "keys and values of other latents", path=given.path, tensor=name,
+                "keys and values differ in their heads or latents", path=given.path, tensor=name,
                 expected=[heads, values, size], found=shapes[1],
             )  # fmt: skip
 
@@ -63,7 +63,7 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
 
 
 def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """The keys ``[H, C, N]`` and values ``[H, V, C]`` of ``kv_b_proj``; blocks are dequantised."""
+    """Splits ``kv_b_proj`` into keys ``[H, C, N]`` and values ``[H, V, C]``; blocks are dequantised."""
     heads, keys, values = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
     size = config.kv_lora_rank
 
@@ -91,7 +91,7 @@ def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightDa
 
 
 def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of the families it is, the widths of a head, and what a file leaves out."""
+    """The family (V2 or V3), the widths of a head, and values that files leave out."""
     rotated = given.count("rope.dimension_count")
     width, value = (
         given.count(f"attention.{kind}_length_mla", given.count(f"attention.{kind}_length"))

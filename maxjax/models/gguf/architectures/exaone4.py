@@ -8,7 +8,7 @@ from ..metadata import unsupported
 from ..names import AFTER_NORMS, HEAD_NORMS
 from ..table import GGUFTable
 
-# llama.cpp has the sliding window in models of so many layers alone.
+# llama.cpp uses the sliding window only in models with exactly this many layers.
 _LAYERS = 64
 
 

@@ -1,7 +1,7 @@
 """The GGUF files of Gemma 3n and 4.
 
-llama.cpp has much of Gemma 3n in its code: a model with other numbers is not written. Its files have keys
-and values also in the layers that read those of another, where the checkpoint may leave them out.
+llama.cpp has many numbers of Gemma 3n in its code, so a model with other numbers is refused. Gemma 3n's files
+have keys and values also in layers that read those of another layer; checkpoints may leave them out.
 
 Source: ``Gemma3NModel`` and ``Gemma4Model`` of llama.cpp's converter, its ``src/models/gemma3n.cpp`` and
 ``src/models/gemma4.cpp``.
@@ -34,12 +34,12 @@ Tensors = Mapping[str, WeightData]
 
 _GELU = "gelu_pytorch_tanh"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What llama.cpp has in its code of Gemma 3n: the first layer that reads another's keys and values, and the
-# layers whose MLPs have a sparsity.
+# Numbers of Gemma 3n in llama.cpp's code: index of the first layer that reads another's keys and values, number
+# of layers whose MLPs have a sparsity, and that sparsity.
 _FIRST_SHARING, _SPARSE, _SPARSITY = 20, 10, 0.95
 _TABLE, _ENTRIES = "embed_tokens_per_layer.weight", "vocab_size_per_layer_input"
 _STATES = re.compile(r"(.*\baltup_(?:unembed_)?projections)\.([0-9]{1,3})\.weight")
-# A divisor of frequencies that makes them 0, as good as.
+# A divisor that makes a frequency practically 0.
 _STILL = 1e20
 _KV = ("k_proj", "v_proj", "k_norm")
 _OF_LAYER = re.compile(
@@ -64,25 +64,25 @@ _KEYS = (
 )  # fmt: skip
 
 
-# --- what both have -----------------------------------------------------------------------------
+# --- both models --------------------------------------------------------------------------------
 
 
 def _filled(config: Any, tensors: Tensors) -> dict[str, WeightData]:
-    """The tensors with embeddings of layers for all tokens: those without their own have the first's."""
+    """The tensors with a per-layer embedding for every token; tokens without one get the first token's."""
     found = dict(tensors)
     for name, data in tensors.items():
         count = int(data.logical_shape[0]) if data.logical_shape else 0
         if name.endswith(_TABLE) and 0 < count < config.vocab_size:
             order = np.arange(config.vocab_size)
             order[count:] = (
-                count  # the first row of the table once more, so that no other is read for it
+                count  # the first row of the second copy, so that no other row is read for it
             )
             found[name] = rows(name, [data, data], order)
     return found
 
 
 def _cut(given: Settings, tensors: Tensors) -> dict[str, WeightData]:
-    """The tensors without the embeddings of layers that :func:`_filled` has added."""
+    """The tensors without the per-layer embeddings that :func:`_filled` added."""
     found = dict(tensors)
     for name, data in tensors.items():
         if name.endswith(_TABLE) and given.has(_ENTRIES):
@@ -93,20 +93,20 @@ def _cut(given: Settings, tensors: Tensors) -> dict[str, WeightData]:
 
 
 def _entries(given: Settings, tensors: Mapping[str, Sequence[int]]) -> int:
-    """The number of embeddings of layers, which are those of all tokens in other files."""
+    """The number of per-layer embeddings; in files of other writers there is one for every token."""
     name = "per_layer_token_embd.weight"
     count = rows_of(name, tensors, given.path)
     return given.count(_ENTRIES, count, maximum=count)
 
 
 def _check_near(config: Any) -> None:
-    """Checks the RoPE of layers with a sliding window, and the layers whose keys and values are read."""
+    """Checks the RoPE of sliding layers, and which layers' keys and values are read by others."""
     if config.local_rope.scaling is not None:
         raise unsupported("rope scaling in sliding-window layers of a GGUF file", None)
     if not config.num_kv_shared_layers:
         return
     first = config.first_sharing
-    # llama.cpp has the last two layers before for it, and does not look at their kinds.
+    # llama.cpp uses the last two layers before these, and does not check their kinds.
     for near, source in ((False, first - 1), (True, first - 2)):
         if near in config.slides[first:] and (source < 0 or config.slides[source] is not near):
             raise unsupported(
@@ -120,7 +120,7 @@ def _check_near(config: Any) -> None:
 
 
 def _split_3n(config: Any, tensors: Tensors) -> dict[str, WeightData]:
-    """The tensors with the linear layers of hidden states as one, and keys and values in all layers."""
+    """The tensors with the AltUp projections joined to one tensor, and keys and values in all layers."""
     found, states = {}, {}
     for name, data in _filled(config, tensors).items():
         if match := _STATES.fullmatch(name):
@@ -159,12 +159,12 @@ def _split_3n(config: Any, tensors: Tensors) -> dict[str, WeightData]:
 
 
 def _nothing(name: str, shape: tuple[int, ...], dtype: DType) -> WeightData:
-    """A tensor that llama.cpp reads and does not use."""
+    """A tensor of zeros, which llama.cpp reads but does not use."""
     return computed(name, [], lambda: np.zeros(shape, dtype.np), shape, dtype)
 
 
 def _join_3n(given: Settings, tensors: Tensors) -> dict[str, WeightData]:
-    """The inverse of :func:`_split_3n`, also without the keys and values that no layer reads."""
+    """The inverse of :func:`_split_3n`; keys and values that no layer reads are left out."""
     first = _first_sharing(given)
     found = {}
     for name, data in _cut(given, tensors).items():
@@ -196,7 +196,7 @@ def _first_sharing(given: Settings) -> int:
 
 
 def _read_3n(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp has in its code, where the number of layers matters."""
+    """Settings that llama.cpp's code derives from the number of layers, and checks that the file agrees."""
     layers = config["num_hidden_layers"]
     normal, share = statistics.NormalDist(), [_SPARSITY] * _SPARSE + [0.0] * layers
     key = "activation_sparsity_scale"
@@ -218,12 +218,12 @@ def _read_3n(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
 
 
 def _write_3n(config: Any) -> dict[str, Any]:
-    """The keys of the converter, of which llama.cpp has many in its code."""
+    """The metadata keys that the converter writes; models that differ from llama.cpp's code are refused."""
     _check_near(config)
     if (shared := config.num_kv_shared_layers) != max(config.num_layers - _FIRST_SHARING, 0):
         raise unsupported(
-            f"'num_kv_shared_layers' {shared} in a GGUF file of 'gemma3n', where the layers from "
-            f"{_FIRST_SHARING} on share,", None,
+            f"'num_kv_shared_layers' {shared} in a GGUF file of 'gemma3n' (llama.cpp's layers share "
+            f"keys and values from layer {_FIRST_SHARING} on)", None,
         )  # fmt: skip
     if not isinstance(config.rope.scaling, (LinearScalingParams, type(None))):
         raise unsupported(
@@ -285,7 +285,7 @@ GEMMA3N_GGUF = GGUFTable(
 
 
 def _of_layers(given: Settings, key: str, layers: int, default: Any) -> list[int]:
-    """The number of each layer, where a file has one for all of them or one for each."""
+    """The number for each layer; a file has one for all layers, or a list with one for each."""
     if not given.has(key) or not isinstance(given.any(key), list):
         return [given.count(key, default)] * layers
     found = given.items(key, int)
@@ -296,7 +296,7 @@ def _of_layers(given: Settings, key: str, layers: int, default: Any) -> list[int
 
 def _read_4(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths, heads and RoPE of each kind of layer, and the sizes of MLPs."""
-    given.count("attention.sliding_window")  # without it, all layers would be of one kind
+    given.count("attention.sliding_window")  # required: without it, all layers would be of one kind
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     shared = given.count("attention.shared_kv_layers", 0, minimum=0, maximum=layers - 1)
     near = given.count("attention.key_length_swa")
@@ -329,7 +329,7 @@ def _read_4(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[st
 
 
 def _heads(given: Settings, kinds: Sequence[str], heads: int, same: bool) -> dict[str, Any]:
-    """The numbers of KV heads of both kinds of layers."""
+    """The numbers of KV heads in both kinds of layers."""
     key = "attention.head_count_kv"
     counts = _of_layers(given, key, len(kinds), heads)
     near, full = (
@@ -346,7 +346,7 @@ def _heads(given: Settings, kinds: Sequence[str], heads: int, same: bool) -> dic
 
 
 def _sizes(given: Settings, layers: int, shared: int) -> dict[str, Any]:
-    """The size of the MLPs, which is twice that in layers that share if it is not everywhere the same."""
+    """The inner size of the MLPs; if layers differ, it must be twice as large in layers that share keys."""
     key = "feed_forward_length"
     sizes = _of_layers(given, key, layers, ...)
     doubles = len(set(sizes)) > 1
@@ -356,7 +356,7 @@ def _sizes(given: Settings, layers: int, shared: int) -> dict[str, Any]:
 
 
 def _ropes(given: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE of both kinds of layers; that of a file is a list of divisors."""
+    """The RoPE of both kinds of layers; for full attention, files hold a list of divisors of frequencies."""
     scaling, half = config["rope_scaling"], config["head_dim"] // 2
     divisors = scaling.get("short_factor", ()) if scaling else [1.0] * half
     turned = sum(one < _STILL for one in divisors)
@@ -365,7 +365,7 @@ def _ropes(given: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
             "rope of other frequencies than the first in layers that see all tokens"
         )
     share = turned / half
-    while int(share * config["head_dim"] // 2) < turned:  # as models compute it
+    while int(share * config["head_dim"] // 2) < turned:  # the formula of ``Proportional``
         share = math.nextafter(share, 2)
     full = {
         "rope_type": "proportional",
@@ -408,7 +408,7 @@ def _write_4(config: Any) -> dict[str, Any]:
 
 
 def _one(values: list[int]) -> int | list[int]:
-    """One number if all are equal."""
+    """One number if all are equal, else the list."""
     return values if len(set(values)) > 1 else values[0]
 
 

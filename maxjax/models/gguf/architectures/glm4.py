@@ -1,4 +1,4 @@
-"""GGUF files of GLM-4, GLM-4-0414 and GLM-4.5, whose files may hold layers that predict further tokens."""
+"""GGUF files of GLM-4, GLM-4-0414 and GLM-4.5; those of GLM-4.5 may have layers of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GLM4_GGUF = GGUFTable(
 
 
 def _of_gguf_moe(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the tensors tell; layers that predict further tokens do not count."""
+    """The settings that depend on the tensors; layers of multi-token prediction are not counted."""
     more = given.count("nextn_predict_layers", 0, minimum=0)
     return {
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,

@@ -11,7 +11,7 @@ from ..table import PLAIN_BIASES, GGUFTable
 
 
 def _grouped(attention: str) -> dict[str, Any]:
-    """The GGUF names of a layer's weights, where ``attention`` is that of its attention in the checkpoint."""
+    """The GGUF names of a layer's weights; ``attention`` is the checkpoint's name of the layer's attention."""
     return {
         **dict.fromkeys((".attn_q", ".attn_k", ".attn_v", ".ffn_gate")),
         ".attn_qkv": Rule(f"{attention}.query_key_value", GROUPS),
@@ -43,7 +43,7 @@ GPT_NEOX_GGUF = GGUFTable(
 def _read_falcon(
     given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """The kind of a Falcon, by its norms and KV heads."""
+    """The settings of a Falcon's architecture, which its norms and KV heads tell."""
     heads, two = config["num_key_value_heads"], "blk.0.attn_norm_2.weight" in tensors
     found = {"ffn_hidden_size": config["intermediate_size"]}
     if heads == 1 and not two:

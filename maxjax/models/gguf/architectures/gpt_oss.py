@@ -10,7 +10,7 @@ from ..table import GGUFTable
 
 
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as in gpt-oss's own files, of whose YaRN GGUF files do not say that it rounds no range."""
+    """The RoPE as in gpt-oss's own files: YaRN with ``truncate`` false, for which GGUF has no key."""
     rope = config["rope_scaling"]
     if rope is None:
         return {"rope_scaling": {"rope_type": "default"}}

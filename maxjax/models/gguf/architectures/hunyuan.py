@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..names import expert_names
 from ..table import GGUFTable
 
-# Its norms by the names of GGUF and of the files.
+# The norms of queries and keys: GGUF's names → the checkpoint's.
 _HEAD_NORMS = {
     ".attn_q_norm": "self_attn.query_layernorm",
     ".attn_k_norm": "self_attn.key_layernorm",

@@ -1,4 +1,4 @@
-"""GGUF files of LFM2, with and without experts: a layer without KV heads has a short convolution."""
+"""GGUF files of LFM2, with and without experts. A layer with 0 KV heads has a short convolution."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from ..metadata import unsupported
 from ..names import expert_names
 from ..table import GGUFTable
 
-# Every so many layers one sees all tokens, and has no RoPE.
+# n, where every n-th layer has full attention and no RoPE.
 _PERIOD = 4
 
 
 def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The widths, and what llama.cpp has in its code."""
+    """The widths, and settings that are fixed in llama.cpp's code."""
     if given.count("attention.sliding_window", 1, minimum=0) == 0:
         raise given.unsupported("a Llama 4 without chunks")
     chunked = all_but_every(_PERIOD, config["num_hidden_layers"])
@@ -32,7 +32,7 @@ def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _to_gguf(config: Any) -> dict[str, Any]:
-    """The widths, and where experts are."""
+    """The widths, and which layers have experts."""
     if config.rotates != all_but_every(_PERIOD, config.num_layers):
         raise unsupported("other layers without RoPE than every fourth in a GGUF file", None)
     step = config.sparse.index(True) + 1 if any(config.sparse) else 0

@@ -1,8 +1,8 @@
 """GGUF files of models with Mamba 2: names and layouts of its tensors, and its sizes in metadata.
 
-llama.cpp computes Mamba 2 without limits of time steps, with SiLU, a bias of the convolution, and a norm, if
-there is one, after the gate. Granite's shared MLP has gate and up in one tensor, of which files have two.
-Falcon-H1's factors are multiplied into the tensors of files.
+llama.cpp computes Mamba 2 without limits of time steps, with SiLU, with a bias in the convolution, and with the
+norm, if there is one, after the gate. Granite's checkpoints hold gate and up of the shared MLP as one tensor, GGUF
+files as two. GGUF files of Falcon-H1 hold the tensors multiplied by the model's factors.
 
 Source: ``Mamba2Model``, ``GraniteHybridModel``, ``NemotronHModel`` and ``FalconH1Model`` of llama.cpp's
 converter, and ``build_mamba2_layer`` in its graphs.
@@ -32,7 +32,7 @@ Tensors = Mapping[str, WeightData]
 
 
 def _names(mixer: str) -> dict[str, Rule]:
-    """The tensors of a :class:`~maxjax.models.decoder.mamba2.Mamba2Mixer` of that name in its layer."""
+    """The names of the tensors of a :class:`~maxjax.models.decoder.mamba2.Mamba2Mixer`, the attribute ``mixer``."""
     return {
         ".ssm_in": Rule(f"{mixer}.in_proj"),
         ".ssm_conv1d": Rule(f"{mixer}.conv1d", Taps()),
@@ -49,8 +49,9 @@ def _sizes_of(given: Settings, names: Mapping[str, str]) -> dict[str, int]:
 
     Args:
         given: the file's metadata.
-        names: keys of "heads", their "width", "groups", features of the "state", "taps", "inner"
-            features, and of how these "expand" the hidden ones, which is left out if it is no whole number.
+        names: kind of size → its key in the result. Kinds are "heads", "width" (of a head), "groups",
+            "state" (its features), "taps", "inner" (features), and "expand", the ratio of inner features to
+            the hidden size, which is left out if it is not an integer.
     """
     heads, inner = given.count("ssm.time_step_rank"), given.count("ssm.inner_size")
     if inner % heads:
@@ -71,7 +72,7 @@ def _has(tensor: str, tensors: Shapes) -> bool:
 
 
 def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
-    """The sizes of ``config.mamba`` as metadata; ``least`` is the least length of a step in such models.
+    """The sizes of ``config.mamba`` as metadata; ``least`` is the minimum time step that models must have.
 
     Raises:
         UnsupportedModelError: llama.cpp would compute something else.
@@ -92,7 +93,7 @@ def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
 
 
 def _check_rows(name: str, data: WeightData, rows: int) -> None:
-    """Checks that a tensor of a checkpoint has the rows that its configuration says."""
+    """Checks that a checkpoint's tensor has the number of rows that the configuration gives."""
     shape = tuple(map(int, data.logical_shape))
     if shape[:1] != (rows,):
         raise CheckpointMismatchError(
@@ -102,7 +103,7 @@ def _check_rows(name: str, data: WeightData, rows: int) -> None:
 
 
 def _check_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
-    """Refuses a model without one of both kinds of layers: llama.cpp ends at an empty cache."""
+    """Refuses a hybrid that lacks one kind of layer, because llama.cpp aborts on an empty cache."""
     for kind, layers in (("Mamba 2", recurs), ("attention", attends)):
         if not any(layers):
             raise unsupported(f"a hybrid without a layer of {kind} in a GGUF file", None)
@@ -128,7 +129,7 @@ def _mamba2_of(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _new_names(config: Any, tensors: Tensors) -> Tensors:
-    """The embedding table by its name in newer files."""
+    """Renames the embedding table to its name in newer files."""
     old, new = "backbone.embedding.", "backbone.embeddings."
     return {name.replace(old, new): data for name, data in tensors.items()}
 
@@ -148,12 +149,12 @@ MAMBA2_GGUF = _table(
 
 # --- Granite 4 -----------------------------------------------------------------------------------
 
-# Names of the sizes of Mamba 2 in configurations of hybrids.
+# Keys of the sizes of Mamba 2 in the configurations of hybrids.
 _MAMBA_NAMES = {
     "heads": "mamba_n_heads", "width": "mamba_d_head", "groups": "mamba_n_groups",
     "state": "mamba_d_state", "taps": "mamba_d_conv",
 }  # fmt: skip
-# Names of the shared MLP's projections in place of the checkpoint's, without experts and with them.
+# Prefixes of the shared MLP's projections after the split, in models without experts and with them.
 _DENSE, _SHARED = "mlp.", "mlp.shared_mlp."
 _BOTH, _DOWN = (f"shared_mlp.{name}_linear.weight" for name in ("input", "output"))
 
@@ -176,7 +177,7 @@ def _granite_of(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _granite_instead(config: Any) -> tuple[str, dict[str, Any]] | None:
-    """A model without Mamba 2 is a Granite 3."""
+    """A model without Mamba 2 is written as a Granite 3; None for any other."""
     if any(config.recurs):
         return None
     if config.num_experts or config.rotates:
@@ -186,7 +187,7 @@ def _granite_instead(config: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _granite_to(config: Any) -> dict[str, Any]:
-    """The same as metadata; a model without experts has its shared MLP in their place."""
+    """These settings as metadata; without experts, the shared MLP is written as the layer's MLP."""
     if config.mamba.inner != 2 * config.hidden_size:
         raise unsupported(
             f"a Granite 4 with {config.mamba.inner} features of Mamba 2, which are not two for each of "
@@ -202,7 +203,7 @@ def _granite_to(config: Any) -> dict[str, Any]:
 
 
 def _split(config: Any, tensors: Tensors) -> Tensors:
-    """Gate and up of the shared MLP."""
+    """Splits the shared MLP's tensor of gate and up in two, and renames its projections."""
     to = _SHARED if config.num_experts else _DENSE
     found = {}
     for name, data in tensors.items():
@@ -218,7 +219,7 @@ def _split(config: Any, tensors: Tensors) -> Tensors:
 
 
 def _join(given: Settings, tensors: Tensors) -> Tensors:
-    """The shared MLP, whose gate and up are one tensor."""
+    """The inverse of :func:`_split`: joins gate and up of the shared MLP."""
     of = _SHARED if given.count("expert_count", 0, minimum=0) else _DENSE
     found: dict[str, WeightData] = {}
     for name, data in tensors.items():
@@ -248,9 +249,9 @@ GRANITE_HYBRID_GGUF = _table(
 
 # --- Nemotron-H ----------------------------------------------------------------------------------
 
-# A tensor of each kind of layer but MLPs.
+# For each kind of layer except MLPs, a tensor that only this kind has.
 _OF_KIND = {"M": "ssm_in.weight", "*": "attn_q.weight"}
-# The least length of a step in transformers, which no file holds, and llama.cpp does not have.
+# The minimum time step in transformers, which GGUF files do not hold and llama.cpp does not apply.
 _LEAST_STEP = 0.001
 
 
@@ -273,7 +274,7 @@ def _nemotron_of(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _nemotron_to(config: Any) -> dict[str, Any]:
-    """The same as metadata: the numbers of KV heads and of features in MLPs say what a layer is."""
+    """These settings as metadata; the numbers of KV heads and of MLP features give each layer's kind."""
     kinds, inner = config.kinds, config.intermediate_size
     _check_kinds([one == "mamba" for one in kinds], [one == "attention" for one in kinds])
     return {
@@ -315,9 +316,9 @@ def _falcon_of(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 
 def _factors(config: Any) -> dict[str, Sequence[Any]]:
-    """The factors of tensors by the ends of their names, in the converter's order.
+    """The factors of tensors, by suffixes of their names, in the converter's order.
 
-    A bias does not have those of what enters its layer.
+    A bias is not multiplied by the factors of its layer's inputs.
     """
     of: Mamba2Settings = config.mamba
     group = of.groups * of.state_size
@@ -341,7 +342,7 @@ def _factors(config: Any) -> dict[str, Sequence[Any]]:
 
 
 def _scaled(name: str, data: WeightData, factors: Sequence[Any]) -> WeightData:
-    """A tensor times factors, by which it is multiplied one after the other, in float32."""
+    """A tensor multiplied by several factors, one after the other, in float32."""
     if all(np.all(np.equal(factor, 1)) for factor in factors):
         return data
     for factor in factors:
@@ -358,9 +359,9 @@ def _scaled(name: str, data: WeightData, factors: Sequence[Any]) -> WeightData:
 
 
 def _folded(config: Any, tensors: Tensors) -> Tensors:
-    """The tensors times the model's factors, which files do not have.
+    """The tensors multiplied by the model's factors, which GGUF files do not hold separately.
 
-    Of a head that is the embedding table with another factor, a file has both.
+    If a tied head and the embedding table have different factors, the file holds both.
     """
     found, factors, head = dict(tensors), _factors(config), "lm_head.weight"
     if config.tie_word_embeddings and config.embedding_scale != config.logit_scale:

@@ -1,4 +1,4 @@
-"""GGUF files of Ministral 3. Those of a Mistral are a Llama's."""
+"""GGUF files of Ministral 3. A Mistral's GGUF files are those of a Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..table import PERMUTED, GGUFTable
 
 
 def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE of a Ministral 3, and the growth of its queries."""
+    """The RoPE of a Ministral 3, with the scaling of queries by position."""
     rope = config["rope_scaling"] or {"rope_type": "default"}
     if (beta := given.number("attention.temperature_scale", None, positive=False)) is not None:
         rope = {**rope, "llama_4_scaling_beta": beta}
@@ -18,7 +18,7 @@ def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -
 
 
 def _write(config: Any) -> dict[str, Any]:
-    """The growth of queries; llama.cpp counts in the original context length."""
+    """The scaling of queries by position, for which llama.cpp uses the original context length."""
     growth, scaling = config.query_scaling, config.rope.scaling
     if growth is None:
         return {}

@@ -12,14 +12,14 @@ from ..table import PERMUTED, GGUFTable
 
 
 def _read(given: Settings, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """A file with a sliding window holds an OLMo 3."""
+    """A file with a sliding window is that of an OLMo 3."""
     if not config.get("sliding_window"):
         return {}
     return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
 
 
 def _write(config: Any) -> dict[str, Any]:
-    """llama.cpp rotates sliding layers by the same base as the others, without scaling."""
+    """Checks the RoPE of sliding layers: llama.cpp uses the base of the other layers, without scaling."""
     near = config.local_rope
     if near is not None and near != Rope(config.rope.theta):
         raise unsupported("rope settings of sliding layers alone in a GGUF file", None)

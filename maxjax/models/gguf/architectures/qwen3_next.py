@@ -1,8 +1,8 @@
 """GGUF files of Qwen3-Next and Qwen 3.5: the tensors of the gated delta rule in llama.cpp's order.
 
-Values have a multiple of the heads of keys. Hugging Face has the heads of values that share a head of keys
-side by side; llama.cpp's Qwen 3.5 has the first of each, then the second of each. Qwen3-Next's files
-have ``in_proj_qkvz`` in two parts, of which those from 2025 are one.
+There are several value heads for each key head. In Hugging Face's checkpoints, the value heads of one key head
+are consecutive; in llama.cpp's Qwen 3.5, the first value head of every key head comes first, then the second of
+every key head. Qwen3-Next's files hold ``in_proj_qkvz`` as two tensors; files from 2025 hold it as one.
 
 Source: ``Qwen3NextModel`` and ``_LinearAttentionVReorderBase`` of llama.cpp's converter.
 """
@@ -24,7 +24,7 @@ from ..pieces import columns, rows
 from ..state_layouts import Logarithm, Taps
 from ..table import GGUFTable
 
-# G heads of keys of width Dk, H heads of values of width Dv.
+# (G, Dk, H, Dv): G key heads of width Dk, H value heads of width Dv.
 Sizes = tuple[int, int, int, int]
 _MIXED, _GATE, _BOTH = (f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "qkvz"))
 
@@ -45,11 +45,11 @@ def _sizes_of(given: Settings) -> Sizes:
     return groups, given.count("ssm.state_size"), heads, inner // heads
 
 
-# --- Qwen3-Next: queries, keys, values and gates of a head of keys beside each other -------------
+# --- Qwen3-Next: queries, keys, values and gates of each key head are consecutive ----------------
 
 
 def _order(sizes: Sizes) -> np.ndarray:
-    """The row of ``in_proj_qkv`` and ``in_proj_z``, one after the other, of each of ``in_proj_qkvz``."""
+    """For each row of ``in_proj_qkvz``, its index in the rows of ``in_proj_qkv`` followed by ``in_proj_z``."""
     groups, width, heads, values = sizes
     ends = np.cumsum([groups * width, groups * width, heads * values, heads * values])
     parts = np.split(np.arange(ends[-1]), ends[:-1])
@@ -57,7 +57,7 @@ def _order(sizes: Sizes) -> np.ndarray:
 
 
 def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """``in_proj_qkvz`` of its two parts."""
+    """Joins ``in_proj_qkvz`` from its two parts."""
     found, order = dict(tensors), _order(_sizes_of(given))
     for name in [name for name in tensors if name.endswith(_MIXED)]:
         front = name.removesuffix(_MIXED)
@@ -68,7 +68,7 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
 
 
 def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """The two parts of ``in_proj_qkvz``."""
+    """Splits ``in_proj_qkvz`` into its two parts."""
     sizes = _sizes(config)
     where = np.argsort(_order(sizes))
     found = {}
@@ -82,7 +82,7 @@ def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightDa
     return found
 
 
-# --- Qwen 3.5: heads of values in another order --------------------------------------------------
+# --- Qwen 3.5: value heads in another order ------------------------------------------------------
 
 
 def _reordered(
@@ -112,7 +112,7 @@ def _reordered(
 def _own_layers(
     given: Settings, tensors: Mapping[str, WeightData]
 ) -> Iterable[tuple[str, WeightData]]:
-    """The tensors without those of layers that predict further tokens."""
+    """The tensors without those of layers of multi-token prediction."""
     layers = given.count("block_count")
     first = layers - given.count("nextn_predict_layers", 0, minimum=0, maximum=layers - 1)
     left = tuple(f"model.layers.{i}." for i in range(first, layers))
@@ -131,7 +131,7 @@ def _tiled(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightDa
 
 
 def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The delta rule's sizes, and the layers that have it."""
+    """The sizes of the delta rule, and which layers have it."""
     groups, width, heads, values = _sizes_of(given)
     layers = config["num_hidden_layers"]
     layers -= given.count("nextn_predict_layers", 0, minimum=0, maximum=layers - 1)
@@ -152,7 +152,7 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
 
 
 def _to_gguf(config: Any, *, sections: bool) -> dict[str, Any]:
-    """The same as metadata."""
+    """These settings as metadata."""
     groups, width, heads, values = _sizes(config)
     if width != values:
         raise unsupported(
@@ -163,7 +163,7 @@ def _to_gguf(config: Any, *, sections: bool) -> dict[str, Any]:
     every = 1 + (linear.index(False) if False in linear else len(linear))
     if tuple(linear) != all_but_every(every, len(linear)):
         raise unsupported("'layer_types' whose attention is not every n-th in a GGUF file", None)
-    # llama.cpp asks for the sections of images' RoPE, in all of which text has the same position.
+    # llama.cpp requires the sections of RoPE for images. Text has the same position in all sections.
     pairs = config.rope.rotated(config.width) // 2
     parts = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
     return {

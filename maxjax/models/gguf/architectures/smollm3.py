@@ -10,7 +10,7 @@ from ..table import PERMUTED, GGUFTable
 
 
 def _write(config: Any) -> dict[str, Any]:
-    """llama.cpp knows one pattern of layers without RoPE."""
+    """Checks the layers without RoPE: llama.cpp has only one pattern of these."""
     if config.rotates != all_but_every(4, config.num_layers):
         raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file", None)
     return {}

@@ -18,7 +18,7 @@ from ..table import TABLES, GGUFTable
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
-# Other names of the same function.
+# Names of the tanh approximation of GELU.
 _TANHS = frozenset({_TANH, "gelu_new", "gelu_fast"})
 
 
@@ -30,7 +30,8 @@ class FamilyConfig:
         architecture: GGUF's name of the architecture.
         settings: content of the file, with defaults filled in and one spelling of each setting.
         config: the family's configuration object.
-        table: the family's own table, if it has one; the architecture may be another's.
+        table: the family's own GGUF table, if it has one; also where the model is written as another
+            architecture.
     """
 
     architecture: str
@@ -45,13 +46,13 @@ class FamilyConfig:
 
     @property
     def rotated(self) -> int:
-        """The number of rotated features of a head, where layers differ one that sees all tokens."""
+        """The number of rotated features of a head; where layers differ, of a layer with full attention."""
         widths = getattr(self.config, "rope_widths", None)  # encoders have one width
         return self.config.rope.rotated(self.config.width if widths is None else widths[0])
 
     @property
     def experts(self) -> int:
-        """The number of experts in a layer that has experts; 0 for a dense model."""
+        """The number of experts in a layer that has experts; 0 in a dense model."""
         return getattr(self.config, "num_experts", 0)
 
     @property
@@ -60,7 +61,7 @@ class FamilyConfig:
         return getattr(self.config, "kv_heads", self.config.num_heads)
 
     def divisors(self, path: Any = None) -> dict[str, np.ndarray]:
-        """The tensors with divisors of RoPE's frequencies that a file of the model has, by name."""
+        """The tensors with divisors of RoPE's frequencies that a GGUF file of the model has, by name."""
         if not self.has_rope:
             return {}
         is_long = self.table is not None and self.table.is_long
@@ -68,7 +69,7 @@ class FamilyConfig:
 
 
 def has_architecture(config: Mapping[str, Any]) -> bool:
-    """Whether there are GGUF files of the model of a ``config.json``.
+    """Whether maxjax can write a GGUF file for the model of a ``config.json``.
 
     Example:
         >>> has_architecture({"model_type": "qwen3"}), has_architecture({"model_type": "opt"})
@@ -80,7 +81,7 @@ def has_architecture(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
-    """A configuration with its defaults filled in.
+    """Reads a configuration by its model family, and fills in defaults.
 
     Raises:
         UnsupportedModelError: GGUF or maxjax's tables do not have the architecture, or the family
@@ -92,7 +93,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
-    # Whoever reads a family's configuration knows all families, whatever was imported before.
+    # Importing all families registers their GGUF tables, whatever was imported before.
     from ... import registry as _  # noqa: F401
 
     try:

@@ -1,7 +1,7 @@
 """The metadata keys that llama.cpp reads, for each architecture.
 
-A file that llama.cpp opens but computes differently is worse than none. So a key that is not listed
-here may be written only if llama.cpp behaves that way anyway, or with a warning.
+A file that llama.cpp opens but computes differently is worse than no file. So a key that is not listed
+here is written only if llama.cpp behaves in that way without the key, or with a warning.
 
 Source: ``load_hparams``, ``load_tensors`` and the graphs in ``src/llama-model.cpp`` of llama.cpp.
 """
@@ -26,7 +26,7 @@ _MEAN = "attention.layer_norm_epsilon"
 _SWA = "attention.sliding_window attention.sliding_window_pattern final_logit_softcapping"
 _MOE = "expert_feed_forward_length"
 
-# The keys of each architecture, without its name in front.
+# The keys of each architecture, without the prefix of its name.
 READ: MutableMapping[str, frozenset[str]] = {
     name: frozenset([*_COMMON, *keys.split()])
     for name, keys in {
@@ -43,13 +43,13 @@ READ: MutableMapping[str, frozenset[str]] = {
         "bert": f"{_MEAN} attention.causal pooling_type",
     }.items()
 }
-# Keys that maxjax reads and llama.cpp does not: they are written, with a warning of what is lost.
+# Keys that maxjax reads and llama.cpp does not. They are written, with a warning about what is lost.
 _SAID = {
     "attention.sliding_window": "ignores the sliding window of such a model: its results differ for "
     "texts of more than {value} tokens",
     "pooling_type": "does not read how this model's embeddings are pooled: pass it --pooling",
 }
-# The tensors that may have a bias in an architecture; all, if the architecture is not listed.
+# The tensors that may have a bias in an architecture. In one that is not listed, all may have one.
 _HEADS = ("attn_q", "attn_k", "attn_v")
 _BIASES: MutableMapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
@@ -76,8 +76,8 @@ def describe(
 
     Args:
         architecture: GGUF's name of the architecture.
-        keys: the metadata keys that llama.cpp reads beside those of all decoders.
-        biases: the tensors of a layer that it reads a bias of.
+        keys: metadata keys that llama.cpp reads beside those of all decoders.
+        biases: tensors of a layer whose biases llama.cpp reads.
         is_tied: whether the head is always the embedding table.
         is_divided: whether RoPE's frequencies may have divisors.
     """
@@ -134,12 +134,12 @@ def _has_no_effect(key: str, value: Any, keys: Mapping[str, Any]) -> bool:
         return not value or value >= keys["context_length"]
     if key == _MOE:  # the same width as the MLP's, which the file has too
         return value == keys.get("feed_forward_length")
-    # Files have embeddings of layers for all tokens; the key says how many a checkpoint had.
+    # Files have a per-layer embedding for every token; the key says how many the checkpoint had.
     return key == "vocab_size_per_layer_input" or (key == "pooling_type" and not value)
 
 
 def _tensors(architecture: str, tensors: Collection[str]) -> Iterator[str]:
-    """The problems that llama.cpp has with the tensors of a file."""
+    """The problems that llama.cpp would have with the tensors of a file, as text."""
     if architecture in _TIED and "output.weight" in tensors:
         yield "a separate head ('output.weight')"
     if architecture not in _DIVIDED and "rope_freqs.weight" in tensors:

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file → the content of Hugging Face's ``config.json``.
+"""Converts the metadata of a GGUF file to the content of Hugging Face's ``config.json``.
 
-A table per architecture maps keys to settings; values that are in llama.cpp's code instead of the
-file are constants here.
+One table per architecture maps keys to settings. Values that are in llama.cpp's code, and not in the
+file, are constants in this module.
 
 Sources: ``set_gguf_parameters`` of the classes in llama.cpp's converter, ``load_hparams`` in its
 reader, ``Keys`` in gguf-py's ``constants.py``.
@@ -25,13 +25,13 @@ Shapes = Mapping[str, Sequence[int]]
 
 _GELU = "gelu_pytorch_tanh"
 # general.file_type → the dtype of a model's values. Quantised files do not say from which dtype they
-# were made; bfloat16 has the range of all of them.
+# were made, so they get bfloat16, which has the range of all dtypes.
 _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
-# The layers with a sliding window: n, where every n-th has none, or a flag for each.
+# Key of the layers with a sliding window: n, where every n-th layer has none, or a list of flags.
 WINDOWS = "attention.sliding_window_pattern"
-# llama.cpp knows Gemma's largest models by their number of layers: their queries are divided by
-# another number than the width of a head.
+# llama.cpp recognises Gemma's largest models by their number of layers: their scale of queries does
+# not depend on the width of a head.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 
 
@@ -42,17 +42,19 @@ class Architecture:
     Attributes:
         model_type, architecture: names as in ``config.json``.
         fixed: settings that are the same in every model of the architecture.
-        more: function that reads the settings that only this architecture has.
+        more: function that reads settings that only this architecture has; None: there are none.
         is_decoder: whether it is a Llama-like decoder, whose files share most keys.
         has_rope: whether its attention has RoPE.
-        attends: whether it has attention, and MLPs; of others, files say 0 heads and 0 features.
+        attends: whether it has attention and MLPs; without them, files have 0 heads and 0 features.
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
         is_partial: whether RoPE may rotate a part of each head.
-        period: n, where every n-th layer sees all tokens if the file has a sliding window.
-        width: metadata key of the width of a head; None: that of a key, which a value shares.
-        log_multiplier: what files hold of YaRN's ``mscale_all_dim``, as a multiple of it; 0: nothing.
-        listed: keys that may differ between layers; ``more`` gets the first layer's, and reads the others.
+        period: n, where every n-th layer has full attention if the file has a sliding window.
+        width: metadata key of the width of a head; None: the width of keys, which values must share.
+        log_multiplier: ratio of the number that files hold for YaRN to its ``mscale_all_dim``; 0: files
+            do not hold it.
+        listed: keys that may differ between layers. The decoder's settings use the first layer's value;
+            ``more`` reads the others.
     """
 
     model_type: str
@@ -78,7 +80,7 @@ def hf_config(
     divisors: Mapping[str, np.ndarray] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Config:
-    """The content of a ``config.json`` for the model in a GGUF file.
+    """Makes the content of a ``config.json`` for the model in a GGUF file.
 
     Args:
         metadata: key-value pairs of the file.
@@ -93,7 +95,7 @@ def hf_config(
             Hugging Face's class of that name cannot represent.
         CheckpointFormatError: a key is missing, of the wrong type or out of range; the message
             names it.
-        UserInputError: the file has such a tensor, and its values were not passed.
+        UserInputError: the file has a tensor of divisors, and its values were not passed.
 
     Example:
         >>> metadata = {
@@ -141,7 +143,7 @@ def pooling(
     return POOLING[kind]
 
 
-# --- what several architectures have -----------------------------------------------------------
+# --- settings of several architectures ---------------------------------------------------------
 
 
 def _decoder(
@@ -177,7 +179,7 @@ def _decoder(
 
 
 def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
-    """The sizes of attention and MLPs, which files list where some layers have none."""
+    """The sizes of attention and MLPs; files list them for each layer if some layers have none."""
     heads = given.count("attention.head_count")
     checked = model.has_rope and not model.is_partial
     inner = "feed_forward_length"
@@ -195,7 +197,7 @@ def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
 
 
 def _head_dim(given: Settings, heads: int, is_whole: bool) -> int:
-    """The width of a head, which is that of keys, of values, and if ``is_whole`` of what RoPE rotates."""
+    """The width of a head, which keys and values share; if ``is_whole``, RoPE must rotate all of it."""
     width = given.count("attention.key_length", None)
     if width is None:
         hidden = given.count("embedding_length")
@@ -229,7 +231,7 @@ def rows_of(tensor: str, tensors: Shapes, path: Any) -> int:
 
 
 def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Config:
-    """The special tokens that a configuration names, where the file does."""
+    """The ids of special tokens in a ``config.json``, for those that the file has."""
     given = Settings(metadata, "tokenizer.ggml.", path)
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {
@@ -239,11 +241,11 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Confi
     return {name: value for name, value in found.items() if value is not None}
 
 
-# --- what one architecture has -----------------------------------------------------------------
+# --- settings of one architecture --------------------------------------------------------------
 
 
 def _llama(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings of Mixtral if there are experts, of Mistral if there is a window, else of Llama."""
+    """The settings of a Mixtral if there are experts, of a Mistral if there is a window, else of a Llama."""
     window = given.count("attention.sliding_window", 0, minimum=0)
     if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
         counts = _experts(given)
@@ -265,7 +267,7 @@ def _llama(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 def _qwen_moe(given: Settings, tensors: Shapes, config: Config) -> Config:
     width = given.count("expert_feed_forward_length", None)
-    if width is None:  # old files: the rows of an expert say
+    if width is None:  # in old files, the rows of an expert give it
         width = _expert_rows(given, tensors)
     shared = given.count("expert_shared_feed_forward_length", None)
     if shared is None and "blk.0.ffn_gate_shexp.weight" in tensors:
@@ -325,7 +327,7 @@ def _query_scalar(given: Settings, config: Config) -> int:
 
 
 def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
-    """The kinds of the layers: all but every ``period``-th slide, unless the file says otherwise."""
+    """The kinds of the layers: all but every ``period``-th slide, unless the file has another pattern."""
     key, layers = WINDOWS, config["num_hidden_layers"]
     slides = [bool((i + 1) % period) for i in range(layers)]
     if given.has(key):
@@ -375,7 +377,7 @@ _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 MODELS: MutableMapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _SILU, _llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _QWEN),
-    # Whether the shares of the chosen experts are normalised is only in llama.cpp's graphs.
+    # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
     "qwen2moe": Architecture(
         "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
     ),

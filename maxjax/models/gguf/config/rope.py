@@ -45,11 +45,11 @@ def rope_scaling(
 
     Args:
         given: settings of the file's architecture.
-        head_dim: width of a head.
+        head_dim: number of rotated features of a head.
         theta: base of RoPE.
         divisors: values of those tensors of ``DIVISORS`` that the file has, by name.
-        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
-            it; 0: they do not hold it.
+        log_multiplier: ratio of the number that files of the architecture hold for YaRN to its
+            ``mscale_all_dim``; 0: files do not hold it.
     """
     kind = given.text("rope.scaling.type", "linear")
     old = given.number("rope.scale_linear", 1.0, positive=False)
@@ -93,11 +93,11 @@ def _yarn(given: Settings, factor: float) -> dict[str, Any]:
 
 
 def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
-    """``mscale`` and ``mscale_all_dim``, which are equal, of the multiple that files hold."""
+    """``mscale`` and ``mscale_all_dim``, which are equal, computed from the number in the file."""
     if not given.number(LOG_MULTIPLIER, 0.0, positive=False):
         raise given.unsupported(f"yarn without '{given.prefix}{LOG_MULTIPLIER}'")
     value = float(np.float32(given.number(LOG_MULTIPLIER) / log_multiplier))
-    value = round(value, 6)  # of a float32
+    value = round(value, 6)  # the digits that a float32 has
     return {"mscale": value, "mscale_all_dim": value}
 
 
@@ -138,7 +138,7 @@ def _divided(
     """The scaling with a divisor for each frequency: "llama3" if they match it, else "longrope"."""
     if (factors == 1).all():
         return None
-    # The usual settings. A file holds only the resulting divisors.
+    # Published settings are tried, since a file holds only the resulting divisors.
     largest = round(float(factors.max()), 4)
     for high in _HIGH:
         scaling = Llama3RopeScalingParams(largest, 1.0, high, 8192)
@@ -150,8 +150,8 @@ def _divided(
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.orig_max_position,
             }
-    # LongRoPE is the only kind that lists divisors in a configuration. With both lists equal and no factor on cos and
-    # sin, it does not depend on the length.
+    # LongRoPE is the only kind of scaling with a list of divisors in a configuration. If both lists are equal and
+    # cos and sin have no factor, it does not depend on the length.
     listed = [float(factor) for factor in factors]
     return {
         "rope_type": "longrope",
@@ -163,15 +163,15 @@ def _divided(
 
 
 def _llama3_divisors(head_dim: int, theta: float, scaling: Llama3RopeScalingParams) -> np.ndarray:
-    # An odd width, which other checks refuse, has a frequency more than pairs.
+    # An odd width, which other checks refuse, would give one frequency more than pairs.
     return 1 / llama3_multipliers(head_dim, theta, scaling)[: head_dim // 2]
 
 
 def required(divisors: Mapping[str, np.ndarray] | None, tensors: Any) -> dict[str, np.ndarray]:
-    """The values of those tensors of ``DIVISORS`` that a file has.
+    """The values of those tensors of ``DIVISORS`` that a file has, by name.
 
     Raises:
-        UserInputError: the file has one that was not passed.
+        UserInputError: the file has such a tensor whose values were not passed.
     """
     found = {}
     for name in DIVISORS:
@@ -185,7 +185,7 @@ def required(divisors: Mapping[str, np.ndarray] | None, tensors: Any) -> dict[st
 def rope_divisors(
     rope: Rope, head_dim: int, *, is_long: bool = False, path: Any = None
 ) -> dict[str, np.ndarray]:
-    """The tensors of a file's divisors, by name: float32 [head_dim // 2]; none if the scaling needs none.
+    """The tensors of divisors in a file, by name: float32 ``[head_dim // 2]``; empty if the scaling has none.
 
     Args:
         rope: the RoPE.
@@ -195,6 +195,7 @@ def rope_divisors(
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.
+        CheckpointFormatError: ``low_freq_factor`` is more than ``high_freq_factor``.
     """
     scaling = rope.scaling
     if isinstance(scaling, Llama3RopeScalingParams):
@@ -205,7 +206,7 @@ def rope_divisors(
             )
         return {FREQS: _llama3_divisors(head_dim, rope.theta, scaling).astype(np.float32)}
     if isinstance(scaling, Proportional):
-        # Pairs that are not rotated have a frequency that is as good as 0.
+        # The frequency of pairs that are not rotated becomes practically 0.
         freqs = scaling.freqs(head_dim, rope.theta)
         return {FREQS: np.where(freqs == 0, 1e30, scaling.factor).astype(np.float32)}
     if not isinstance(scaling, LongRoPEScalingParams):
@@ -231,12 +232,12 @@ def rope_keys(
 
     Args:
         rope: the RoPE.
-        given: settings that it was read from.
+        given: RoPE settings of the configuration, from which ``rope`` was read.
         path: path of the checkpoint, for messages.
-        truncates: whether YaRN is the one with ``truncate`` in files of the architecture.
-        is_long: whether such files have divisors that depend on the length.
-        log_multiplier: what files of the architecture hold of YaRN's ``mscale_all_dim``, as a multiple of
-            it; 0: they do not hold it.
+        truncates: whether llama.cpp computes YaRN with ``truncate`` for the architecture.
+        is_long: whether files of the architecture have divisors that depend on the length.
+        log_multiplier: ratio of the number that files of the architecture hold for YaRN to its
+            ``mscale_all_dim``; 0: files do not hold it.
 
     Raises:
         UnsupportedModelError: a GGUF file cannot represent the scaling.

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under Hugging Face's names and layouts, and back.
+"""Conversion between the tensors of a GGUF file and tensors with Hugging Face's names and layouts.
 
-``read`` names them, ``write`` prepares the values for llama.cpp, ``types`` chooses block types.
+``read`` makes Hugging Face's tensors, ``write`` those of a GGUF file, and ``types`` chooses encodings.
 """

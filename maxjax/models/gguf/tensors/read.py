@@ -1,6 +1,6 @@
 """The tensors of a GGUF file by the names of Hugging Face's checkpoints.
 
-They are lazy, and reading a part of a tensor reads only its own rows.
+The tensors are lazy. To read a part of a tensor, only the rows of that part are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES_KEY = "maxjax.dtypes"
 """Metadata key that lists the tensors widened to float32: "name=BF16", with Hugging Face's names."""
 EXACT_KEY = "maxjax.exact."
 """Metadata key prefix, before Hugging Face's name, of exact values where the file's tensor lost bits."""
-# What a number of the metadata must be below; float32 ends at 3.4e38.
+# Upper bound of numbers in the metadata; the largest float32 is 3.4e38.
 _LARGE = 1e38
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
@@ -80,7 +80,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
 
 
 def _numbers(weights: GGUFWeights, table: GGUFTable) -> dict[str, WeightData]:
-    """The tensors of one number that the metadata lists, with one in each layer."""
+    """The tensors with a single number in each layer, whose numbers the metadata lists."""
     given, found = Settings(weights.metadata, "", weights._path), {}
     for key, (name, shape) in table.numbers.items():
         layers = settings(weights.metadata).count("block_count", maximum=MAX_LAYERS)
@@ -95,7 +95,7 @@ def _numbers(weights: GGUFWeights, table: GGUFTable) -> dict[str, WeightData]:
 
 
 def _original(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | None) -> np.ndarray:
-    """The original of a shifted tensor, from the metadata, which holds values or 16-bit patterns."""
+    """The exact values of a changed tensor, from the metadata, which holds values or 16-bit patterns."""
     value, shape = weights.metadata[key], tuple(map(int, data.shape))
     dtype = data.dtype if narrow is None else narrow
     kind = np.dtype(np.uint16) if narrow else dtype.np

@@ -1,11 +1,11 @@
-"""Which encoding each tensor of a quantised GGUF file gets: llama.cpp's mixtures as a table.
+"""Chooses the encoding of each tensor in a quantised GGUF file: llama.cpp's mixtures as a table.
 
 Sources: ``llama_tensor_get_type`` and ``tensor_type_fallback`` of llama.cpp's llama-quant.cpp for the
 mixtures, ``prepare_tensors`` of its converter for what stays float32.
 
-A mixture gives most weights its main encoding, and more bits to those that suffer most: values of
-the attention (``attn_v``), the second projection of the MLP (``ffn_down``) in some layers, the output
-head. Names of a type alone, such as "q4_k", give that type to all weights.
+A mixture gives most weights its main encoding, and more bits to the most sensitive ones: the values
+of attention (``attn_v``), the last linear layer of the MLP (``ffn_down``) in some layers, and the
+output head. The name of a single type, such as "q4_k", gives that type to all weights.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _WIDE = re.compile(
     r".*_norm|.*attn_sinks|.*\.ffn_gate_inp(_shexp)?|position_embd|token_types"
     r"|.*\.ssm_(conv1d|a|d)|.*\.shortconv\.conv|.*\.altup_(correct|predict)_coef"
 )
-# Tensors that it never quantises, and whose type is otherwise that of the other weights.
+# Tensors that llama.cpp never quantises; in files that are not quantised they have the file's type.
 _PLAIN = re.compile(r".*altup_.*|.*\.laurel_[lr]|per_layer_model_proj")
 # The encoding for rows whose length is not a multiple of the block size of a mixture's encoding.
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# The same for names of a type alone.
+# The same encoding for choices that name a single type.
 _SMALLEST = "Q8_0"
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the rules of a mixture ask of a model.
+    """The facts about a model that the rules of mixtures depend on.
 
     Attributes:
         layers: number of layers.
         experts: number of experts of a layer; 0 if there are none.
         heads_per_kv: query heads for each KV head.
-        is_70b: whether it is what llama.cpp calls a 70B model: 80 layers of a Llama or Qwen2.
+        is_70b: whether llama.cpp counts it as a 70B model: a Qwen2, or a Llama with grouped KV heads,
+            of 80 layers.
     """
 
     layers: int
@@ -54,7 +55,7 @@ class Traits:
         """The traits of the model that the metadata of a GGUF file describes."""
         architecture = metadata.get("general.architecture")
         of = lambda key: metadata.get(f"{architecture}.{key}", 0)
-        # Some models have a number for each layer: the first one counts, as in llama.cpp.
+        # Some models list a number for each layer; the first one is used, as in llama.cpp.
         first = lambda key: int(np.ravel(of(key))[0])
         layers, heads = int(of("block_count")), first("attention.head_count")
         kv_heads = first("attention.head_count_kv") or heads
@@ -64,7 +65,7 @@ class Traits:
     def of(
         cls, architecture: str | None, layers: int, experts: int, heads: int, kv_heads: int
     ) -> Traits:
-        """The traits of a model of an architecture, by GGUF's name of that."""
+        """The traits of a model with these numbers; ``architecture`` is GGUF's name."""
         is_large = layers == 80 and (
             architecture == "qwen2" or (architecture == "llama" and heads != kv_heads)
         )
@@ -72,7 +73,7 @@ class Traits:
 
 
 class _Tensor(NamedTuple):
-    """A tensor to choose an encoding for; ``order`` counts the tensors of its category."""
+    """A tensor to choose an encoding for; ``order`` is its index among the ``count`` tensors of values."""
 
     order: int
     count: int
@@ -84,7 +85,7 @@ _Rule = Callable[[_Tensor, Traits], str | None]
 
 
 def _more_bits(number: int, count: int) -> bool:
-    """The first and last eighth of the layers, and every third between."""
+    """Whether a layer is in the first or last eighth of the layers, or is every third between."""
     return number < count // 8 or number >= 7 * count // 8 or (number - count // 8) % 3 == 2
 
 
@@ -105,7 +106,7 @@ def _down_with_more_bits(tensor: _Tensor, model: Traits) -> str | None:
 
 
 def _shared_values(encoding: str | None) -> _Rule:
-    """Where many heads share their values, those are small."""
+    """More bits where many query heads share values, since the tensor of values is then small."""
     return lambda tensor, model: "Q4_K" if model.heads_per_kv >= 4 else encoding
 
 
@@ -117,7 +118,7 @@ class Mixture:
         encoding: the main encoding.
         file_type: ``general.file_type`` of a file (``enum llama_ftype``).
         rules: category of a tensor → rule; None: every weight has the main encoding.
-        wide_attention: whether the output projection of the attention has Q5_K with 8 experts.
+        wide_attention: whether attention's output projection is Q5_K in models with 8 experts.
     """
 
     encoding: str
@@ -157,21 +158,21 @@ MIXTURES: dict[str, Mixture] = {
     "q6_k": Mixture("Q6_K", 18, {}),
     "mxfp4_moe": Mixture("MXFP4", 38, {}),
 }  # fmt: skip
-"""The choices of ``quantize=``, by name: types alone, and llama.cpp's mixtures."""
+"""The choices of ``quantize=``, by name: single types, and llama.cpp's mixtures."""
 
 
 def encodings(
     shapes: Mapping[str, Sequence[int]], choice: str, model: Traits
 ) -> dict[str, str | None]:
-    """The encodings of the tensors of a GGUF file; None for those without one.
+    """Chooses the encodings of the tensors of a GGUF file; None for tensors without one.
 
-    Linear layers and embedding tables are quantised. What llama.cpp keeps in float32 (:func:`is_wide`)
-    has no encoding, and neither have tensors whose rows are not complete blocks of any type.
+    Linear layers and embedding tables are quantised. Tensors that llama.cpp keeps in float32 (:func:`is_wide`)
+    have no encoding, nor have tensors whose rows are not whole blocks of any type.
 
     Args:
-        shapes: names of all tensors in the file, in its order, and their logical shapes, ``[..., out, in]``.
+        shapes: logical shapes ``[..., out, in]`` of all tensors in the file, by name, in the file's order.
         choice: a key of ``MIXTURES``.
-        model: what the rules ask of the model.
+        model: traits of the model.
 
     Example:
         >>> shapes = {"output.weight": (512, 256), "blk.0.ffn_up.weight": (512, 256),
@@ -206,7 +207,7 @@ def encodings(
 def _chosen(
     mixture: Mixture, category: str, shape: Sequence[int], tensor: _Tensor, model: Traits
 ) -> str:
-    """The encoding of a weight, if its rows are complete blocks of it."""
+    """The encoding that the mixture chooses for a weight, before the block size is checked."""
     main = mixture.encoding
     if mixture.rules is None:
         return main
@@ -219,11 +220,11 @@ def _chosen(
         return "Q8_0"
     if model.experts == 8 and category == "o":
         return "Q5_K" if mixture.wide_attention else main
-    # A matrix of queries, keys and values counts as values.
+    # A fused matrix of queries, keys and values is treated as values.
     rule = mixture.rules.get("v" if category == "qkv" else category)
     encoding = (rule(tensor, model) if rule else None) or main
     if model.is_70b and category in ("v", "qkv") and encoding in ("Q3_K", "Q4_K"):
-        return "Q5_K"  # eight heads share them, so they are small
+        return "Q5_K"  # eight heads share the values, so the tensor is small
     return encoding
 
 

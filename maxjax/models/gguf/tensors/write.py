@@ -1,7 +1,7 @@
-"""Hugging Face's tensors under the names, layouts and types of a GGUF file.
+"""Converts Hugging Face's tensors to the names, layouts and types of a GGUF file.
 
-It applies the tables of ``names`` in reverse. Tensors are lazy: reading a part of a tensor reads
-only its own rows, and stacked experts are read one by one.
+It applies the tables of ``names`` in reverse. Tensors are lazy: to read a part of a tensor, only the
+rows of that part are read, and stacked experts are read one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
-# Old names of suffixes; prefixes that some files add.
+# Old suffixes and today's; then prefixes that some files add.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
 _PREFIX = {
     "bert": "bert.",
@@ -46,11 +46,11 @@ _PREFIX = {
     "jina-bert-v3": "roberta.",
     "modern-bert": "model.",
 }
-# Architectures whose names are those of the model without a head.
+# Architectures whose tables have the names of the model without its head.
 _ENCODERS = ("bert", "nomic-bert", "jina-bert-v3", "modern-bert")
-# Computed from the configuration, not learned.
+# Tensors that are computed from the configuration, not learned.
 _BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-# Learned weights that llama.cpp does not run.
+# Learned weights that llama.cpp does not use.
 _HEADS = {
     "bert": re.compile(r"(bert\.)?pooler\..*|cls\..*"),
     "nomic-bert": re.compile(r"cls\..*"),
@@ -64,7 +64,7 @@ class GGUFTensors(NamedTuple):
 
     Attributes:
         tensors: tensors by name in the GGUF file, in the order of the file.
-        metadata: maxjax's own keys for the file: the widened tensors, and exact values of tensors
+        metadata: maxjax's own metadata: the list of widened tensors, and exact values of tensors
             that lost bits.
         left_out: names of tensors that are not in the file.
     """
@@ -89,13 +89,13 @@ def gguf_tensors(
 ) -> GGUFTensors:
     """The tensors of a checkpoint by the names and in the layouts of a GGUF file.
 
-    Values stay quantised if the layout only reorders rows, else they are dequantised. Vectors,
-    norms, routers and tables of positions become float32, as llama.cpp requires; the metadata lists
-    the narrower ones, so that ``hf_tensors`` restores them. All other tensors keep their dtype. For
-    Gemma's norms GGUF holds 1 + w in float32, which loses bits of w below 2⁻²⁴. So the norms are
-    read here, and a norm with such bits is stored in the metadata too (in bfloat16 only values
-    under 2⁻¹⁶ have some); so is ``A_log`` of recurrent layers, of which GGUF holds ``-exp``. A head
-    that the configuration ties is left out if all its values equal the embedding table's.
+    Values stay quantised if the layout only reorders rows; otherwise they are dequantised. Vectors,
+    norms, routers and tables of positions become float32, as llama.cpp requires. The metadata lists
+    those that were narrower, so that ``hf_tensors`` restores their dtype. All other tensors keep their
+    dtype. For Gemma's norms GGUF holds 1 + w in float32, which loses bits of w below 2⁻²⁴. So the norms
+    are read here, and a norm with such bits is stored in the metadata too (in bfloat16, only values
+    under 2⁻¹⁶ have such bits). The same is done for ``A_log`` of recurrent layers, of which GGUF holds
+    ``-exp(A_log)``. A head that the configuration ties is left out if its values equal the embedding table's.
 
     Args:
         config: content of ``config.json``.
@@ -171,7 +171,7 @@ def gguf_tensors(
 
 
 def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, FilePlace]:
-    """The places of a checkpoint's tensors in a GGUF file, of those that have one.
+    """The places in a GGUF file of those tensors of a checkpoint that have one.
 
     Args:
         config: content of ``config.json``.
@@ -193,15 +193,15 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fi
 def gguf_shapes(
     config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], Traits]:
-    """What decides the encodings of a checkpoint's tensors in a GGUF file (:func:`~.types.encodings`).
+    """The arguments of :func:`~.types.encodings` for a checkpoint: names, shapes and traits in a GGUF file.
 
     Args:
         config: content of ``config.json``.
-        shapes: tensors by their names in Hugging Face's checkpoints, ``[..., out, in]``.
+        shapes: shapes ``[..., out, in]`` of the tensors, by Hugging Face's names.
 
     Returns:
-        GGUF's name of each tensor that has one; the shapes by those names, with an axis for the
-        experts; and the traits of the model.
+        GGUF's name of each tensor that has one; the shapes by GGUF's names, with a leading axis for
+        stacked experts; and the traits of the model.
 
     Raises:
         UnsupportedModelError: the architecture has no table.
@@ -225,7 +225,7 @@ def gguf_shapes(
 
 
 def _rounded(data: WeightData, layout: Layout) -> np.ndarray | None:
-    """A vector that loses bits in a layout: its values, or 16-bit patterns; None if it does not."""
+    """The exact values, or 16-bit patterns, of a vector that loses bits in a layout; None if none are lost."""
     if data.is_packed or len(data.shape) != 1:
         return None
     values, _ = read_box(data, whole(tuple(map(int, data.shape))))
@@ -240,7 +240,7 @@ def _rounded(data: WeightData, layout: Layout) -> np.ndarray | None:
 def _listed(
     table: GGUFTable, model: FamilyConfig, tensors: Mapping[str, WeightData], path: Any
 ) -> tuple[dict[str, WeightData], dict[str, Any], list[str]]:
-    """The tensors without those of one number that the metadata lists; the lists; narrower dtypes."""
+    """Moves the tensors of a single number to metadata: (other tensors, lists by key, dtypes of narrower ones)."""
     by_name = {_canonical(table.architecture, name): name for name in tensors}
     rest, lists, narrow = dict(tensors), {}, []
     for key, (part, shape) in table.numbers.items():
@@ -263,11 +263,11 @@ def _listed(
 
 
 def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
-    """Hugging Face's name with ``*`` and ``#`` → order in the file, GGUF's name, layout."""
+    """Hugging Face's name with ``*`` and ``#`` → (order in the file, GGUF's name, layout)."""
     found = {}
     for order, (key, rules) in enumerate(ARCHITECTURES[architecture].items()):
         for rule in rules:
-            # Only other writers store experts one by one, or gate and up as one tensor.
+            # maxjax does not write experts one by one, or gate and up as one tensor, as some writers do.
             if "#" not in key and rule.layout not in (GATES, UPS):
                 suffix = "" if rule.only == BARE else rule.only
                 found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
@@ -275,7 +275,7 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
 
 
 def _canonical(architecture: str, name: str) -> str:
-    """A tensor's name as it is in the tables."""
+    """A tensor's name as it is spelled in the tables."""
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
     if architecture in _ENCODERS:
@@ -284,7 +284,7 @@ def _canonical(architecture: str, name: str) -> str:
     front = table["token_embd"][0].name.partition(".")[0] + "."
     if name.startswith(front):
         return name
-    # Files of a model without its head leave out the prefix.
+    # Checkpoints of a model without its head leave out the prefix.
     names = (rule.name for rules in table.values() for rule in rules)
     first = {one.removeprefix(front).partition(".")[0] for one in names if one.startswith(front)}
     return front + name if name.partition(".")[0] in first else name
@@ -298,7 +298,7 @@ def _place(
     numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", name)]
     marks = iter("*#")
     generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), name)
-    entry = known.get(generic)  # of a tensor that has no suffix, in the checkpoint or in the file
+    entry = known.get(generic)  # for tensors without a suffix in the checkpoint or in the file
     if entry is None and suffix in ("weight", "bias"):
         entry = known.get(generic.removesuffix(f".{suffix}"))
     else:
@@ -371,7 +371,7 @@ def _file_tensors(
     model: FamilyConfig,
     path: Any,
 ) -> tuple[dict[str, WeightData], list[str]]:
-    """The file's tensors, and the names and dtypes of those that were widened."""
+    """(The file's tensors, "name=dtype" of each tensor that was widened)."""
     groups: dict[str, list[str]] = {}
     for name in sorted(places, key=lambda name: places[name]):
         groups.setdefault(places[name].name, []).append(name)
@@ -425,7 +425,7 @@ def _relaid(
 def _checked_stack(
     name: str, names: list[str], each: list[WeightData], path: Any
 ) -> list[WeightData]:
-    """The parts of a stack, checked to have the same dtype and shape."""
+    """The experts of a stack, after a check that all have the same dtype and shape."""
     first = each[0]
     for other_name, other in zip(names, each, strict=True):
         same = (other.dtype, other.quantization_encoding, tuple(map(int, other.shape)))

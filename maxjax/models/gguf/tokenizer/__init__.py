@@ -1,5 +1,5 @@
-"""The tokenizer of a GGUF file as a ``tokenizer.json``, and back.
+"""Conversion between the tokenizer of a GGUF file and a ``tokenizer.json``.
 
-``read`` chooses the kind; ``bpe`` and ``wordpiece`` build it; ``splits`` holds the regular
-expressions that split text before merging, ``tokens`` the special tokens; ``write`` is the way back.
+``read`` chooses the kind; ``bpe``, ``wordpiece`` and ``unigram`` build the ``tokenizer.json``; ``splits``
+holds the regular expressions that split text, ``tokens`` the token types; ``write`` makes the metadata.
 """

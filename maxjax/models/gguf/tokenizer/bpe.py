@@ -1,7 +1,7 @@
-"""Byte-pair encoding from GGUF metadata: GPT-2's and Llama's kinds of tokenizer.
+"""Byte-pair encoding from GGUF metadata: tokenizers of GPT-2's and of Llama's kind.
 
-For GPT-2's kind the file holds the merges, and names the way of splitting text. Llama's kind is
-SentencePiece's: the file holds a score for each token, from which the merges are computed here.
+For GPT-2's kind, the file holds the merges and names the way of splitting text. Llama's kind is
+SentencePiece's: the file holds a score for each token, from which this module computes the merges.
 
 Sources: ``llm_tokenizer_spm_session`` and ``llama_vocab::impl::load`` in llama.cpp's
 llama-vocab.cpp; ``generate_merges`` of transformers for the order of merges with equal scores.
@@ -30,10 +30,10 @@ from .tokens import (
     vocabulary,
 )
 
-# Maximum characters of a token, since every way to cut it in two is tried. SentencePiece's tokens
-# have 16 at most.
+# Maximum number of characters in a token, since every way to cut it in two is tried. SentencePiece's
+# tokens have at most 16.
 _LONGEST_PIECE = 512
-# llama.cpp's list of tokens that end an answer, whatever type a file gives them.
+# llama.cpp's list of tokens that end generation, whatever type a file gives them.
 ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>"
     " _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>".split()
@@ -66,12 +66,12 @@ def byte_level(given: Settings) -> dict[str, Any]:
 def sentencepiece(given: Settings) -> dict[str, Any]:
     """The content of a ``tokenizer.json`` for Llama's kind of tokenizer.
 
-    As in llama.cpp, a space is put before a text, even if it begins with one, and before each part
-    of it after a special token.
+    As in llama.cpp, a space is put before a text, even if the text begins with one, and before each
+    part of the text after a special token.
 
     Raises:
         CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
-        CheckpointLimitError: a token is too long to try every way to cut it.
+        CheckpointLimitError: a token is longer than 512 characters.
     """
     return _pieces(given, _SENTENCEPIECE_IDS, prefix=True)
 
@@ -88,7 +88,7 @@ def merged_pieces(given: Settings) -> dict[str, Any]:
 
 def _pieces(given: Settings, usual: dict[str, int], prefix: bool) -> dict[str, Any]:
     tokens = [
-        # An added token that is a run of spaces is found by merges as well.
+        # An added token that is a run of spaces is also found by merges.
         token.replace(" ", WORD) if token.strip(" ") == "" else token
         for token in given.items("tokens", str)
     ]
@@ -124,7 +124,7 @@ def _decoder(prefix: bool) -> dict[str, Any]:
 
 
 def _splitting(given: Settings) -> Splitting:
-    """The way of splitting text that the file names; files of 2023 name none."""
+    """The way of splitting text that the file names; files from 2023 name none."""
     name = given.text("pre", None)
     if name is None:
         is_gpt2 = given.metadata.get("general.architecture") == "gpt2"
@@ -184,7 +184,7 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) ->
 
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:
-    """The type of each token; normal if the file has no types."""
+    """The type of each token. In a file without types, bos and eos are control tokens, as are all of ``ENDS``."""
     types = token_types(given, len(tokens))
     if types is None:
         named = {given.count(f"{key}_token_id", None, minimum=0) for key in ("bos", "eos")}
@@ -196,7 +196,7 @@ def _types(given: Settings, tokens: list[str]) -> list[int]:
 
 
 def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, int]:
-    """The vocabulary without the tokens that the converter added for unused rows of the embedding table."""
+    """The vocabulary, without the tokens that the converter adds for unused rows of the embedding table."""
     if not tokens:
         raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
     vocab = vocabulary(tokens, given.path)
@@ -207,7 +207,7 @@ def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, i
 
 
 def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> int | None:
-    """The id of a special token; None if there is none."""
+    """The id of a special token, from the file or else the usual one; None if there is none."""
     found = special_id(given, tokens, key)
     if found is None and usual.get(key, len(tokens)) < len(tokens):
         return usual[key]
@@ -217,7 +217,7 @@ def _id(given: Settings, tokens: list[str], key: str, usual: dict[str, int]) -> 
 def _around(
     given: Settings, tokens: list[str], adds_bos: bool, usual: dict[str, int]
 ) -> dict[str, Any] | None:
-    """The special tokens before and after a text."""
+    """The post-processor that adds special tokens before and after a text; None if it adds none."""
     bos = given.flag("add_bos_token", adds_bos)
     eos = given.flag("add_eos_token", False)
     before = _id(given, tokens, "bos", usual) if bos else None
@@ -280,7 +280,7 @@ def _scores(given: Settings, tokens: list[str]) -> list[float]:
     if not all(map(math.isfinite, scores)):
         raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
     if str(given.metadata.get("general.architecture")).startswith("gemma"):
-        # The converter gives added tokens, runs of spaces included, special scores. Gemma's merges
-        # are in the order of its tokens.
+        # The converter gives special scores to added tokens, including runs of spaces. Gemma's
+        # merges have the order of its tokens.
         return [-float(index) for index in range(len(tokens))]
     return scores

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file → the content of a ``tokenizer.json``.
+"""Makes the content of a ``tokenizer.json`` from the tokenizer in a GGUF file.
 
-The ``tokenizers`` package then runs it. ``wordpiece`` and ``bpe`` build BERT's kind and GPT-2's and
-Llama's kinds; chat templates and special tokens, which all kinds have, are read here.
+The ``tokenizers`` package then runs it. ``wordpiece`` builds BERT's kind, ``bpe`` GPT-2's and Llama's,
+and ``unigram`` T5's. Chat templates and special tokens, which all kinds have, are read here.
 
 Sources: ``Keys.Tokenizer`` in gguf-py's ``constants.py``, docs/gguf.md of ggml.
 """
@@ -22,7 +22,7 @@ from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
 
 HF_JSON = "tokenizer.huggingface.json"
-"""The key of a complete ``tokenizer.json``, as in docs/gguf.md of ggml."""
+"""The metadata key of a complete ``tokenizer.json``, as in docs/gguf.md of ggml."""
 
 # tokenizer.ggml.model → the function that builds the content.
 _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
@@ -37,14 +37,14 @@ _KINDS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 def tokenizer_json(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
+    """Makes the content of a ``tokenizer.json`` for the tokenizer in a GGUF file.
 
-    A complete ``tokenizer.json`` in the file is returned. Otherwise tokenizers of the kinds "bert",
-    "gpt2", "llama", "gemma4" and "t5" are rebuilt. Only newer files of "bert" say whether text is lowercased, and so
-    loses its accents; with others it is, unless the vocabulary has upper-case words.
+    A complete ``tokenizer.json`` in the file is returned unchanged. Otherwise tokenizers of the kinds "bert",
+    "gpt2", "llama", "gemma4" and "t5" are rebuilt. Only newer files of "bert" say whether text is lowercased and
+    its accents removed. For older files it is, unless the vocabulary has upper-case words.
 
     Args:
-        metadata: key-value pairs of the file, of which those in ``tokenizer.ggml`` are read.
+        metadata: key-value pairs of the file, of which those below ``tokenizer`` are read.
         path: path of the file, for messages.
 
     Raises:
@@ -84,7 +84,7 @@ def chat_template(
 
     Args:
         metadata: key-value pairs of the file.
-        name: name of one of several templates, e.g. "tool_use"; by default the one without a name.
+        name: name of one of several templates, such as "tool_use"; by default the template without a name.
         path: path of the file, for messages.
 
     Raises:
@@ -132,7 +132,7 @@ def special_tokens(
 def end_ids(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> tuple[int, ...]:
-    """The ids of tokens that end an answer: eos, eot, eom, and those that llama.cpp treats as such.
+    """The ids of tokens that end generation: eos, eot, eom, and those that llama.cpp treats as such.
 
     Raises:
         CheckpointFormatError: an id is not that of a token.
@@ -145,7 +145,7 @@ def end_ids(
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
     found = [special_id(given, tokens, key) for key in ("eos", "eot", "eom")]
     ends = ENDS
-    if {"<|return|>", "<|call|>"} <= set(tokens):  # of gpt-oss, where <|end|> ends a part alone
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # gpt-oss: <|end|> ends a part
         ends = ENDS - {"<|end|>"}
     found += [index for index, token in enumerate(tokens) if token in ends]
     return tuple(dict.fromkeys(index for index in found if index is not None))

@@ -1,7 +1,7 @@
-"""The ways of splitting text before tokenisation: llama.cpp's names ↔ ``tokenizer.json``.
+"""The ways of splitting text before tokenisation: llama.cpp's names and the steps of a ``tokenizer.json``.
 
-llama.cpp replaces some patterns, because its regular expressions can do less; the patterns here are
-those of the original tokenizers.
+llama.cpp replaces some patterns, because its regular expressions have fewer features. The patterns here
+are those of the original tokenizers.
 
 Source: ``llm_tokenizer_bpe`` and the table of ``tokenizer_pre`` in llama.cpp's llama-vocab.cpp.
 """
@@ -46,7 +46,7 @@ _DEEPSEEK3 = (
     rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _CJK = "[一-龥ࠀ-一가-퟿]+"
-# Letters that have cases, as DeepSeek lists them. Letters that an editor may compose are escaped.
+# Letters with upper and lower case, as DeepSeek lists them. Letters that an editor may compose are escaped.
 _CASED = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
     "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
@@ -63,14 +63,14 @@ BYTE_LEVEL_DECODER = {
 
 @dataclass(frozen=True)
 class Splitting:
-    """The normalisation and splitting of a text, and the defaults of a tokenizer.
+    """How a kind of tokenizer normalises and splits text, and its defaults.
 
     Attributes:
-        patterns: regular expressions that split a text one after another, each the pieces that the
-            one before left.
+        patterns: regular expressions that split a text one after another; each splits the pieces that
+            the previous one made.
         ignore_merges: whether a word that is a token is used without merging.
-        adds_bos: whether a bos token is put before a text if the file does not say.
-        composes: whether accents are joined to their letters (NFC), which llama.cpp does not do.
+        adds_bos: whether a bos token is put before a text by default, if the file does not say.
+        composes: whether letters and accents are composed (NFC), which llama.cpp does not do.
     """
 
     patterns: tuple[str, ...]
@@ -80,17 +80,17 @@ class Splitting:
 
     @property
     def normalizer(self) -> dict[str, Any] | None:
-        """That of a ``tokenizer.json``."""
+        """The normalizer of a ``tokenizer.json``; None: there is none."""
         return {"type": "NFC"} if self.composes else None
 
     @property
     def pre_tokenizer(self) -> dict[str, Any]:
-        """That of a ``tokenizer.json``."""
+        """The pre-tokenizer of a ``tokenizer.json``."""
         return _pre_tokenizer(self.patterns)
 
 
 def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
-    """The patterns in a row; GPT-2's, if it is the last, is built in."""
+    """A pre-tokenizer of these patterns; for GPT-2's pattern at the end, ``ByteLevel`` has it built in."""
     is_gpt2 = patterns[-1] == GPT2
     last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     last["use_regex"] = is_gpt2
@@ -140,11 +140,9 @@ SPLITTINGS: dict[str, Splitting] = {
     **_kinds("falcon", r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
     **_kinds("default", r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }  # fmt: skip
-"""The name in "tokenizer.ggml.pre" → what it stands for."""
-
-
-# The pattern of a tokenizer.json, and whether a word that is a token is taken as it is
-# (ignore_merges, which llama.cpp has in its code) → the name.
+"""The name in "tokenizer.ggml.pre" → the way of splitting text that it stands for."""
+# (Pattern of a tokenizer.json, whether a word that is a token is used without merging: ignore_merges, which
+# llama.cpp fixes for each name) → the name.
 _PATTERNS = {
     (LLAMA3, True): "llama-bpe",
     (LLAMA3, False): "dbrx",
@@ -158,7 +156,7 @@ _PATTERNS = {
 
 
 def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) -> str:
-    """llama.cpp's name of the way in which a tokenizer of GPT-2's kind splits text.
+    """llama.cpp's name for the way in which a tokenizer of GPT-2's kind splits text.
 
     Raises:
         UnsupportedModelError: llama.cpp has no name for it.
@@ -168,7 +166,7 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
         'gpt-2'
     """
     for item in _sequence(tokenizer.get("normalizer"), "normalizers"):
-        if item.get("type") != "NFC":  # llama.cpp leaves it out, as texts mostly are so already
+        if item.get("type") != "NFC":  # llama.cpp leaves NFC out; most texts are in NFC already
             raise unsupported(f"the normalizer {short(item.get('type'))} in a GGUF file", path)
     steps = _sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
     ignores = model.get("ignore_merges") is True
@@ -226,7 +224,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
 
 
 def bert_flags(tokenizer: Mapping[str, Any], path: Any) -> dict[str, bool]:
-    """The metadata of BERT's normalizer.
+    """The metadata keys for BERT's normalizer.
 
     Raises:
         UnsupportedModelError: the tokenizer normalises or splits text differently from BERT.
@@ -258,7 +256,7 @@ def _sequence(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern or the text that a step looks for, if matches are what stays together."""
+    """The pattern or text of a step, if its matches stay together as pieces; else None."""
     pattern = step.get("pattern")
     if not isinstance(pattern, dict):
         return None

@@ -1,4 +1,4 @@
-"""Tokens as GGUF has them: their types, and how a ``tokenizer.json`` lists them.
+"""The types of tokens in GGUF files, and the entries of tokens in a ``tokenizer.json``.
 
 Source: ``enum llama_token_type`` of llama.cpp.
 """
@@ -36,7 +36,11 @@ def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
-    """Token → id; CheckpointFormatError if a token occurs twice."""
+    """Token → id.
+
+    Raises:
+        CheckpointFormatError: a token occurs twice.
+    """
     vocab: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if vocab.setdefault(token, i) != i:
@@ -49,7 +53,7 @@ def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
 
 
 def added(index: int, token: str, special: bool) -> dict[str, Any]:
-    """The entry of an added token, which is found in the text before any other step."""
+    """The entry of an added token, which the tokenizer looks for in the text before all other steps."""
     return {
         "id": index,
         "content": token,
@@ -75,7 +79,7 @@ def template(
         tokens: tokens by id.
         before, after: ids of the tokens before and after a text, or None.
         second: id of the token before the second text of a pair, or None.
-        segments: whether the second text of a pair is segment 1; otherwise both are 0.
+        segments: whether the second text of a pair is segment 1; otherwise both texts are segment 0.
     """
 
     def mark(index: int | None, segment: int) -> list[dict[str, Any]]:

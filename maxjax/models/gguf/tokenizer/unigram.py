@@ -1,7 +1,7 @@
 """Unigram tokenizers of SentencePiece, from the metadata of a GGUF file ("t5") or of a ``tokenizer.model``.
 
-Each token has a score, and a text is cut into the tokens whose scores add up to most. The text is first
-normalised by a table that the file holds (NFKC for most models).
+Each token has a score, and a text is cut into the tokens with the largest sum of scores. The text is first
+normalised by a table in the file (NFKC for most models).
 
 Sources: ``llm_tokenizer_ugm`` of llama.cpp, ``SpmConverter`` of transformers 5.23, and sentencepiece's
 ``normalizer.cc`` and ``unigram_model.cc``.
@@ -17,7 +17,7 @@ from ..metadata import Settings
 from .tokens import CONTROL, NORMAL, UNKNOWN, USER, WORD, added, special_id, template, token_types
 
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
-# Not Strip, which would take newlines too. At the end, sentencepiece removes what spaces became as well.
+# Not Strip, which would remove newlines too. At the end, sentencepiece also removes ▁, which stands for spaces.
 _ENDS = {"type": "Replace", "pattern": {"Regex": r"\A +|[ ▁]+\z"}, "content": ""}
 _SEVERAL = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 
@@ -73,7 +73,7 @@ def unigram(given: Settings) -> dict[str, Any]:
 
 
 def _steps(given: Settings, prefix: bool, squeezes: bool) -> list[dict[str, Any]]:
-    """The normalizers: the table of the file, then what becomes of spaces."""
+    """The normalizers: the table in the file, then the replacement of spaces."""
     steps: list[dict[str, Any]] = []
     if given.has("precompiled_charsmap") and (table := charsmap(given)):
         text = base64.b64encode(table).decode()
@@ -86,7 +86,7 @@ def _steps(given: Settings, prefix: bool, squeezes: bool) -> list[dict[str, Any]
 
 
 def charsmap(given: Settings) -> bytes:
-    """The table of replacements, as the bytes that sentencepiece writes."""
+    """The table that normalises text, as the bytes that sentencepiece writes."""
     found = given.any("precompiled_charsmap")
     if isinstance(found, bytes):
         return found

@@ -1,4 +1,4 @@
-"""BERT's WordPiece tokenizer: GGUF metadata → the content of a ``tokenizer.json``.
+"""Makes the content of a ``tokenizer.json`` from GGUF metadata of BERT's WordPiece tokenizer.
 
 Sources: ``BertModel.set_vocab`` of llama.cpp's converter; for defaults, the WPM vocabulary in
 llama.cpp's reader.
@@ -27,7 +27,7 @@ from .tokens import (
 PIECE = "##"
 # BERT's ids of special tokens, used if the file does not give them.
 _DEFAULT_IDS = {"unknown": 100, "bos": 101, "seperator": 102, "padding": 0, "mask": 103}
-_MAXWORD = 100  # BERT's own: a longer word is unknown
+_MAXWORD = 100  # BERT's limit: a longer word becomes the unknown token
 
 
 def wordpiece(given: Settings) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def wordpiece(given: Settings) -> dict[str, Any]:
 
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:
-    """The type of each token; a file without types has those that its keys name as control."""
+    """The type of each token; in a file without types, the special tokens are control, the others normal."""
     types = token_types(given, len(tokens))
     if types is None:
         named = {_special(given, tokens, key) for key in _DEFAULT_IDS}
@@ -76,9 +76,9 @@ def _types(given: Settings, tokens: list[str]) -> list[int]:
 
 
 def _spelled(tokens: list[str], types: list[int]) -> list[str]:
-    """Tokens as BERT spells them: GGUF marks the beginnings of words, BERT the continuations."""
+    """Tokens as BERT spells them: GGUF marks the tokens that begin a word, BERT those that continue one."""
     if not any(token.startswith(WORD) for token in tokens):
-        return tokens  # some writers leave BERT's spelling
+        return tokens  # some writers keep BERT's spelling
 
     def spelled(token: str) -> str:
         return token[1:] if token.startswith(WORD) else PIECE + token
@@ -109,12 +109,12 @@ def _normalizer(given: Settings, tokens: list[str], types: list[int]) -> dict[st
 
 
 def _is_reserved(token: str) -> bool:
-    """Whether a token is a reserved place, such as [unused1] or [PAD7], and not a word."""
+    """Whether a token is a placeholder, such as [unused1] or [PAD7], and not a word."""
     return re.fullmatch(r"\[[^\]]*\]", token) is not None
 
 
 def _special(given: Settings, tokens: list[str], key: str) -> int | None:
-    """The id of a special token, from the file or else BERT's own; None if there is none."""
+    """The id of a special token, from the file or else BERT's usual one; None if there is none."""
     found = special_id(given, tokens, key)
     if found is None:
         usual = _DEFAULT_IDS[key]
@@ -124,7 +124,7 @@ def _special(given: Settings, tokens: list[str], key: str) -> int | None:
 
 
 def _template(given: Settings, tokens: list[str]) -> dict[str, Any]:
-    """The template of special tokens around a text or a pair: [CLS] a [SEP] b [SEP]."""
+    """The post-processor that adds special tokens to a text or a pair: [CLS] a [SEP] b [SEP]."""
     # llama.cpp adds both, whatever add_bos_token and add_eos_token say.
     first = _special(given, tokens, "bos")
     if given.has("cls_token_id"):  # files of 2024 and before

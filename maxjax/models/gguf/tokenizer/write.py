@@ -1,4 +1,4 @@
-"""``tokenizer.json`` → the metadata of a GGUF file: BERT's, GPT-2's and Llama's kinds, and Unigram.
+"""Makes a GGUF file's metadata from a ``tokenizer.json``: BERT's, GPT-2's and Llama's kinds, and Unigram.
 
 llama.cpp implements a way of splitting text for each name in "tokenizer.ggml.pre"; the names of the
 patterns are in ``splits``.
@@ -62,7 +62,7 @@ def added_around(
     for key in found:
         if isinstance(settings.get(key), bool):
             found[key] = settings[key]
-    # llama.cpp adds whatever token stands there by default.
+    # Without such a token, llama.cpp would add the one with its default id.
     found["add_bos_token"] &= "bos_token_id" in ids
     found["add_eos_token"] &= "eos_token_id" in ids
     return found
@@ -119,7 +119,7 @@ def wrong(key: str, expected: str, found: Any, path: Any) -> CheckpointFormatErr
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-# The score of a token that no merge forms: lower than all others.
+# The score of a token that no merge makes: lower than all other scores.
 _LAST_SCORE = -1e6
 
 
@@ -133,26 +133,26 @@ def gguf_tokenizer_metadata(
     keep_json: bool = True,
     path: Any = None,
 ) -> dict[str, Any]:
-    """The metadata of a GGUF file for a tokenizer.
+    """Makes the metadata of a GGUF file for a tokenizer.
 
     For a text without special tokens, llama.cpp returns the same tokens as the ``tokenizers``
-    package. Scores of Llama's kind follow the order of merges, which for a SentencePiece vocabulary
-    is the order of its scores.
+    package. For Llama's kind, scores have the order of the merges, which for a SentencePiece
+    vocabulary is the order of its own scores.
 
     Args:
-        tokenizer: content of ``tokenizer.json``; None if there is none: then the metadata says so,
-            and special tokens are those of ``config``.
+        tokenizer: content of ``tokenizer.json``. None: the model has no tokenizer, which the metadata
+            records, and the ids of special tokens are those of ``config``.
         settings: content of ``tokenizer_config.json``.
         config: content of ``config.json``.
         vocab_size: number of rows of the embedding table; rows without a token get placeholders.
         chat_template: content of ``chat_template.jinja``, which takes precedence over ``settings``.
-        keep_json: whether to store the complete ``tokenizer.json`` too, as
-            "tokenizer.huggingface.json", so that nothing of it is lost.
+        keep_json: whether to store the complete ``tokenizer.json`` too, under the key
+            "tokenizer.huggingface.json", so that nothing in it is lost.
         path: path of the file, for messages.
 
     Raises:
-        UnsupportedModelError: llama.cpp does not have such a tokenizer; the message names the
-            missing part.
+        UnsupportedModelError: llama.cpp cannot run such a tokenizer; the message names the
+            unsupported part.
         CheckpointMismatchError: there are more tokens than rows of the embedding table.
         CheckpointFormatError: the file is not a tokenizer.
 
@@ -193,7 +193,7 @@ def gguf_tokenizer_metadata(
 
 
 class _Vocabulary:
-    """The tokens by number: ``texts``, ``types``; ``ids`` by text; ``merges`` as pairs."""
+    """The vocabulary: ``texts`` and ``types`` by id, ``ids`` by text, and ``merges`` as pairs."""
 
     def __init__(
         self, tokenizer: Mapping[str, Any], model: Mapping[str, Any], size: int | None, path: Any
@@ -253,7 +253,7 @@ class _Vocabulary:
 
     @property
     def merges(self) -> list[tuple[str, str]]:
-        """The merges as pairs; files have them as lists of two or as one text."""
+        """The merges as pairs; in files, a merge is a list of two tokens, or one text with a space."""
         found = []
         for item in typed(self.model, "merges", list, self.path):
             pair = item.split(" ") if isinstance(item, str) else item
@@ -265,7 +265,7 @@ class _Vocabulary:
 
 
 def _numbered(model: Mapping[str, Any], path: Any) -> Mapping[str, int]:
-    """The vocabulary as token → id; that of Unigram is a list of tokens and scores."""
+    """The vocabulary as token → id; in files of Unigram it is a list of (token, score)."""
     if model.get("type") != "Unigram":
         return typed(model, "vocab", dict, path)
     found: dict[str, int] = {}
@@ -282,7 +282,7 @@ def _numbered(model: Mapping[str, Any], path: Any) -> Mapping[str, int]:
 
 
 def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
-    """BERT's kind: GGUF marks the beginnings of words, BERT the continuations."""
+    """BERT's kind: GGUF marks the tokens that begin a word, BERT those that continue one."""
     prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
     if prefix != PIECE:
         raise unsupported(f"pieces of words marked by {short(prefix)} in a GGUF file", tokens.path)
@@ -299,7 +299,7 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, A
 
 
 def _byte_level(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
-    """GPT-2's kind: bytes as letters, and merges."""
+    """GPT-2's kind: tokens of bytes, which are written as letters, and merges."""
     merges = tokens.merges
     if any(" " in part for pair in merges for part in pair):
         raise unsupported("a merge of tokens with a space in a GGUF file", tokens.path)
@@ -314,7 +314,7 @@ def _byte_level(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, 
 
 
 def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
-    """Llama's kind: spaces as ▁, bytes for text without tokens, and scores for the order of merges."""
+    """Llama's kind: spaces are written as ▁, unknown text as bytes, and scores give the order of merges."""
     prefix = space_prefix(tokenizer, tokens.path)
     texts, types = list(tokens.texts), tokens.types.copy()
     unknown = tokens.model.get("unk_token")
@@ -324,7 +324,7 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[st
         elif _BYTE_TOKEN.fullmatch(text):
             types[index] = BYTE
         elif types[index] == USER:
-            texts[index] = text.replace(WORD, " ")  # is looked for in the text itself
+            texts[index] = text.replace(WORD, " ")  # these are looked for in the original text
     scores = np.full(len(texts), _LAST_SCORE, np.float32)
     for rank, pair in enumerate(tokens.merges):
         index = tokens.ids.get(pair[0] + pair[1])
@@ -387,20 +387,24 @@ def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any
 
 
 def _marks(tokenizer: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """The ids of the tokens that the template puts before and after a text, whatever they are called."""
+    """The ids of the tokens that the template puts before and after a text, as bos and eos whatever their names."""
     around = tokenizer.get("post_processor")
     single = around.get("single") if isinstance(around, dict) else None
     if not isinstance(single, list) or len(single) != 3:
         return {}
-    names = [item.get("SpecialToken", {}).get("id") for item in (single[0], single[2])]
+    tokens = [
+        item.get("SpecialToken") if isinstance(item, dict) else None
+        for item in (single[0], single[2])
+    ]
+    names = [token.get("id") if isinstance(token, dict) else None for token in tokens]
     return {
         f"{key}_token_id": ids[name]
-        for key, name in zip(("bos", "eos"), names, strict=True) if name in ids
+        for key, name in zip(("bos", "eos"), names, strict=True) if isinstance(name, str) and name in ids
     }  # fmt: skip
 
 
 def _flat(value: Any, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, with a sequence flattened."""
+    """The steps of a normalizer or pre-tokenizer: those in its sequence, or itself."""
     if not isinstance(value, dict):
         return []
     listed = value.get(inner) if value.get("type") == "Sequence" else [value]
