@@ -1,7 +1,7 @@
 """LoRA: low-rank updates of linear layers and embedding tables, to fine-tune a model with few weights.
 
-``add`` gives a model LoRA weights, ``merge`` puts them into the base weights, ``save`` and ``load`` are for
-PEFT's files.
+``add`` gives a model LoRA weights, and ``merge`` adds them to the base weights. ``save`` and ``load`` write and read
+adapters in the format of Hugging Face PEFT.
 
 Names are imported on first use.
 """

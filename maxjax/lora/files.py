@@ -1,4 +1,4 @@
-"""LoRA weights in PEFT's files: ``adapter_model.safetensors`` and ``adapter_config.json``."""
+"""Reads and writes LoRA weights as PEFT's files: ``adapter_model.safetensors`` and ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ M = TypeVar("M", bound=Module)
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
     """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
-    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`). An
-    adapter that the directory holds already stays valid until the new one is complete. Several processes that
-    share the model's mesh make the call together.
+    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`). If the
+    directory already holds an adapter, that one stays valid until the new one is complete. If several processes
+    share the model's mesh, all of them must make the call.
 
     Args:
         path: path of the directory, made if it does not exist.
         model: a model with LoRA weights.
-        base: name or path of the base model, which PEFT's ``AutoPeftModel`` opens.
+        base: name or path of the base model, from which PEFT's ``AutoPeftModel`` loads it; None takes it from the
+            model's configuration, if that has it.
 
     Returns:
         The path of the directory.
 
     Raises:
-        UserInputError: the model has no LoRA weights, or is a single layer.
+        UserInputError: the model has no LoRA weights, or is itself a single linear layer.
         ValueError: a weight has no value.
-        CheckpointSaveError, CheckpointAccessError, CheckpointBusyError: the files cannot be written; those that
-            were there before are intact.
+        CheckpointSaveError, CheckpointAccessError, CheckpointBusyError: the files cannot be written; earlier ones stay.
 
     Example:
         >>> import tempfile, jax, maxjax
@@ -107,7 +107,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 
 
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
-    """Loads an adapter, which PEFT or :func:`save` wrote, into a new model.
+    """Returns a new model: the base model with an adapter that PEFT or :func:`save` wrote.
 
     Modules that were trained completely (``modules_to_save``) and trained biases replace those of the base model.
 
@@ -118,7 +118,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         dtype: dtype of A and B; None keeps that of the file.
 
     Raises:
-        UserInputError: the model has LoRA weights already.
+        UserInputError: the model has LoRA weights already, or ``dtype`` is not a float type.
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
@@ -195,10 +195,10 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
 
 
 def _check_base(model: Module, data: Mapping[str, WeightData], path: str) -> None:
-    """Checks that copies of the base model's weights in an adapter are those of the model.
+    """Checks that the copies of base weights in an adapter are equal to the model's weights.
 
     Raises:
-        CheckpointMismatchError: one has other values: it was trained, or the base model is another one.
+        CheckpointMismatchError: a copy has other values: it was trained, or the adapter is for another base model.
     """
     weights = model.raw_state_dict()
     for name, own in base_tensors(model, data).items():

@@ -1,6 +1,6 @@
-"""Models with LoRA weights: made from models, and made to models again.
+"""``add`` returns a model with LoRA weights, and ``remove`` one without them.
 
-Every function gives a new Module that shares the arrays that stay; the given one is not changed.
+Both return a new Module, which shares unchanged arrays with the given one; that one is not changed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def add(
     dtype: Any = "float32",
     key: jax.Array | None = None,
 ) -> M:
-    """Adds LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
+    """Returns a new model with LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
 
-    Embedding tables that a pattern names look up rows of ``W + scale · (B @ A).T``. A head that is tied to the table
-    does not change, as in PEFT.
+    Embedding tables that a pattern names look up rows of ``W + scale · (B @ A).T``. An output layer that is tied to
+    the table keeps the base weight, as in PEFT.
 
     The base weights and their sharding do not change. They may be quantised: then gradients flow to
     A and B only (QLoRA). In a LayerStack A and B are stacked, and on a mesh they are split like the
     base weight. The new weights are named ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``
-    (of a table, ``lora_embedding_A`` and ``lora_embedding_B``), so that
-    ``maxjax.partition(model, "*.lora_*")`` separates what is trained.
+    (for a table, ``<layer>.lora_embedding_A`` and ``<layer>.lora_embedding_B``), so that
+    ``maxjax.partition(model, "*.lora_*")`` separates the trained weights from the rest.
 
     Args:
         model: any Module; it is not changed, and shares its arrays with the result.
@@ -59,23 +59,23 @@ def add(
             linear layers and embedding tables; None means all linear layers except a language model's
             head and those in mixtures of experts.
         rank: r, the rank of the updates.
-        alpha: the scale of the updates is ``alpha / r``; None means r, so a scale of 1.
-        rslora: whether the scale is ``alpha / √r``.
-        dora: whether to train the norm of each row of the sum too (DoRA, PEFT's ``use_dora``), as
-            ``<layer>.lora_magnitude_vector``. Every call computes the norms of the base weights with their
-            updates; :func:`merge` for inference.
-        bias: the biases that :func:`save` writes too, because they are trained: "none", "lora_only" (those of the
-            layers with LoRA weights) or "all". They stay weights of the model, as ``<layer>.bias``; so
-            ``maxjax.partition`` needs their names.
-        dtype: dtype of A and B. Their products are added in the wider of it and the result's.
-        key: random key; A is uniform in ±1/√in, B zero (of a table, A zero and B normal), so that the
-            result computes the same as the model. Without a key, the new weights are placeholders, for a load
-            or a plan, and A and B for ``maxjax.init``.
+        alpha: numerator of the scale of the updates, ``alpha / r``; None means r, so a scale of 1.
+        rslora: whether the scale is ``alpha / √r`` instead.
+        dora: whether to train the norm of each row of ``W + scale · B @ A`` too (DoRA, PEFT's ``use_dora``), as
+            ``<layer>.lora_magnitude_vector``. Every call then computes the norms of these sums; call
+            :func:`merge` before inference.
+        bias: biases that are trained, which :func:`save` writes too: "none", "lora_only" (those of the
+            layers with LoRA weights) or "all". Their names stay ``<layer>.bias``, so a call of
+            ``maxjax.partition`` that is to select them must name them.
+        dtype: dtype of A and B. The update is added in the wider of this dtype and that of the layer's result.
+        key: random key. A is uniform in ±1/√in and B is zero (for a table, A is zero and B normal), so that the
+            result computes the same as the model. Without a key the new weights are placeholders, which a load
+            or, except for DoRA's magnitudes, ``maxjax.init`` fills.
 
     Raises:
-        UserInputError: a pattern names no such layer, an option cannot be used, the model has LoRA weights
+        UserInputError: a pattern names no layer, an argument is not valid, the model has LoRA weights
             already, or a ``key`` is given and the model is not loaded.
-        NotImplementedError: a pattern names experts or layers of other kinds; or DoRA is for a layer with
+        NotImplementedError: a pattern names experts or layers of other kinds, or ``dora`` is set for a layer with
             ``clip_weight``.
 
     Example:
@@ -109,9 +109,9 @@ def add(
 
 
 def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
-    """A new model with updates of these settings, by names of layers, which have no values yet.
+    """A new model with LoRA weights, which are placeholders, for the layers that ``adapters`` names.
 
-    Stacks of which some layers get others than the rest are unstacked.
+    Layer stacks are unstacked if their layers get different settings.
 
     Raises:
         UserInputError: the model has LoRA weights already.
@@ -159,8 +159,8 @@ def _set_magnitudes(new: Module, model: Module) -> None:
     """Sets DoRA's magnitudes to the norms of the base weights, so that the update changes nothing.
 
     Args:
-        new: model with DoRA's weights.
-        model: the same without them.
+        new: the model with DoRA's weights.
+        model: the same model without them.
     """
     wanted = {name for one in adapted(new) for name in one.names}
     walk = Walk(model)
@@ -175,9 +175,9 @@ def _set_magnitudes(new: Module, model: Module) -> None:
 
 
 def remove(model: M) -> M:
-    """Removes the LoRA weights: returns a new model with the unchanged base weights.
+    """Returns a new model without the LoRA weights; the base weights do not change.
 
-    Biases that were trained with them (``bias="all"``) stay as they are.
+    Trained biases (``bias`` of :func:`add`) keep their values.
 
     Raises:
         UserInputError: the model has no LoRA weights.
@@ -207,7 +207,7 @@ def adapted(model: Module) -> list[TargetLayer]:
     """The layers of a model that have LoRA weights.
 
     Raises:
-        UserInputError: there are none.
+        UserInputError: the model has no LoRA weights.
     """
     found = [one for one in targets(model) if one.layer.lora_A is not None]
     if not found:
@@ -221,7 +221,7 @@ def copy_of(model: M) -> M:
     """A new tree of Modules around the same arrays.
 
     Raises:
-        UserInputError: weights are to be read from a checkpoint, and have not been.
+        UserInputError: some weights are still to be read from a checkpoint.
     """
     if any(weight.stored.source is not None for weight in model.raw_state_dict().values()):
         check_loaded(model)

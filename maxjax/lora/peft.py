@@ -1,4 +1,4 @@
-"""PEFT's names and settings of LoRA weights: ``adapter_config.json`` and the tensors beside it.
+"""PEFT's settings of LoRA (``adapter_config.json``) and its names of the tensors.
 
 Format: Hugging Face PEFT, ``LoraConfig`` and ``get_peft_model_state_dict``.
 """
@@ -23,15 +23,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
 OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
-# In memory PEFT puts the adapter's name behind the part, and some files have it.
+# In memory PEFT appends the adapter's name (lora_A.default.weight), and some files have it too.
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight"
     r"|(lora_magnitude_vector|lora_embedding_[AB])(?:\.[^.]+){0,2})",
     re.DOTALL,
 )
-# How A and B were initialised, where that did not change the base weights.
+# The values of init_lora_weights that leave the base weights unchanged.
 _HARMLESS = (True, False, None, "gaussian", "orthogonal", "eva")
-# Settings that change what is computed, and their values that do not.
+# Settings that are not supported, each with the values that switch it off.
 _UNSUPPORTED = {
     "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
@@ -41,16 +41,16 @@ _UNSUPPORTED = {
 
 
 class AdapterSettings(NamedTuple):
-    """What an ``adapter_config.json`` says of the updates.
+    """The settings of LoRA in an ``adapter_config.json``.
 
     Attributes:
-        rank, alpha: r and alpha of layers that no pattern names.
-        ranks, alphas: those of layers by PEFT's patterns of names.
+        rank, alpha: r and alpha of the layers that no pattern names.
+        ranks, alphas: r and alpha of other layers, by PEFT's patterns of their names.
         rslora: whether scales are ``alpha / √r``.
         dora: whether the norms of rows are trained.
-        tied: whether the update of a table is also that of a head that is tied to it (``ensure_weight_tying``).
-        bias: which biases the adapter replaces.
-        trained: ends of the names of modules whose weights the adapter replaces (``modules_to_save``).
+        tied: whether the update of an embedding table also applies to a tied output layer (``ensure_weight_tying``).
+        bias: biases that the adapter replaces: "none", "lora_only" or "all".
+        trained: endings of the names of modules whose weights the adapter replaces (``modules_to_save``).
     """
 
     rank: int
@@ -88,9 +88,9 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     """The settings in the content of an ``adapter_config.json``.
 
     Raises:
-        CheckpointFormatError: it is not that of PEFT, or a value has another type.
-        UnsupportedModelError: it is of another method than LoRA, or of a form of it that is not supported; the
-            message names the setting.
+        CheckpointFormatError: the content is not PEFT's, or a value has the wrong type.
+        UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is not supported;
+            the message names the setting.
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise CheckpointFormatError(
@@ -134,12 +134,12 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
-    """For each LoRA tensor of PEFT's: the model's name of the layer, the part's name in it, and the layer's in files.
+    """For each LoRA tensor: the layer's name in the model, the tensor's name in the layer, the layer's name in files.
 
-    The part is "lora_A.weight", for example. Tensors that :func:`base_tensors` finds are left out.
+    The tensor's name in the layer is "lora_A.weight", for example. Tensors of :func:`base_tensors` are left out.
 
     Raises:
-        CheckpointMismatchError: a tensor is none of LoRA weights of linear layers and embeddings, or repeats one.
+        CheckpointMismatchError: a tensor is not a LoRA weight of a linear layer or an embedding, or is repeated.
     """
     found: dict[str, tuple[str, str, str]] = {}
     others = []
@@ -168,9 +168,9 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
 
 
 def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
-    """PEFT's tensors that are weights of the base model, with the model's names.
+    """The tensors of an adapter that are weights of the base model, with the model's names.
 
-    PEFT copies embedding tables and heads into an adapter whose targets they are.
+    PEFT saves a copy of an embedding table or output layer that has LoRA weights.
     """
     weights, aliases = model._mx_names()
     found = {}
@@ -188,10 +188,10 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
 def trained_tensors(
     model: Module, names: Iterable[str], settings: AdapterSettings, path: str
 ) -> dict[str, str]:
-    """Those of :func:`base_tensors` that replace the model's weights, with the model's names.
+    """The tensors of :func:`base_tensors` that replace the model's weights, with the model's names.
 
     Raises:
-        CheckpointMismatchError: it is one of two modules that share the model's embedding table.
+        CheckpointMismatchError: a tensor is an embedding table or output layer, and the model has the two tied.
     """
     found = {
         tensor: own
@@ -216,7 +216,7 @@ def is_tied(model: Module) -> bool:
 
 
 def _own_name(model: Module, name: str) -> str | None:
-    """The model's name of a layer of its family's files."""
+    """The model's name of a layer that has this name in files."""
     if not isinstance(model, PretrainedModel):
         return name
     own = model.family.name(f"{name}.weight")
@@ -224,13 +224,13 @@ def _own_name(model: Module, name: str) -> str | None:
 
 
 def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """The layers' names in the base model's files, by the model's names."""
+    """The layers' names in the base model's files, keyed by the model's names."""
     front = _front(model)
     return {name: name.removeprefix(front) for one in chosen for name in one.names}
 
 
 def _front(model: Module) -> str:
-    """What the names in files lack: a model without its head is another class in transformers."""
+    """The prefix that names in files lack if the model has no head: in transformers that is another class."""
     is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
     return model.family.bare[0] if isinstance(model, PretrainedModel) and is_bare else ""
 
@@ -246,7 +246,7 @@ def tensor(name: str, part: str) -> str:
 
 
 def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """PEFT's names of the biases that are trained with LoRA weights in some layers, by the model's names."""
+    """PEFT's names of the biases that are trained together with the chosen layers, keyed by the model's names."""
     chosen = list(chosen)
     adapted = {f"{name}.bias" for one in chosen for name in one.names}
     kind, front = bias_of(chosen), _front(model)
@@ -262,17 +262,17 @@ def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
 
 
 def bias_of(chosen: Iterable[TargetLayer]) -> str:
-    """Which biases are trained with the LoRA weights of some layers, as PEFT's setting ``bias``."""
+    """PEFT's setting ``bias`` of the chosen layers: which biases are trained."""
     return next((one.layer.lora.bias for one in chosen), "none")
 
 
 def config_of(
     model: Module, chosen: list[TargetLayer], names: Mapping[str, str], base: str | None
 ) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` for a model with LoRA weights in some layers.
+    """The content of ``adapter_config.json`` for a model with LoRA weights in the chosen layers.
 
     Args:
-        names: the layers' names in files.
+        names: the layers' names in files, keyed by the model's names.
         base: name or path of the base model.
     """
     adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
@@ -308,7 +308,7 @@ def config_of(
 
 
 def _target_modules(model: Module, adapted: list[str]) -> list[str]:
-    """Names that PEFT finds exactly these layers by: last parts where all such layers are meant."""
+    """PEFT's ``target_modules`` for exactly these layers: the last part of a name if all layers with it are adapted."""
     every = [name for one in targets(model) for name in one.names]
     taken = Counter(name.rsplit(".", 1)[-1] for name in adapted)
     there = Counter(name.rsplit(".", 1)[-1] for name in every)

@@ -1,4 +1,4 @@
-"""The layers of a model that may have LoRA weights, and those that patterns name."""
+"""Finds the layers of a model that may have LoRA weights, and selects some of them by patterns."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..nn.low_rank import LowRank
 from ..nn.moe.moe import MoE
 
 _MIXTURES = (SparseMLP, MoE)
-# The attributes that hold a head, which PEFT's "all-linear" leaves out too.
+# The attributes that hold an output layer, which PEFT's "all-linear" leaves out too.
 _HEADS = ("lm_head", "score")
 
 
 class TargetLayer(NamedTuple):
-    """A layer that may have LoRA weights; for a LayerStack, all equal ones at one place.
+    """A layer that may have LoRA weights; in a LayerStack, the layers at one position of all stacked blocks.
 
     Attributes:
         names: full name of each layer.
-        layer: the layer, or the one that stands for all.
+        layer: the layer, or the one that represents all stacked layers.
         base: the Weight of the base weight, or of its first tensor.
-        front: what stands before "weight" in the layer's own names: "" or "q_proj.", for example.
-        in_mixture: what it is in a mixture of experts: "expert", "router"; "" elsewhere.
+        front: prefix of "weight" in the layer's own names: "" or "q_proj.", for example.
+        in_mixture: "expert" or "router" inside a mixture of experts; "" elsewhere.
     """
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class TargetLayer(NamedTuple):
 
     @property
     def parts(self) -> dict[str, str]:
-        """For the attributes of the layer's LoRA weights, their names within the layer, as PEFT's files have them."""
+        """The names of the layer's LoRA weights within the layer, as in PEFT's files, keyed by attribute."""
         names = self.layer.update_names.items()
         return {attr: name for attr, name in names if getattr(self.layer, attr) is not None}
 
@@ -53,7 +53,7 @@ def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
     """All layers of a model that may have LoRA weights, in the order of its state dict.
 
     Args:
-        walk: the model's Walk; None for one in which one layer of a stack stands for all equal ones.
+        walk: the model's Walk; None for one in which a single layer represents all layers of a stack.
     """
     walk = walk or Walk(model, stacked=True)
     mixtures = [
@@ -65,7 +65,7 @@ def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
         if not isinstance(module, LowRank) or base is None:
             continue
         local = base.stored.local_name
-        # A linear layer that was given a name has it in the names of its weights.
+        # A linear layer with a ``name`` has that name as a prefix of its weights' names.
         front = local.removesuffix("weight") if local.endswith(".weight") else ""
         names = walk.holder(base).stored.names((prefix + front).removesuffix("."))
         within = [path.removeprefix(one) for one in mixtures if path.startswith(one)]
@@ -79,16 +79,16 @@ def _weights(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
-    """The names of the layers that patterns name.
+    """The names of the layers that match patterns.
 
     Args:
-        patterns: glob patterns of full names (``"*.q_proj"``) or ends of names (``"q_proj"``), as PEFT's
-            ``target_modules``; None names all linear layers but a language model's head and what belongs
-            to mixtures of experts, and no embedding tables.
+        patterns: glob patterns of full names (``"*.q_proj"``) or endings of names (``"q_proj"``), as PEFT's
+            ``target_modules``; None means all linear layers except a language model's head and those in
+            mixtures of experts, and no embedding tables.
 
     Raises:
-        UserInputError: a pattern names no layer; the message has the nearest name.
-        NotImplementedError: it names experts, or only layers that are neither linear nor embeddings.
+        UserInputError: a pattern matches no layer; the message suggests the nearest name.
+        NotImplementedError: a pattern matches experts, or only layers that are neither linear nor embeddings.
     """
     every = targets(model)
     if patterns is None:
@@ -119,7 +119,7 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a name fits a glob pattern, or ends in it behind a dot.
+    """Whether a glob pattern matches a name, or the end of a name after a dot.
 
     Example:
         >>> fits("layers.0.q_proj", "q_proj"), fits("layers.0.q_proj", "layers.*"), fits("a_proj", "proj")
@@ -129,7 +129,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def _nothing(model: Module, pattern: str, names: Sequence[str]) -> Exception:
-    """The error for a pattern that names no layer that may have LoRA weights."""
+    """The error for a pattern that matches no layer that may have LoRA weights."""
     walk = Walk(model)
     others = {
         prefix.removesuffix("."): module

@@ -1,4 +1,4 @@
-"""Layers: Module and its containers, and the layers that models are made of, under MAX's names.
+"""The base class Module, its containers, and the layers that models are made of, under MAX's names.
 
 Names are imported on first use.
 """

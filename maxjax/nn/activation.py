@@ -1,6 +1,6 @@
-"""Activation functions by the names that model configurations use.
+"""Activation functions, looked up by the names that model configurations use.
 
-A layer keeps only the *name* (plain data in its treedef) and looks the function up when it runs.
+A layer stores only the *name*, which is static data of its treedef, and looks the function up when it runs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def _in_float32(function: Activation) -> Activation:
 
 @_in_float32
 def gelu(x: Any) -> jax.Array:
-    """The exact GELU, ``x · Φ(x)`` with the normal distribution function Φ."""
+    """The exact GELU, ``x · Φ(x)``, where Φ is the cumulative distribution function of the normal distribution."""
     # With erf, as in torch: jax.nn.gelu uses erfc, which is three times slower on a CPU.
     return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 @_in_float32
 def gelu_tanh(x: Any) -> jax.Array:
-    """GELU by its tanh approximation (GPT-2's ``gelu_new``)."""
+    """The tanh approximation of GELU (GPT-2's ``gelu_new``)."""
     return jax.nn.gelu(x, approximate=True)
 
 
 @_in_float32
 def quick_gelu(x: Any) -> jax.Array:
-    """GELU by a sigmoid, ``x · σ(1.702 x)`` (CLIP)."""
+    """The sigmoid approximation of GELU, ``x · σ(1.702 x)`` (CLIP)."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
@@ -138,7 +138,7 @@ def activation(name: str) -> Activation:
 def activation_function_from_name(name: str) -> Callable[[Any], Any]:
     """The activation function of that name; given a TensorValue, it returns a TensorValue.
 
-    :func:`activation` under MAX's name.
+    This is :func:`activation` under MAX's name.
 
     Raises:
         ValueError: there is no function of that name.
@@ -153,12 +153,12 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
     return lift(activation(name))
 
 
-# The numbers that each gated activation has.
+# The numeric settings that each gated activation accepts.
 _GATED = {"silu": {"limit"}, "swigluoai": {"alpha", "limit"}, "gelu_tanh": set()}
 
 
 def clipped(gate: Any, up: Any, limit: float) -> tuple[jax.Array, jax.Array]:
-    """Gates of at most a limit, and up projections within ± of it; both as they are if it is 0.
+    """Clips gates to at most ``limit`` and up projections to ``±limit``; a limit of 0 leaves both unchanged.
 
     Example:
         >>> [x.tolist() for x in clipped(jnp.array([-5.0, 5.0]), jnp.array([-5.0, 1.0]), 2.0)]
@@ -169,18 +169,18 @@ def clipped(gate: Any, up: Any, limit: float) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """What stands between an expert's gate and up projections and its last one. Called, it computes it.
+    """The gated activation of an expert, between its gate and up projections and its down projection.
 
     Attributes:
-        fused_activation: "silu", ``silu(gate) · up``; "gelu_tanh", ``gelu_tanh(gate) · up``; or "swigluoai",
-            ``gate · σ(alpha · gate) · (up + 1)``.
-        alpha: of "swigluoai", which needs it.
-        limit: bound that gates are clipped to from above, and up to ± of it, first; of "swigluoai", which
-            needs it, and "silu". 0: none.
-        gated_activation_fn: function of ``[…, gate and up]`` and the number of gates, instead of all that.
+        fused_activation: "silu" for ``silu(gate) · up``, "gelu_tanh" for ``gelu_tanh(gate) · up``, or "swigluoai"
+            for ``gate · σ(alpha · gate) · (up + 1)``.
+        alpha: factor in "swigluoai", which requires it; no other activation accepts it.
+        limit: bound to which gates (from above) and up projections (``±limit``) are clipped before the activation;
+            required by "swigluoai", accepted by "silu". 0 means no bound.
+        gated_activation_fn: function of ``[…, 2 F]`` (gates before up) and F, used instead of the settings above.
 
     Raises:
-        ValueError: there is no such activation, or it has no such number.
+        ValueError: there is no activation of that name, or it does not accept ``alpha`` or ``limit``.
 
     Example:
         >>> GatedActivation("silu", limit=2.0)(jnp.array([[0.0, 9.0, 3.0, -3.0]]), 2).round(2).tolist()
@@ -208,7 +208,7 @@ class GatedActivation:
             raise ValueError("gated_activation_fn takes the place of all other settings")
 
     def kernel_parameters(self) -> dict[str, float | str]:
-        """The settings by the names of MAX's kernels.
+        """The settings as keyword arguments of MAX's kernels.
 
         Raises:
             ValueError: there is a ``gated_activation_fn``.
@@ -227,7 +227,7 @@ class GatedActivation:
         return lift(self._computed)(gate_up, moe_dim)
 
     def of_pair(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """The same for arrays of gates and up projections that are apart."""
+        """The same as a call, for gates and up projections ``[…, F]`` in separate arrays."""
         if self.gated_activation_fn is not None:
             from ..graph.value import TensorValue, unwrap
 

@@ -2,8 +2,8 @@
 
 Shapes: batch N, C input channels, O output channels; ``*places`` are the spatial axes. With
 ``permute`` the layouts are PyTorch's: input ``[N, C, *places]``, weight ``[O, C / groups, *kernel]``.
-Without: input ``[N, *places, C]``, weight ``[*kernel, C / groups, O]``. As everywhere in deep
-learning, the kernel is not flipped (a cross-correlation).
+Without it the input is ``[N, *places, C]`` and the weight ``[*kernel, C / groups, O]``. As is usual in
+deep learning, the kernel is not flipped: the layers compute a cross-correlation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Sizes = int | Sequence[int]
 
 
 class _Conv(Replicated, Module):
-    """What the three classes share; the length of ``kernel`` is the number of spatial axes."""
+    """Base class of the three layers; the length of ``kernel`` is the number of spatial axes."""
 
     def _build(self, kernel: tuple[int, ...], in_channels: int, out_channels: int, dtype: Any,
                stride: Sizes, padding: Sizes, dilation: Sizes, num_groups: int,
@@ -48,7 +48,7 @@ class _Conv(Replicated, Module):
         self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
 
     def __call__(self, x: Any) -> Any:
-        """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same with O channels.
+        """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same axes with O channels.
 
         Raises:
             ValueError: ``x`` has the wrong number of axes or channels.
@@ -86,7 +86,7 @@ class Conv1D(_Conv):
         num_groups: number of groups of channels; each group is convolved by itself.
         device: device that the weights are declared on.
         has_bias: whether there is a bias.
-        permute: whether layouts are PyTorch's; see the module's docstring.
+        permute: whether layouts are PyTorch's, channels before the spatial axes.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
     Attributes:
@@ -198,7 +198,7 @@ def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
 
 
 def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both arrays in the wider of their float types: a convolution needs equal dtypes."""
+    """Both arrays in the wider of their dtypes: ``lax.conv_general_dilated`` needs equal dtypes."""
     if x.dtype == w.dtype:
         return x, w
     dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
@@ -215,7 +215,7 @@ def plus_bias(y: jax.Array, bias: Any, axis: int) -> jax.Array:
 
 
 def fan_in_normal(name: str, in_axis: int, out_axis: int) -> Any:
-    """The initializer of the kernel or bias with that local name."""
+    """The initializer of the Weight with that local name: zeros for a bias, otherwise LeCun normal."""
     if name.endswith("bias"):
         return jax.nn.initializers.zeros
     return jax.nn.initializers.lecun_normal(in_axis=in_axis, out_axis=out_axis)

@@ -16,9 +16,9 @@ from .layer import Module
 
 
 class ConvTranspose1d(Module):
-    """``[N, L, C]`` → ``[N, L', O]``; ``[N, C, L]`` → ``[N, O, L']`` with ``permute``.
+    """A transposed convolution: ``[N, L, C]`` → ``[N, L', O]``; with ``permute`` ``[N, C, L]`` → ``[N, O, L']``.
 
-    L' = (L - 1) · stride + dilation · (kernel - 1) + 1 + output_padding - the sum of both paddings.
+    L' = (L - 1) · stride + dilation · (kernel - 1) + 1 + output_padding - (padding before + padding after).
 
     Args (in MAX's order):
         length: length of the kernel.
@@ -33,8 +33,8 @@ class ConvTranspose1d(Module):
         permute: whether layouts, the weight's too, are PyTorch's.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
-    As in MAX, a size may also be a pair (height, width) for an image of height 1, and ``padding`` four
-    numbers; the values for the height must be neutral.
+    As in MAX, a size may also be a pair (height, width) for an image of height 1, and ``padding`` four numbers
+    (0, 0, before, after). The height must then be neutral: 1 for stride and dilation, 0 for output_padding.
 
     Attributes:
         weight: Weight ``[kernel, O, C]``, or ``[C, O, kernel]`` with ``permute``.
@@ -79,7 +79,7 @@ class ConvTranspose1d(Module):
         self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
 
     def __call__(self, x: Any) -> Any:
-        """``[N, L, C]``, or ``[N, C, L]`` with ``permute``.
+        """``[N, L, C]`` → ``[N, L', O]``; with ``permute`` ``[N, C, L]`` → ``[N, O, L']``.
 
         Raises:
             ValueError: ``x`` has the wrong number of axes or channels.
@@ -90,7 +90,7 @@ class ConvTranspose1d(Module):
             layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
             raise ValueError(f"ConvTranspose1d takes [{layout}], not {array.shape}")
         array, kernel = same_width(array, unwrap(self.weight))
-        # A convolution of the input, with zeros inserted between its elements, by the flipped kernel.
+        # A transposed convolution is a convolution with the flipped kernel and zeros between the input's elements.
         kernel = jnp.flip(kernel, axis=2 if self.permute else 0)
         reach = self.dilation * (self.kernel_length - 1)
         before, after = self.padding
@@ -108,7 +108,7 @@ class ConvTranspose1d(Module):
 
 
 def _of_width(value: int | tuple[int, int], neutral: int) -> int:
-    """The number for the width, from that number or from (height, width)."""
+    """The size along the width, given as one number or as (height, width)."""
     if isinstance(value, int):
         return value
     if len(value) != 2 or value[0] != neutral:

@@ -13,9 +13,9 @@ from .layer import Module
 
 
 class Dropout(Module):
-    """Each element is 0 with probability ``p`` and divided by ``1 - p`` otherwise.
+    """Sets each element to 0 with probability ``p``, and divides it by ``1 - p`` otherwise.
 
-    The random key is an argument: without one the layer is the identity, so that a model has no mode.
+    The random key is an argument. Without a key the layer is the identity, so a model needs no training mode.
 
     Args:
         p: probability that an element is dropped.
@@ -37,7 +37,7 @@ class Dropout(Module):
         self.p = float(p)
 
     def __call__(self, x: Any, key: jax.Array | None = None) -> Any:
-        """The same shape and dtype; a TensorValue for a TensorValue.
+        """``x`` after dropout, in its shape and dtype; a TensorValue for a TensorValue.
 
         Args:
             key: random key; None keeps every element.

@@ -74,10 +74,10 @@ class Embedding(LowRank):
         self.weight = Weight(name or "weight", dtype, shape, device, quantization_encoding)
 
     def __call__(self, indices: Any) -> Any:
-        """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.
+        """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table; a TensorValue for a TensorValue.
 
-        A TensorValue gives a TensorValue.
-        An index of -1 is the last row, as in NumPy. An index outside the table gives a row of
+        The table of a quantised layer gives float32.
+        An index of -1 means the last row, as in NumPy. An index outside the table gives a row of
         NaN: compiled code cannot raise, and a wrong row would go unnoticed.
 
         Raises:
@@ -100,16 +100,16 @@ class Embedding(LowRank):
 
     def _looked_up(self, table: Any, rows: jax.Array) -> jax.Array:
         if parts(self.weight, 0) > 1 and rows.size == 1:
-            # Twice: on a GPU, XLA makes a slice of a lookup of one row, and of a slice of a split
-            # table a slice of the whole table, which it gathers.
+            # The row is looked up twice: on a GPU, XLA turns a lookup of a single row into a slice, and
+            # gathers a sharded table in full before it slices it.
             return embed(table, jnp.stack([rows, rows]))[0]
         return embed(table, rows)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows (the vocabulary), or columns where the rows do not divide evenly.
 
-        ``fsdp`` splits columns: each device looks its columns up for all devices, and the results
-        are exchanged, which are far smaller than the table.
+        ``fsdp`` splits columns: each device looks up its columns of all rows that any device needs, and the
+        devices exchange these results, which are far smaller than the table.
         """
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return {"weight": Split(rows, fallback=columns, fsdp=1), **super().sharding_rules()}
@@ -133,7 +133,7 @@ class Embedding(LowRank):
         return sharded(self, devices)
 
     def initializer(self, name: str) -> Any:
-        """Normal with standard deviation 0.02; of an update, as PEFT, zeros for A and 1 for B."""
+        """Normal with standard deviation 0.02. LoRA weights as in PEFT: A is zero, B normal with deviation 1."""
         if name.endswith("lora_embedding_A"):
             return jax.nn.initializers.zeros
         return (
@@ -146,7 +146,7 @@ class Embedding(LowRank):
 class VocabParallelEmbedding(Embedding):
     """An Embedding whose rows are split over the devices. Arguments in MAX's order.
 
-    Called as MAX calls it, with signal buffers, it gives a list: the rows that were looked up, for each device.
+    Called with signal buffers, as in MAX, it returns a list with the complete result for each device.
 
     Args:
         vocab_size, hidden_dim, dtype, quantization_encoding, name: as in Embedding.
@@ -176,7 +176,7 @@ class VocabParallelEmbedding(Embedding):
             self.distributed_embeddings = self.shard(self.devices)
 
     def __call__(self, indices: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
-        """As an Embedding; with ``signal_buffers``, one for each device, a list of as many results.
+        """Looks up rows as Embedding does; with ``signal_buffers``, one for each device, returns a list of results.
 
         Raises:
             ValueError: there is not one signal buffer for each device.

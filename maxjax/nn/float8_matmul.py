@@ -1,9 +1,9 @@
-"""MAX's products of float8 numbers, as functions of arrays: inputs are quantised, then both are multiplied.
+"""MAX's float8 matmuls as functions of arrays: one quantises the inputs, another multiplies them by the weights.
 
-Scales are numbers to multiply float8 values by: one for a tensor, for a row, or for a block. Layers with
-float8 weights of a checkpoint are those of ``maxjax.nn.quantized``, which ``maxjax.load`` makes.
+A scale is the factor that restores values from float8: one for a tensor, for a row, or for a block. For checkpoints
+with float8 weights, ``maxjax.load`` makes layers of ``maxjax.nn.quantized`` instead.
 
-Shapes: M rows of inputs and N rows of weights, of K numbers each.
+Shapes: inputs are ``[M, K]`` and weights ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def quantize_dynamic_scaled_float8(
 
     Args:
         input: floats ``[M, K]``.
-        input_scale_spec, weight_scale_spec: with blocks, a group has the width of a block of the inputs.
-        scale_ub: the largest magnitude that counts; larger numbers are clipped.
-        group_size_or_per_token: numbers in a group; -1 for a block, or for a row if there are no blocks.
-        out_type: a float8 type of DType.
-        scales_type: type of the scales; float8_e8m0fnu rounds them up to powers of two.
-        amax_floor: the least magnitude that counts, for scales of that type.
-        row_offsets: rows beyond its last number need not be quantised; here they are.
+        input_scale_spec, weight_scale_spec: scale settings, which say whether and in which blocks scales are shared.
+        scale_ub: upper bound of the magnitude that gives a scale; ignored for scales in float8_e8m0fnu.
+        group_size_or_per_token: numbers in a group; -1 means a block's width, or a row if there are no blocks.
+        out_type: float8_e4m3fn or float8_e4m3fnuz.
+        scales_type: dtype of the scales; float8_e8m0fnu rounds them up to powers of two.
+        amax_floor: lower bound of the magnitude that a scale in float8_e8m0fnu is computed from.
+        row_offsets: offsets of sequences, as in MAX; all rows are quantised, also those after the last offset.
 
     Returns:
         The quantised inputs ``[M, K]``, and the scales ``[K / group, M]``. With blocks, the scales have
         columns of zeros up to a multiple of 16 bytes.
 
     Raises:
-        ValueError: the types, shapes or options do not go together.
+        ValueError: the dtypes, shapes or options do not fit together.
 
     Example:
         >>> from maxjax.nn.quant_config import ScaleGranularity, ScaleOrigin
@@ -100,19 +100,19 @@ def quantize_static_scaled_float8(
     scale_is_inverted: bool = True,
     out_type: DType = DType.float8_e4m3fn,
 ) -> Any:
-    """Quantises inputs by a scale that is known.
+    """Quantises inputs by a given scale.
 
     Args:
         x: floats ``[M, K]``.
-        scale: one number, by which the results are to be multiplied.
-        scale_is_inverted: whether inputs are divided by it; otherwise they are multiplied.
-        out_type: a float8 type.
+        scale: one number.
+        scale_is_inverted: whether inputs are divided by the scale; otherwise they are multiplied by it.
+        out_type: a float8 dtype.
 
     Returns:
-        ``[M, K]``; numbers that are too large are clipped.
+        ``[M, K]``; numbers outside the range of ``out_type`` are clipped.
 
     Raises:
-        ValueError: the types or shapes do not go together.
+        ValueError: the dtypes or shapes do not fit together.
 
     Example:
         >>> quantize_static_scaled_float8(jnp.array([[3.0, -1.0]]), jnp.float32(2.0)).tolist()
@@ -149,15 +149,15 @@ def dynamic_scaled_matmul(
         b: weights ``[N, K]``.
         a_scales: ``[1, 1]`` or ``[1, M]``; with blocks ``[K / width, M or more]``.
         b_scales: ``[1, 1]`` or ``[N, 1]``; with blocks ``[N / height, K / width]``, rounded up.
-        input_scale_spec, weight_scale_spec: which of these, and the sizes of blocks.
-        out_type: type of the result.
+        input_scale_spec, weight_scale_spec: granularities of the scales, and the sizes (height, width) of blocks.
+        out_type: dtype of the result.
 
     Returns:
         ``[M, N]``.
 
     Raises:
-        ValueError: the shapes do not go together.
-        TypeError: the types do not.
+        ValueError: the shapes do not fit together, or the granularities are not supported.
+        TypeError: ``a`` and ``b``, or their scales, differ in dtype.
 
     Example:
         >>> from maxjax.nn.quant_config import ScaleGranularity, ScaleOrigin
@@ -202,7 +202,7 @@ def dynamic_scaled_matmul(
 def matmul_static_scaled_float8(
     input: Any, weight: Any, input_scale: Any, weight_scale: Any
 ) -> Any:
-    """``input @ weight.T`` of float8 numbers with one scale each, in bfloat16.
+    """``input @ weight.T`` of float8 numbers with one scale for each operand, in bfloat16.
 
     Args:
         input: ``[M, K]``.
@@ -213,7 +213,7 @@ def matmul_static_scaled_float8(
         ``[M, N]``.
 
     Raises:
-        ValueError: the types or shapes do not go together.
+        ValueError: the dtypes or shapes do not fit together.
 
     Example:
         >>> a = jnp.ones((1, 4), "float8_e4m3fn")
@@ -248,7 +248,7 @@ def _scalar(name: str, scale: Any) -> jax.Array:
 
 
 def _spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, int]) -> jax.Array:
-    """The scale of each number of an array of that shape."""
+    """Repeats the scales of blocks, so that there is one for each element of an array of that shape."""
     for axis, size in enumerate(block):
         scales = jnp.repeat(scales, size, axis=axis)
     if scales.shape[0] < shape[0] or scales.shape[1] < shape[1]:

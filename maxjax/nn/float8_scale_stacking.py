@@ -1,4 +1,4 @@
-"""MAX's path of scales of stacked weights in 8 or 4 bits."""
+"""``can_use_fused_mlp``, under MAX's path: whether gate and up projections can share one quantised weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
 
 
 def can_use_fused_mlp(state_dict: Mapping[str, Any], tensor_wise: bool = False) -> bool:
-    """Whether the scales of each gate projection go with those of its up projection in one weight.
+    """Whether the scales of each gate projection can be concatenated with those of its up projection.
 
     Args:
-        state_dict: weights of a checkpoint by name: WeightData.
-        tensor_wise: whether scales of whole tensors may differ.
+        state_dict: WeightData of a checkpoint, keyed by name.
+        tensor_wise: whether scales that are one number for a tensor may differ.
 
     Returns:
-        Whether each pair of scales that is there has the same axes after the first and, if the gate's is one
-        number and not ``tensor_wise``, the same value.
+        True if the two scales of every such pair have equal sizes after the first axis and, where the gate's scale
+        is one number and ``tensor_wise`` is not set, equal values.
 
     Example:
         >>> import numpy as np

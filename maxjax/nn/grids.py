@@ -1,7 +1,7 @@
-"""MAX's kernels for the patches of images and videos: their order in blocks, pooling, and positions.
+"""MAX's kernels for patches of images and videos: reordering into blocks, pooling, and position embeddings.
 
-A grid ``(t, h, w)`` has t frames of h rows and w columns; the patches of all grids come one after another. The
-sizes of results follow from the grids' values, so that those must be known: they are no arguments of a program.
+A grid ``(t, h, w)`` has t frames of h rows and w columns; the patches of all grids are concatenated. The sizes of the
+results depend on the values of the grids, which must therefore be concrete: they cannot be tracers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..graph.value import TensorValue
 
 
 def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:
-    """The grids as numbers.
+    """The grids as Python integers.
 
     Raises:
-        NotImplementedError: they are arguments of a program.
-        ValueError: they are no ``[N, 3]``.
+        NotImplementedError: the grids are a tracer.
+        ValueError: their shape is not ``[N, 3]``.
     """
     grids = grids.value if isinstance(grids, TensorValue) else grids
     if isinstance(grids, Tracer):
@@ -39,12 +39,12 @@ def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:
 
 @lift
 def _lifted(function: Callable[..., Any], *arrays: Any) -> Any:
-    """A function of arrays, as an op. Grids are not among them: NumPy arrays would become a program's values."""
+    """Calls a function of arrays as an op. Grids are not among its arguments, because they would then be traced."""
     return function(*arrays)
 
 
 def _in_blocks(x: jax.Array, h: int, w: int, rows: int, columns: int, op: str) -> jax.Array:
-    """Patches ``[h w, D]``, row by row → block by block, and in each row by row."""
+    """Patches ``[h w, D]`` in row-major order → block by block, with row-major order in each block."""
     if h % rows or w % columns:
         raise ValueError(f"{op}: {h} × {w} patches do not form blocks of {rows} × {columns}")
     apart = x.reshape(h // rows, rows, w // columns, columns, -1)
@@ -60,20 +60,20 @@ def _split(x: jax.Array, sizes: list[int], op: str) -> list[jax.Array]:
 def spatial_merge(
     input: Any, grid_thw: Any, hidden_size: int, merge_size: int, *, out_rows: Any
 ) -> Any:
-    """One frame of patches of each grid in the order of blocks, once for each of its frames.
+    """Reorders the patches of each grid into blocks, and repeats them for each of its frames.
 
     Args:
-        input: ``[sum of h w, hidden_size]``, row by row.
-        grid_thw: ``[N, 3]``, known.
-        hidden_size: D.
-        merge_size: rows and columns of a block.
-        out_rows: number of rows of the result, the sum of t h w; checked where it is a number.
+        input: ``[sum of h w, hidden_size]``, one frame for each grid, in row-major order.
+        grid_thw: ``[N, 3]``, concrete.
+        hidden_size: number D of features of a patch.
+        merge_size: number of rows, and of columns, of a block.
+        out_rows: number of rows of the result, the sum of t h w; checked if it is an int.
 
     Returns:
         ``[sum of t h w, hidden_size]``.
 
     Raises:
-        NotImplementedError: the grids are arguments of a program.
+        NotImplementedError: the grids are a tracer.
         ValueError: the sizes do not fit.
 
     Example:
@@ -104,19 +104,19 @@ def spatial_merge(
 def tpool_patch_merger(
     input: Any, grid_thws: Any, kH: int, kW: int, max_h: Any = None, max_w: Any = None
 ) -> Any:
-    """The mean of the frames of each grid, in the order of blocks (Kimi K2.5).
+    """The mean over the frames of each grid, with the patches reordered into blocks (Kimi K2.5).
 
     Args:
-        input: ``[sum of t h w, D]``, frame by frame, row by row.
-        grid_thws: ``[N, 3]``, known.
-        kH, kW: rows and columns of a block.
-        max_h, max_w: of MAX's kernel; ignored.
+        input: ``[sum of t h w, D]``, frame by frame, each in row-major order.
+        grid_thws: ``[N, 3]``, concrete.
+        kH, kW: number of rows and of columns of a block.
+        max_h, max_w: arguments of MAX's kernel; ignored.
 
     Returns:
-        ``[sum of h w, D]``; the means are computed in float32.
+        ``[sum of h w, D]`` in the dtype of ``input``; the means are computed in float32.
 
     Raises:
-        NotImplementedError: the grids are arguments of a program.
+        NotImplementedError: the grids are a tracer.
         ValueError: the sizes do not fit.
 
     Example:
@@ -139,19 +139,19 @@ def tpool_patch_merger(
 
 
 def learnable_2d_interp_pos_emb(x: Any, weight: Any, grid_thws: Any, time_weight: Any) -> Any:
-    """Patches plus the embeddings of their positions, which are resized to each grid (Kimi K2.5).
+    """Adds position embeddings, resized to each grid, to patches (Kimi K2.5).
 
     Args:
-        x: ``[sum of t h w, D]``, frame by frame, row by row.
-        weight: ``[H, W, D]``, resized as ``ops.resize_bicubic`` does.
-        grid_thws: ``[N, 3]``, known.
-        time_weight: ``[frames, D]``, added to each frame of a grid that has more than one.
+        x: patches ``[sum of t h w, D]``, frame by frame, each in row-major order.
+        weight: embeddings of positions ``[H, W, D]``, resized by ``ops.resize_bicubic``.
+        grid_thws: ``[N, 3]``, concrete.
+        time_weight: embeddings of frames ``[frames, D]``, added only for grids with more than one frame.
 
     Returns:
         ``[sum of t h w, D]`` in the dtype of ``x``, summed in float32.
 
     Raises:
-        NotImplementedError: the grids are arguments of a program.
+        NotImplementedError: the grids are a tracer.
         ValueError: the sizes do not fit.
 
     Example:

@@ -1,6 +1,6 @@
 """Hyper-connections: several residual streams around a layer (Xie et al., arXiv:2512.24880).
 
-Shapes: N tokens, n streams, E features of each.
+Shapes: N tokens, n streams, E features of a stream.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def hyper_connection_gates(
     hc_eps: float,
     hc_sinkhorn_iters: int,
 ) -> tuple[Any, Any, Any]:
-    """The gates of streams, from a projection of them.
+    """The input gates, output gates and mixing matrix of the streams, from a projection of the streams.
 
     Args:
-        hc_proj: ``[N, 2 n + n²]``: of what a layer takes, of where its result goes, and of the mixture.
-        pre_post_comb_b: ``[2 n + n²]``, added to it after
-        pre_post_comb_scale: ``[3]``, a factor of each of the three, is applied.
+        hc_proj: projection ``[N, 2 n + n²]``: n input gates, n output gates, and the n² entries of the mixing matrix.
+        pre_post_comb_b: bias ``[2 n + n²]``, added after the scale.
+        pre_post_comb_scale: factors ``[3]`` of the three parts of ``hc_proj``.
         hc_mult: number n of streams, a power of 2.
-        hc_eps: added to the first gates, to the mixture, and to the sums that it is divided by.
-        hc_sinkhorn_iters: how often rows and columns of the mixture are divided by their sums, at least 1.
+        hc_eps: number added to the input gates, to the mixing matrix, and to the sums that divide it.
+        hc_sinkhorn_iters: number of Sinkhorn iterations that normalise rows and columns of the matrix, at least 1.
 
     Returns:
-        The gates of what a layer takes ``[N, n]``, those of where its result goes (0 to 2) ``[N, n]``, and the
-        mixture ``[N, n²]``, row by row, whose columns sum to 1; rows nearly so. All in float32.
+        The input gates ``[N, n]``, the output gates ``[N, n]`` between 0 and 2, and the mixing matrix ``[N, n²]`` in
+        row-major order; its columns sum to 1 up to ``hc_eps``, its rows approximately. All are float32.
 
     Raises:
         ValueError: the sizes do not fit.
@@ -79,23 +79,23 @@ def hyper_connection_gates(
 
 
 class HyperConnection(Module):
-    """What a layer takes of several residual streams, and how its result is written back to them.
+    """Combines several residual streams into a layer's input, and gives the gates that write its result back.
 
     Args (in MAX's order):
         hidden_size: number E of features of a stream.
         hc_mult: number n of streams, a power of 2.
         device: device that the weights are declared on.
         dtype: dtype of the weights; the gates are computed in float32.
-        hc_sinkhorn_iters, hc_eps: as for :func:`hyper_connection_gates`.
-        rms_norm_eps: added to the mean of squares that the streams are normalised by.
+        hc_sinkhorn_iters, hc_eps: settings of :func:`hyper_connection_gates`.
+        rms_norm_eps: number added to the mean of squares in the RMS norm of the streams.
 
     Attributes:
         hc_fn: Weight ``[2 n + n², n E]``.
         hc_base: Weight ``[2 n + n²]``.
         hc_scale: Weight ``[3]``.
 
-    The caller computes ``streams = combᵀ streams + post · layer(collapsed)``: stream k gets the sum of
-    ``comb[:, j, k] * streams[:, j]`` over j, and ``post[:, k]`` times the result.
+    The caller computes ``streams = combᵀ streams + post · layer(collapsed)``: stream k becomes the sum of
+    ``comb[:, j, k] * streams[:, j]`` over j, plus ``post[:, k]`` times the layer's result.
 
     Example:
         >>> import maxjax
@@ -128,7 +128,7 @@ class HyperConnection(Module):
     def __call__(self, hidden_streams: Any) -> tuple[Any, Any, Any]:
         """Streams ``[N, n, E]`` → ``post [N, n]``, ``comb [N, n, n]`` and ``collapsed [N, E]``.
 
-        The first two are float32; the last, the layer's input, has the dtype of the streams.
+        ``post`` and ``comb`` are float32; ``collapsed``, the layer's input, has the dtype of the streams.
 
         Raises:
             ValueError: the streams have another shape.

@@ -1,7 +1,7 @@
 """MAX's kernels as functions of JAX arrays: attention, RoPE and experts of ragged batches, and norms of rows.
 
-A ragged batch has the tokens of all its sequences one after another, ``[tokens, …]``, and offsets ``[B + 1]`` that say
-where each begins. Those kernels that write to a paged cache are refused (``maxjax.absent``).
+A ragged batch concatenates the tokens of all its sequences, ``[tokens, …]``; offsets ``[B + 1]`` say where each begins.
+A kernel of MAX that is not supported raises NotImplementedError with advice when it is called (``maxjax.absent``).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def flash_attention_gpu(
     local_window_size: int = -1,
     valid_length: Any = None,
 ) -> Any:
-    """Attention of rows of equal length, on any device.
+    """Attention of a batch of sequences of equal length, on any device.
 
     Args:
-        q: ``[B, T, H, D]``.
-        k, v: ``[B, S, K, D]``; H is a multiple of K.
-        mask_variant: which keys a query attends to; the first ones are at the same position.
+        q: queries ``[B, T, H, D]``.
+        k, v: keys and values ``[B, S, K, D]``; H is a multiple of K.
+        mask_variant: mask of the keys; the first query and the first key both have position 0.
         scale: factor of the scores.
-        local_window_size: positions of a window or chunk.
-        valid_length: ``[B]``, tokens of each row; the keys behind them are not attended to.
+        local_window_size: number of positions in a window or chunk.
+        valid_length: number of valid tokens of each sequence, ``[B]``; later keys are masked.
 
     Returns:
         ``[B, T, H, D]``.
@@ -85,11 +85,11 @@ def flash_attention_gpu(
 
 @lift
 def masked_flash_attention_gpu(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
-    """Attention with numbers that are added to the scores.
+    """Attention with a bias that is added to the scores.
 
     Args:
-        q, k, v: as for :func:`flash_attention_gpu`.
-        mask: ``[B, T, S]`` or ``[B, H, T, S]``; ``-inf`` where a query does not attend.
+        q, k, v: queries, keys and values as for :func:`flash_attention_gpu`.
+        mask: bias ``[B, T, S]`` or ``[B, H, T, S]``; ``-inf`` where a query does not attend.
         scale: factor of the scores.
 
     Raises:
@@ -115,13 +115,13 @@ def flash_attention_ragged_gpu(
     """Attention within each sequence of a ragged batch, without a cache.
 
     Args:
-        q: ``[tokens, H, D]``.
-        k, v: ``[tokens, K, D]``; H is a multiple of K.
-        input_row_offsets: ``[B + 1]``.
+        q: queries ``[tokens, H, D]``.
+        k, v: keys and values ``[tokens, K, D]``; H is a multiple of K.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
         max_seq_len: ignored.
         mask_variant, scale, local_window_size: as for :func:`flash_attention_gpu`.
 
-    Memory grows with the square of the number of tokens.
+    Memory grows with the square of the number of tokens in the batch.
     """
     rows, places = sequences(input_row_offsets, q.shape[0])
     mask = rows[:, None] == rows[None]
@@ -144,13 +144,13 @@ def rope_ragged(
     """RoPE of a ragged batch.
 
     Args:
-        input: ``[tokens, H, D]``.
-        input_row_offsets: ``[B + 1]``.
-        start_pos: ``[B]``, position of the first token of each sequence.
-        freqs_cis: ``[positions, W]``, of a RotaryEmbedding; where W is less than D, W elements of each head are
-            rotated.
-        interleaved: whether neighbours are rotated, or halves.
-        rope_first: whether the first W elements are rotated, or the last.
+        input: queries or keys ``[tokens, H, D]``.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        start_pos: position of the first token of each sequence, ``[B]``.
+        freqs_cis: table ``[positions, W]`` of a RotaryEmbedding; if W is less than D, only W elements of each head
+            are rotated.
+        interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
+        rope_first: whether the first W elements of a head are rotated; otherwise the last W are.
         output_dtype: dtype of the result; that of the input by default.
     """
     rows, places = sequences(input_row_offsets, input.shape[0])
@@ -171,14 +171,14 @@ def rope_ragged_with_position_ids(
     """RoPE of tokens at given positions.
 
     Args:
-        input: ``[tokens, H, D]``.
-        freqs_cis: ``[positions, W]``, of a RotaryEmbedding.
-        position_ids: ``[tokens]``.
-        mrope_section: sections of positions in several directions.
-        interleaved: whether neighbours are rotated, or halves.
+        input: queries or keys ``[tokens, H, D]``.
+        freqs_cis: table ``[positions, W]`` of a RotaryEmbedding.
+        position_ids: positions ``[tokens]``.
+        mrope_section: sections of multi-dimensional positions (M-RoPE); not supported.
+        interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
 
     Raises:
-        NotImplementedError: there are positions in several directions.
+        NotImplementedError: ``mrope_section`` is given, or ``position_ids`` has several axes.
     """
     if mrope_section is not None or position_ids.ndim != 1:
         raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
@@ -188,14 +188,14 @@ def rope_ragged_with_position_ids(
 
 @lift
 def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any) -> tuple[Any, Any]:
-    """Two ragged batches as one: of each sequence the tokens of the first, then those of the second.
+    """Joins two ragged batches sequence by sequence: the tokens of ``a``, followed by those of ``b``.
 
     Args:
-        a, b: ``[tokens, …]``.
-        a_row_offsets, b_row_offsets: ``[B + 1]``.
+        a, b: ragged batches ``[tokens, …]`` of the same B sequences.
+        a_row_offsets, b_row_offsets: their offsets ``[B + 1]``.
 
     Returns:
-        The tokens, and the offsets.
+        The joined batch and its offsets.
 
     Example:
         >>> a, b = jnp.array([1, 2, 3, 4, 5, 6]), jnp.array([7, 8, 9, 10])
@@ -215,12 +215,12 @@ def merge_ragged_tensors(a: Any, a_row_offsets: Any, b: Any, b_row_offsets: Any)
 
 @lift
 def scatter_nd_skip_oob_indices(input: Any, updates: Any, indices: Any) -> Any:
-    """``ops.scatter_nd`` that leaves out updates whose index is outside.
+    """``ops.scatter_nd``, except that updates with an index out of bounds are dropped.
 
     Args:
-        input: ``[…]``.
-        updates: ``[N, …]``.
-        indices: ``[N, k]``, the first k axes of each place; negative ones count from the end.
+        input: array ``[…]``.
+        updates: N slices ``[N, …]`` of the input.
+        indices: indices ``[N, k]`` along the first k axes; negative ones count from the end.
     """
     depth = indices.shape[-1]
     sizes = jnp.broadcast_to(jnp.array(input.shape[:depth], indices.dtype), indices.shape)
@@ -231,18 +231,18 @@ def scatter_nd_skip_oob_indices(input: Any, updates: Any, indices: Any) -> Any:
 
 @lift
 def argmax_with_bias(logits: Any, bias: Any, *, position: int) -> Any:
-    """The largest of the logits at one position and a bias: ``argmax(logits[:, position] + bias)``.
+    """The token with the largest biased logit at one position: ``argmax(logits[:, position] + bias)``.
 
     Args:
-        logits: ``[B, positions, V]``.
-        bias: ``[B, V]``.
-        position: the position.
+        logits: logits ``[B, positions, V]``.
+        bias: bias ``[B, V]``.
+        position: index along the second axis of the logits.
 
     Returns:
-        ``[B]``, integers.
+        Integers ``[B]``.
 
     Raises:
-        ValueError: there is no such position.
+        ValueError: the position is out of range.
     """
     if not 0 <= position < logits.shape[1]:
         raise ValueError(f"position {position} is not among the {logits.shape[1]} of the logits")
@@ -251,15 +251,15 @@ def argmax_with_bias(logits: Any, bias: Any, *, position: int) -> Any:
 
 
 def top_k_per_row(input: Any, k: Any, max_k: int) -> tuple[Any, Any]:
-    """``ops.top_k`` with a number of its own for each row.
+    """``ops.top_k`` with another k for each row.
 
     Args:
-        input: ``[B, N]``.
-        k: ``[B]``, how many of each row.
+        input: rows ``[B, N]``.
+        k: number of elements that are wanted of each row, ``[B]``.
         max_k: width of the results.
 
     Returns:
-        Values and indices ``[B, max_k]``, descending; behind the first ``k`` of a row the lowest number and -1.
+        Values and indices ``[B, max_k]``, descending; after the first k of a row, the dtype's lowest number and -1.
     """
     found, places = top_k(TensorValue(input), max_k, axis=-1)
     there = jnp.arange(max_k)[None] < TensorValue(k).value.astype(jnp.int32)[:, None]
@@ -274,10 +274,10 @@ __getattr__ = _absent(__name__)
 
 
 def _check_pair(op: str, q: Any, k: Any) -> None:
-    """Checks that queries and keys are rows of one dtype.
+    """Checks that queries and keys are matrices with equal numbers of rows and equal dtypes.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the shapes or dtypes do not fit.
     """
     if q.ndim != 2 or k.ndim != 2 or q.shape[0] != k.shape[0] or q.dtype != k.dtype:
         raise ValueError(
@@ -291,8 +291,8 @@ def row_mean_of_squares_qk(q: Any, k: Any) -> Any:
     """The mean of the squares of each row of queries, and of keys.
 
     Args:
-        q: ``[M, Nq]``.
-        k: ``[M, Nk]``, of the same dtype.
+        q: queries ``[M, Nq]``.
+        k: keys ``[M, Nk]`` of the same dtype.
 
     Returns:
         ``[M, 2]`` in float32, computed in float32.
@@ -314,15 +314,15 @@ def row_mean_of_squares_qk(q: Any, k: Any) -> Any:
 def apply_qk_rms_norm(
     q: Any, k: Any, qk_var: Any, gamma_q: Any, gamma_k: Any, epsilon: float
 ) -> tuple[Any, Any]:
-    """Queries and keys, normalised by means of squares that are known.
+    """The RMS norms of queries and keys, from means of squares that were computed before.
 
     Args:
-        q: ``[M, Nq]``.
-        k: ``[M, Nk]``, of the same dtype.
-        qk_var: ``[M, 2]``, of :func:`row_mean_of_squares_qk`.
-        gamma_q: ``[Nq]``, factors.
-        gamma_k: ``[Nk]``.
-        epsilon: added to the means.
+        q: queries ``[M, Nq]``.
+        k: keys ``[M, Nk]`` of the same dtype.
+        qk_var: means ``[M, 2]`` from :func:`row_mean_of_squares_qk`.
+        gamma_q: factors ``[Nq]`` of the queries.
+        gamma_k: factors ``[Nk]`` of the keys.
+        epsilon: number added to the means.
 
     Returns:
         Two arrays of the shapes and dtype of ``q`` and ``k``, computed in float32 and rounded once.
@@ -361,14 +361,14 @@ def mtp_eh_norm(
     epsilon: float,
     block_threads: int = 256,
 ) -> Any:
-    """What a layer that predicts a token further takes: normalised embeddings, and behind them normalised states.
+    """The input of a multi-token prediction (MTP) layer: RMS norms of embeddings and of hidden states, concatenated.
 
     Args:
-        embed: ``[tokens, E]``.
-        prev_hidden: ``[tokens, E]``, of the same dtype.
-        enorm_weight, hnorm_weight: ``[E]``, the weights of the two RMSNorms (as in Llama).
-        epsilon: added to the means of squares.
-        block_threads: of MAX's kernel; ignored.
+        embed: embeddings ``[tokens, E]``.
+        prev_hidden: hidden states ``[tokens, E]`` of the same dtype.
+        enorm_weight, hnorm_weight: weights ``[E]`` of the RMS norms of the embeddings and of the states.
+        epsilon: number added to the means of squares.
+        block_threads: argument of MAX's kernel; ignored.
 
     Returns:
         ``[tokens, 2 E]``.
@@ -397,10 +397,10 @@ def gated_group_rmsnorm(y: Any, gate: Any, norm_weight: Any, eps: float, group_s
     """``RMSNorm(y · silu(gate)) · norm_weight`` over each group of neighbouring features (Mamba 2).
 
     Args:
-        y, gate: ``[N, F]``.
-        norm_weight: ``[F]``.
-        eps: added to the means of squares.
-        group_size: number of features of a group, which divides F.
+        y, gate: arrays ``[N, F]``.
+        norm_weight: factors ``[F]``.
+        eps: number added to the means of squares.
+        group_size: number of features in a group; it divides F.
 
     Returns:
         ``[N, F]`` in the dtype of ``y``, computed in float32 and rounded once.

@@ -1,4 +1,4 @@
-"""Linear, ``x @ weight.T + bias``, and the layers made of it: ColumnParallelLinear and MLP."""
+"""Linear, ``x @ weight.T + bias``, and layers built from it: ColumnParallelLinear, MLP and FusedMLP."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Linear(LowRank):
             ``[out_dim, bytes]``, and the bias is float32 unless ``dtype`` is a float.
         quant_config: not supported yet.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
-        clip_weight: bound that the weight (not the bias) is clipped to, ``±clip_weight``; 0 and None: no bound.
-        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        clip_weight: bound of the weight (not the bias), which is clipped to ``±clip_weight``; 0 and None mean no bound.
+        is_sharding: whether to create no weights; the code that shards a layer assigns them to its parts.
 
     Attributes:
         weight: Weight ``[out_dim, in_dim]``.
         bias: Weight ``[out_dim]``, or None.
 
-    The result has the wider float type of ``x`` and ``weight``; a bias of another width is
-    added in float32, and the sum is rounded once.
+    The result has the wider float dtype of ``x`` and ``weight``. A bias of another dtype is
+    added in float32 or wider, and the sum is rounded once.
 
     Example:
         >>> layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=True)
@@ -99,7 +99,7 @@ class Linear(LowRank):
         """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
 
         Raises:
-            ValueError: the last axis of ``x`` is not ``in_dim`` long, or it is a TensorValue of integers.
+            ValueError: the last axis of ``x`` is not ``in_dim`` long, or ``x`` is a TensorValue of integers.
         """
         return self._result(x)
 
@@ -158,9 +158,9 @@ class Linear(LowRank):
 
 
 def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
-    """The results of several layers for one input; plain Linears run as one operation.
+    """The results of several layers for one input; plain Linears run as one matmul.
 
-    A single operation saves the cost of starting several, and needs no concatenated copy of the
+    A single matmul saves the cost of starting several. It needs no concatenated copy of the
     weights: each Linear keeps its own weights, names and shardings.
 
     Args:
@@ -173,7 +173,7 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
     Raises:
         ValueError: ``x`` is a TensorValue of integers.
     """
-    # A hook must see every call, and whoever observes a layer that layer's.
+    # A hook must see every call, and a capture the call of each layer that it names.
     watched = hooks.token() or any(isinstance(a, Linear) and is_wanted(a) for a in layers)
     if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [unwrap(layer(x)) for layer in layers]
@@ -201,7 +201,7 @@ def linear_rules(
     """The sharding rules that split the Linear at an attribute path by ``strategy``.
 
     Args:
-        over, whole: kinds of mesh axes, as of a ``Split``.
+        over, whole: kinds of mesh axes, as in ``Split``.
     """
     rule = Split(strategy, tuple(over), whole=tuple(whole))
     return {
@@ -213,14 +213,14 @@ def linear_rules(
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
-    Called as MAX calls it, with a list of tensors and signal buffers, it gives a list: the result for each device.
-    For few tokens a weight that is split over ``fsdp`` is used where it lies, without gathering it.
+    Called with a list of tensors and signal buffers, as in MAX, it returns a list with the result for each device.
+    For few tokens a weight that is split over ``fsdp`` is used shard by shard, without gathering it.
 
     Args (in MAX's order):
         in_dim, out_dim: length of the last axis of the input and of the result.
         dtype: dtype of weight and bias.
         devices: devices; the weights are declared on the first.
-        tied_weight: weight of another layer, such as the Embedding, to use instead of an own one.
+        tied_weight: weight of another layer, such as an Embedding, that this layer uses; None creates a new one.
         kwargs: further arguments of Linear.
 
     Example:
@@ -250,10 +250,10 @@ class ColumnParallelLinear(Linear):
             self.distributed_linear_layers = self.shard(self.devices)
 
     def __call__(self, x: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
-        """As a Linear; ``x``, or a list of one for each device, for which the result is a list.
+        """The result for ``x``, as from Linear; for a list with one tensor for each device, a list of results.
 
         Raises:
-            ValueError: there is not one tensor for each device.
+            ValueError: the list does not have one tensor for each device.
         """
         if not isinstance(x, list | tuple):
             return self._result(x)
@@ -261,7 +261,7 @@ class ColumnParallelLinear(Linear):
             return [self._result(x[0])]
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
-        # The call of a Linear, as in MAX: a class derived from this one may want buffers in its own.
+        # Linear.__call__, as in MAX: a derived class may require signal buffers in its own __call__.
         found = [
             Linear.__call__(part, one)
             for part, one in zip(self.distributed_linear_layers, x, strict=True)
@@ -274,12 +274,12 @@ class ColumnParallelLinear(Linear):
         return {"weight": Split(rows, fallback=columns), "bias": rows, **super().sharding_rules()}
 
     def _product(self, x: Any, weight: Any) -> Any:
-        # Where the weight is split by columns, what comes before would be split too, layer by layer.
+        # Otherwise, if the weight is split by columns, XLA would also split the features of the layers before.
         x = replicate_last_axis(jnp.asarray(unwrap(x)), self.weight, 1)
         if weight is not self.weight or x.ndim < 2 or not can_be_in_place(weight, x):
             return matmul(x, weight)
         rows, columns = map(int, weight.logical_shape)
-        # Four times: results may have twice the bytes of weights, and then half as much moves.
+        # The factor 4: activations may have twice the bytes of weights, and in-place use must halve what is moved.
         if 4 * math.prod(x.shape[:-1]) * (rows + columns) > rows * columns:
             return matmul(x, weight)
         return in_place(lambda operand, x: matmul(x, operand), weight, x, features=0, whole=False)
@@ -292,14 +292,14 @@ class MLP(Module):
         dtype: dtype of the weights.
         quantization_encoding: block format of quantised weights, or None.
         hidden_dim: length of the last axis of the input and of the result.
-        feed_forward_length: length of the last axis between the layers.
+        feed_forward_length: length of the last axis between the linear layers.
         devices: devices; the weights are declared on the first.
         linear_cls: constructor of the three linear layers: Linear, or a callable with its keyword arguments.
         has_bias: whether each linear layer has a bias.
         activation_function: name of the activation function, as ``nn.activation`` takes it.
         quant_config: not supported yet.
         swiglu_limit: if positive, ``activation(gate_proj(x))`` is at most this, and ``up_proj(x)`` within ± it.
-        is_sharding: whether to create no linear layers; whoever shards this layer assigns them.
+        is_sharding: whether to create no linear layers; the code that shards an MLP assigns them to its parts.
 
     Attributes:
         gate_proj, down_proj, up_proj: linear layers, registered in this order, as in MAX.
@@ -349,7 +349,7 @@ class MLP(Module):
         self.up_proj = linear(hidden_dim, feed_forward_length)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits gate and up by rows and down by columns, so that devices sum once, at the end."""
+        """Splits gate and up by rows and down by columns, so that one all-reduce at the end is enough."""
         return mlp_rules("", TENSOR)
 
     @property
@@ -383,23 +383,23 @@ class MLP(Module):
 
 
 class FusedMLP(Module):
-    """``down_proj(activation(gate) · up)``, with gate and up of one weight. Arguments in MAX's order.
+    """``down_proj(activation(gate) · up)``, with gate and up in one fused weight. Arguments in MAX's order.
 
     Args:
         dtype: dtype of the weights.
         hidden_dim: length of the last axis of the input and of the result.
-        feed_forward_length: number F of gates.
-        devices: one device.
+        feed_forward_length: number F of gates, and of up projections.
+        devices: sequence of exactly one device.
         activation_function: name of the activation function.
         swiglu_limit: if positive, activated gates are clipped to at most this limit, and up to ±limit.
-        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        is_sharding: whether to create no weights; the code that shards this layer assigns them.
 
     Attributes:
         gate_up_proj_fused: Weight ``[2 F, hidden_dim]``, gates before up.
         down_proj: Linear.
 
     Raises:
-        ValueError: there is not one device, or no activation function of that name.
+        ValueError: ``devices`` is not one device, or there is no activation function of that name.
 
     Example:
         >>> mlp = FusedMLP("float32", 3, 8, [DeviceRef.CPU()])
@@ -440,7 +440,7 @@ class FusedMLP(Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """replicate, or tensor_parallel over one device; None if it was not set.
+        """The strategy: replicate, or tensor_parallel over one device; None if it was not set.
 
         Raises:
             ValueError: another strategy is assigned.
@@ -477,7 +477,7 @@ def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:
-    """``activation(gate) · up``; both factors are clipped to ``limit`` where it is positive, as MAX does."""
+    """``activation(gate) · up``; a positive ``limit`` clips the first factor to at most it, the second to ±it."""
     gate, up = clipped(activation(activation_function)(gate), up, limit)
     return gate * up
 

@@ -1,10 +1,10 @@
-"""LowRank: what linear layers and embedding tables share, which may have a low-rank update (LoRA).
+"""LowRank: the base class of linear layers and embedding tables, which may have a low-rank update (LoRA).
 
-The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``; for a
-table ``x @ A.T`` is a lookup in ``A.T``. ``maxjax.lora`` adds it to the layers of a model, so that the base
-weight, whether it holds floats or quantised blocks, stays as it is; a layer without it computes what it
-did. With DoRA each output is then scaled, so that the norm of its row of ``W + scale · B @ A`` becomes a
-number that is trained.
+The update of ``y = x @ W.T`` is ``scale · (x @ A.T) @ B.T`` with A ``[r, in]`` and B ``[out, r]``; for an
+embedding table ``x @ A.T`` is a lookup in ``A.T``. ``maxjax.lora`` adds updates to the layers of a model. The
+base weight, of floats or quantised blocks, does not change, and neither does the result of a layer without
+an update. With DoRA each output is also scaled, so that the norm of its row of ``W + scale · B @ A`` becomes
+a trained number.
 
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685; the scale
 of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732; DoRA is S. Liu et al.'s, arXiv:2402.09353.
@@ -36,10 +36,10 @@ class Adapter:
     Attributes:
         rank: r, the number of rows of A and of columns of B.
         alpha: numerator of the scale.
-        rslora: whether the scale is ``alpha / √r`` in place of ``alpha / r``.
-        dora: whether the norms of the rows of the sum are weights too.
-        merged: whether the base weight has the update in it already.
-        bias: the biases of the model that are trained too, and saved with the update: those of layers with an
+        rslora: whether the scale is ``alpha / √r`` instead of ``alpha / r``.
+        dora: whether the norms of the rows of ``W + scale · B @ A`` are trained too.
+        merged: whether the update has been added to the base weight already.
+        bias: biases of the model that are trained too, and saved with the update: those of layers with an
             update ("lora_only"), "all", or "none".
 
     Example:
@@ -56,7 +56,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor of the update."""
+        """The factor by which the update is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -68,7 +68,7 @@ class LowRank(Module):
         lora_A, lora_B: Weights ``[r, in]`` and ``[out, r]``, or None.
         lora_magnitude_vector: Weight ``[out]`` of DoRA, or None.
 
-    The names of the Weights end as in PEFT's files: ``lora_A.weight``, for example.
+    The names of the Weights have the same endings as in PEFT's files: ``lora_A.weight``, for example.
     """
 
     weight: Any
@@ -76,7 +76,7 @@ class LowRank(Module):
     lora_A: Weight | None = None
     lora_B: Weight | None = None
     lora_magnitude_vector: Weight | None = None
-    # For the attribute of each Weight of an update, its name in PEFT's files.
+    # Attributes of the Weights of an update, with their names in PEFT's files.
     update_names: ClassVar[Mapping[str, str]] = {
         "lora_A": "lora_A.weight",
         "lora_B": "lora_B.weight",
@@ -89,16 +89,16 @@ class LowRank(Module):
         """The layer's result with its update, if it has one.
 
         Args:
-            y: ``[..., out]``, the product with the base weight, to which no bias was added yet.
-            x: ``[..., in]``, what the layer was called with.
+            y: result of the matmul with the base weight, before the bias is added, ``[..., out]``.
+            x: input of the layer, ``[..., in]``.
         """
         return all_updated([self], x, [y])[0]
 
     def initializer(self, name: str) -> Any:
-        """As PEFT: uniform of ±1/√in for A, and zeros for B, so that a new update changes nothing.
+        """As in PEFT: uniform in ±1/√in for A and zeros for B, so that a new update changes nothing.
 
         Raises:
-            UserInputError: it is DoRA's magnitudes, which are norms of the base weight.
+            UserInputError: the weight is DoRA's magnitudes, which are norms of the base weight.
         """
         if name.endswith("lora_magnitude_vector"):
             raise UserInputError(
@@ -110,7 +110,7 @@ class LowRank(Module):
         return jax.nn.initializers.zeros if name.endswith("lora_B.weight") else None
 
     def sharding_rules(self) -> Mapping[str, Any]:
-        """Splits inputs and outputs of the update as those of the base weight."""
+        """Splits the axes of inputs and outputs of the update like those of the base weight."""
         if self.lora is None:
             return {}
         shape = self.base_shape
@@ -120,7 +120,7 @@ class LowRank(Module):
         }
 
     def update_axes(self, lora: Adapter) -> dict[str, tuple[int | None, ...]]:
-        """For the Weights of an update, the axes of the base weight that theirs run along; None for the rank."""
+        """For each Weight of an update, the base weight's axes to which its axes correspond; None for the rank."""
         inputs, outputs = 1 - self.out_axis, self.out_axis
         axes: dict[str, tuple[int | None, ...]] = {
             "lora_A": (None, inputs),
@@ -129,13 +129,13 @@ class LowRank(Module):
         return axes | ({"lora_magnitude_vector": (outputs,)} if lora.dora else {})
 
     def magnitudes(self) -> jax.Array:
-        """The norms of the rows of the base weight with its update, one for each output, in float32 or wider.
+        """The norms of the rows of ``W + scale · B @ A``, ``[out]``, in float32 or wider.
 
-        They are constants for derivatives, as in the paper (section 4.3).
+        Gradients treat them as constants, as in the paper (section 4.3).
         """
         weight = self.weight
         base = jnp.asarray(weight.stored.operand() if isinstance(weight, Weight) else weight)
-        # Not of the result: then derivatives of the sum would be kept for it, and dropped in the end.
+        # stop_gradient of the operands: of the result alone, JAX would store residuals of the sum for no use.
         rows = jax.lax.stop_gradient(base)
         if self.lora is not None:
             a, b = (jax.lax.stop_gradient(jnp.asarray(w)) for w in (self.lora_A, self.lora_B))
@@ -144,15 +144,15 @@ class LowRank(Module):
 
     @property
     def base_shape(self) -> tuple[int, int]:
-        """The shape of the base weight, counted in weights."""
+        """The logical shape of the base weight, also if it is quantised."""
         rows, columns = map(int, getattr(self.weight, "logical_shape", self.weight.shape))
         return rows, columns
 
     def refuse_update(self, what: str) -> None:
-        """Checks that the layer has no update, for what does not support one.
+        """Checks that the layer has no update, for operations that do not support updates.
 
         Raises:
-            NotImplementedError: it has one.
+            NotImplementedError: the layer has an update.
         """
         if self.lora_A is not None:
             raise NotImplementedError(
@@ -161,9 +161,9 @@ class LowRank(Module):
 
 
 def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> list[jax.Array]:
-    """The products of LowRank layers with one input, each with the layer's update if it has one.
+    """The results of LowRank layers for one input, each with the layer's update if it has one.
 
-    The products with A of all layers are one operation.
+    One matmul multiplies the input by A of all layers.
     """
     chosen = [i for i, a in enumerate(layers) if a.lora_A is not None and not a.lora.merged]
     found = list(results)
@@ -175,11 +175,11 @@ def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> 
 
 
 def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
-    """``y + scale · h @ B.T`` in the wider of the two types, with DoRA's factors, rounded to the type of ``y``.
+    """``y + scale · h @ B.T`` in the wider of the two dtypes, times DoRA's factors, rounded to the dtype of ``y``.
 
     Args:
-        y: ``[..., out]``, the layer's result without its update.
-        h: ``[..., r]``, the product of the input with A.
+        y: the layer's result without its update, ``[..., out]``.
+        h: product of the input and A, ``[..., r]``.
     """
     assert layer.lora is not None and layer.lora_B is not None
     update = matmul(h * layer.lora.scale, layer.lora_B)
@@ -192,10 +192,10 @@ def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: int) -> jax.Array:
-    """``base + scale · b @ a`` in float32 or wider; any leading axes are those of stacked layers.
+    """``base + scale · b @ a`` in float32 or wider; leading axes are those of stacked layers.
 
     Args:
-        out_axis: the axis of the outputs in ``base``, without leading axes.
+        out_axis: axis of the outputs in ``base``, not counting leading axes.
     """
     wide = jnp.promote_types(base.dtype, jnp.float32)
     equation = "...or,...ri->...oi" if out_axis == 0 else "...or,...ri->...io"
@@ -205,13 +205,13 @@ def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: 
 
 
 def norms(weight: jax.Array, out_axis: int) -> jax.Array:
-    """For each output the norm of its row (or column) of a weight, in float32 or wider."""
+    """For each output, the norm of its row (or column) of a weight, in float32 or wider."""
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     return jnp.sqrt(jnp.sum(wide * wide, axis=-1 if out_axis == 0 else -2))
 
 
 def ratios(magnitudes: jax.Array, found: jax.Array) -> jax.Array:
-    """DoRA's factors: the trained magnitudes by the norms that there are. Of a row of zeros, the magnitude."""
+    """DoRA's factors: the trained magnitudes divided by the norms ``found``; the magnitude itself for a norm of 0."""
     return magnitudes.astype(found.dtype) / jnp.where(found == 0, jnp.ones_like(found), found)
 
 

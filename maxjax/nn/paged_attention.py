@@ -1,8 +1,8 @@
-"""Attention over a paged cache, for ragged batches: projections, RoPE, norms and stores, as MAX's kernels name them.
+"""MAX's kernels for attention over a paged KV cache with ragged batches: projections, RoPE, norms and stores.
 
-N tokens of B sequences, H query heads, K KV heads, head dimension D. The new tokens of a sequence are behind those that
-are in the cache (``cache_lengths``). Stores replace the pages (``BufferValue.store``), so that a program gives the
-next pages back.
+Shapes: N tokens of B sequences, H query heads, K KV heads, head dimension D. The new tokens of a sequence follow those
+that are in the cache already (``cache_lengths``). A store replaces the value of the buffer of pages
+(``BufferValue.store``), which a traced program then returns as a result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _array(x: Any) -> Any:
 
 
 class _Places:
-    """Where the new tokens of a ragged batch are: sequence, position, page and slot of each."""
+    """The sequence, position, page and slot of each new token of a ragged batch."""
 
     def __init__(self, cache: PagedCacheValues, input_row_offsets: Any, count: int):
         self.rows, places = sequences(_array(input_row_offsets), count)
@@ -54,7 +54,7 @@ def _store(cache: PagedCacheValues, places: _Places, layer: Any, kind: int, x: A
 def store_k_cache_ragged(
     kv_collection: PagedCacheValues, x_k: Any, input_row_offsets: Any, layer_idx: Any
 ) -> None:
-    """Puts the keys of the new tokens ``[N, K, D]`` into a layer's pages."""
+    """Stores the keys of the new tokens ``[N, K, D]`` in a layer's pages."""
     x = _array(x_k)
     _store(kv_collection, _Places(kv_collection, input_row_offsets, x.shape[0]), layer_idx, KEYS, x)
 
@@ -62,7 +62,7 @@ def store_k_cache_ragged(
 def store_v_cache_ragged(
     kv_collection: PagedCacheValues, x_v: Any, input_row_offsets: Any, layer_idx: Any
 ) -> None:
-    """Puts the values of the new tokens ``[N, K, D]`` into a layer's pages."""
+    """Stores the values of the new tokens ``[N, K, D]`` in a layer's pages."""
     x = _array(x_v)
     _store(
         kv_collection, _Places(kv_collection, input_row_offsets, x.shape[0]), layer_idx, VALUES, x
@@ -85,17 +85,17 @@ def fused_qkv_ragged_matmul(
     bias: Any = None,
     _output_dim: int | None = None,
 ) -> TensorValue:
-    """The queries of the new tokens, and their keys and values into the cache.
+    """Computes queries, keys and values of the new tokens; returns the queries and stores the rest in the cache.
 
     Args:
-        kv_params: the cache's settings.
-        input: ``[N, E]``.
-        input_row_offsets: ``[B + 1]``.
-        wqkv: ``[(H + 2 K) D, E]``, the projections of queries, keys and values.
-        kv_collection: the cache.
-        layer_idx: the layer, an integer scalar.
-        n_heads: H.
-        bias: ``[(H + 2 K) D]``.
+        kv_params: settings of the cache.
+        input: hidden states ``[N, E]``.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        wqkv: projections of queries, keys and values, ``[(H + 2 K) D, E]``.
+        kv_collection: cache.
+        layer_idx: index of the layer, an integer scalar.
+        n_heads: number H of query heads.
+        bias: bias ``[(H + 2 K) D]``, or None.
         _output_dim: width of the queries, where it is not ``H D``.
 
     Returns:
@@ -121,7 +121,7 @@ def matmul_kv_cache_ragged(
     kv_collection: PagedCacheValues,
     layer_idx: Any,
 ) -> None:
-    """Puts the keys and values of the new tokens, ``[N, E]`` times ``weight [2 K D, E]``, into the cache."""
+    """Stores the keys and values of the new tokens, ``hidden_states [N, E] @ weight [2 K D, E].T``, in the cache."""
     _store_both(kv_collection, input_row_offsets, layer_idx, _product(hidden_states, weight, None))
 
 
@@ -148,24 +148,24 @@ def fused_qk_ragged_rope(
     position_ids: Any = None,
     mrope_section: Any = None,
 ) -> TensorValue:
-    """RoPE of the queries of the new tokens, and of their keys in the cache.
+    """Applies RoPE to the queries of the new tokens, and to their keys in the cache.
 
     Args:
-        kv_params: the cache's settings.
+        kv_params: settings of the cache.
         input: queries ``[N, H, D]``.
-        input_row_offsets: ``[B + 1]``.
-        kv_collection: the cache.
-        freqs_cis: ``[positions, W]``, of a RotaryEmbedding.
-        layer_idx: the layer.
-        interleaved: whether neighbours are rotated, or halves.
-        position_ids: ``[N]``; by default the new tokens are behind the cached ones.
-        mrope_section: sections of positions in several directions; not supported.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        kv_collection: cache, with the keys of the new tokens.
+        freqs_cis: table ``[positions, W]`` of a RotaryEmbedding.
+        layer_idx: index of the layer.
+        interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
+        position_ids: positions ``[N]``; by default those that follow the cached tokens.
+        mrope_section: sections of multi-dimensional positions (M-RoPE); not supported.
 
     Returns:
-        The rotated queries.
+        The rotated queries ``[N, H, D]``.
 
     Raises:
-        NotImplementedError: there are positions in several directions.
+        NotImplementedError: ``mrope_section`` is given.
     """
     queries = _array(input)
     places = _Places(kv_collection, input_row_offsets, queries.shape[0])
@@ -193,21 +193,21 @@ def rope_split_store_ragged(
     rms_norm_eps: float | None = None,
     k_eq_v: bool = False,
 ) -> TensorValue:
-    """Queries, keys and values in one tensor: RoPE of the queries and keys, keys and values into the cache.
+    """Applies RoPE to queries and keys; returns the queries and stores keys and values in the cache.
 
     Args:
-        kv_params: the cache's settings.
-        qkv: ``[N, (H + 2 K) D]``.
+        kv_params: settings of the cache.
+        qkv: queries, keys and values ``[N, (H + 2 K) D]``.
         input_row_offsets, freqs_cis, kv_collection, layer_idx, interleaved, position_ids, mrope_section: as for
             :func:`fused_qk_ragged_rope`.
-        n_heads: H.
+        n_heads: number H of query heads.
         fuse: ignored.
         q_out_dtype: dtype of the queries; that of ``qkv`` by default.
-        q_norm_weight, k_norm_weight, rms_norm_eps: an RMS norm of each head before RoPE.
-        k_eq_v: not supported.
+        q_norm_weight, k_norm_weight, rms_norm_eps: RMS norm of each head before RoPE, if both weights are given.
+        k_eq_v: whether keys are the values too; not supported.
 
     Returns:
-        The queries ``[N, H D]``.
+        The rotated queries ``[N, H D]``.
 
     Raises:
         NotImplementedError: ``k_eq_v`` or ``mrope_section`` is set.
@@ -243,21 +243,21 @@ def rms_norm_key_cache(
     multiply_before_cast: bool = True,
     per_head_norm: bool = True,
 ) -> None:
-    """RMS norm of the keys of the new tokens in the cache.
+    """Applies an RMS norm to the keys of the new tokens in the cache.
 
     Args:
-        kv_params: the cache's settings.
-        kv_collection: the cache.
-        gamma: ``[D]``, or ``[K D]`` for a norm of all heads together.
+        kv_params: settings of the cache.
+        kv_collection: cache, with the keys of the new tokens.
+        gamma: weight ``[D]``, or ``[K D]`` for a norm of all heads together.
         epsilon, weight_offset, multiply_before_cast: as for ``ops.rms_norm``.
-        layer_idx: the layer.
-        total_seq_len: N.
-        input_row_offsets: ``[B + 1]``.
-        rms_norm_cols: number of elements that are normalised; must be all.
-        per_head_norm: whether each head is normalised by itself.
+        layer_idx: index of the layer.
+        total_seq_len: number N of new tokens.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        rms_norm_cols: ignored; the length of ``gamma`` says how many elements are normalised.
+        per_head_norm: whether each head is normalised separately.
 
     Raises:
-        NotImplementedError: only some elements of a key are normalised.
+        NotImplementedError: ``gamma`` is shorter than a key: only some of its elements would be normalised.
     """
     pages, weight = kv_collection.kv_blocks, TensorValue(gamma)
     places = _Places(kv_collection, input_row_offsets, to_size(Dim(total_seq_len)))
@@ -285,23 +285,23 @@ def flash_attention_ragged(
     rel_logits: Any = None,
     output_dtype: Any = None,
 ) -> TensorValue:
-    """Attention of the new tokens to the keys of their sequences in the cache, their own included.
+    """Attention of the new tokens to all keys of their sequences in the cache, the new ones included.
 
     Args:
-        kv_params: the cache's settings.
+        kv_params: settings of the cache.
         input: queries ``[N, H, D]``.
-        input_row_offsets: ``[B + 1]``.
-        kv_collection: the cache, with the keys and values of the new tokens.
-        layer_idx: the layer.
-        mask_variant: which keys a query attends to.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        kv_collection: cache, with the keys and values of the new tokens.
+        layer_idx: index of the layer.
+        mask_variant: mask of the keys within a sequence.
         scale: factor of the scores.
-        local_window_size: positions of a window or chunk.
-        sink_weights: attention sinks ``[H]``.
-        rel_logits: numbers by relative position; not supported.
+        local_window_size: number of positions in a window or chunk.
+        sink_weights: attention sinks ``[H]``, or None.
+        rel_logits: bias by relative position; not supported.
         output_dtype: dtype of the result; that of the queries by default.
 
     Returns:
-        ``[N, H, D]``. Scores are computed of each query and all pages of the table.
+        ``[N, H, D]``. Every query is scored against all pages of the table; those of other sequences are masked.
 
     Raises:
         ValueError: the mask needs a window.
@@ -319,15 +319,15 @@ def flash_attention_ragged(
     layer = jnp.asarray(_array(layer_idx), jnp.int32).reshape(())
     there = pages[table, :, layer]  # [B, P, 2, page_size, K, D]
     length = table.shape[1] * places.page_size
-    # Keys of all sequences one after another; what is behind a query's position may be anything.
+    # The keys of all sequences are concatenated; slots after a sequence's last token may hold anything.
     grid = (table.shape[0], length)
     of_row = jnp.broadcast_to(jnp.arange(grid[0])[:, None], grid).reshape(-1)
     at = jnp.broadcast_to(jnp.arange(length)[None], grid).reshape(-1)
-    # Taken by index, because the numbers of offsets and of sequences may have names of their own.
+    # Not offsets[1:] - offsets[:-1]: B + 1 and B may be unrelated symbolic sizes.
     offsets, row = _array(input_row_offsets).astype(jnp.int32), jnp.arange(table.shape[0])
     ends = _array(kv_collection.cache_lengths).astype(jnp.int32) + offsets[row + 1] - offsets[row]
     stored = at < ends[of_row]
-    # Zeros for what was never stored: it may be no number, and 0 times that is none either.
+    # Slots that were never stored become zeros: they may hold NaN, and 0 * NaN is NaN.
     key, value = (
         jnp.where(stored[:, None, None], x, 0).astype(queries.dtype)[None]
         for x in (there[:, :, kind].reshape(-1, *pages.shape[4:]) for kind in (KEYS, VALUES))

@@ -1,4 +1,4 @@
-"""What linear layers compute: the product with a transposed weight, also a packed one, and the bias."""
+"""The arithmetic of linear layers: the matmul with a transposed weight, which may be quantised, and the bias."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def linear(
 
     Args:
         x: ``[…, in]``.
-        weight: ``[out, in]``, or packed.
-        quantization_encoding: format of a packed weight.
-        quant_config, input_scale, weight_scale, weight_scale_2: of weights in 8 or 4 bits; not supported.
+        weight: ``[out, in]``, or quantised blocks ``[out, bytes]``.
+        quantization_encoding: block format of a quantised weight, or None.
+        quant_config, input_scale, weight_scale, weight_scale_2: settings of weights in 8 or 4 bits; not supported.
         bias: ignored, as in MAX; the caller adds it.
 
     Raises:
-        NotImplementedError: there is a ``quant_config``.
+        NotImplementedError: a ``quant_config`` is given.
         ValueError: ``x`` is a TensorValue of integers.
 
     Example:

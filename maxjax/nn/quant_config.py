@@ -1,7 +1,7 @@
-"""How a checkpoint is quantised, as data: formats, scales, and the layers that they are of.
+"""MAX's description of a quantised checkpoint: format, scales, and the layers that are quantised.
 
-The layers that compute with quantised weights are in ``maxjax.nn.quantized``, and made by ``maxjax.load``;
-these classes let adapters and configurations written for MAX say what they found.
+Adapters and configurations written for MAX use these classes. The layers that compute with quantised weights are in
+``maxjax.nn.quantized``; ``maxjax.load`` makes them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Self
 from ..dtype import DType
 from ..graph.shape import Dim, DimLike
 
-# Elements that share a scale.
+# The number of elements that share a scale.
 NVFP4_BLOCK_SIZE = 16
 MXFP4_BLOCK_SIZE = 32
 
 
 class ScaleGranularity(enum.Enum):
-    """The elements that share a scale."""
+    """Which elements share a scale: a tensor's, a row's, a column's or a block's."""
 
     TENSOR = "tensor"
     ROWWISE = "rowwise"
@@ -119,11 +119,11 @@ class QuantConfig:
     """How a model is quantised. The fields and constructors are MAX's.
 
     Attributes:
-        input_scale, weight_scale: the scales.
-        mlp_quantized_layers, attn_quantized_layers: numbers of the layers whose MLP or attention is quantised.
-        format: the format.
-        embedding_output_dtype, bias_dtype: dtypes of what is not quantised.
-        shared_experts_weight_dtype: dtype of shared experts where it is not that of the other experts.
+        input_scale, weight_scale: scales of the inputs and of the weights.
+        mlp_quantized_layers, attn_quantized_layers: indices of the layers whose MLP or attention is quantised.
+        format: quantised format.
+        embedding_output_dtype, bias_dtype: dtypes of the embeddings' results and of biases, which are not quantised.
+        shared_experts_weight_dtype: dtype of shared experts, if it differs from that of the other experts.
 
     Example:
         >>> config = QuantConfig.mxfp4(mlp_quantized_layers=range(2))
@@ -172,7 +172,7 @@ class QuantConfig:
         scale_dtype: DType = DType.float32,
         **more: Any,
     ) -> Self:
-        """float8 weights with a scale for each square block, and inputs scaled as they come."""
+        """float8 weights with a scale for each square block, and inputs that are scaled dynamically."""
         return cls._of_blocks(
             QuantFormat.BLOCKSCALED_FP8, ScaleOrigin.DYNAMIC, (scale_dtype, scale_dtype),
             (block_size, block_size), mlp_quantized_layers, attn_quantized_layers, **more,
@@ -208,7 +208,7 @@ class QuantConfig:
 
     @property
     def scales_granularity_mnk(self) -> tuple[int, int, int]:
-        """Elements that share a scale along the input's rows, the weight's rows, and the contracted axis; -1 is all.
+        """Numbers of elements that share a scale along input rows, weight rows and the contracted axis; -1 means all.
 
         Raises:
             ValueError: the scales of inputs and weights do not fit each other.
@@ -266,7 +266,7 @@ class QuantConfig:
         """The dtype of an element of an MX format.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the format is not an MX format.
         """
         if self.is_mxfp6:
             e3m2 = self._mxfp6_element_format == "e3m2"
@@ -280,16 +280,16 @@ class QuantConfig:
         return self.format is QuantFormat.INT8_W8A8
 
     def shared_experts_dtype(self, routed_weight_dtype: DType) -> DType:
-        """The dtype of shared experts, given that of the others."""
+        """The dtype of shared experts, given that of the routed experts."""
         return self.shared_experts_weight_dtype or routed_weight_dtype
 
     def shared_experts_use_quant(self, routed_weight_dtype: DType) -> bool:
-        """Whether shared experts are quantised as the others are."""
+        """Whether shared experts are quantised like the routed experts."""
         return self.shared_experts_dtype(routed_weight_dtype) == routed_weight_dtype
 
 
 def fp4_packed_k(in_dim: int, quant_config: QuantConfig | None) -> int:
-    """The number of bytes, or of elements where they are not packed, that hold ``in_dim`` inputs of a weight."""
+    """The number of bytes (of a packed format) or elements that hold ``in_dim`` inputs of one row of a weight."""
     if quant_config is not None and quant_config.is_fp4:
         return in_dim // 2
     if quant_config is not None and quant_config.is_mxfp6:

@@ -1,4 +1,4 @@
-"""Ragged batches: which tokens are of one sequence, which keys they see, and RoPE at their positions."""
+"""Ragged batches: the sequence and position of each token, attention masks, and RoPE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rotary_embedding import rotate
 
 
 def seen(variant: MHAMaskVariant, queries: Any, keys: Any, window: int) -> Any:
-    """Which keys a query attends to by their positions; None means all."""
+    """The mask ``[..., T, S]`` (True = attend) for positions ``[..., T]`` and ``[..., S]``; None is no mask."""
     if variant == MHAMaskVariant.NULL_MASK:
         return None
     behind = queries[..., :, None] - keys[..., None, :]
@@ -31,16 +31,16 @@ def seen(variant: MHAMaskVariant, queries: Any, keys: Any, window: int) -> Any:
 
 
 def sequences(offsets: Any, count: int) -> tuple[Any, Any]:
-    """For each token of a ragged batch the number of its sequence, and its place in it."""
+    """For each of ``count`` tokens of a ragged batch, the index of its sequence and its position in the sequence."""
     offsets = offsets.astype(jnp.int32)
     tokens = jnp.arange(count)
-    # Counted, because jnp.searchsorted takes no named sizes.
+    # The index is a count of offsets, because jnp.searchsorted does not accept symbolic sizes.
     rows = (offsets[1:, None] <= tokens[None]).sum(axis=0, dtype=jnp.int32)
     return rows, tokens - offsets[rows]
 
 
 def rotated(x: Any, freqs: Any, interleaved: bool, rope_first: bool) -> Any:
-    """``x [tokens, H, D]`` rotated by ``freqs [tokens, W]``, cosines and sines in turn; W may be less than D."""
+    """``x [tokens, H, D]`` rotated by ``freqs [tokens, W]``, alternating cosines and sines; W may be less than D."""
     width = freqs.shape[-1]
     table = freqs.reshape(freqs.shape[0], width // 2, 2)
     start = 0 if rope_first else x.shape[-1] - width

@@ -1,7 +1,7 @@
 """Recurrent layers, LSTM and GRU: single steps, and whole sequences under ``lax.scan``.
 
-State is an argument and a result. Weights have torch's names, shapes and order of gates, so that its state
-dicts load by name.
+State is an argument and a result. Weights have torch's names, shapes and order of gates, so that torch's state
+dicts load without renaming.
 
 Sources: S. Hochreiter and J. Schmidhuber, Neural Computation 9 (1997); K. Cho et al., arXiv:1406.1078.
 
@@ -31,7 +31,7 @@ State = tuple[jax.Array, ...]
 
 
 class _Recurrent(Module):
-    """What all have in common: sets of weights for a step, and how a step is computed."""
+    """Base class of all recurrent layers: it makes the weights of a step and computes the step."""
 
     gates: ClassVar[int]
     states: ClassVar[int]
@@ -59,7 +59,7 @@ class _Recurrent(Module):
         raise NotImplementedError
 
     def _start(self, x: jax.Array, state: Any, shape: tuple[int, ...]) -> State:
-        """The state that was given, or zeros."""
+        """The given state, checked and as a tuple, or zeros."""
         if state is None:
             return tuple(jnp.zeros(shape, x.dtype) for _ in range(self.states))
         given = state if self.states > 1 else (state,)
@@ -79,7 +79,7 @@ class _Recurrent(Module):
         return array
 
     def initializer(self, name: str) -> Any:
-        """Uniform in ±1/√H, as torch."""
+        """Uniform in ±1/√H, as in torch."""
         bound = 1 / math.sqrt(self.hidden_size)
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -122,14 +122,14 @@ class _Cell(_Recurrent):
         """One step.
 
         Args:
-            x: ``[B, I]``.
-            state: what the last step returned; None means zeros.
+            x: inputs ``[B, I]``.
+            state: state that the previous step returned; None means zeros.
 
         Returns:
             The new state: ``(h, c)`` of an LSTMCell, ``h`` of a GRUCell, each ``[B, H]``.
 
         Raises:
-            ValueError: an argument has another shape.
+            ValueError: an argument has the wrong shape.
         """
         x = self._checked(x, 2, self.input_size)
         start = self._start(x, state, (x.shape[0], self.hidden_size))
@@ -141,14 +141,14 @@ class LSTMCell(_LSTM, _Cell):
     """One step of an LSTM.
 
     Args:
-        input_size, hidden_size: I and H.
+        input_size, hidden_size: numbers I and H of input and hidden features.
         dtype: dtype of the weights.
-        device: device that they are declared on; None means the CPU.
+        device: device that the weights are declared on; None means the CPU.
         has_bias: whether there are biases.
 
     Attributes:
         weight_ih, weight_hh: Weights ``[4 H, I]`` and ``[4 H, H]``; input, forget, cell and output gate.
-        bias_ih, bias_hh: Weights ``[4 H]``.
+        bias_ih, bias_hh: Weights ``[4 H]``, if ``has_bias``.
 
     Example:
         >>> import maxjax
@@ -161,11 +161,11 @@ class LSTMCell(_LSTM, _Cell):
 
 
 class GRUCell(_GRU, _Cell):
-    """One step of a GRU. Arguments as of an LSTMCell.
+    """One step of a GRU. The arguments are those of LSTMCell.
 
     Attributes:
         weight_ih, weight_hh: Weights ``[3 H, I]`` and ``[3 H, H]``; reset, update and new gate.
-        bias_ih, bias_hh: Weights ``[3 H]``.
+        bias_ih, bias_hh: Weights ``[3 H]``, if ``has_bias``.
 
     Example:
         >>> import maxjax
@@ -195,23 +195,23 @@ class _Sequence(_Recurrent):
                 self._make(end, inputs, dtype, device or DeviceRef.CPU())
 
     def _ends(self, number: int) -> Sequence[str]:
-        """How the names of a layer's weights end, for each direction."""
+        """The suffix of the names of a layer's weights, for each direction."""
         forward = f"_l{number}"
         return (forward, f"{forward}_reverse") if self.bidirectional else (forward,)
 
     def __call__(self, x: Any, state: Any = None) -> tuple[jax.Array, Any]:
-        """All steps of sequences.
+        """Runs all steps of a batch of sequences.
 
         Args:
-            x: ``[B, T, I]``.
-            state: what the call for the steps before returned; None means zeros.
+            x: inputs ``[B, T, I]``.
+            state: state that the call for the preceding steps returned; None means zeros.
 
         Returns:
             The hidden states of the last layer ``[B, T, D H]``, and the state after the last step: ``(h, c)`` of an
             LSTM, ``h`` of a GRU, each ``[L D, B, H]``.
 
         Raises:
-            ValueError: an argument has another shape.
+            ValueError: an argument has the wrong shape.
         """
         x = self._checked(x, 3, self.input_size)
         every = [end for number in range(self.num_layers) for end in self._ends(number)]
@@ -230,7 +230,7 @@ class _Sequence(_Recurrent):
 
     def _run(self, x: jax.Array, state: State, end: str) -> tuple[jax.Array, State]:
         """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""
-        # The products with all inputs are one.
+        # One matmul for the inputs of all steps.
         from_x = self._inputs(x, end).swapaxes(0, 1)
 
         def step(state: State, now: jax.Array) -> tuple[State, jax.Array]:
@@ -246,14 +246,14 @@ class LSTM(_LSTM, _Sequence):
     """LSTM layers over sequences.
 
     Args:
-        input_size, hidden_size: I and H.
-        num_layers: number L of layers, each over the hidden states of the one before.
+        input_size, hidden_size: numbers I and H of input and hidden features.
+        num_layers: number L of layers; each takes the hidden states of the layer before.
         dtype: dtype of the weights.
-        device: device that they are declared on; None means the CPU.
+        device: device that the weights are declared on; None means the CPU.
         has_bias: whether there are biases.
-        bidirectional: whether each layer also runs backwards; its results stand side by side.
+        bidirectional: whether each layer also runs backwards; the results of both directions are concatenated.
 
-    Weights are called ``weight_ih_l0`` and so on, as torch's.
+    The weights have torch's names: ``weight_ih_l0``, ``weight_ih_l0_reverse`` and so on.
 
     Example:
         >>> import maxjax
@@ -265,7 +265,7 @@ class LSTM(_LSTM, _Sequence):
 
 
 class GRU(_GRU, _Sequence):
-    """GRU layers over sequences. Arguments as of an LSTM.
+    """GRU layers over sequences. The arguments are those of LSTM.
 
     Example:
         >>> import maxjax

@@ -1,7 +1,7 @@
 """RoPE's frequencies (the rotation of each pair of features per position), and ways to scale them.
 
-Computed with NumPy in float64 and rounded to float32 once; the parameters are those of Hugging
-Face's configurations.
+The frequencies are computed with NumPy in float64 and rounded to float32 once. The parameters are those of
+Hugging Face's configurations.
 
 Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN
 (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), Llama 3 (arXiv:2407.21783).
@@ -26,7 +26,7 @@ class LinearScalingParams:
 
 @dataclass(frozen=True)
 class DynamicScalingParams:
-    """Increases theta with the length of the sequence ("dynamic NTK"). MAX has no such variant.
+    """Increases theta with the length of the sequence ("dynamic NTK"). MAX does not have this variant.
 
     Attributes:
         factor: strength of the growth.
@@ -39,12 +39,12 @@ class DynamicScalingParams:
 
 @dataclass(frozen=True)
 class Llama3RopeScalingParams:
-    """Divides slow frequencies by ``factor``, keeps fast ones, and blends those between.
+    """Divides low frequencies by ``factor``, keeps high ones, and interpolates between.
 
     Attributes:
-        factor: divisor of the frequencies of slow pairs.
-        low_freq_factor, high_freq_factor: number of rotations over ``orig_max_position`` up to
-            which a pair is slow, and from which it is fast.
+        factor: divisor of low frequencies.
+        low_freq_factor, high_freq_factor: number of rotations over ``orig_max_position`` positions up to
+            which a frequency is low, and from which it is high.
         orig_max_position: context length of the original training.
     """
 
@@ -56,12 +56,12 @@ class Llama3RopeScalingParams:
 
 @dataclass(frozen=True)
 class YarnScalingParams:
-    """YaRN: blends as Llama 3 does, but by the index of the pair, and sharpens attention.
+    """YaRN: interpolates as Llama 3 does, but along the index of the pair, and increases attention scores.
 
     Attributes:
-        factor: divisor of the frequencies of slow pairs.
-        beta_fast, beta_slow: number of rotations over ``original_max_position_embeddings`` from
-            which a pair is fast, and up to which it is slow.
+        factor: divisor of low frequencies.
+        beta_fast, beta_slow: number of rotations over ``original_max_position_embeddings`` positions from
+            which a frequency is high, and up to which it is low.
         original_max_position_embeddings: context length of the original training.
         truncate: whether the pair indices found for the betas are rounded to integers.
     """
@@ -75,7 +75,7 @@ class YarnScalingParams:
 
 @dataclass(frozen=True)
 class DeepseekYarnRopeScalingParams:
-    """YaRN in the variant of DeepSeek.
+    """DeepSeek's variant of YaRN.
 
     Attributes:
         scaling_factor, original_max_position_embeddings, beta_fast, beta_slow: as in YaRN.
@@ -93,12 +93,12 @@ class DeepseekYarnRopeScalingParams:
 
 @dataclass(frozen=True)
 class LongRoPEScalingParams:
-    """A divisor for each pair, found by search: one list for short and one for long sequences.
+    """A divisor for each frequency: one list for short sequences and one for long ones.
 
     Attributes:
-        short_factor, long_factor: divisors, one for each pair.
+        short_factor, long_factor: divisors, one for each frequency.
         original_max_position: length up to which a sequence is short.
-        max_position_embeddings: context length that the model was extended to.
+        max_position_embeddings: context length to which the model was extended.
     """
 
     short_factor: Sequence[float]
@@ -118,10 +118,10 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
         dim: number of rotated features; even.
         theta: base of the frequencies: pair i is rotated by ``theta^(-2i / dim)`` per position.
         scaling: one of this module's ``…Params``, or None.
-        length: length of the sequence, on which the variants dynamic and LongRoPE depend.
+        length: length of the sequence; only the dynamic variant and LongRoPE depend on it.
 
     Raises:
-        ValueError: ``dim`` is odd, or LongRoPE's lists do not have one number for each pair.
+        ValueError: ``dim`` is odd, or LongRoPE's list does not have one number for each pair.
         TypeError: ``scaling`` is of an unknown class.
 
     Example:
@@ -130,7 +130,7 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
     """
     if dim % 2:
         raise ValueError(f"RoPE rotates pairs of features, so dim must be even, not {dim}")
-    # A Module keeps a frozen subclass of what it is given, so a look-up by exact type would fail.
+    # isinstance, not the exact type: a Module stores its arguments as instances of frozen subclasses.
     variant = next((fn for kind, fn in _VARIANTS.items() if isinstance(scaling, kind)), None)
     if variant is None:
         known = ", ".join(kind.__name__ for kind in _VARIANTS if kind is not type(None))
@@ -139,7 +139,7 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
 
 
 def attention_factor(scaling: Any) -> float:
-    """The factor of cos and sin in Hugging Face's models; 1 for most variants.
+    """The factor by which Hugging Face's models multiply cos and sin; 1 for most variants.
 
     Example:
         >>> attention_factor(LongRoPEScalingParams([1.0], [2.0], 4, 16)) ** 2

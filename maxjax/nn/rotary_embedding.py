@@ -1,7 +1,7 @@
 """Rotary position embedding (J. Su et al., RoFormer, arXiv:2104.09864).
 
 Each pair of features is rotated by an angle proportional to the position, so that the dot product
-of a query and a key depends only on their distance. There are no weights, and compiled programs
+of a query and a key depends on their positions only by the distance. There are no weights, and compiled programs
 hold no table: cos and sin are computed for the positions of each call.
 
 Shapes: batch B, T tokens, H heads, head dimension D.
@@ -31,8 +31,8 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
     """Rotates each pair of features of ``x`` by the angle of ``cos`` and ``sin``.
 
     Args:
-        x: ``[..., T, H, D]``.
-        cos, sin: ``[T, D/2]`` or ``[..., T, D/2]``: the same for all heads.
+        x: queries or keys ``[..., T, H, D]``.
+        cos, sin: arrays ``[T, D/2]`` or ``[..., T, D/2]``, the same for all heads.
         interleaved: whether pairs are neighbours (0,1), (2,3), … (MAX's default, Meta's files).
             Otherwise feature i is paired with i + D/2 (Hugging Face's files).
 
@@ -63,10 +63,10 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
 
 
 def dynamic_multipliers(lengths: jax.Array, width: int, scaling: DynamicScalingParams) -> jax.Array:
-    """The factor of each frequency for sequences of these lengths: ``[..., 1]`` → ``[..., width / 2]``."""
+    """The factor of each frequency for sequences of these lengths, ``[..., 1]`` → ``[..., width / 2]``."""
     longer = jnp.maximum(lengths / scaling.max_position_embeddings, 1.0)
     growth = scaling.factor * longer - (scaling.factor - 1)
-    # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times this.
+    # (theta · growth^(D / (D - 2)))^(-2i / D) is the plain frequency times growth^(-2i / (D - 2)).
     power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)
     return growth ** power.reshape((1,) * (lengths.ndim - 1) + (-1,))
 
@@ -78,8 +78,8 @@ class RotaryEmbedding(Module):
         dim: number of features of all heads together (MAX's ``dim``).
         n_heads: number of heads; ``head_dim`` defaults to ``dim // n_heads``.
         theta: base of the frequencies (10 000 in RoFormer).
-        max_seq_len: half the number of rows of MAX's table; known positions beyond the table
-            are refused.
+        max_seq_len: half the number of rows of MAX's table. A call with a ``start_pos`` that is a number
+            raises ValueError if the last token is beyond the table.
         head_dim: number of features of a head, all of which are rotated.
         _freqs_cis: MAX's precomputed table; not supported.
         interleaved: how features are paired; see :func:`rotate`.
@@ -94,7 +94,7 @@ class RotaryEmbedding(Module):
         [0.5 0.8 1.  0.1]
     """
 
-    # Whether known positions beyond the table are refused.
+    # Whether positions beyond the table raise an error, if they are known while tracing.
     _bounded = True
 
     def __init__(
@@ -129,16 +129,16 @@ class RotaryEmbedding(Module):
         return 2 * self.max_seq_len
 
     def _angles(self, positions: jax.Array) -> jax.Array:
-        """``[...]`` in float32 → ``[..., D/2]``, in radians."""
+        """Positions ``[...]`` in float32 → angles ``[..., D/2]`` in radians."""
         return _outer(positions, unwrap(self._compute_inv_freqs()))
 
     def _compute_inv_freqs(self) -> Any:
-        """The frequency of each pair in radians per position, ``[D/2]``; for classes with frequencies of their own."""
+        """The frequency of each pair in radians per position, ``[D/2]``; a subclass may override it."""
         freqs = rope_scaling.inv_freqs(self._width, self.theta, self.scaling_params)
         return TensorValue(jnp.asarray(freqs))
 
     def cos_sin(self, positions: Any) -> tuple[jax.Array, jax.Array]:
-        """cos and sin of each pair's angle: integers ``[...]`` → two ``[..., D/2]`` in float32."""
+        """cos and sin of each pair's angle: positions ``[...]`` → two arrays ``[..., D/2]`` in float32."""
         angles = self._angles(jnp.asarray(unwrap(positions)).astype(jnp.float32))
         size = self._magnitude()
         return jnp.cos(angles) * size, jnp.sin(angles) * size
@@ -153,7 +153,7 @@ class RotaryEmbedding(Module):
 
     @property
     def freqs_cis(self) -> TensorValue:
-        """The table with cos and sin of a pair as neighbours, ``[rows, D]``; computed at each access."""
+        """The table ``[rows, D]``, with cos and sin of a pair next to each other; it is computed at each access."""
         table = self.freqs_cis_base()
         return TensorValue(table.value.reshape(table.value.shape[0], -1))
 
@@ -164,15 +164,15 @@ class RotaryEmbedding(Module):
     def __call__(
         self, x: Any, start_pos: Any = None, seq_len: Any = None, *, positions: Any = None
     ) -> Any:
-        """``[..., T, H, D]`` → the same shape and dtype (and kind: array or TensorValue).
+        """``x [..., T, H, D]``, rotated, in the same shape and dtype; a TensorValue for a TensorValue.
 
         Args:
-            start_pos: position of the first token, a number or a scalar; 0 by default.
-            seq_len: number T of tokens, for MAX's sake; not needed here.
-            positions: position of each token, instead of ``start_pos``: integers ``[T]`` or ``[B, T]``.
+            start_pos: position of the first token, a number or a scalar array; 0 by default.
+            seq_len: argument of MAX, ignored; T is the length of an axis of ``x``.
+            positions: position of each token, instead of ``start_pos``: integers ``[T]`` or ``[B, T]``, unchecked.
 
         Raises:
-            ValueError: the number of features is wrong, or known positions are beyond the table.
+            ValueError: the number of features is wrong, or ``start_pos`` is a number and tokens lie beyond the table.
         """
         array = unwrap(x)
         if array.ndim < 3:
@@ -184,7 +184,9 @@ class RotaryEmbedding(Module):
 
     def _positions(self, length: int, start: Any) -> jax.Array:
         start = 0 if start is None else start
-        known = isinstance(start, (int, np.integer)) and isinstance(length, int)  # not a named size
+        known = isinstance(start, (int, np.integer)) and isinstance(
+            length, int
+        )  # not a symbolic size
         if self._bounded and known and start + length > self._rows:
             raise ValueError(
                 f"positions {start} to {start + length - 1} are beyond the {self._rows} rows of "
@@ -194,7 +196,7 @@ class RotaryEmbedding(Module):
 
 
 class _Scaled(RotaryEmbedding):
-    """RotaryEmbedding with MAX's last argument, ``scaling_params``; None means no scaling."""
+    """A RotaryEmbedding with MAX's further argument ``scaling_params``; None means no scaling."""
 
     def __init__(
         self,
@@ -209,7 +211,7 @@ class _Scaled(RotaryEmbedding):
     ):
         super().__init__(dim, n_heads, theta, max_seq_len, head_dim, _freqs_cis, interleaved)
         self.scaling_params = scaling_params
-        rope_scaling.inv_freqs(self._width, self.theta, scaling_params)  # refuses what does not fit
+        rope_scaling.inv_freqs(self._width, self.theta, scaling_params)  # raises if they do not fit
 
 
 class Llama3RotaryEmbedding(_Scaled):
@@ -227,7 +229,7 @@ class DynamicRotaryEmbedding(_Scaled):
     _bounded = False
 
     def maybe_update_freqs(self, position_ids: Any) -> None:
-        """Does nothing; MAX's code calls this before it reads the table."""
+        """Does nothing; code written for MAX calls it before it reads the table."""
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         scaling, width = self.scaling_params, self._width
@@ -239,7 +241,7 @@ class DynamicRotaryEmbedding(_Scaled):
 
 
 class YarnRotaryEmbedding(_Scaled):
-    """RoPE with ``YarnScalingParams``: cos and sin are multiplied by 0.1 · log(factor) + 1."""
+    """RoPE with ``YarnScalingParams``: cos and sin are multiplied by 0.1 · log(factor) + 1 for factors above 1."""
 
     @property
     def _rows(self) -> int:
@@ -266,7 +268,7 @@ class DeepseekYarnRotaryEmbedding(YarnRotaryEmbedding):
         return self.dim
 
     def compute_scale(self, user_scale: float | None = None) -> float:
-        """The scale times the square of YaRN's correction with ``mscale``."""
+        """The base class's factor of attention scores, times the square of YaRN's correction with ``mscale``."""
         scaling = self.scaling_params
         correction = rope_scaling.yarn_mscale(scaling.scaling_factor, scaling.mscale)
         return super().compute_scale(user_scale) * correction**2
@@ -276,13 +278,13 @@ class LongRoPERotaryEmbedding(_Scaled):
     """RoPE with ``LongRoPEScalingParams``.
 
     As in MAX, positions below ``original_max_position`` use the short factors and later ones the
-    long factors, and the correction for length is a factor of the attention scale. Hugging Face
-    uses one list for the whole sequence, and multiplies cos and sin by the factor, so that scores
-    have its square; ``rope_scaling`` provides both parts.
+    long factors, and the correction for length multiplies the attention scale. Hugging Face uses one
+    list for the whole sequence and multiplies cos and sin by the correction, so that scores get its
+    square; ``inv_freqs`` and ``attention_factor`` of ``rope_scaling`` give these values.
     """
 
     def _compute_inv_freqs(self) -> Any:
-        """The frequencies that are divided by the factors, ``[D/2]``."""
+        """The frequencies before they are divided by the factors, ``[D/2]``."""
         return TensorValue(jnp.asarray(rope_scaling.inv_freqs(self._width, self.theta)))
 
     def _angles(self, positions: jax.Array) -> jax.Array:

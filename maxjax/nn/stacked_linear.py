@@ -1,4 +1,4 @@
-"""StackedLinear: several linear layers of one input, with concatenated outputs."""
+"""StackedLinear: several linear layers with the same input and concatenated outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .product import add_bias
 
 
 class StackedLinear(LowRank):
-    """Linear layers of one input, with concatenated outputs. Arguments in MAX's order.
+    """Linear layers with the same input and concatenated outputs. Arguments in MAX's order.
 
     Args:
         in_dim: length of the last axis of the input.
@@ -33,19 +33,19 @@ class StackedLinear(LowRank):
         names: attribute names of the linear layers.
         dtype: dtype of weights and biases.
         device: device that the weights are declared on; None means the CPU.
-        stacked: whether there is one weight for all, as in some checkpoints, under this layer's
+        stacked: whether one weight holds all linear layers, as in some checkpoints; it has this layer's
             name. Otherwise each linear layer is a child, and the names of the children's weights
-            leave this layer's name out: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
+            leave out this layer's name: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
         has_bias: whether each linear layer has a bias.
         linear_cls: constructor of the children: Linear, or a callable with its keyword arguments.
         quant_config: not supported yet.
-        clip_weight: bound that the weights (not the biases) are clipped to, ``±clip_weight``; 0 and None: no bound.
+        clip_weight: bound of the weights (not the biases), clipped to ``±clip_weight``; 0 and None mean no bound.
 
     Attributes:
         weight, bias: Weights ``[sum(out_dims), in_dim]`` and ``[sum(out_dims)]`` if ``stacked``.
 
     Raises:
-        ValueError: there are not as many names as lengths, or names repeat.
+        ValueError: ``names`` and ``out_dims`` differ in length or are empty, or a name is repeated.
 
     Example:
         >>> qk = StackedLinear(3, [4, 2], ["q_proj", "k_proj"], "float32", DeviceRef.CPU())
@@ -79,7 +79,7 @@ class StackedLinear(LowRank):
         self.in_dim, self.out_dims, self.names = in_dim, tuple(out_dims), tuple(names)
         self.stacked, self.has_bias, self.clip_weight = stacked, has_bias, clip_weight or None
         self.bias = None
-        if _is_sharding:  # whoever shards this layer assigns weights or children
+        if _is_sharding:  # the code that shards a layer assigns weights or children to its parts
             return
         if stacked:
             self.weight = Weight("weight", dtype, (sum(out_dims), in_dim), device)
@@ -158,14 +158,14 @@ class StackedLinear(LowRank):
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
-        """The result of each linear layer by itself: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
+        """The result of each linear layer separately: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
             layout = self.weight.stored.layout
             return self.split(self._matmul(x)) if layout is None else self._by_device(x, layout)
         return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
-        """The results for weights stored device-major: no data moves between devices."""
+        """The results for a weight in device-major order: no data moves between devices."""
         stored = self.weight.stored.used()  # [n, r, in_dim]
         n, r, _ = stored.shape
         if self.clip_weight is not None:
@@ -185,15 +185,15 @@ class StackedLinear(LowRank):
         return y if self.bias is None else add_bias(y, self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
-        """The result of a call split into those of the linear layers, ``[..., out_dim]`` each."""
+        """Splits the result of a call into those of the linear layers, ``[..., out_dim]`` each."""
         ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
         return jnp.split(unwrap(y), ends, axis=-1)
 
 
 def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
-    """The parts of a linear layer's result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
+    """A linear layer's result in parts of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
 
-    The layer is a :class:`StackedLinear`, or what stands in its place (a quantised linear layer).
+    The layer is a :class:`StackedLinear`, or a quantised linear layer that replaces one.
 
     Example:
         >>> layer = StackedLinear(2, [1, 3], ["a", "b"], "float32", stacked=True)
@@ -207,10 +207,10 @@ def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
 
 
 def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[str, Any]:
-    """The sharding rules that split each part of the StackedLinear at an attribute path by itself.
+    """The sharding rules that split each part of the StackedLinear at an attribute path separately.
 
-    Each device has its share of every part, so that no result moves. Weights that are quantised in
-    blocks are split as one, and their results gathered.
+    Each device has its shard of every part, so that no result moves between devices. Weights that are
+    quantised in blocks are split as one weight, and their results are gathered.
     """
     packed = isinstance(layer, StackedLinear) and layer.weight.stored.packing is not None
     rule = Split(ShardingStrategy.segmented(1, 0, segments), by_device=not packed)

@@ -24,8 +24,8 @@ class TransposedLinear(LowRank):
     """A linear layer whose weight is stored ``[in, out]``: ``x @ weight + bias``.
 
     The weight keeps the layout of the files. On a CPU, compared with the kernel for ``[out, in]``,
-    one row takes 1.5 times as long in float32 (transposing at each call would take 20 times as
-    long), and nearly 30 times as long in bfloat16, which XLA widens first: there float32 is faster.
+    the matmul of one row takes 1.5 times as long in float32 (with a transposition at each call, 20 times
+    as long) and nearly 30 times as long in bfloat16, which XLA converts first: prefer float32 there.
 
     Attributes:
         weight: Weight ``[in_dim, out_dim]``.
@@ -52,14 +52,14 @@ class TransposedLinear(LowRank):
         return add_bias(self.updated(self._product(x), x), self.bias)
 
     def apart(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-        """The parts of the result, of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
+        """The result in parts of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
 
-        Where the weight's columns are stored in the order of the devices, no data moves between these.
+        If the weight's columns are in device-major order, no data moves between devices.
         """
         layout, ends = self.weight.stored.layout, list(accumulate(sizes))[:-1]
         if layout is None or self.bias.stored.layout is None:
-            # A weight that rules of the caller split as one has shards that do not end where its
-            # parts do, so the result, which is small, is gathered on every device.
+            # If the caller's rules split the weight as one, the shards do not end where its parts end.
+            # The result is small, so it is gathered on every device.
             y = replicate_last_axis(self(x), self.weight, 1)
             if (mesh := explicit.mesh_of(y)) is not None:
                 y = jax.sharding.reshard(y, explicit.sharding(mesh, explicit.entries(y)[:-1]))
@@ -75,7 +75,7 @@ class TransposedLinear(LowRank):
         weight = jnp.asarray(self.weight)
         if x.dtype.itemsize != 2 or x.dtype != weight.dtype or not split_over(self.weight, 0):
             return _matmul(x, weight)
-        # As in the product of a Linear, GPUs send the 16 bits of the activations.
+        # As in the matmul of a Linear, GPUs all-reduce partial sums in the 16 bits of the activations.
         narrow = partial(_matmul, narrow=True)
         return jax.lax.platform_dependent(x, weight, cuda=narrow, rocm=narrow, default=_matmul)
 
@@ -87,7 +87,7 @@ class TransposedLinear(LowRank):
 
 
 def _matmul(x: jax.Array, weight: jax.Array, narrow: bool = False) -> jax.Array:
-    """``x @ weight``; the sums that devices add up are ``narrow``, of the dtype of ``x``, or float32."""
+    """``x @ weight``; devices exchange partial sums in the dtype of ``x`` if ``narrow``, otherwise in float32."""
     mesh = explicit.mesh_of(x, weight)
     run = partial(_product, narrow)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Attention, under the names and paths of ``max.nn.attention``. Names are imported on first use."""
+"""Attention layers, under the names and paths of ``max.nn.attention``. Names are imported on first use."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

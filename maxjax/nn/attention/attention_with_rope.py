@@ -1,4 +1,4 @@
-"""Attention as a layer: projections, rotary embedding, and attention under a mask.
+"""AttentionWithRope: a layer of projections, rotary embedding and masked attention.
 
 Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 """
@@ -38,7 +38,7 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
     """The sharding rules of attention, which splits by heads over the ``model`` axis.
 
     Args:
-        qkv: StackedLinear of queries, keys and values, at the attribute path ``at``.
+        qkv: StackedLinear of queries, keys and values; ``at`` is the prefix of its attribute path.
         heads, kv_heads, width: sizes H, K and D.
     """
     segments = [Segment.head_aware(n, width) for n in (heads, kv_heads, kv_heads)]
@@ -55,7 +55,7 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
 # --- the layer -------------------------------------------------------------------------------
 
 
-# The supported variants, and whether each hides later keys from a query.
+# The supported variants, and whether each masks the keys after a query's position.
 _IS_CAUSAL = {
     MHAMaskVariant.CAUSAL_MASK: True,
     MHAMaskVariant.NULL_MASK: False,
@@ -66,26 +66,26 @@ _IS_CAUSAL = {
 class AttentionWithRope(Module):
     """Self-attention with rotary position embedding. Takes MAX's keyword arguments.
 
-    Called with tokens it attends within them. Called as MAX calls it, with a layer's number, the tokens of a ragged
-    batch and a paged cache, it puts their keys and values into the cache and attends to all that is there.
+    Called with hidden states alone, it attends within them. Called as in MAX, with a layer index, hidden states of a
+    ragged batch and a paged cache, it stores keys and values in the cache and attends to all tokens of a sequence.
 
     Args:
         rope: rotary embedding of queries and keys.
         num_attention_heads, num_key_value_heads: numbers H and K of heads; H is a multiple of K.
         hidden_size: length E of the last axis of the input and of the result.
-        kv_params: settings of the paged cache, or an object with ``head_dim``; by default the rope's
-            ``head_dim`` is used.
+        kv_params: settings of the paged cache, or an object with ``head_dim``; None uses the rope's
+            ``head_dim``, and allows no cache.
         devices: devices; the weights are declared on the first.
         dtype: dtype of the weights.
         linear_cls: constructor of the projections.
         stacked_qkv: whether there is one weight ``qkv_proj.weight`` instead of three.
-        scale: factor of the scores instead of 1/√D; for a scaled rope, ``rope.compute_scale()``.
+        scale: factor of the scores, 1/√D by default; for a scaled rope, pass ``rope.compute_scale()``.
         has_bias: whether the projections of queries, keys and values have a bias.
-        clip_qkv: bound that their weights are clipped to, ``±clip_qkv``.
+        clip_qkv: bound of the weights of these projections, which are clipped to ``±clip_qkv``; None means no bound.
         use_qk_norm, rms_norm_eps: whether each head of queries and keys is normalised before the
             rope, and the epsilon of that RMSNorm.
-        mask_variant: which keys a query attends to.
-        sliding_window: number of latest tokens a query attends to, itself included; None: all.
+        mask_variant: mask of the keys, applied in addition to the mask of a call.
+        sliding_window: number of latest tokens that a query attends to, itself included; None means all.
 
     Attributes:
         qkv_proj, o_proj: projections; their names in a state dict are q_proj, k_proj, v_proj.
@@ -162,17 +162,19 @@ class AttentionWithRope(Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """How the layer is split: tensor_parallel or replicate; None if it was not set.
+        """The strategy of the layer, tensor_parallel or replicate; None if it was not set.
 
         Raises:
-            ValueError: another strategy is assigned, or the KV heads do not divide over its devices.
+            ValueError: another strategy is assigned, or the KV heads do not divide evenly over its devices.
         """
         return strategy_by(self.o_proj)
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         n = strategy.num_devices
-        tensor_parallel(self, strategy)  # refuses others; heads are split in a way of their own
+        tensor_parallel(
+            self, strategy
+        )  # raises for other strategies; the result is not used, as heads stay together
         if strategy.is_tensor_parallel and self.num_key_value_heads % n:
             raise ValueError(f"{self.num_key_value_heads} KV heads do not divide over {n} devices")
         whole = ShardingStrategy.replicate(n)
@@ -234,17 +236,17 @@ class AttentionWithRope(Module):
     ) -> TensorValue: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``[B, T, E]``, or ``[T, E]`` for one sequence or for the N tokens of a ragged batch → the same shape.
+        """``[B, T, E]``, or ``[T, E]`` for one sequence, or ``[N, E]`` for a ragged batch → the same shape.
 
         Args:
-            mask: booleans, True = attend, as :func:`attention` takes them; applied in addition to
+            mask: booleans, True = attend, as for :func:`attention`; applied in addition to
                 ``mask_variant``.
-            positions: position of each token, for the rope: integers ``[T]`` or ``[B, T]``; 0, 1, …
-                by default. The causal mask follows the order of the tokens instead.
+            positions: positions of the tokens for the rope, integers ``[T]`` or ``[B, T]``; 0, 1, …
+                by default. The causal mask follows the order of the tokens, not ``positions``.
             freqs_cis: table such as ``rope.freqs_cis``, used instead of the rope.
-            layer_idx: the layer's number in the cache.
-            kv_collection: a paged cache, of the constructor's ``kv_params``.
-            input_row_offsets: where each sequence of a ragged batch begins, ``[B + 1]``.
+            layer_idx: index of the layer in the cache.
+            kv_collection: paged cache with the settings ``kv_params`` of the constructor.
+            input_row_offsets: offsets of the sequences of a ragged batch, ``[B + 1]``.
 
         Raises:
             ValueError: ``x`` has the wrong number of axes, or the shapes do not match.
@@ -291,7 +293,7 @@ class AttentionWithRope(Module):
         cos, sin = self._cos_sin(positions, tokens.shape[1], freqs_cis)
         q, k = (rotate(a, cos, sin, interleaved=self.rope.interleaved) for a in (q, k))
         if self.num_key_value_heads % parts(self.o_proj.weight, 1):
-            # There are too few KV heads to split: each device has all, and uses those of its queries.
+            # The KV heads cannot be split evenly: each device has all of them, and uses those of its query heads.
             k, v = (jnp.repeat(a, self.n_heads // self.num_key_value_heads, axis=2) for a in (k, v))
         mask = self._combined_mask(mask, q, k)
         y = tapped_attention(q, k, v, mask, scale=self.scale)  # [B, T, H, D]
@@ -310,7 +312,7 @@ class AttentionWithRope(Module):
     def _split_qkv(self, x: Any) -> list[jax.Array]:
         if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
             return self.qkv_proj.apart(x)
-        # The weight is replicated, while heads may be split: do not split the queries before that.
+        # The stacked weight is replicated, but heads may be split: keep XLA from splitting its result too.
         return [replicate_last_axis(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
 
     def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
@@ -322,7 +324,7 @@ class AttentionWithRope(Module):
         return pairs[..., 0], pairs[..., 1]
 
     def _combined_mask(self, mask: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
-        """The mask of the variant, the window and the caller together: ``[B or 1, H or 1, T or 1, S]``."""
+        """The masks of the variant, the window and the caller, combined: ``[B or 1, H or 1, T or 1, S]``."""
         scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         given = None if mask is None else mask_4d(unwrap(mask), scores)
         if not _IS_CAUSAL[self.mask_variant] and self.sliding_window is None:
@@ -335,16 +337,16 @@ class AttentionWithRope(Module):
 
 
 class TensorParallelAttentionWithRope(AttentionWithRope):
-    """An AttentionWithRope over a paged cache of which each device has some heads. Arguments as there.
+    """An AttentionWithRope over a paged cache, with its heads split over devices. It takes the same arguments.
 
-    Called as MAX calls it, everything but the layer's number is a list with one entry for each device. Called with
-    tokens it is an AttentionWithRope.
+    Called as in MAX, every argument except the index of the layer is a list with one entry for each device. Called
+    with a single array, it computes what AttentionWithRope computes.
 
     Attributes:
-        list_of_attentions: the layer of each device, with its heads.
+        list_of_attentions: layers, one for each device, each with some of the heads.
 
     Raises:
-        ValueError: there are fewer than two devices, or the KV heads do not divide over them.
+        ValueError: there are fewer than two devices, or the KV heads do not divide evenly over them.
     """
 
     def __init__(self, **options: Any):
@@ -357,15 +359,17 @@ class TensorParallelAttentionWithRope(AttentionWithRope):
         self.list_of_attentions = self.shard(self.devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``(layer_idx, xs, signal_buffers, kv_collections, freqs_cis, input_row_offsets)`` → a list.
+        """``(layer_idx, xs, signal_buffers, kv_collections, freqs_cis, input_row_offsets)`` → a list of results.
 
         Raises:
-            ValueError: there is not one entry for each device.
+            ValueError: a list does not have one entry for each device.
         """
         x = args[1] if len(args) > 1 else kwargs.get("x")
         if isinstance(x, list | tuple):
             return self._on_each(*args, **kwargs)
-        return self._result(*args, **kwargs)  # not the base class's call, which fires hooks too
+        return self._result(
+            *args, **kwargs
+        )  # the base class's __call__ would run the hooks a second time
 
     def _on_each(
         self,

@@ -1,4 +1,4 @@
-"""Attention to the tokens before and after each one, all of them or those in a window.
+"""Bidirectional attention, to all tokens or to those in a window around each token.
 
 Shapes: B sequences, T tokens, H heads of width D.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..layer import is_tapped
 from .tapped_attention import tapped_attention
 
-# Texts of so many windows and more are cut into blocks, each of which sees its neighbours only.
+# Sequences longer than this number of windows are computed in blocks, which attend only to neighbouring blocks.
 _BLOCKS = 4
 
 
@@ -25,13 +25,13 @@ def both_ways(
     window: int | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Attention to the tokens before and after each one, or to those at most ``window`` away.
+    """Attention of each token to all tokens, earlier and later ones, or to those at most ``window`` away.
 
     Args:
-        q, k, v: ``[B, T, H, D]``; keys and values may have fewer heads.
-        mask: as in ``Tokens``.
-        window: distance up to which a token sees others; None: it sees all.
-        options: as for ``kernels.attention.attention``.
+        q, k, v: queries, keys and values ``[B, T, H, D]``; keys and values may have fewer heads.
+        mask: booleans, True = attend: ``[B, T]`` for keys that are not padding, or ``[B, T, T]``; None masks nothing.
+        window: largest distance of tokens that attend to each other; None means no limit.
+        options: further arguments of ``kernels.attention.attention``.
 
     Returns:
         ``[B, T, H, D]``. With a window, memory is linear in the number of tokens.
@@ -57,7 +57,7 @@ def both_ways(
 def _in_blocks(q: Any, k: Any, v: Any, mask: Any, window: int, options: dict[str, Any]) -> Any:
     """Attention to tokens at most ``window`` away, in memory that is linear in the number of tokens.
 
-    The tokens are cut into blocks as long as the window, so that each sees its own block and the two beside it.
+    The tokens are cut into blocks as long as the window, so each token attends within its block and both neighbours.
     """
     batch, length = q.shape[:2]
     count = -(-length // window)

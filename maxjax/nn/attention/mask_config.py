@@ -1,10 +1,10 @@
-"""MHAMaskVariant: the masks that attention applies in addition to the one it is given."""
+"""MHAMaskVariant: the masks that attention applies by itself, in addition to an explicit mask."""
 
 import enum
 
 
 class MHAMaskVariant(enum.StrEnum):
-    """Which keys a query attends to, in addition to its mask. MAX's names and values."""
+    """The mask that attention applies in addition to an explicit one. Names and values are MAX's."""
 
     CAUSAL_MASK = "0"
     NULL_MASK = "2"

@@ -1,4 +1,4 @@
-"""MultiHeadAttention: attention with projections, under torch's names."""
+"""MultiHeadAttention: attention with projections, whose weights have torch's names."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class MultiHeadAttention(Module):
 
     Args:
         embed_dim: number E of features of queries and results.
-        num_heads: number H of heads, each D = E / H wide.
+        num_heads: number H of heads of D = E / H features.
         dtype: dtype of the weights.
-        device: device that they are declared on; None means the CPU.
+        device: device that the weights are declared on; None means the CPU.
         has_bias: whether the projections have biases.
         kdim, vdim: numbers of features of keys and values; E by default.
 
     Attributes:
-        in_proj_weight: Weight ``[3 E, E]`` of queries, keys and values. If ``kdim`` or ``vdim`` differ, there are
-            ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight`` in its place.
+        in_proj_weight: Weight ``[3 E, E]`` of queries, keys and values. If ``kdim`` or ``vdim`` is not E, there are
+            ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight`` instead.
         in_proj_bias: Weight ``[3 E]``, or None.
         out_proj: Linear.
 
     Raises:
         ValueError: E is not a multiple of H.
 
-    The batch comes first. Masks are True where a query attends, as everywhere here; torch's are True where it does not.
+    The batch is the first axis. Masks are True where a query attends, as everywhere in maxjax; in torch, False.
 
     Example:
         >>> import maxjax
@@ -91,10 +91,10 @@ class MultiHeadAttention(Module):
         """Attention of ``query`` to ``key`` and ``value``; a TensorValue for a TensorValue.
 
         Args:
-            query: ``[B, T, E]``.
-            key, value: ``[B, S, ...]``; by default the query, and the key.
-            mask: booleans, True = attend: ``[B, S]`` (which keys exist), ``[B, T, S]`` or ``[B, H or 1, T or 1, S]``.
-            is_causal: whether query t attends to keys up to t only.
+            query: queries before projection, ``[B, T, E]``.
+            key, value: keys and values before projection, ``[B, S, ...]``; the defaults are ``query`` and ``key``.
+            mask: booleans, True = attend: ``[B, S]`` (padding), ``[B, T, S]`` or ``[B, H or 1, T or 1, S]``.
+            is_causal: whether query t attends only to keys up to t.
 
         Returns:
             ``[B, T, E]``.

@@ -1,4 +1,4 @@
-"""MAX's path of latent attention."""
+"""MAX's path of latent attention: a data class; the layers raise NotImplementedError with advice when they are used."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...absent import absent as _absent
 
 @dataclass
 class MLAPrefillMetadata:
-    """Which parts of a cache latent attention reads at a time, as data.
+    """The parts of a cache that MAX's latent attention reads into a buffer at a time.
 
     Attributes:
-        buffer_row_offsets: where each sequence begins in a buffer.
-        cache_offsets: from which token on the cache is read.
-        buffer_lengths: tokens in each buffer.
+        buffer_row_offsets: offsets of the sequences in a buffer.
+        cache_offsets: index of the first token that is read from the cache.
+        buffer_lengths: number of tokens in each buffer.
     """
 
     buffer_row_offsets: Any

@@ -1,4 +1,4 @@
-"""MAX's path of attention without RoPE, and how heads are divided over devices."""
+"""MultiheadAttention, MAX's layer of attention without RoPE, and the number of heads for each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .mask_config import MHAMaskVariant
 
 
 def num_heads_for_device(*, num_heads: int, device_idx: int, num_devices: int) -> int:
-    """The number of heads of a device; the first devices get one more where they do not divide evenly.
+    """The number of heads of a device; if the heads do not divide evenly, the first devices have one more.
 
     Example:
         >>> [num_heads_for_device(num_heads=7, device_idx=i, num_devices=3) for i in range(3)]
@@ -30,23 +30,23 @@ def num_heads_for_device(*, num_heads: int, device_idx: int, num_devices: int) -
 
 
 class MultiheadAttention(Module):
-    """Attention of a sequence to itself, without RoPE. Arguments in MAX's order.
+    """Self-attention without RoPE. Arguments in MAX's order.
 
     Args:
         num_attention_heads: number H of heads.
         hidden_size: number E of features, a multiple of H.
-        devices: devices; over several, weights are split by heads, and inputs and results are lists.
+        devices: devices, by default one CPU. Over several, weights are split by heads; inputs and results are lists.
         dtype: dtype of the weights.
         scale: factor of the scores; 1/√(E / H) by default.
         qkv_has_bias, o_proj_has_bias: whether the projections have biases.
-        stacked_qkv: whether queries, keys and values have one weight; not supported over several devices.
+        stacked_qkv: whether queries, keys and values share one weight; several devices raise NotImplementedError.
 
     Attributes:
         qkv_proj: StackedLinear of ``q_proj``, ``k_proj`` and ``v_proj``.
         o_proj: Linear.
 
     Raises:
-        ValueError: E is not a multiple of H, or H not one of the number of devices, or there is no device.
+        ValueError: E is not a multiple of H, H is not a multiple of the number of devices, or there is no device.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -104,13 +104,13 @@ class MultiheadAttention(Module):
         self.allreduce = Allreduce(count)
 
     def _compute_qkv(self, x: Any, qkv_proj: Any = None) -> tuple[Any, Any, Any]:
-        """``[B, T, E]`` → queries, keys and values ``[B, T, H, D]``; for classes that compute them in another way."""
+        """``[B, T, E]`` → queries, keys and values ``[B, T, H, D]``; a subclass may override it."""
         y = (qkv_proj or self.qkv_proj)(x)
         y = ops.reshape(y, [*y.shape[:2], 3, -1, self.head_dim])
         return y[:, :, 0], y[:, :, 1], y[:, :, 2]
 
     def _apply_attention(self, q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
-        """Attention ``[B, T, H D]``; for classes that compute it in another way."""
+        """The result of attention, ``[B, T, H D]``; a subclass may override it."""
         mask = kwargs.get("mask_variant", MHAMaskVariant.NULL_MASK)
         y = flash_attention_gpu(q, k, v, mask, self.scale)
         return ops.reshape(y, [*y.shape[:2], -1])
@@ -119,9 +119,9 @@ class MultiheadAttention(Module):
         """``[B, T, E]`` → the same shape; a TensorValue for a TensorValue.
 
         Args:
-            x: the sequences; over several devices a list with one for each.
-            signal_buffers: over several devices, as for ``ops.allreduce.sum``.
-            kwargs: ``mask_variant``, an MHAMaskVariant; by default every token attends to all.
+            x: hidden states; over several devices, a list with one array for each.
+            signal_buffers: buffers for ``ops.allreduce.sum``, over several devices.
+            kwargs: the option ``mask_variant``, an MHAMaskVariant; by default every token attends to all tokens.
 
         Raises:
             ValueError: there is not one tensor for each device.

@@ -1,4 +1,4 @@
-"""Attention whose weights and heads can be captured and patched, for layers with attention.
+"""Attention for Modules, whose attention weights and heads can be captured and patched.
 
 Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 """
@@ -16,15 +16,15 @@ from ..layer import is_tapped, tap
 def tapped_attention(
     query: Any, key: Any, value: Any, mask: Any = None, **options: Any
 ) -> jax.Array:
-    """:func:`maxjax.kernels.attention.attention` in a Module, with taps ``weights`` and ``heads``.
+    """:func:`maxjax.kernels.attention.attention` in a Module, with the taps ``weights`` and ``heads``.
 
-    The fast form does not have the weights: it is used unless somebody asks for them.
+    The fast implementation never forms the attention weights. It is used unless the tap ``weights`` is requested.
 
     Args:
-        query, key, value, mask, options: as for ``attention``.
+        query, key, value, mask, options: arguments of ``attention``.
 
     Returns:
-        ``[B, T, H, D]``.
+        The result ``[B, T, H, D]``.
     """
     if not is_tapped("weights"):
         return tap("heads", attention(query, key, value, mask, **options))

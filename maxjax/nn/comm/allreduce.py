@@ -1,4 +1,4 @@
-"""Allreduce and Signals: what MAX's layers sum over devices with."""
+"""Allreduce and Signals, with which layers written for MAX sum over devices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..layer import Module
 
 
 class Allreduce(Module):
-    """Layer that sums tensors over devices: ``ops.allreduce.sum``.
+    """A layer that sums tensors over devices: ``ops.allreduce.sum``.
 
     Args:
         num_accelerators: number of devices.
 
     Raises:
-        ValueError: it is not positive.
+        ValueError: ``num_accelerators`` is not positive.
     """
 
     def __init__(self, num_accelerators: int):
@@ -39,10 +39,10 @@ class Allreduce(Module):
 
 
 class Signals:
-    """The buffers that MAX's devices synchronise with. XLA needs none: these are of size 0.
+    """The buffers through which MAX's devices synchronise. XLA needs none, so these have size 0.
 
     Args:
-        devices: the devices.
+        devices: devices, one for each buffer.
 
     Example:
         >>> signals = Signals([DeviceRef.CPU()])
@@ -57,11 +57,11 @@ class Signals:
 
     @staticmethod
     def allocate(devices: Sequence[Any]) -> list[Buffer]:
-        """A buffer for each device."""
+        """A new buffer for each device."""
         return [Buffer.from_numpy(np.zeros(0, np.uint8)) for _ in devices]
 
     def buffers(self) -> list[Buffer]:
-        """A buffer for each device."""
+        """A new buffer for each of this object's devices."""
         return self.allocate(self.devices)
 
     def input_types(self) -> list[BufferType]:

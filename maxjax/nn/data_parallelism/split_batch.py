@@ -1,4 +1,4 @@
-"""A ragged batch split into one for each device."""
+"""Splits a ragged batch into one batch for each device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 def _parts(splits: Any, offsets: Any, count: int) -> list[tuple[slice, slice, int]]:
-    """For each part the tokens, the offsets, and the first token."""
+    """For each part: the slice of its tokens, the slice of its offsets, and the index of its first token."""
     bounds, starts = _numbers(splits), _numbers(offsets)
     if len(bounds) != count + 1:
         raise ValueError(
@@ -42,20 +42,20 @@ def _on(value: Any, device: Any) -> TensorValue:
 def split_batch(
     devices: Sequence[Any], input: Any, input_row_offsets: Any, data_parallel_splits: Any
 ) -> tuple[list[TensorValue], list[TensorValue]]:
-    """The sequences of a ragged batch, split into one batch for each device.
+    """Splits the sequences of a ragged batch into one batch for each device.
 
     Args:
-        devices: the devices, DeviceRefs.
-        input: ``[tokens, …]``.
-        input_row_offsets: ``[B + 1]``, where each sequence begins and the last one ends.
-        data_parallel_splits: ``[len(devices) + 1]``, the first sequence of each device, and the number of all.
+        devices: DeviceRefs.
+        input: ragged batch ``[tokens, …]``.
+        input_row_offsets: offsets ``[B + 1]``: where each sequence begins, and where the last one ends.
+        data_parallel_splits: index of the first sequence of each device, and then B, ``[len(devices) + 1]``.
 
     Returns:
-        The inputs and the offsets of each device, on it.
+        For each device the tokens of its sequences and their offsets, which start at 0, as arrays on that device.
 
     Raises:
-        ValueError: there is no device, or not one more split than devices.
-        NotImplementedError: the batch is split in a program, for several devices.
+        ValueError: ``devices`` is empty, or ``data_parallel_splits`` does not have one entry more than devices.
+        NotImplementedError: the offsets or splits are tracers, and there are several devices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -90,19 +90,19 @@ def split_batch_replicated(
     prefix: str = "",
     group_size: int = 1,
 ) -> tuple[list[TensorValue], list[TensorValue]]:
-    """:func:`split_batch` of a batch that each device has a copy of.
+    """:func:`split_batch` for a batch of which each device has a copy.
 
     Args:
-        devices: the devices, DeviceRefs.
-        input, input_row_offsets: the batch and its offsets, for each device.
-        input_row_offsets_int64: the offsets on the host.
-        data_parallel_splits: the first sequence of each part, and the number of all.
-        prefix: ignored; in MAX, it names dimensions.
-        group_size: number of neighbours that share a part.
+        devices: DeviceRefs.
+        input, input_row_offsets: copies of the batch and of its offsets, one for each device.
+        input_row_offsets_int64: offsets on the host.
+        data_parallel_splits: index of the first sequence of each part, and then the number B of sequences.
+        prefix: argument of MAX, ignored.
+        group_size: number of consecutive devices that share a part.
 
     Raises:
         ValueError: the lists or splits do not fit the devices.
-        NotImplementedError: the batch is split in a program, for several parts.
+        NotImplementedError: the offsets on the host or the splits are tracers, and there are several parts.
     """
     if (
         len(input) != len(devices)

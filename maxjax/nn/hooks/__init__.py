@@ -1,3 +1,3 @@
-"""Hooks that come with maxjax, at MAX's path."""
+"""The hooks of maxjax, at MAX's path."""
 
 from .print_hook import PrintHook as PrintHook

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("maxjax")
 
 @dataclasses.dataclass
 class _Known:
-    """What the hook knows of a layer: the layer, its name, and how often it was called."""
+    """A layer, its name, and how often it was called."""
 
     layer: weakref.ref[Layer]
     name: str
@@ -31,13 +31,13 @@ class PrintHook:
     """Prints the input and output arrays of each layer, under names like ``model.layers.0-output``.
 
     Args:
-        export_path: MAX's option to write values to files; not supported, and gives a warning.
-        filter: names of layers to print, or a function of a layer's name; None or an empty list prints all.
+        export_path: MAX's option to write values to files; it is not supported and logs a warning.
+        filter: names of the layers to print, or a predicate of a layer's name; None or an empty list prints all.
 
-    The hook installs itself and stays until :meth:`remove`, which removes only this hook.
-    Under ``jax.jit`` it prints once, while tracing, and shows types instead of values; TensorValues, as in a Graph, are
-    printed each time the program runs. A layer that has no name is called by its class, the second of them ``Linear2``.
-    The second call of a layer is called ``name(2)``.
+    The constructor installs the hook, which stays until :meth:`remove`; that removes only this hook.
+    Under ``jax.jit`` it prints once, while tracing, and shows types instead of values. TensorValues, as in a Graph, are
+    printed each time the program runs. A layer without a name is labelled with its class, the second layer of that
+    class with ``Linear2``. The second call of a layer is labelled ``name(2)``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,8 +57,8 @@ class PrintHook:
     def __init__(self, export_path: str | None = None, filter: Any = None):
         if export_path is not None:
             _LOG.warning("PrintHook: export_path is not supported; values are printed")
-        # By id, as a layer may have an equality of its own. Weak, as a layer of a program that is traced holds
-        # tracers; those with names are kept in a list, because the layers of a stack are made when they are asked for.
+        # Keyed by id, because a class of layers may define __eq__. The references are weak, because a layer of a traced
+        # program holds tracers. Named layers are kept alive in a list: a stack makes its layers on demand.
         self._known: dict[int, _Known] = {}
         self._named: list[Layer] = []
         self._unnamed: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class PrintHook:
         """Names every layer below ``model`` by its path, with "model" at the root.
 
         Raises:
-            TypeError: it is not a layer.
+            TypeError: ``model`` is not a layer.
         """
         if not isinstance(model, Layer):
             raise TypeError(f"name_layers takes a Layer or Module, not a {type(model).__name__}")
@@ -79,12 +79,12 @@ class PrintHook:
             self.add_layer(layer, name)
 
     def add_layer(self, layer: Layer, name: str) -> None:
-        """Names one layer."""
+        """Gives one layer a name."""
         self._known[id(layer)] = _Known(weakref.ref(layer), name)
         self._named.append(layer)
 
     def step(self) -> None:
-        """Begins the next step: what is printed from now on counts for it."""
+        """Begins the next step of the count that :meth:`summarize` prints."""
         self._step += 1
 
     def summarize(self) -> None:

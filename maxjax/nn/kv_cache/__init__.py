@@ -1,7 +1,7 @@
-"""The KV cache: what layers keep of all tokens so far, in one pytree that a jitted step can donate.
+"""The KV cache: the states that layers keep of all tokens so far, in one pytree that a jitted step can donate.
 
-``cache`` has the class; ``kinds`` says what layers keep; ``slots`` stores keys and values, or latent
-vectors, as floats or int8, ``recurrent`` the states that do not grow with a sequence.
+``cache`` has the class ``KVCache``. ``kinds`` describes what layers keep. ``slots`` stores keys and values, or
+latent vectors, as floats or int8; ``recurrent`` stores states that do not grow with a sequence.
 """
 
 from ...absent import absent as _absent

@@ -1,11 +1,11 @@
-"""KVCache: what all layers keep of all tokens so far, keys and values in most models, as one pytree.
+"""KVCache: the states that all layers keep of all tokens so far (mostly keys and values), as one pytree.
 
 State is an argument and a result: a model takes a cache and returns the next one, and a jitted step
 that donates it updates it in place. Layers with sliding-window attention keep only the window.
 
-Layers that keep the same are a group with a name, such as "full" and "sliding", whose arrays have an
-axis of layers. What each group keeps is its kind (``kinds``): keys and values, latent vectors, or
-recurrent states.
+Layers that keep the same kind of state form a group with a name, such as "full" or "sliding", whose
+arrays have an axis of layers. A kind (``kinds``) is keys and values, latent vectors, or recurrent
+states.
 
 Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 """
@@ -36,11 +36,11 @@ from .slots import Latent, Slots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class KVCache(Rendered):
-    """What layers keep of the tokens of B sequences of different lengths: keys and values, and other states.
+    """The states of all layers for B sequences of different lengths: keys and values, and other states.
 
     Attributes:
         full: slots of the layers that attend to all tokens: token t of a sequence is in slot t of
-            S. The content of slots after the last token is arbitrary. There may be 0 such layers.
+            S. The content of slots after the last token is arbitrary. There may be no such layers.
         sliding: slots of the layers that attend to the last ``window`` tokens: W = min(window, S)
             slots, with token t in slot t mod W. None if there are no such layers.
         lengths: number of stored tokens of each sequence, int32 ``[B]``.
@@ -77,16 +77,16 @@ class KVCache(Rendered):
         dtype: Any = DType.float32,
         abstract: bool = False,
     ) -> KVCache:
-        """An empty cache of these groups of layers.
+        """An empty cache of the given groups of layers.
 
         Args:
-            groups: by name, the number of layers, what they keep, and where it lies. There is a
-                group "full", of 0 layers if none attends to all tokens.
+            groups: by name, the number of layers, the kind of their state, and its Place. A group "full" is
+                required; it has 0 layers if none attends to all tokens.
             batch, capacity, dtype, abstract: as for :meth:`empty`.
 
         Raises:
-            UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8,
-                or int8 where no layer has keys and values.
+            UserInputError: a size is not a positive number; or ``dtype`` is neither a float nor int8,
+                or is int8 and no layer has keys and values.
 
         Example:
             >>> from maxjax.nn.kv_cache.kinds import State
@@ -142,13 +142,13 @@ class KVCache(Rendered):
             num_layers, batch, num_kv_heads, capacity, head_dim: sizes L, B, K, S and D; L counts
                 the layers that attend to all tokens, and is 0 if all layers slide.
             dtype: dtype of keys and values: a float, or int8.
-            sharding: device or Sharding of keys and values; each device allocates its part.
+            sharding: device or Sharding of keys and values; each device allocates its shard only.
             sliding_layers, window: number of additional layers that attend to the last
                 ``window`` tokens, and that window.
-            row_parts, slot_parts: the numbers of parts that devices with the same KV heads divide
-                the sequences and the slots into (``layout``): arrays have the shape ``[L, B / rows,
-                K · rows · slots, S / slots, D]``. S is rounded up to a multiple.
-            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, and no
+            row_parts, slot_parts: numbers of parts into which devices with the same KV heads divide
+                the sequences and the slots (``layout``): arrays have the shape ``[L, B / row_parts,
+                K · row_parts · slot_parts, S / slot_parts, D]``. S is rounded up to a multiple.
+            abstract: whether to make placeholders (``jax.ShapeDtypeStruct`` with shardings) instead of
                 arrays.
 
         Raises:
@@ -168,12 +168,12 @@ class KVCache(Rendered):
 
     @property
     def states(self) -> dict[str, Slots | Latent | Recurrent]:
-        """What the layers keep, by the name of the group."""
+        """The state of each group of layers, by the group's name."""
         near = {} if self.sliding is None else {"sliding": self.sliding}
         return {"full": self.full, **near, **self.more}
 
     def with_states(self, states: Mapping[str, Any], lengths: jax.Array) -> KVCache:
-        """This cache with other states of the same names, and other lengths."""
+        """A copy of this cache with other states, under the same names, and other lengths."""
         rest = dict(states)
         return KVCache(rest.pop("full"), rest.pop("sliding", None), lengths, rest)
 
@@ -210,7 +210,7 @@ class KVCache(Rendered):
 
     @property
     def keys(self) -> jax.Array:
-        """Keys of the layers that attend to all tokens, or of the sliding layers if there are no others."""
+        """Keys of the layers that attend to all tokens; if there are none, of the sliding layers."""
         return self._main.keys
 
     @property
@@ -225,7 +225,7 @@ class KVCache(Rendered):
 
     @property
     def slot_parts(self) -> int:
-        """The number of parts that devices with the same KV heads divide the slots into (``layout``)."""
+        """The number of parts into which devices with the same KV heads divide the slots (``layout``)."""
         return self.full.parts
 
     @property
@@ -234,7 +234,7 @@ class KVCache(Rendered):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that attend to all tokens and that slide."""
+        """Number of layers with attention: those that attend to all tokens, plus the sliding layers."""
         return self.full.layers + (0 if self.sliding is None else self.sliding.layers)
 
     @property
@@ -251,7 +251,7 @@ class KVCache(Rendered):
         """This cache with more slots and the same sharding.
 
         Raises:
-            UserInputError: ``capacity`` is less than the present one.
+            UserInputError: ``capacity`` is less than the current capacity.
 
         Example:
             >>> cache = KVCache.empty(1, batch=1, num_kv_heads=1, capacity=4, head_dim=2)
@@ -270,18 +270,18 @@ class KVCache(Rendered):
         return self.with_states(states, self.lengths)
 
     def rewind(self, lengths: Any) -> KVCache | None:
-        """This cache with only the first tokens of each sequence, if it still holds what they need.
+        """A copy of this cache with only the first tokens of each sequence, if their states still exist.
 
         Args:
-            lengths: integers ``[B]``, at most the present lengths. Both must be concrete, so this
-                works only outside of ``jax.jit``.
+            lengths: number of tokens to keep of each sequence, integers ``[B]``, at most the current
+                lengths. Both must be concrete, so the method works only outside ``jax.jit``.
 
         Returns:
-            The cache; None if sliding layers have overwritten tokens that the next one attends to,
-            or if a recurrent state would have to forget tokens, but not all.
+            The cache; or None if sliding layers have overwritten tokens that the next token attends to,
+            or if a recurrent state would have to forget some tokens, but not all.
 
         Raises:
-            UserInputError: ``lengths`` are invalid.
+            UserInputError: ``lengths`` have the wrong shape or dtype, or are out of range.
 
         Example:
             >>> cache = KVCache.empty(1, batch=2, num_kv_heads=1, capacity=4, head_dim=2)
@@ -301,13 +301,13 @@ class KVCache(Rendered):
         return self.with_states(states, rewound)
 
     def check_room(self, counts: Any) -> None:
-        """Checks that the cache has room for more tokens, if sizes are concrete (outside of a trace).
+        """Checks that the cache has room for more tokens, if lengths and counts are concrete.
 
         Args:
-            counts: number of new tokens: one number, or integers ``[B]``.
+            counts: number of new tokens, for all sequences or as integers ``[B]``.
 
         Raises:
-            UserInputError: a sequence would be longer than the capacity.
+            UserInputError: a sequence would be longer than the capacity; under ``jit``, an int exceeds the capacity.
         """
         tracers = any(isinstance(a, Tracer) for a in (self.lengths, counts))
         if tracers or not getattr(self.lengths, "is_fully_addressable", True):

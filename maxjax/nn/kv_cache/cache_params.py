@@ -1,4 +1,4 @@
-"""MAX's path of the settings of paged caches."""
+"""Re-exports the settings of paged caches under MAX's path."""
 
 from ...absent import absent as _absent
 from .paged import KVCacheParamInterface as KVCacheParamInterface

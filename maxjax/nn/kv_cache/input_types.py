@@ -1,4 +1,4 @@
-"""MAX's path of the inputs of paged caches."""
+"""Re-exports the inputs of paged caches under MAX's path."""
 
 from ...absent import absent as _absent
 from .paged import KVCacheInputs as KVCacheInputs

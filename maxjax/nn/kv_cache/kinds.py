@@ -1,6 +1,6 @@
-"""What a layer keeps of the tokens before: the kinds of states that a ``KVCache`` holds, and their sizes.
+"""The kinds of states that layers keep of earlier tokens in a ``KVCache``, and their sizes.
 
-A kind is what a model's configuration says of a layer; it makes the arrays of all layers of its name.
+A kind follows from a model's configuration and describes the state of one layer; it makes the arrays of a group.
 
 Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 """
@@ -21,13 +21,13 @@ from .slots import Latent, Slots
 
 
 class Place(NamedTuple):
-    """Where the arrays of a state lie.
+    """The placement of the arrays of a state.
 
     Attributes:
-        sharding: device or Sharding of arrays ``[L, B, K, S, D]``; None: the default device.
-        rows, slots: the numbers of parts that devices with the same KV heads divide the sequences
-            and the slots into (``layout``).
-        over: mesh axes that split the heads or channels of a recurrent state, where they divide them.
+        sharding: device or Sharding of arrays ``[L, B, K, S, D]``; None means the default device.
+        rows, slots: numbers of parts into which devices with the same KV heads divide the sequences
+            and the slots (``layout``).
+        over: mesh axes that split the heads or channels of a recurrent state, if these divide evenly.
     """
 
     sharding: Any = None
@@ -41,9 +41,9 @@ class KeysValues:
     """Keys and values of each token.
 
     Attributes:
-        heads, width: K and D.
-        window: number of tokens, itself included, that a token attends to; only these are kept.
-            None: all.
+        heads, width: numbers K of KV heads and D of features of a head.
+        window: number of tokens that a token attends to, itself included; only these are kept.
+            None means all.
     """
 
     heads: int
@@ -54,7 +54,7 @@ class KeysValues:
     def make(
         self, layers: int, batch: int, capacity: int, dtype: Any, place: Place, zeros: Any
     ) -> Any:
-        """The empty state of so many layers; ``zeros`` makes an array as ``jnp.zeros`` does."""
+        """The empty state of a number of layers; ``zeros`` is ``jnp.zeros`` or makes placeholders."""
         slots = capacity if self.window is None else min(self.window, capacity)
         heads = self.heads * place.rows * place.slots
         shape = (layers, batch // place.rows, heads, -(-slots // place.slots), self.width)
@@ -63,7 +63,7 @@ class KeysValues:
 
 @dataclass(frozen=True)
 class LatentVectors(KeysValues):
-    """One vector of each token that all query heads attend to, which is key and value at once."""
+    """One latent vector of each token, which is key and value at once for all query heads."""
 
     slots_class: ClassVar[Any] = Latent
 
@@ -72,10 +72,10 @@ class State(NamedTuple):
     """One array of a layer for each sequence.
 
     Attributes:
-        name: its name.
-        shape: the shape ``[...]`` for one sequence.
-        axis: the axis of these that ``Place.over`` splits; None: every device has all of it.
-        dtype: dtype, as NumPy has it.
+        name: name of the array.
+        shape: shape ``[...]`` for one sequence.
+        axis: index in ``shape`` of the axis that ``Place.over`` splits; None means that no axis is split.
+        dtype: name of the dtype.
     """
 
     name: str
@@ -86,10 +86,10 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class States:
-    """Arrays of a sequence that do not grow with it.
+    """Arrays of a fixed size for each sequence: the recurrent states of a layer.
 
     Attributes:
-        each: the arrays of one layer.
+        each: descriptions of the arrays of one layer.
 
     Example:
         >>> kind = States((State("conv", (3, 8), axis=1),))
@@ -102,7 +102,7 @@ class States:
     def make(
         self, layers: int, batch: int, capacity: int, dtype: Any, place: Place, zeros: Any
     ) -> Recurrent:
-        """The empty state of so many layers; ``dtype`` is that of keys and values, and not used."""
+        """The empty state of a number of layers; ``capacity`` and ``dtype`` are for keys and values, and ignored."""
         arrays = {}
         for one in self.each:
             shape, where = (layers, batch, *one.shape), self.sharding(one, place)
@@ -110,7 +110,7 @@ class States:
         return Recurrent(arrays)
 
     def sharding(self, one: State, place: Place) -> Any:
-        """Where the arrays ``[L, B, ...]`` of one state lie."""
+        """The sharding of the arrays ``[L, B, ...]`` of one state."""
         where = place.sharding
         if not isinstance(where, NamedSharding):
             return where
@@ -122,24 +122,24 @@ class States:
 
 
 class Shared(NamedTuple):
-    """A layer that reads what another layer keeps, and keeps nothing itself.
+    """The kind of a layer that reads the state of another layer and keeps no state itself.
 
     Attributes:
-        layer: number of that layer.
+        layer: index of the other layer.
     """
 
     layer: int
 
 
 class Group(NamedTuple):
-    """The layers that keep the same.
+    """The layers that keep the same kind of state.
 
     Attributes:
-        kind: what each of them keeps.
-        layers: their number L.
-        numbers: for each layer of the model its index in the arrays of the group; -1 for those
-            that are not in it.
-        first: the first layer of the model that is in the group.
+        kind: kind of the state of each layer.
+        layers: number L of layers that keep it.
+        numbers: for each layer of the model, its index in the arrays of the group; -1 for layers
+            that are not in the group.
+        first: index of the first layer of the model that is in the group.
     """
 
     kind: KeysValues | States
@@ -149,10 +149,10 @@ class Group(NamedTuple):
 
 
 def groups_of(kept: Sequence[Mapping[str, KeysValues | States | Shared]]) -> dict[str, Group]:
-    """The groups of a model's layers, from what each layer keeps by the name of a group.
+    """The groups of a model's layers; ``kept`` has for each layer the kinds of its states, by the group's name.
 
     Raises:
-        ValueError: two layers keep something else under one name, or a layer shares what there is not.
+        ValueError: two layers keep different kinds under one name, or a layer shares a state that does not exist.
 
     Example:
         >>> far, near = KeysValues(1, 4), KeysValues(1, 4, 8)
@@ -184,7 +184,7 @@ def groups_of(kept: Sequence[Mapping[str, KeysValues | States | Shared]]) -> dic
 
 
 def numbers_of(groups: Mapping[str, Group]) -> np.ndarray | dict[str, np.ndarray] | None:
-    """The index of each layer in its groups, ``[L]``; by group where they differ; None: its own index.
+    """The index of each layer in its groups, ``[L]``; a dict by group if they differ; None if it is the layer's index.
 
     Example:
         >>> far, near = KeysValues(1, 4), KeysValues(1, 4, 8)

@@ -1,14 +1,14 @@
 """Layout of a KV cache on a mesh that splits the query heads over more devices than there are KV heads.
 
-A cache may be larger than the weights, so every device holds a part of it and none holds what
-another has. The KV heads are split as far as they go. The devices that would have the same heads
-divide the sequences among them, or the slots of all sequences if there are too few of these.
+A cache may be larger than the weights, so each device holds a different part of it, without replicas.
+The KV heads are split as far as possible. The devices that would have the same heads divide the
+sequences among them, or, if there are too few sequences, the slots of all sequences.
 
-Each device's part is then a head of its own in the arrays of the cache, so that an ordinary sharding
-of the axis of heads places it.
+In the arrays of the cache, the part of each device is a separate index of the axis of heads, so that an
+ordinary sharding of this axis places it.
 
 Shapes: L layers, batch B, T tokens, H query heads, K KV heads, S slots, head dimension D; n devices
-in h groups of r, so that the h groups split the KV heads.
+in h groups of r devices; the h groups split the KV heads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ...graph.placement.specs import axis_of, batch_axes, spec_of
 
 
 class CacheLayout(NamedTuple):
-    """How the keys and values ``[L, B, K, S, D]`` of a cache lie on a mesh; hashable.
+    """How the keys and values ``[L, B, K, S, D]`` of a cache are placed on a mesh; hashable.
 
-    Arrays have the shape ``[L, B / rows, K · rows · slots, S / slots, D]``. The device with number
-    ``i · r + j`` of ``over`` has the KV heads of group i: of the sequences number j of ``rows``
-    equal parts, or of the slots those whose number has the remainder j.
+    Arrays have the shape ``[L, B / rows, K · rows · slots, S / slots, D]``. The device with index
+    ``i · r + j`` along ``over`` has the KV heads of group i, and of these either part j of ``rows``
+    equal parts of the sequences, or the slots whose index modulo ``slots`` is j.
 
     Attributes:
-        mesh: the mesh.
-        batch: the mesh axes that split the sequences.
-        over: the mesh axes that split the axis of heads.
-        heads: h, the number of parts of the KV heads.
-        rows, slots: the number of parts of the sequences and of the slots; at most one is not 1.
-        splits_queries: whether ``over`` divides the number of query heads.
+        mesh: mesh of the cache.
+        batch: mesh axes that split the sequences.
+        over: mesh axes that split the axis of heads.
+        heads: number h of parts of the KV heads.
+        rows, slots: numbers of parts of the sequences and of the slots; at most one is not 1.
+        splits_queries: whether the number of devices along ``over`` divides the number of query heads.
     """
 
     mesh: Any
@@ -50,7 +50,7 @@ class CacheLayout(NamedTuple):
     splits_queries: bool = True
 
     def spec_of(self, rank: int) -> PartitionSpec:
-        """The PartitionSpec of the cache's arrays of so many axes."""
+        """The PartitionSpec of the cache's arrays with ``rank`` axes."""
         return spec_of([(), self.batch, self.over, (), ()][:rank])
 
     @property
@@ -59,19 +59,19 @@ class CacheLayout(NamedTuple):
         return NamedSharding(self.mesh, self.spec_of(5))
 
     def queries(self, rank: int) -> PartitionSpec:
-        """The PartitionSpec of queries ``[B, ..., H, D]`` of so many axes."""
+        """The PartitionSpec of queries ``[B, ..., H, D]`` with ``rank`` axes."""
         heads = self.over if self.splits_queries else ()
         return spec_of([self.batch, *[()] * (rank - 3), heads, ()])
 
     def results(self, rank: int) -> PartitionSpec:
-        """The PartitionSpec of what :meth:`CachePart.results` gives, of so many axes."""
+        """The PartitionSpec of the result of :meth:`CachePart.results`, with ``rank`` axes."""
         if self.splits_queries or self.slots > 1:
             return self.queries(rank)
         return spec_of([(*self.batch, *self.over)])
 
     @property
     def group(self) -> int:
-        """r, the number of devices with the same KV heads."""
+        """The number r of devices with the same KV heads."""
         return self.rows * self.slots
 
     @property
@@ -90,18 +90,18 @@ def cache_layout(
 ) -> CacheLayout:
     """The layout of a cache on a mesh.
 
-    The sequences are split over the batch axes that divide their number. The axes of the query heads
+    The sequences are split over the batch axes that divide their number evenly. The mesh axes of the query heads
     split, in this order of preference,
 
-    1. the KV heads, if the axes divide their number;
-    2. the KV heads as far as a divisor of both numbers goes, and for the rest the sequences. 70 B on
-       ``model=64`` has 8 parts of its KV heads × 8 of the sequences;
-    3. the same, and for the rest the slots.
+    1. the KV heads, if these divide evenly over the axes;
+    2. the KV heads into the greatest common divisor of both numbers, and the sequences into the remaining
+       number of parts: Llama 70 B on ``model=64`` has 8 parts of its KV heads × 8 of the sequences;
+    3. the KV heads in the same way, and the slots into the remaining number of parts.
 
     Args:
-        mesh: the mesh, which may be abstract.
-        batch, num_heads, num_kv_heads: B, H and K.
-        over: the axes that split the query heads; by default the mesh's ``model`` axis.
+        mesh: mesh, which may be abstract.
+        batch, num_heads, num_kv_heads: sizes B, H and K.
+        over: mesh axes that split the query heads; by default the mesh's ``model`` axis.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 8), ("data", "model"))
@@ -115,7 +115,7 @@ def cache_layout(
     names = tuple(over) or (() if model is None else (model,))
     names = tuple(name for name in names if mesh.shape[name] > 1 and name not in rows)
     count = math.prod(mesh.shape[name] for name in names)
-    # Query heads that are not split meet all KV heads on every device.
+    # If the query heads are not split, every device needs all KV heads.
     splits_queries = num_heads % count == 0
     heads = math.gcd(num_kv_heads, count) if splits_queries else 1
     rest = count // heads
@@ -125,12 +125,12 @@ def cache_layout(
 
 
 class CachePart:
-    """One device's part of a divided cache, and of what meets it: inside a ``shard_map``.
+    """The part of a divided cache on one device, and the exchange of queries and results, inside ``shard_map``.
 
-    Arguments are of all sequences of the device's batch axes.
+    The arrays that methods take have all sequences of the device's shard along the batch axes.
 
     Args:
-        layout: the layout.
+        layout: layout of the cache.
     """
 
     def __init__(self, layout: CacheLayout):
@@ -141,11 +141,11 @@ class CachePart:
 
     @property
     def first(self) -> jax.Array:
-        """The number of the device's first slot; the others follow in steps of ``slots``."""
+        """The index of the device's first slot; the others follow in steps of ``slots``."""
         return self._number % self.slots
 
     def numbers(self, size: int) -> jax.Array:
-        """The numbers, among all slots, of the device's ``size`` slots."""
+        """The indices, among all slots, of the device's ``size`` slots."""
         return jnp.arange(size, dtype=jnp.int32) * self.slots + self.first
 
     def rows(self, array: jax.Array) -> jax.Array:
@@ -163,12 +163,12 @@ class CachePart:
         return self.rows(jax.lax.dynamic_slice_in_dim(array, first, size, array.ndim - 2))
 
     def of_heads(self, array: jax.Array) -> jax.Array:
-        """What belongs to the query heads of :meth:`queries`, of an array ``[H]``."""
+        """The elements of an array ``[H]`` for the query heads that :meth:`queries` returns."""
         size = array.shape[0] // self.layout.heads
         return jax.lax.dynamic_slice_in_dim(array, self._number // self.layout.group * size, size)
 
     def queries(self, array: jax.Array) -> jax.Array:
-        """The queries ``[B, ..., H, D]`` that meet the device's keys."""
+        """The queries, from ``[B, ..., H, D]``, that attend to the device's keys."""
         if not self.layout.splits_queries:
             return self.rows(array)
         heads = array.ndim - 2
@@ -179,11 +179,11 @@ class CachePart:
         return self._exchanged(array, 0, heads)
 
     def results(self, array: jax.Array, sums: jax.Array | None) -> jax.Array:
-        """The results of the device's queries, from those of the keys of one device.
+        """The results for the device's own query heads or sequences, after the exchange between devices.
 
         Args:
-            array: results ``[B, ..., H, D]`` of queries and keys of one device.
-            sums: logarithm of each query's sum ``[B, ..., H]``, if the slots are divided.
+            array: results ``[B, ..., H, D]`` of attention to this device's keys.
+            sums: logarithm of the softmax's denominator for each query, ``[B, ..., H]``, if the slots are divided.
         """
         if sums is None:
             if self.layout.splits_queries:
@@ -201,7 +201,7 @@ class CachePart:
         return (both[..., :-1] / both[..., -1:]).astype(array.dtype)
 
     def _exchanged(self, array: jax.Array, split: int, joined: int) -> jax.Array:
-        """Splits one axis over the group, and joins what the others have of another."""
+        """An all-to-all in the group: splits axis ``split`` over its devices and concatenates along ``joined``."""
         if self.layout.group == 1:
             return array
         over, groups = self.layout.over, tuple(map(tuple, self._groups))
@@ -209,7 +209,7 @@ class CachePart:
         return found
 
 
-# JAX has no rule that batches an all-to-all in groups; the inverse of one is its transpose.
+# JAX has no batching rule for an all-to-all with axis_index_groups. The transpose of an all-to-all is its inverse.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
 def _all_to_all(where: Any, array: jax.Array, split: int, joined: int) -> jax.Array:
     found: jax.Array = _batched_all_to_all(where, split, joined)(array)

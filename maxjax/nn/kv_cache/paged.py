@@ -1,8 +1,8 @@
-"""Paged caches, as MAX's model files take them: pages of keys and values, and a table of each sequence's pages.
+"""Paged caches for model files written for MAX: pages of keys and values, and a table of each sequence's pages.
 
-A program takes the pages as a :class:`~maxjax.graph.BufferValue`, which it writes to, and gives the next ones back.
-MAX's server, which allocates pages to requests, is not here: the tables are the caller's.
-``maxjax.nn.KVCache`` is the cache of maxjax's own models.
+A program takes the pages as a :class:`~maxjax.graph.BufferValue`, writes to it, and returns the new pages.
+maxjax does not have MAX's server, which allocates pages to requests: the caller makes the tables.
+maxjax's own models use ``maxjax.nn.KVCache`` instead.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _Buffer = TypeVar("_Buffer")
 
 @dataclass
 class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
-    """What a program takes of a paged cache on one device: types, or the values.
+    """The inputs of a program for a paged cache on one device: their types, or their values.
 
     Attributes:
         kv_blocks: pages, ``[pages, 2, layers, page_size, KV heads, head_dim]``, keys before values.
-        cache_lengths: ``[B]``, tokens of each sequence that are in the cache already.
-        lookup_table: ``[B, P]``, the pages of each sequence, in order.
-        max_prompt_length, max_cache_length: ``[1]``, the most tokens of a sequence that are new, and that are in the
-            cache; ignored.
-        page_stride, attention_dispatch_metadata and the others: of MAX's kernels; ignored.
+        cache_lengths: number of tokens of each sequence that are in the cache already, ``[B]``.
+        lookup_table: indices of the pages of each sequence, in order, ``[B, P]``.
+        max_prompt_length, max_cache_length: largest numbers of new and of cached tokens of a sequence, ``[1]``;
+            ignored.
+        page_stride, attention_dispatch_metadata and the others: inputs of MAX's kernels; ignored.
     """
 
     kv_blocks: _Buffer
@@ -55,13 +55,13 @@ class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
         return [one for one in found if one is not None]
 
     def unflatten(self, values: Iterator[Any]) -> KVCacheInputsPerDevice[TensorValue, BufferValue]:
-        """The same fields with the next values, for example of ``graph.inputs``."""
+        """A copy whose set fields have the next values, for example of ``graph.inputs``."""
         found = {
             one.name: next(values) for one in fields(self) if getattr(self, one.name) is not None
         }
         return KVCacheInputsPerDevice(**found)
 
-    # How ``max.tree`` takes a node apart and puts it together.
+    # The protocol by which ``max.tree`` flattens and unflattens a node.
     def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         names = tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
         return tuple(getattr(self, name) for name in names), names
@@ -83,14 +83,14 @@ KVCacheInputs = (
 
 
 def over_pages(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a layer is called as MAX calls it, ``layer(layer_idx, x, kv_collection, …)``."""
+    """Whether the arguments are those of MAX's call over a paged cache, ``layer(layer_idx, x, kv_collection, …)``."""
     return "kv_collection" in named or (
         len(args) > 2 and isinstance(args[2], KVCacheInputsPerDevice)
     )
 
 
 class KVCacheParamInterface:
-    """What settings of caches have in common."""
+    """Base class of the settings of caches."""
 
     page_size: int
     devices: Sequence[DeviceRef]
@@ -111,14 +111,14 @@ class KVCacheParamInterface:
         return [one for inputs in _leaves(self.get_symbolic_inputs()) for one in inputs.flatten()]
 
     def unflatten_kv_inputs(self, it: Iterator[Any]) -> Any:
-        """The tree of types with the next values in their place."""
+        """The tree of :meth:`get_symbolic_inputs`, with the next values instead of types."""
         return _mapped(self.get_symbolic_inputs(), it)
 
     def unflatten_basic_kv_tree(self, it: Iterator[Any]) -> tuple[list[Any], ...]:
-        """The next values of each of several caches, in the order that the caches were given in.
+        """The next values for each of several caches, in the order in which the caches were given.
 
         Raises:
-            ValueError: there is one cache, or a cache of caches.
+            ValueError: the settings are those of a single cache, or caches are nested.
         """
         raise ValueError(f"{type(self).__name__} has no caches by name")
 
@@ -141,18 +141,18 @@ class KVCacheParams(KVCacheParamInterface):
 
     Attributes:
         dtype: dtype of keys and values.
-        head_dim: their width.
+        head_dim: number of features of a head.
         num_layers: number of layers.
-        devices: devices, of which each has its KV heads.
-        page_size: tokens in a page.
-        data_parallel_degree: groups of devices that have sequences of their own.
-        kvcache_quant_config: must be None; quantised caches are ``maxjax.nn.KVCache``'s.
+        devices: devices; each has some of the KV heads.
+        page_size: number of tokens in a page.
+        data_parallel_degree: number of groups of devices, each of which has its own sequences.
+        kvcache_quant_config, per_layer_buffers: not supported; ``maxjax.nn.KVCache`` can be quantised.
 
-    The others are settings of MAX's server, and ignored.
+    The other attributes are settings of MAX's server, which are ignored.
 
     Raises:
-        ValueError: a number is not positive, or devices and groups do not divide.
-        NotImplementedError: the cache is quantised.
+        ValueError: a number is not positive, or the devices do not divide evenly into groups.
+        NotImplementedError: ``kvcache_quant_config`` or ``per_layer_buffers`` is set.
     """
 
     leaf_kind: ClassVar[CacheLeafKind] = CacheLeafKind.ATTENTION
@@ -198,7 +198,7 @@ class KVCacheParams(KVCacheParamInterface):
 
     @property
     def devices_per_replica(self) -> list[list[DeviceRef]]:
-        """The devices of each group of data parallelism."""
+        """The devices of each group."""
         each = self.tensor_parallel_degree
         return [list(self.devices[i : i + each]) for i in range(0, len(self.devices), each)]
 
@@ -235,7 +235,7 @@ class KVCacheParams(KVCacheParamInterface):
 
     @property
     def bytes_per_block(self) -> int:
-        """The bytes of a page on all devices of a group."""
+        """The size of a page in bytes, summed over the devices of a group."""
         size = self.dtype.size_in_bytes * self.tensor_parallel_degree
         for one in self.shape_per_block:
             size *= one
@@ -244,7 +244,7 @@ class KVCacheParams(KVCacheParamInterface):
     def get_symbolic_inputs(
         self, namespace: str = ""
     ) -> tuple[KVCacheInputsPerDevice[TensorType, BufferType], ...]:
-        """The types of a program's inputs, for each device; ``namespace`` begins the names of its sizes."""
+        """The types of a program's inputs, for each device; ``namespace`` is a prefix of the names of sizes."""
         host = DeviceRef.CPU()
         one = TensorType(DType.uint32, [1], host)
         return tuple(
@@ -264,8 +264,8 @@ class MHAKVCacheParams(KVCacheParams):
     """Settings of a paged cache of KV heads.
 
     Attributes:
-        n_kv_heads: number of KV heads; devices of a group share them.
-        allow_kv_head_replication: whether more devices than heads have copies.
+        n_kv_heads: number of KV heads, which are split over the devices of a group.
+        allow_kv_head_replication: whether heads may be replicated if a group has more devices than heads.
 
     Example:
         >>> params = MHAKVCacheParams(dtype=DType.float32, head_dim=8, num_layers=2, n_kv_heads=4, page_size=16,
@@ -302,7 +302,7 @@ class MultiKVCacheParams(KVCacheParamInterface):
         """The settings of several caches.
 
         Raises:
-            ValueError: there is none, or their pages or devices differ.
+            ValueError: ``params`` is empty, or the caches differ in ``page_size`` or devices.
         """
         if not params:
             raise ValueError("MultiKVCacheParams needs the settings of at least one cache")
@@ -315,20 +315,20 @@ class MultiKVCacheParams(KVCacheParamInterface):
 
     @property
     def page_size(self) -> int:  # type: ignore[override]
-        """Tokens in a page."""
+        """The number of tokens in a page."""
         return next(iter(self.children.values())).page_size
 
     @property
     def devices(self) -> Sequence[DeviceRef]:  # type: ignore[override]
-        """The devices."""
+        """The devices, which all caches share."""
         return next(iter(self.children.values())).devices
 
     def child(self, key: str, kind: type[Any]) -> Any:
         """The settings of one cache.
 
         Raises:
-            KeyError: there is none of that name.
-            TypeError: they are of another class.
+            KeyError: there is no cache of that name.
+            TypeError: the settings are not an instance of ``kind``.
         """
         found = self.children[key]
         if not isinstance(found, kind):
@@ -337,7 +337,7 @@ class MultiKVCacheParams(KVCacheParamInterface):
 
     def get_symbolic_inputs(self, namespace: str = "") -> dict[str, Any]:
         """The types of a program's inputs, for each cache and device."""
-        # ``max.tree`` sorts the names of other dicts.
+        # An OrderedDict, because ``max.tree`` sorts the keys of other dicts.
         return OrderedDict(
             (key, one.get_symbolic_inputs(f"{namespace}{key}_"))
             for key, one in self.children.items()
@@ -352,9 +352,9 @@ class MultiKVCacheParams(KVCacheParamInterface):
 
 
 def spec_decode_cache_slack(params: KVCacheParamInterface) -> int:
-    """Positions behind the longest sequence that a step of speculative decoding may write to.
+    """The number of positions after the longest sequence that a step of speculative decoding may write to.
 
-    Three times the drafted tokens and one, and one more where all are drafted in one step; 0 without drafts.
+    It is 3 · ``num_draft_tokens`` + 1, and one more if all tokens are drafted in one step; 0 without drafts.
     """
     drafts = params.num_draft_tokens
     return 3 * drafts + 1 + (params.num_draft_tokens_per_step == drafts) if drafts > 0 else 0

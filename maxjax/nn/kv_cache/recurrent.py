@@ -1,7 +1,7 @@
-"""Recurrent: what layers keep of a whole sequence in arrays that do not grow with it.
+"""Recurrent: the states of layers whose size does not depend on the length of a sequence.
 
-Such are the state of a linear attention (gated delta rule), of a state space model, and the last
-inputs of a causal convolution. They cannot be rewound: what a token did to them is not kept.
+Examples are the state of a linear attention (gated delta rule) or a state space model, and the last
+inputs of a causal convolution. They cannot be rewound, because the effect of a token cannot be undone.
 
 Shapes: L layers, batch B.
 """
@@ -29,7 +29,7 @@ class Recurrent(Rendered):
     """The named states of L layers.
 
     Attributes:
-        arrays: by name, arrays ``[L, B, ...]``; zeros before the first token.
+        arrays: arrays ``[L, B, ...]`` by name; they are zeros before the first token.
 
     Example:
         >>> state = Recurrent({"conv": jnp.zeros((2, 3, 4, 8))})
@@ -64,12 +64,12 @@ class Recurrent(Rendered):
         return {name: index(a, layer) for name, a in self.arrays.items()}
 
     def replaced(self, layer: Any, new: Mapping[str, jax.Array], rows: Any = None) -> Recurrent:
-        """These states with those of one layer replaced.
+        """A copy with the states of one layer replaced.
 
         Args:
             layer: index of the layer.
-            new: the new states by name, ``[B, ...]``; rounded to the dtypes of ``arrays``.
-            rows: bools ``[B]``: rows that had a token; the others keep their state. None: all.
+            new: new states by name, ``[B, ...]``; they are rounded to the dtypes of ``arrays``.
+            rows: sequences that had a token, bools ``[B]``; the others keep their state. None means all.
         """
         old = self.at(layer)
         found = {}
@@ -84,15 +84,15 @@ class Recurrent(Rendered):
         return Recurrent(found)
 
     def grown(self, capacity: int) -> Recurrent:
-        """The same states: their size does not depend on the number of tokens."""
+        """These states themselves: their size does not depend on the capacity."""
         return self
 
     def holds(self, stored: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Whether rows of ``stored`` tokens still have the state after their first ``kept``; bools ``[B]``."""
+        """Whether sequences of ``stored`` tokens still have the state after their first ``kept``; bools ``[B]``."""
         return (kept == stored) | (kept == 0)
 
     def rewound(self, kept: np.ndarray) -> Recurrent:
-        """These states, of zeros for rows of which no token is kept."""
+        """A copy with zeros for the sequences of which no token is kept."""
         if (kept > 0).all():
             return self
         emptied = (_emptied(a.sharding, a.ndim)(a, kept > 0) for a in self.arrays.values())

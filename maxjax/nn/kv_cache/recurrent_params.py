@@ -1,7 +1,7 @@
-"""MAX's settings and inputs of recurrent states in a pool of pages, as data.
+"""MAX's data classes for recurrent states in a pool of pages: settings, and inputs of programs.
 
-A page holds one state of all layers, layer by layer; a row is that of one layer. Models of maxjax keep such states
-in a ``maxjax.nn.KVCache``.
+A page holds the states of all layers for one request; each layer has a row of it. maxjax's own models keep such
+states in a ``maxjax.nn.KVCache``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Tensor = TypeVar("_Tensor")
 _Buffer = TypeVar("_Buffer")
 
 PACKED_PAGE_STRIDE = -1
-"""The distance of pages that means: one directly behind the other."""
+"""The stride of pages that means that pages are contiguous."""
 
 
 def packed_page_stride(like: Any) -> Any:
-    """``[PACKED_PAGE_STRIDE]`` in int64: a Buffer for a Buffer, its type for a type, else a TensorValue.
+    """``[PACKED_PAGE_STRIDE]`` in int64: a Buffer for a Buffer, a TensorType for a BufferType, else a TensorValue.
 
     Example:
         >>> packed_page_stride(Buffer(DType.float32, (1,))).to_numpy()
@@ -48,11 +48,11 @@ class RecurrentStateRegion:
     """The shape of one kind of recurrent state.
 
     Attributes:
-        leaf_id: its name.
+        leaf_id: name of the state.
         num_layers: number of layers.
         row_shape: shape of the state of one layer, on each device.
-        dtype: its dtype.
-        scratch: whether it belongs to one request only, and no prefix keeps it.
+        dtype: dtype of the state.
+        scratch: whether the state belongs to one request only and is not cached for prefixes.
 
     Example:
         >>> region = RecurrentStateRegion("ssm/state", 3, (2, 4), DType.float32)
@@ -68,12 +68,12 @@ class RecurrentStateRegion:
 
     @property
     def rows_dim(self) -> str:
-        """Name of the number of rows."""
+        """Name of the symbolic number of rows."""
         return f"{self.leaf_id.replace('/', '_')}_rows"
 
     @property
     def row_elements(self) -> int:
-        """Numbers in the state of one layer."""
+        """The number of elements in the state of one layer."""
         return math.prod(self.row_shape)
 
     @property
@@ -83,16 +83,16 @@ class RecurrentStateRegion:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of a page on one device."""
+        """The size of a page on one device, in bytes."""
         return self.num_layers * self.row_elements * self.dtype.size_in_bytes
 
     def rows_of(self, page: int) -> range:
-        """The rows of a page, one for each layer."""
+        """The indices of a page's rows, one for each layer."""
         return range(page * self.num_layers, (page + 1) * self.num_layers)
 
 
 class _Tree:
-    """How ``max.tree`` takes a dataclass apart and puts it together."""
+    """The protocol by which ``max.tree`` flattens and unflattens a dataclass."""
 
     def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         names = tuple(one.name for one in fields(self))  # type: ignore[arg-type]
@@ -105,11 +105,11 @@ class _Tree:
 
 @dataclass
 class RecurrentLeafInputs(_Tree, Generic[_Tensor, _Buffer]):
-    """What a program takes of one kind of recurrent state on one device: types, or the values.
+    """The inputs of a program for one kind of recurrent state on one device: their types, or their values.
 
     Attributes:
-        pool: ``[rows, …]``, the states of all layers and requests.
-        live_row_ids: ``[layers, B]``, the row of each.
+        pool: states of all layers and requests, ``[rows, …]``.
+        live_row_ids: index of the row of each layer and sequence, ``[layers, B]``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -122,10 +122,10 @@ class RecurrentLeafInputs(_Tree, Generic[_Tensor, _Buffer]):
     live_row_ids: _Tensor
 
     def live_row_id(self, layer: int) -> TensorValue:
-        """``[B]``, the rows of a layer.
+        """The indices of a layer's rows, ``[B]``.
 
         Raises:
-            TypeError: these are types.
+            TypeError: ``live_row_ids`` is a type, not a value.
         """
         if not isinstance(self.live_row_ids, TensorValue):
             raise TypeError(f"rows are of values, not of a {type(self.live_row_ids).__name__}")
@@ -134,20 +134,20 @@ class RecurrentLeafInputs(_Tree, Generic[_Tensor, _Buffer]):
 
 @dataclass
 class RecurrentStateInputsPerDevice(_Tree, Generic[_Tensor, _Buffer]):
-    """What a program takes of all recurrent states on one device, in the order of their regions.
+    """The inputs of a program for all recurrent states on one device, in the order of their regions.
 
     Attributes:
-        leaves: one for each region.
+        leaves: inputs, one entry for each region.
     """
 
     leaves: tuple[RecurrentLeafInputs[_Tensor, _Buffer], ...]
 
     def flatten(self) -> list[Any]:
-        """Pools and rows of all leaves, in order."""
+        """The pool and row indices of each leaf, in order."""
         return [value for leaf in self.leaves for value in (leaf.pool, leaf.live_row_ids)]
 
     def unflatten(self, values: Iterator[Any]) -> RecurrentStateInputsPerDevice[Any, Any]:
-        """The same with the next values, for example of ``graph.inputs``."""
+        """A copy with the next values, for example of ``graph.inputs``."""
         return RecurrentStateInputsPerDevice(
             tuple(RecurrentLeafInputs(next(values), next(values)) for _ in self.leaves)
         )
@@ -155,17 +155,17 @@ class RecurrentStateInputsPerDevice(_Tree, Generic[_Tensor, _Buffer]):
 
 @dataclass(kw_only=True)
 class RecurrentStateParams(KVCacheParamInterface):
-    """Settings of recurrent states. The pool, which MAX's server allocates, is the caller's.
+    """Settings of recurrent states. The caller allocates the pool, which in MAX the server does.
 
     Attributes:
-        regions: the kinds of states.
-        devices: devices, the same number for each replica.
+        regions: descriptions of the states.
+        devices: devices, equally many for each replica.
         data_parallel_degree: number of replicas.
-        page_size: tokens that a state stands for; 0 beside a paged cache.
-        enable_prefix_caching, speculative_method, num_draft_tokens: of MAX's server.
+        page_size: number of tokens that a state covers; 0 if there is also a paged cache.
+        enable_prefix_caching, speculative_method, num_draft_tokens: settings of MAX's server.
 
     Raises:
-        ValueError: there is no region, or two have one name.
+        ValueError: there is no region, or two regions have the same name.
 
     Example:
         >>> region = RecurrentStateRegion("conv", 3, (4,), DType.float32)
@@ -192,7 +192,7 @@ class RecurrentStateParams(KVCacheParamInterface):
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """Devices of each replica."""
+        """The number of devices of each replica."""
         return self.n_devices // self.data_parallel_degree
 
     @property
@@ -203,12 +203,12 @@ class RecurrentStateParams(KVCacheParamInterface):
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of the state of one request on one device."""
+        """The size of the states of one request on one device, in bytes."""
         return sum(region.bytes_per_page for region in self.regions)
 
     @property
     def bytes_per_block(self) -> int:
-        """0: states do not grow with tokens."""
+        """Always 0, because states do not grow with the number of tokens."""
         return 0
 
     def get_symbolic_inputs(self, namespace: str = "") -> Any:
@@ -233,7 +233,7 @@ class RecurrentStateParams(KVCacheParamInterface):
 
 
 def recurrent_leaf(params: Any) -> RecurrentStateParams | None:
-    """The first recurrent states among the settings of a cache, or of caches by name; None if there are none."""
+    """The first RecurrentStateParams in the settings of a cache or of several caches; None if there are none."""
     if isinstance(params, RecurrentStateParams):
         return params
     children: Mapping[str, Any] = params.children if isinstance(params, MultiKVCacheParams) else {}

@@ -1,4 +1,4 @@
-"""Settings of MAX's cache server that are plain data."""
+"""Enumerations and data classes for settings of MAX's cache server; maxjax ignores them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from ...dtype import DType
 
 KVHashAlgo = Literal["ahash64", "sha256"]
-"""Names of the hashes that MAX's server compares prefixes by."""
+"""Names of the hashes by which MAX's server compares prefixes."""
 HostStagingAlloc = Literal["registered", "driver"]
 SpeculativeMethod = Literal["eagle", "mtp", "dflash", "dflash2", "dspark"]
 
 
 class KVConnectorType(enum.StrEnum):
-    """Where MAX's server keeps pages that are not on a device; a maxjax.nn.KVCache is on its devices."""
+    """The place where MAX's server keeps pages that are not on a device; ``maxjax.nn.KVCache`` has no such pages."""
 
     null = "null"
     tiered = "tiered"
@@ -27,7 +27,7 @@ TIERED_CONNECTOR_TYPES = frozenset({KVConnectorType.tiered, KVConnectorType.rust
 
 
 class CacheLeafKind(enum.Enum):
-    """What a layer keeps: keys and values of tokens, or one state of all of them."""
+    """The kind of state of a layer: keys and values of each token, or one recurrent state."""
 
     ATTENTION = "attention"
     RECURRENT = "recurrent"
@@ -35,7 +35,7 @@ class CacheLeafKind(enum.Enum):
 
 @dataclass
 class KVCacheQuantizationConfig:
-    """How keys and values are quantised: the dtype of scales, and how many values share one."""
+    """How keys and values are quantised: the dtype of scales, and the number of values that share a scale."""
 
     scale_dtype: DType = DType.float32
     quantization_granularity: int = 128

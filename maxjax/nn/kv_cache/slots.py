@@ -1,6 +1,6 @@
-"""Slots: what some layers of a ``KVCache`` keep of each token, as floats or as int8 with scales.
+"""Slots: the arrays in which layers of a ``KVCache`` keep each token, as floats or as int8 with scales.
 
-``Slots`` has keys and values, ``Latent`` one array that is both, as in multi-head latent attention.
+``Slots`` has keys and values; ``Latent`` has one array that is both, as in multi-head latent attention.
 
 Shapes: L layers, batch B, T tokens, K KV heads, S slots, head dimension D.
 """
@@ -27,13 +27,13 @@ from ...rendering.row import Row, bytes_text
 
 
 class _Tokens(Rendered):
-    """What all kinds of slots do; subclasses hold the arrays."""
+    """Base class of all kinds of slots; subclasses hold the arrays."""
 
     keys: jax.Array
     key_scales: jax.Array | None
     window: int | None
     parts: int
-    # Whether keys are the values too.
+    # Whether the keys are also the values.
     is_shared: ClassVar[bool] = False
 
     def _mx_row(self) -> Row:
@@ -65,55 +65,55 @@ class _Tokens(Rendered):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that all parts hold."""
+        """The number of tokens that all parts together can hold."""
         return self.size * self.parts
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """Keys and values ``[L, B, K, S, D]``, and for int8 their scales, as kernels take them."""
+        """Keys and values ``[L, B, K, S, D]`` and, for int8, their scales, in the order of the kernels' arguments."""
         return jax.tree.leaves(self)
 
     def longer(self, more: int) -> Self:
-        """These slots followed by ``more`` slots of zeros, on the same devices."""
+        """A copy with ``more`` further slots of zeros, on the same devices."""
         return jax.tree.map(lambda a: _longer(a, more), self)
 
     def grown(self, capacity: int) -> Self:
-        """These slots with room for ``capacity`` tokens, or for the window if that is less."""
-        # With fewer slots than the window nothing has wrapped round yet: token t is in slot t.
+        """Slots with room for ``capacity`` tokens, or for the window if that is less."""
+        # While there are fewer slots than the window, no slot has been overwritten: token t is in slot t.
         wanted = capacity if self.window is None else min(self.window, capacity)
-        # Of a divided cache too: slot s is number s // parts of part s % parts.
+        # This holds for a divided cache too: slot s is slot s // parts of part s % parts.
         more = -(-wanted // self.parts) - self.size
         return self.longer(more) if more > 0 else self
 
     def holds(self, stored: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Whether rows of ``stored`` tokens still have what follows their first ``kept``; bools ``[B]``."""
+        """Whether sequences of ``stored`` tokens can continue after their first ``kept``; bools ``[B]``."""
         if self.window is None:
             return np.ones(stored.shape, bool)
-        # The next token attends to one less than the window; the oldest of these may be lost.
+        # The next token attends to window - 1 stored tokens; the oldest of these may be overwritten.
         return (stored <= self.capacity) | (kept >= stored - 1) | (kept == 0)
 
     def rewound(self, kept: np.ndarray) -> Self:
-        """These slots: what comes after the first ``kept`` tokens is overwritten."""
+        """These slots themselves: the slots after the first ``kept`` tokens will be overwritten."""
         return self
 
     def with_arrays(self, arrays: Iterable[jax.Array]) -> Self:
-        """The same kind of slots with other arrays, in the order of the leaves."""
+        """A copy with other arrays, given in the order of the pytree's leaves."""
         return jax.tree.unflatten(jax.tree.structure(self), list(arrays))
 
     def written(
         self, layer: Any, k: jax.Array, v: jax.Array, place: jax.Array, **options: Any
     ) -> Self:
-        """These slots with ``k``, ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
+        """A copy with ``k`` and ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
 
         Args:
-            layer, place, options: as for ``kernels.cache_write.write_tokens``. A ``division`` is that of the keys.
+            layer, place, options: as for ``kernels.cache_write.write_tokens``. ``division`` is the keys' division.
         """
         layer = jnp.asarray(layer, jnp.int32)
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
         return self.with_arrays(write_tokens(a, new, layer, place, **options) for a, new in pairs)
 
     def at(self, layer: Any, place: jax.Array, dtype: Any) -> list[jax.Array]:
-        """The keys and values ``[B, K, D]`` in slot ``place`` ``[B]`` of each row of a layer, as floats."""
+        """The keys and values ``[B, K, D]`` in slot ``place`` ``[B]`` of each sequence of a layer, as floats."""
         batch, heads = self.keys.shape[1:3]
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
         columns = jnp.arange(heads, dtype=jnp.int32)[None]
@@ -131,7 +131,7 @@ class _Tokens(Rendered):
     def decoded(
         self, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, **options: Any
     ) -> tuple[jax.Array, Self]:
-        """A decode step: its result ``[B, H, D]``, and these slots with the new token.
+        """A decode step: returns the attention's result ``[B, H, D]``, and a copy with the new token.
 
         Args:
             q, k, v, lengths, options: as for :func:`~maxjax.kernels.decode_attention`.
@@ -152,13 +152,13 @@ class _Tokens(Rendered):
     def replaced(
         self, layer: Any, old: Self, k: jax.Array, v: jax.Array, source: jax.Array
     ) -> Self:
-        """These slots with all of one layer rewritten: new tokens, and those of ``old`` where there is none.
+        """A copy with all slots of one layer rewritten: with new tokens, or with those of ``old``.
 
         Args:
-            old: slots of this layer only. As an operand it is read before the layer is written,
+            old: slots of this layer only. As a separate operand they are read before the layer is written,
                 so XLA does not need to copy the whole array.
-            k, v: ``[B, T, K, D]``.
-            source: index of the token (of T) that goes into each slot, ``[B, S]``; negative: none.
+            k, v: keys and values of the new tokens, ``[B, T, K, D]``.
+            source: index of the token (of T) for each slot, ``[B, S]``; negative indices keep the slot of ``old``.
         """
         leaves, old_leaves = jax.tree.leaves(self), jax.tree.leaves(old)
         parts = zip(leaves, old_leaves, self._stored(k, v), strict=True)
@@ -169,7 +169,7 @@ class _Tokens(Rendered):
         raise NotImplementedError
 
     def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
-        """What :meth:`floats` would return had these ``[..., D]`` been written, in the same dtypes."""
+        """The values that :meth:`floats` would return for ``new [..., D]`` after it was stored, in its dtype."""
         if self.key_scales is None:
             return tuple(a.astype(self.keys.dtype).astype(a.dtype) for a in new)
         return tuple(restored(*quantised(a), a.dtype) for a in new)
@@ -190,9 +190,9 @@ class Slots(_Tokens):
 
     Attributes:
         keys, values: arrays ``[L, B, K, S, D]``, floats or int8.
-        key_scales, value_scales: factors of the rows, float32 ``[L, B, K, S]``, for int8; otherwise None.
-        window: number of tokens that the layers attend to; None: all.
-        parts: the number of parts that devices with the same KV heads divide the slots into (``layout``).
+        key_scales, value_scales: scales of the rows of D numbers, float32 ``[L, B, K, S]``, for int8; otherwise None.
+        window: number of tokens that the layers attend to; None means all.
+        parts: number of parts into which devices with the same KV heads divide the slots (``layout``).
 
     Example:
         >>> slots = Slots.empty((2, 1, 1, 8, 4), jnp.int8)
@@ -214,9 +214,9 @@ class Slots(_Tokens):
         cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
         window: int | None = None, parts: int = 1,
     ) -> Slots:  # fmt: skip
-        """Slots of zeros: ``shape`` is (L, B, K, S, D); int8 comes with scales.
+        """Slots of zeros with ``shape`` (L, B, K, S, D), and with scales if ``dtype`` is int8.
 
-        ``zeros`` makes an array as ``jnp.zeros`` does.
+        ``zeros`` is ``jnp.zeros``, or a function with its arguments that makes placeholders.
         """
         keys, values = (zeros(shape, dtype, device=sharding) for _ in range(2))
         key_scales, value_scales = (_scales(shape, dtype, sharding, zeros) for _ in range(2))
@@ -249,11 +249,11 @@ class Latent(_Tokens):
     """One array of L layers that is keys and values at once: the latent vectors of tokens.
 
     In multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) all heads attend to one vector for
-    each token, of which the first numbers are its value too.
+    each token, whose first numbers are also the token's value.
 
     Attributes:
         keys: array ``[L, B, 1, S, D]``, floats or int8.
-        key_scales: factors of the rows, float32 ``[L, B, 1, S]``, for int8; otherwise None.
+        key_scales: scales of the rows of D numbers, float32 ``[L, B, 1, S]``, for int8; otherwise None.
         window, parts: as for :class:`Slots`.
 
     Example:
@@ -281,7 +281,7 @@ class Latent(_Tokens):
 
     @property
     def values(self) -> jax.Array:
-        """The keys."""
+        """The keys, which are also the values."""
         return self.keys
 
     @property
@@ -291,7 +291,7 @@ class Latent(_Tokens):
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """:attr:`Slots.arrays`: the one array twice."""
+        """The array twice and, for int8, its scales twice, as in :attr:`Slots.arrays`."""
         return [self.keys, self.keys, *(self.scales or ())]
 
     def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -307,7 +307,7 @@ class Latent(_Tokens):
 
 
 def _scales(shape: tuple[int, ...], dtype: Any, sharding: Any, zeros: Any) -> Any:
-    """The scales of rows of int8; None for floats."""
+    """Zeros for the scales of int8 rows; None for floats."""
     if dtype != jnp.int8:
         return None
     if isinstance(sharding, NamedSharding):
@@ -324,12 +324,12 @@ def _longer(array: jax.Array, more: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=128)
 def _padding(pads: tuple[tuple[int, int], ...], where: Any) -> Any:
-    """A jitted program for each padding, cached: otherwise each growth of a cache would compile anew."""
+    """A jitted program for a padding. It is cached: otherwise each growth of a cache would compile again."""
     return jax.jit(lambda a: jnp.pad(a, pads), out_shardings=where)
 
 
 def _at(array: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The slice of this shape that begins at a layer."""
+    """The slice of this shape that starts at a layer."""
     start = (layer, *(0,) * (array.ndim - 1))
     return jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
 
@@ -345,8 +345,8 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
             return jax.lax.dynamic_update_slice(array, merged, start, allow_negative_indices=False)
 
         def write_apart(array: jax.Array, merged: jax.Array) -> jax.Array:
-            # Behind the barrier all of `old` has been read. XLA for TPUs would otherwise compute `merged` in
-            # one operation with the write, or with what the next layer reads, and copy the array for it.
+            # After the barrier all of `old` has been read. Otherwise XLA for TPUs would fuse `merged` with the
+            # write, or with what the next layer reads, and copy the whole array for it.
             return write(*jax.lax.optimization_barrier((array, merged)))
 
         return jax.lax.platform_dependent(array, merged[None], tpu=write_apart, default=write)
@@ -355,7 +355,7 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
 
 
 def _gathered(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
-    """``run`` of a cache's array, which gives something of each row and head ``[B, K, ...]``."""
+    """``run`` of a cache's array, whose result has axes of sequences and heads ``[B, K, ...]``."""
     mesh = explicit.mesh_of(array)
     if mesh is not None:
         _, rows, heads, *_ = explicit.entries(array)

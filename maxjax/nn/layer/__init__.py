@@ -1,10 +1,10 @@
-"""The base classes of layers: Layer, Module, LayerList, LayerStack; with hooks and state dicts.
+"""The base classes of layers: Layer, Module, LayerList and LayerStack, with hooks and state dicts.
 
 A Module is a pytree of one level. Its leaves are the values of its unique Weights in
 state-dict order; everything else is its definition, interned so that JAX compares it by
-identity. Therefore equal layers have equal treedefs, as have a lazy model and the loaded
-one; tied weights stay one leaf under every transformation; and a change of structure (never
-of a value) makes JAX trace again.
+identity. Therefore layers of equal structure have equal treedefs, and so have a lazy model and the
+same model after loading. Tied weights stay one leaf under every transformation. A change of
+structure makes JAX trace again; a change of a value does not.
 """
 
 from ...graph.placement.strategy import Shardable as Shardable
@@ -27,6 +27,6 @@ from .stack.layer_stack import LayerStack as LayerStack
 from .stack.per_layer import PerLayer as PerLayer
 from .state import LoadResult as LoadResult
 
-# The name Module had before MAX 25; model code still imports it.
+# The name of Module before MAX 25; model code still imports it.
 LayerV2 = Module
-"""Module, under the name that older files of MAX give it."""
+"""Module, under the name that it has in older model files of MAX."""

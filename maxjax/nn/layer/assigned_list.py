@@ -1,7 +1,7 @@
 """AssignedList: a caller's own list, watched after it was assigned to a Module.
 
-``layers = []; self.layers = layers; layers.append(layer)`` is common Python, but
-the Module keeps a LayerList and cannot see the append. An error is better than a missing layer.
+``layers = []; self.layers = layers; layers.append(layer)`` is common Python, but the Module keeps a
+LayerList and cannot see the append. It raises an error instead of silently missing a layer.
 """
 
 from __future__ import annotations

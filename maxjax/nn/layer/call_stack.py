@@ -1,8 +1,8 @@
-"""The stack of Modules running in this thread: names of weights and scopes, and warnings.
+"""The stack of Modules that run in this thread, which gives names to weights and scopes, and warnings.
 
 Full names are relative to the outermost running Module. ``module.py`` wraps every ``__call__``
-in :func:`run`; weights and subgraphs look names up in ``graph/weight/running.py``, which holds
-the stack.
+in :func:`run`. ``graph/weight/running.py`` holds the stack, in which weights and subgraphs look up
+names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .walk import Walk
 
 
 class Names:
-    """Cached look-ups of names below a Module: a trace needs one per weight and call."""
+    """Cached look-ups of names below a Module: a trace needs one for each weight and call."""
 
     def __init__(self, root: Any):
         # Holding the root keeps its id from being reused.
@@ -42,7 +42,7 @@ class Names:
 
     @functools.cached_property
     def scopes(self) -> dict[int, str]:
-        """id(Module) → prefix, with one name for all equal layers of a LayerStack."""
+        """Map from id(Module) to its prefix, with one name for all equal layers of a LayerStack."""
         walk = self._stacked
         return {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
 
@@ -53,22 +53,22 @@ class Names:
 
     @functools.cached_property
     def prefixes(self) -> dict[int, str]:
-        """id(Module) → prefix."""
+        """Map from id(Module) to its prefix."""
         return {id(m): p for m, p in zip(self._walk.modules, self._walk.prefixes, strict=True)}
 
     @functools.cached_property
     def weights(self) -> dict[str, Weight]:
-        """Full name → Weight."""
+        """Map from full name to Weight."""
         return {name: weight for name, _, weight, _ in self._walk.places}
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
-        """id(Weight) → first full name."""
+        """Map from id(Weight) to its first full name."""
         return {id(weight): name for name, _, weight, _ in reversed(self._walk.places)}
 
 
 _WARNED: set[tuple[str, type]] = set()
-# Types that hold no other values.
+# The types of arguments that contain no other values.
 _PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
 
 
@@ -134,9 +134,9 @@ def _scope_name(module: Any) -> str | None:
 
 
 def layer_name(layer: Any) -> str | None:
-    """The full name of a layer below the outermost running Module; None if no Module is running.
+    """The full name of a layer below the outermost running Module, such as ``layers.3.mlp``.
 
-    Meant for hooks: it is ``layers.3.mlp`` even where the layer is rebuilt, as under ``jax.jit``.
+    It is None if no Module is running. It is meant for hooks, and works for the copies of layers under ``jax.jit``.
     """
     if not RUNNING.modules:
         return None
@@ -145,7 +145,7 @@ def layer_name(layer: Any) -> str | None:
 
 
 def _warn_if_captured(module: Any) -> None:
-    """Warns of weights that are constants of a traced program: they would silently go stale."""
+    """Warns if weights are constants of a traced program, which would not see later values."""
     if RUNNING.graphs:
         return  # there the weights are arguments of the program
     values = weight_values(module)

@@ -1,4 +1,4 @@
-"""The call of a Module that is more than its computation: with prehooks and hooks, and observed."""
+"""The call of a Module if hooks or prehooks are installed, or if captures or patches observe it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .observe.frames import (
 
 
 class Wish(NamedTuple):
-    """A plan for a Module that is about to run, the Module's name for it, and its patches' values."""
+    """A plan for a Module that is about to run, the Module's name in the plan, and the values of the plan's patches."""
 
     plan: Observation
     name: str
@@ -33,9 +33,9 @@ class Wish(NamedTuple):
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Runs ``call`` with everything that is installed around it.
+    """Runs ``call`` with all hooks, captures and patches.
 
-    Prehooks come first, then patches and captures of the inputs; after the computation hooks, then
+    Before the computation come prehooks, then patches and captures of the inputs; after it hooks, then
     patches and captures of the outputs.
     """
     observers = current_observers(module)
@@ -43,7 +43,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         return _watched(module, observers, args, kwargs)
     if hooks._PREHOOKS:
         args, kwargs = hooks.prepared(module, call, args, kwargs)
-    # A call of super().__call__ is a part of the Module's own.
+    # super().__call__ is a part of the Module's own call, and is not observed separately.
     inner = bool(RUNNING.modules) and RUNNING.modules[-1] is module
     if inner or not OBSERVING.frames:
         outputs = call_stack.run(module, call, args, kwargs)
@@ -60,7 +60,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
 def observe(
     module: Any, wishes: Sequence[Wish], function: Callable[[Any], Any]
 ) -> tuple[Any, Frame]:
-    """``function`` of an observed copy of a Module, and the frame with what was recorded."""
+    """The result of ``function`` for an observed copy of a Module, and the Frame with the recorded values."""
     copy = module
     for plan, name, _ in wishes:
         copy = marked(copy, plan, name)
@@ -75,7 +75,7 @@ def observe(
 
 
 def _watched(module: Any, observers: Sequence[Any], args: tuple, kwargs: dict) -> Any:
-    """The call of a Module of which ``maxjax.capture`` and ``patch`` observe this very object."""
+    """The call of a Module object that ``maxjax.capture`` or ``maxjax.patch`` observes directly."""
     level = next_level()
     wishes = [one.wish(module, level + i) for i, one in enumerate(observers)]
 
@@ -93,7 +93,7 @@ def _watched(module: Any, observers: Sequence[Any], args: tuple, kwargs: dict) -
 
 
 def _inputs(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments after patches of the first one, and of all positional ones."""
+    """The arguments after patches of the first argument, and of all positional arguments."""
     if not (wants(module, INPUT) or wants(module, INPUTS)):
         return args, kwargs
     bound = hooks.bind(module, call, args, kwargs)

@@ -28,19 +28,19 @@ from .walk import Walk, host_of, source_of
 
 
 class Definition:
-    """Everything in a tree of Modules except the values of its weights. Immutable and interned.
+    """Everything in a tree of Modules except the values of its weights. It is immutable and interned.
 
     Attributes:
         names: full name of each leaf, in state-dict order.
         owned: for each leaf, whether it is in the state dict (False if every reference below
             this root is marked as shared with an owner elsewhere).
-        aliases: map from other full names of tied weights to the owner's.
-        nodes: one :class:`Node` per Module, in walk order.
+        aliases: map from other full names of tied weights to the owner's name.
+        nodes: one :class:`Node` for each Module, in walk order.
         weights: for each leaf, a Weight or StackedWeight without a value, as a template.
         statics: static values of each node.
         stacked: whether there is a StackedWeight among ``weights``.
-        marks: for each node, who observes the Module and under which name (``observe/frames.py``);
-            () if nobody observes any of them.
+        marks: for each node, the plans that observe the Module, each with the Module's name for it
+            (``observe/frames.py``); () if no Module is observed.
         shards: for each node, a map from attributes to templates of their shards.
     """
 
@@ -63,16 +63,16 @@ class Definition:
 
 
 class Valued(NamedTuple):
-    """The treedef data of a Module where Weights give TensorValues (``graph/kind.py``).
+    """The treedef data of a Module while Weights return TensorValues instead of arrays (``graph/kind.py``).
 
-    It differs from the Definition it wraps, so that no trace is used for both kinds.
+    It is not equal to the Definition that it wraps, so that JAX never uses one trace for both cases.
     """
 
     definition: Definition
 
 
 class OfGradient:
-    """The treedef data of a gradient. It equals that of the model, so that ``jax.tree.map`` takes both."""
+    """The treedef data of a gradient. It equals that of the model, so that ``jax.tree.map`` accepts both together."""
 
     __slots__ = ("definition",)
 
@@ -104,17 +104,17 @@ class Node(NamedTuple):
 
     Attributes:
         kind: class of the Module.
-        weights: (attribute, local name, leaf index, marked shared, place in a stack or None).
-        children: (attribute, node index).
-        statics: (attribute, key of the value), sorted.
+        weights: tuples (attribute, local name, leaf index, marked shared, index in a stack or None).
+        children: pairs (attribute, node index).
+        statics: pairs (attribute, key of the value), sorted.
         in_stack: whether the Module is, or is in, one of the layers of a LayerStack.
-        stacks: for a LayerStack: leaf indices of its StackedWeights; with the number of its first
-            Weight for a part of another LayerStack's, otherwise None.
-        elsewhere: for a LayerStack: (layer number, path in it, node index) of Modules that the
-            model also holds elsewhere, in layers that another layer represents.
-        shards: (attribute, index of the leaf it is a part of, place in a stack or None, which
-            part it is); the last is -1 if the Weight is not below the root.
-        source: for a part of a layer: node index of that layer, or _ELSEWHERE; otherwise None.
+        stacks: for a LayerStack, pairs (leaf index of a StackedWeight, index of its first Weight if it is a
+            part of an outer LayerStack's, otherwise None).
+        elsewhere: for a LayerStack, tuples (layer index, path in the layer, node index) of Modules
+            that the model also holds elsewhere, in layers that another layer represents.
+        shards: tuples (attribute, index of the sharded leaf, index in a stack or None, description of
+            the shard); the description is -1 if the sharded Weight is not below the root.
+        source: for a layer that ``shard`` returned, node index of the original or _ELSEWHERE; otherwise None.
     """
 
     kind: type
@@ -128,7 +128,7 @@ class Node(NamedTuple):
     source: int | None
 
 
-# The layer that a part was cut from is not below the root, but all of its Weights are.
+# Node.source if the layer that was split is not below the root, but all of its Weights are.
 _ELSEWHERE = -1
 
 
@@ -152,13 +152,13 @@ class Cache:
         self.assigned = assigned
         is_gradient = bool(weights) and weights[0].stored.is_gradient
         self.treedef = OfGradient(definition) if is_gradient else definition
-        # Whether leaves are slices of stacks: they are kept as such, and sliced on demand.
+        # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves = -1, ()
 
     def refresh(self) -> tuple[Any, ...]:
-        """Collects the leaves of the weights again."""
+        """Collects the leaves from the weights again."""
         values = EPOCH.values
         leaves = tuple(map(leaf_of, self.weights))
         self.leaves, self.values = leaves, values
@@ -189,13 +189,13 @@ def _array(leaf: Any) -> Any:
 
 
 def define(root: Any) -> Cache:
-    """Walks the tree below ``root``."""
+    """Walks the tree below ``root``, and returns its Definition and weights in a new Cache."""
     epoch = EPOCH.structure
     walk = Walk(root, stacked=True)
     try:
         index, leaves, aliases = walk.owners()
     except ValueError:
-        Walk(root).owners()  # the same error, with the names of a state dict
+        Walk(root).owners()  # raises the same error with the names of a state dict
         raise
     nodes = tuple(_node(i, walk, index) for i in range(len(walk.modules)))
     weights = tuple(weight for _, weight, _ in leaves)
@@ -231,7 +231,7 @@ def define(root: Any) -> Cache:
 
 
 def _shared_lists(walk: Walk) -> tuple[AssignedList, ...]:
-    """The lists of callers that they can still change."""
+    """The lists that were assigned to Modules and that a caller can still change."""
     found = []
     for module in walk.modules:
         for attr, assigned in tuple(module._mx_assigned.items()):
@@ -299,14 +299,14 @@ def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
 
 
 def marked(root: Any, plan: Hashable, name: str) -> Any:
-    """A copy of a Module, and of all below it, that is observed.
+    """A copy of a Module and of all Modules below it, marked as observed by a plan.
 
-    The copy has the same values and a treedef of its own, which ``jax.tree.map`` and JAX's
-    transformations keep.
+    The copy has the same values, but another treedef, which ``jax.tree.map`` and JAX's
+    transformations preserve.
 
     Args:
-        plan: what is wanted.
-        name: full name of the Module for the plan; those below it have theirs under it.
+        plan: plan that observes the Modules.
+        name: full name of the Module for the plan; the names of Modules below start with it.
     """
     leaves, found = flatten(root)
     definition = plain(found)
@@ -333,7 +333,7 @@ def _named(root: Any) -> tuple[list[Any], list[str]]:
 
 
 def unmarked(tree: Any, plan: Hashable) -> Any:
-    """The tree with no Module in it that is observed for a plan."""
+    """A copy of the tree in which no Module is marked as observed by a plan."""
 
     def unobserved(value: Any) -> Any:
         if not getattr(value, "_mx_marks", ()):
@@ -350,10 +350,10 @@ def unmarked(tree: Any, plan: Hashable) -> Any:
 
 
 def unflatten(found: Found, leaves: Any) -> Any:
-    """The Module that JAX creates: an argument, a result, or a gradient.
+    """The Module that JAX creates from leaves: an argument, a result, or a gradient.
 
-    What a function is traced with is no gradient, whatever it was called with: the compiled program
-    serves a model as well, and its results must not say otherwise.
+    A Module of tracers is never marked as a gradient, even if the function was called with one: the same
+    compiled program also serves models, and their results must not be marked.
     """
     is_gradient = is_made_by_vjp()
     if type(found) is OfGradient and any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -428,8 +428,8 @@ def cache_of(module: Any) -> Cache:
 
 
 def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
-    # This is the dispatch path of every jitted call: a few look-ups when nothing has changed.
-    # Leaves are read before the count, because other threads count before they release leaves.
+    # Every jitted call runs this at dispatch: it is a few look-ups if nothing has changed.
+    # Leaves are read before the epoch, because other threads advance the epoch before they release leaves.
     cache = module._mx_cache
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
@@ -444,7 +444,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
 
 
 def weight_values(module: Any) -> list[Any]:
-    """The values that the weights hold: the leaves, with the whole stack in place of a slice."""
+    """The values that the weights hold: the leaves, with the whole stack instead of a slice."""
     cache = cache_of(module)
     leaves = cache.leaves
     return list(map(stack_of, leaves if cache.values == EPOCH.values else cache.refresh()))

@@ -1,12 +1,12 @@
 """Layer, the base class of Module, and the process-wide hooks around each layer's call.
 
-Hooks fire at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
-at every call. While any is installed, ``definition.py`` puts :func:`token` into every
+Hooks run at trace time: under ``jax.jit`` once per trace, with tracers; in eager code
+at every call. While hooks are installed, ``definition.py`` puts :func:`token` into every
 Module's treedef, so programs compiled without hooks are not affected and are reused later.
 
-What a class has as ``__call__`` is a function that names the layer and runs hooks around the user's. IPython's
-``%autoreload`` puts the code of an edited one straight into that function, where it would run without either and
-look names up in maxjax. :func:`wrap_edited` makes such code the user's function again, inside of a new wrapper.
+The ``__call__`` of a class is a wrapper, which names the layer and runs hooks around the user's function. After an
+edit, IPython's ``%autoreload`` puts the user's new code into the wrapper itself: it would then run without names and
+hooks, and look up globals in maxjax. :func:`wrap_edited` makes a function of this code and wraps it again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def add_layer_hook(fn: Hook) -> None:
     """Calls ``fn(layer, args, kwargs, outputs)`` after every layer's ``__call__``.
 
     ``args`` and ``kwargs`` are bound by the signature of that ``__call__``: a positional
-    parameter given by keyword arrives in ``args``; defaults are not filled in. Anything
-    but None that the hook returns replaces the outputs. Hooks run
-    in the order they were added, inner layers first; a hook that is added twice fires twice.
+    parameter that was given by keyword is in ``args``; defaults are not filled in. A return
+    value of the hook other than None replaces the outputs. Hooks run in the order in which they
+    were added, inner layers first; a hook that is added twice runs twice.
 
     Example:
         >>> from maxjax.nn import Module
@@ -56,7 +56,7 @@ def add_layer_hook(fn: Hook) -> None:
 
 @contextlib.contextmanager
 def layer_hook(fn: Hook) -> Iterator[None]:
-    """As :func:`add_layer_hook`, for the duration of a ``with`` block; removes only this hook.
+    """:func:`add_layer_hook` for the duration of a ``with`` block; only this hook is removed after it.
 
     Example:
         >>> from maxjax.nn import Module
@@ -81,12 +81,12 @@ def layer_hook(fn: Hook) -> Iterator[None]:
 def add_layer_prehook(fn: Prehook) -> None:
     """Calls ``fn(layer, args, kwargs)`` before every layer's ``__call__``.
 
-    ``args`` and ``kwargs`` are bound as for :func:`add_layer_hook`. A hook may return other ones,
-    ``(args, kwargs)``, with which the layer is called and which later hooks get; None keeps them. Prehooks
-    run in the order they were added, outer layers first; :func:`clear_hooks` removes them too.
+    ``args`` and ``kwargs`` are bound as for :func:`add_layer_hook`. A prehook may return other arguments as
+    ``(args, kwargs)``, which the layer and later prehooks get; None keeps the arguments. Prehooks run in the
+    order in which they were added, outer layers first; :func:`clear_hooks` removes them too.
 
     Raises:
-        TypeError: when a layer is called: a prehook returned neither None nor a tuple and a dict.
+        TypeError: a prehook returned neither None nor ``(args, kwargs)``; the call of the layer raises it.
 
     Example:
         >>> from maxjax.nn import Module
@@ -105,7 +105,7 @@ def add_layer_prehook(fn: Prehook) -> None:
 
 @contextlib.contextmanager
 def layer_prehook(fn: Prehook) -> Iterator[None]:
-    """As :func:`add_layer_prehook`, for the duration of a ``with`` block; removes only this hook.
+    """:func:`add_layer_prehook` for the duration of a ``with`` block; only this prehook is removed after it.
 
     Example:
         >>> from maxjax.nn import Module
@@ -127,7 +127,7 @@ def layer_prehook(fn: Prehook) -> Iterator[None]:
 
 
 def remove(hook: Hook | Prehook) -> None:
-    """Removes this hook only, wherever it was added."""
+    """Removes one hook or prehook; others stay."""
     _HOOKS[:] = [other for other in _HOOKS if other is not hook]
     _PREHOOKS[:] = [other for other in _PREHOOKS if other is not hook]
     structure_changed()
@@ -141,19 +141,19 @@ def clear_hooks() -> None:
 
 
 def token() -> tuple[Any, ...] | None:
-    """The part of a treedef that identifies the present hooks; None without hooks."""
+    """The part of a treedef that identifies the installed hooks; None without hooks."""
     if _PREHOOKS:
         return tuple(_HOOKS), tuple(_PREHOOKS)
     return tuple(_HOOKS) or None
 
 
 def is_plain() -> bool:
-    """Whether a layer's call is nothing but its computation: no hooks, and nobody observes it."""
+    """Whether no hooks are installed and no captures or patches observe layers."""
     return not (_HOOKS or _PREHOOKS or OBSERVING.frames or OBSERVERS)
 
 
 def prepared(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Runs the prehooks on a coming call and returns its arguments."""
+    """Runs the prehooks for a call that is about to start, and returns its arguments."""
     for hook in tuple(_PREHOOKS):
         bound = bind(layer, call, args, kwargs)
         replaced = hook(layer, bound.args[1:], bound.kwargs)
@@ -170,12 +170,12 @@ def prepared(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) ->
 
 
 def bind(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """The arguments of a call, bound by its signature; the first one is the layer."""
+    """The arguments of a call, bound by its signature; the first argument is the layer."""
     return _signature(call).bind(layer, *args, **kwargs)
 
 
 def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, outputs: Any) -> Any:
-    """Runs the hooks on one finished call and returns the final outputs."""
+    """Runs the hooks for a call that has returned, and returns the final outputs."""
     bound = bind(layer, call, args, kwargs)
     for hook in _HOOKS:  # the live list: a hook may clear it or append to it
         replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
@@ -192,8 +192,8 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature:
 class Layer:
     """A callable with hooks and without weights: the base class of Module.
 
-    Kept for code that subclasses it; new code subclasses Module. A subclass's own
-    ``__call__`` is wrapped; an inherited one is not wrapped again.
+    It exists for code that subclasses it; new code should subclass Module. A ``__call__`` that a
+    subclass defines is wrapped; an inherited one is not wrapped again.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -219,23 +219,23 @@ class Layer:
 
 
 def wrap_edited() -> None:
-    """Wraps the ``__call__`` of each class again in which IPython has put other code."""
+    """Wraps the ``__call__`` of each class again whose wrapper's code IPython has replaced."""
     for cls in _below(Layer):
         call = vars(cls).get("__call__")
         if not isinstance(call, types.FunctionType):
             continue
         wrapper: Any = cls._wrap_call
         made_here = call.__globals__ is wrapper.__func__.__globals__
-        # A wrapper's own code is a constant of the function that makes wrappers.
+        # The code of an unchanged wrapper is a constant of the function that makes wrappers.
         if made_here and call.__code__ not in wrapper.__func__.__code__.co_consts:
             cls.__call__ = wrapper(_function(cls, call))
 
 
 def _function(cls: type, edited: types.FunctionType) -> types.FunctionType:
-    """The user's function for code that stands in a wrapper."""
+    """The user's function, made from its code in a wrapper."""
     module, code = sys.modules[cls.__module__], edited.__code__
     cells = dict(zip(code.co_freevars, edited.__closure__ or (), strict=False))
-    cells["__class__"] = types.CellType(cls)  # of super()
+    cells["__class__"] = types.CellType(cls)  # for super()
     if file := getattr(module, "__file__", None):
         code = code.replace(co_filename=file)
     closure = tuple(cells[name] for name in code.co_freevars)

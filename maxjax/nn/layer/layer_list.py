@@ -1,8 +1,8 @@
-"""LayerList, a list of Modules; with LayerTuple, Sequential and MissingLayer.
+"""LayerList, a list of Modules, and LayerTuple, Sequential and MissingLayer.
 
-Children are attributes "0", "1", …, so that state dicts say ``layers.3.weight``; every
-change of the list renumbers them. A list that is assigned to a Module becomes a LayerList,
-a tuple becomes a LayerTuple; both support the usual list and tuple operations.
+Children are attributes "0", "1", …, so that names in state dicts are ``layers.3.weight``; every
+change of the list renumbers them. A list of Modules that is assigned to a Module becomes a LayerList,
+and a tuple a LayerTuple; both support the usual list and tuple operations.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LayerList(Module, _Of[L], stands_for=list):
 
     Args:
         layers: iterable of Modules. Items may also be legacy Layers and None, which have no weights;
-            lists and tuples of Modules, which become LayerLists; or shards of a Weight.
+            lists and tuples of Modules, which become LayerLists and LayerTuples; or shards of a Weight.
 
-    A call runs the layers one after the other: the first gets all arguments, each later one the
-    result of the one before. Slices and sums are plain lists, and a LayerList equals a plain list
-    of the same objects. A list of Modules, or an empty list, that is assigned to an attribute of a
-    Module becomes a LayerList.
+    A call runs the layers one after the other: the first is called with all arguments, each later one with
+    the result of the layer before. Slices and sums are plain lists, and a LayerList equals a plain list
+    of the same objects. A list of Modules, or an empty list, becomes a LayerList when it is assigned to
+    an attribute of a Module.
 
     Raises:
         TypeError: an item is not a layer.
@@ -59,7 +59,7 @@ class LayerList(Module, _Of[L], stands_for=list):
         ['0.weight', '1.weight', '2.weight']
     """
 
-    # The type of slices and sums, and of lists that it may equal.
+    # The type of slices and sums, and of sequences that may be equal to this one.
     _plain_type: type = list
     # The class that ``stack`` creates: the one subclass defined with ``is_stack=True``.
     _stack_type: type[Any]
@@ -123,14 +123,14 @@ class LayerList(Module, _Of[L], stands_for=list):
                         "assign a list of plain data as a whole, for example module.sizes = [1, 2]")  # fmt: skip
 
     def stack(self, *, period: int | None = None, first: int = 0) -> Any:
-        """A LayerStack of these layers, whose common body is compiled once.
+        """A LayerStack of these layers, which compiles one body for all of them.
 
-        The layers keep their names and become views of the stack. See LayerStack for the
-        arguments and for which layers can be stacked.
+        The layers keep their names and become views of the stack. LayerStack describes the
+        arguments, and which layers can be stacked.
 
         Raises:
-            ValueError: the layers differ; the message names the difference.
-            TypeError: the list holds items that are not Modules.
+            ValueError: the layers differ in more than values; the message names the difference.
+            TypeError: the list has items that are not Modules, or attributes besides its items.
         """
         names = {*self._mx_children, *self._mx_locals, *self._mx_statics}
         if more := sorted(name for name in names if not name.isdecimal()):
@@ -168,7 +168,7 @@ class LayerList(Module, _Of[L], stands_for=list):
         """Removes a layer.
 
         Raises:
-            ValueError: it is not in the list.
+            ValueError: the layer is not in the list.
         """
         self.pop(self.index(layer))
 
@@ -184,7 +184,7 @@ class LayerList(Module, _Of[L], stands_for=list):
         """The position of a layer.
 
         Raises:
-            ValueError: it is not in the list.
+            ValueError: the layer is not in the list.
         """
         for i, one in enumerate(self.layers):
             if one is layer:
@@ -271,10 +271,10 @@ def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
 
 
 class LayerTuple(LayerList, stands_for=tuple):
-    """An immutable list of layers, which a tuple of Modules becomes when it is assigned to a Module.
+    """An immutable LayerList; a tuple of Modules becomes one when it is assigned to a Module.
 
     Raises:
-        TypeError: an operation would change it.
+        TypeError: an operation would change the items.
     """
 
     _plain_type = tuple
@@ -288,14 +288,14 @@ class LayerTuple(LayerList, stands_for=tuple):
 
 
 class Sequential(LayerList):
-    """A LayerList that is meant to be called."""
+    """A LayerList that is meant to be called: it runs its layers one after the other."""
 
 
 class MissingLayer(Module):
     """A placeholder in a LayerList for a layer that another process holds. It has no weights.
 
-    Raises:
-        RuntimeError: it is called; the message names the layer.
+    Args:
+        layer_id: name or index of the layer, for the message of the RuntimeError that a call raises.
     """
 
     def __init__(self, layer_id: Any):

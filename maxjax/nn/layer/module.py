@@ -1,7 +1,7 @@
 """Module: a torch-like tree of layers and Weights that is a JAX pytree.
 
 ``definition.py`` turns the tree into a treedef, ``state.py`` reads and writes its
-weights, and ``hooks.py`` observes calls. A Module holds Weights and plain data, and no state
+weights, and ``hooks.py`` runs hooks around calls. A Module holds Weights and plain data, but no state
 that changes while it runs: caches and random keys are arguments and results.
 """
 
@@ -39,21 +39,21 @@ from .walk import Walk
 class Module(OfModule, Layer, StateDict, ABC):
     """A part of a model: Weights, other Modules and plain data, with a computation in ``__call__``.
 
-    Assigning a Weight or a Module to an attribute registers it. A list of Modules, and an
-    empty list, becomes a LayerList at once (``xs.0.weight``) and grows through the Module:
-    ``module.xs.append(layer)``; a tuple of Modules becomes an immutable one. Lists of the
-    parts that ``shard`` returns are views of the layer they were split from. Anything else becomes a
+    Assigning a Weight or a Module to an attribute registers it. A list of Modules, or an
+    empty list, becomes a LayerList when it is assigned (``xs.0.weight``); add layers with
+    ``module.xs.append(layer)``. A tuple of Modules becomes an immutable LayerTuple. Lists of the
+    shards that ``shard`` returns are views of the original layer. Any other value becomes a
     static attribute: part of the treedef, compared by content; lists, dicts and dataclasses
     are kept as frozen copies, NumPy arrays of at most 1 MiB as read-only constants.
 
     A Module is a pytree whose leaves are its unique weights' values in state-dict order
-    (``jax.ShapeDtypeStruct`` where there is none yet), so all of JAX works on it. Pass it
+    (``jax.ShapeDtypeStruct`` for weights without a value), so all of JAX works on it. Pass it
     as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
 
     Raises:
-        TypeError: a class without ``__call__`` is instantiated; or a JAX array, a larger NumPy array, a
-            dict of Modules, a layer of another library, or any other object with arrays in it
-            that the Module would not see is assigned.
+        TypeError: a class without ``__call__`` is instantiated; or the value that is assigned is a JAX
+            array, a NumPy array above 1 MiB, a dict of Modules, a layer of another library, or any
+            other object that contains arrays, which would not be leaves of the Module.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -82,28 +82,28 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
     _mx_cache: Cache | None
-    # Attribute → shard of a Weight; the Weight itself may be anywhere.
+    # Attribute → shard of a Weight; the Weight itself may be in any Module.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
-    # Attribute → the caller's own list, of which the LayerList there is a copy.
+    # Attribute → the caller's own list, of which the attribute's LayerList is a copy.
     _mx_assigned: Mapping[str, tuple[AssignedList, ...]] = MappingProxyType({})
     # The classes of Modules that replace Python lists and tuples.
     _mx_containers: dict[type, type] = {}
     _mx_is_container: bool = False
-    # Whether it is, or is in, a layer of a LayerStack, which cannot be changed alone.
+    # Whether this Module is, or is in, a layer of a LayerStack, which cannot be changed separately.
     _mx_in_stack: bool = False
-    # Whether it is a LayerStack, and one that the layers of another may hold; the StackedWeights follow.
+    # Whether this is a LayerStack, whether layers of another LayerStack may hold it, and its StackedWeights.
     _mx_is_stack: bool = False
     _mx_nests: bool = False
     _mx_stacks: tuple[Any, ...] = ()
-    # Who observes this Module and under which name: pairs (plan, name), as in ``observe/frames.py``.
+    # The plans that observe this Module: pairs (plan, name of the Module), as in ``observe/frames.py``.
     _mx_marks: tuple[Any, ...] = ()
-    # Whether calls return a tuple of the value and a state that is passed on, and take such a tuple
-    # as the first argument: then places are the value's alone.
+    # Whether the first argument and the result are tuples of a value and a state that is passed on:
+    # captures and patches then see only the value.
     _mx_carries: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
-        # Here, so that super().__init__() may come late or not at all.
+        # In __new__, so that a subclass may call super().__init__() late or never.
         vars(self).update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
                              _mx_statics={}, _mx_cache=None)  # fmt: skip
         return self
@@ -167,7 +167,7 @@ class Module(OfModule, Layer, StateDict, ABC):
                 self._forget(name)
             self._mx_children[name] = value
         elif isinstance(value, Weight):
-            # A shard is no parameter besides the weight it is a part of.
+            # A shard is a view of another Weight, and not a weight of its own.
             self._forget(name)
             vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:
@@ -195,14 +195,14 @@ class Module(OfModule, Layer, StateDict, ABC):
         structure_changed()
 
     def _mx_adopt(self) -> None:
-        """Registers attributes that were set past ``__setattr__``, as those of a frozen dataclass are."""
+        """Registers attributes that were set without ``__setattr__``, as in a frozen dataclass."""
         known = {*self._mx_locals, *self._mx_children, *self._mx_statics, *self._mx_shards}
         for name in [n for n in vars(self) if n not in known and not n.startswith("_mx_")]:
             if not isinstance(getattr(type(self), name, None), cached_property):
                 Module.__setattr__(self, name, vars(self)[name])
 
     def _claim(self, name: str, weight: Weight) -> str:
-        """The local name under which ``weight`` is registered when assigned to ``name``."""
+        """The local name under which ``weight`` is registered when it is assigned to attribute ``name``."""
         for candidate in (weight.stored.local_name, name):
             holder = self._mx_weights.get(candidate)
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
@@ -214,7 +214,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         )
 
     def _forget(self, name: str, keep: str | None = None) -> None:
-        """Unregisters the attribute; ``keep`` is a local name whose place in the order stays."""
+        """Unregisters an attribute; ``keep`` is a local name that keeps its position in the order."""
         local = self._mx_locals.get(name)
         if local is not None and local != keep:
             del self._mx_locals[name]
@@ -227,7 +227,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         self._mx_children.pop(name, None)
 
     def _watch(self, name: str, lists: tuple[AssignedList, ...]) -> None:
-        """Watches the caller's lists that an attribute was created from, instead of earlier ones."""
+        """Watches the caller's lists from which an attribute was created, and no longer earlier ones."""
         if lists or name in self._mx_assigned:
             others = {attr: one for attr, one in self._mx_assigned.items() if attr != name}
             vars(self)["_mx_assigned"] = {**others, name: lists} if lists else others
@@ -247,7 +247,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         structure_changed()
 
     def __dir__(self) -> list[str]:
-        """Attributes for completion: without those that only code of Modules needs."""
+        """The attributes for completion, without the internal ones."""
         names = map(str, super().__dir__())
         return [name for name in names if name.isidentifier() and not name.startswith("_mx_")]
 
@@ -257,7 +257,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         return MappingProxyType(self._mx_layers())
 
     def _mx_layers(self) -> dict[str, Module]:
-        """The child Modules by the names they have in a state dict."""
+        """The child Modules by their names in a state dict."""
         return self._mx_children
 
     @property
@@ -271,35 +271,34 @@ class Module(OfModule, Layer, StateDict, ABC):
         return False
 
     def set_shared_weight(self, name: str, weight: Weight) -> None:
-        """Assigns a Weight that belongs to another layer: a tie whose owner is elsewhere.
+        """Assigns a Weight that belongs to another layer, which is its owner: the weight is then tied.
 
-        The state dict holds it once, under its owner's name.
+        The state dict has the weight once, under its owner's name.
         """
         setattr(self, name, weight)
         self._mx_shared.add(name)
         structure_changed()
 
     def initializer(self, name: str) -> Callable[..., Any] | None:
-        """How ``maxjax.init`` fills this layer's weight of that local name: a function of
-        (key, shape, dtype) as in ``jax.nn.initializers``, or None for the default."""
+        """The function with which ``maxjax.init`` fills this layer's weight of that local name: a function
+        of (key, shape, dtype) as in ``jax.nn.initializers``, or None for the default."""
         return None
 
     def sharding_rules(self) -> Mapping[str, Any]:
-        """The default split over a mesh of the weights in this Module.
+        """The rules by which :meth:`to` splits the weights in this Module over a mesh.
 
         Returns:
-            A map from attribute paths below this Module (``"q_proj.weight"``) to a ShardingStrategy,
-            whose number of devices is ignored, a ``graph.placement.Split`` or a PartitionSpec.
-            The rule of an outer Module takes precedence over that of an inner one.
+            A map from attribute paths below this Module (``"q_proj.weight"``) to a ShardingStrategy (its number of
+            devices is ignored), a ``graph.placement.Split`` or a PartitionSpec. Rules of outer Modules take precedence.
         """
         return {}
 
     # -- the tree
 
     def named_modules(self) -> Iterable[tuple[str, Module]]:
-        """Every Module once, breadth first, with the prefix of its weights' names.
+        """Yields (prefix, Module) for this Module and every Module below, once each, breadth first.
 
-        The prefix is "" for this Module and ends in "." below.
+        The prefix is that of its weights' full names: "" for this Module, and ending in "." for others.
         """
         walk = Walk(self)
         return zip(walk.prefixes, walk.modules, strict=True)
@@ -324,25 +323,25 @@ class Module(OfModule, Layer, StateDict, ABC):
         """Sets the sharding of every weight: moves values now, and placeholders when they are loaded.
 
         Args:
-            devices: mesh; or one DeviceRef, jax.Device or jax Sharding; or several devices,
+            devices: a mesh; one DeviceRef, jax.Device or jax Sharding; or several devices
                 with a ``sharding_strategy``. On a mesh every weight is split by its own
-                strategy, or by the rules of the layers above it (``sharding_rules``).
+                strategy, or by the rules of the layers above it (:meth:`sharding_rules`).
             sharding_strategy: strategy for all weights. ``ShardingStrategy.tensor_parallel(n)``
                 and ``expert_parallel(n)`` follow the layers' rules; others apply to each weight.
-            rules: for a mesh: map from patterns of full names (``*`` matches anything) to a
-                PartitionSpec, a ShardingStrategy, or None for replicated; the first match
-                takes precedence over everything else.
-            memory_kind: kind of device memory, such as ``"pinned_host"``: weights there
+            rules: map, for a mesh, from patterns of full names (``*`` matches anything) to a
+                PartitionSpec, a ShardingStrategy, or None for replicated; the first pattern that
+                matches takes precedence over all other rules.
+            memory_kind: kind of device memory, such as ``"pinned_host"``, from which weights
                 are copied to the device when they are used.
 
         Returns:
-            The Module itself.
+            This Module.
 
         Raises:
-            UserInputError: there is no device, or several without a strategy; the mesh lacks an axis
-                that is asked for; a strategy or spec does not fit a weight.
+            UserInputError: no device is given, or several devices without a strategy; the mesh lacks an
+                axis that a strategy or rule names; or a strategy or spec does not fit a weight.
             NotImplementedError: a strategy for a mesh is a function.
-            OutOfMemoryError: a device cannot hold its part.
+            OutOfMemoryError: a device cannot hold its shards.
 
         Example:
             >>> import maxjax
@@ -360,7 +359,7 @@ class Module(OfModule, Layer, StateDict, ABC):
     # -- graphs
 
     def trace(self, *input_types: TensorType, name: str | None = None) -> Graph:
-        """This Module as a Graph, named after its class by default."""
+        """Traces this Module for arguments of these types; returns a Graph, named after the class by default."""
         return Graph(name or type(self).__qualname__, self, input_types)
 
     def compile(
@@ -371,21 +370,21 @@ class Module(OfModule, Layer, StateDict, ABC):
         name: str | None = None,
         donate: Sequence[int] = (),
     ) -> Model:
-        """Compiles this Module for arguments of some types, before or after its weights are loaded.
+        """Compiles this Module for arguments of given types, before or after its weights are loaded.
 
         Args:
             specs: for each argument of ``__call__``, a ``jax.ShapeDtypeStruct``, an array, or a
-                tree of them; the program then takes and returns such trees. If all are
+                pytree of them; the program then takes and returns such pytrees. If all are
                 TensorTypes, inputs and outputs are flat lists of tensors, as in MAX.
-            session: MAX's InferenceSession; it is not needed.
-            weights: values by full name, fixed from now on. Weights that are not in it must
-                have a value. Without this, the program uses the values at the time of a call.
-            donate: positions of arguments whose memory the results may reuse, such as a cache.
+            session: MAX's InferenceSession, ignored.
+            weights: values by full name, which stay fixed in the program. Other weights must
+                have a value. By default the program uses the values at the time of a call.
+            name: name of the program, by default that of the class.
+            donate: indices of arguments whose memory the results may reuse, such as a cache.
 
         Raises:
             TypeError: a spec is neither a type nor an array.
-            ValueError: ``weights`` has a value of the wrong type, or lacks a weight that has no
-                value.
+            ValueError: ``weights`` has a value of the wrong type, or lacks a weight without a value.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -419,11 +418,12 @@ class Module(OfModule, Layer, StateDict, ABC):
             name: descriptive name of the subgraph.
             inputs: for each argument of ``__call__``, a tensor, a TensorType, or a tree of
                 them. ``input_types`` is the older name of this argument.
-            weight_prefix: prefix of the full names of weights that are looked up at each call,
-                under the call's own prefix; other weights are this layer's in every call.
+            weight_prefix: prefix of the full names of those weights that each call looks up under
+                its own prefix; all other weights are those of this layer in every call.
 
         Raises:
-            TypeError: an input is not a tensor, or the layer does not return a flat list of tensors.
+            TypeError: ``inputs`` are missing, one is not a tensor, or the result is not a flat list of tensors.
+            NotImplementedError: the Module holds a LayerStack.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -491,9 +491,9 @@ class Module(OfModule, Layer, StateDict, ABC):
 
 
 def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:
-    """``parent`` and every Module in it, breadth first and once each, with its attribute path.
+    """Yields (name, Module) for ``parent`` and every Module in it, once each, breadth first.
 
-    Names have no trailing dot; ``parent`` itself yields ``prefix``.
+    A name is the attribute path below ``prefix``, without a trailing dot; that of ``parent`` is ``prefix``.
     """
     walk = Walk(parent)
     for path, module in zip(walk.paths, walk.modules, strict=True):

@@ -1,8 +1,8 @@
 """Placement of the weights of a tree of Modules: on one device, on several, or on a mesh.
 
-The split of a weight is taken from the first of: the caller's table of rules, the weight's own
-sharding strategy, and the rules of the Modules above it, the outermost first.
-``graph/placement/specs.py`` turns that request and the mesh into a PartitionSpec.
+The rule of a weight is the first of these that exists: an entry of the caller's table of rules, the weight's
+own sharding strategy, and a rule of the Modules above it, the outermost first.
+``graph/placement/specs.py`` turns the rule and the mesh into a PartitionSpec.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
 from .walk import Walk
 
-# A pattern that the layers of a LayerStack may match differently: it has a number, "?" or "[".
+# Patterns that may match only some layers of a LayerStack: they have a number, "?" or "[".
 _NUMBERED = re.compile(r"(^|[.*])\d|[?\[]")
 # The reason given for a weight with symbolic sizes.
 UNKNOWN_SIZES = "its sizes are not known yet"
@@ -44,9 +44,9 @@ class LeafPlace(NamedTuple):
 
     Attributes:
         holder: Weight, or StackedWeight of several layers.
-        name: full name, with ``*`` for the numbers of stacked layers.
-        shape: shape; for a stack, that of one layer.
-        placed: spec of one layer's weight, and the reason for it.
+        name: full name, with ``*`` for the indices of stacked layers.
+        shape: shape of the weight; for a stack, that of one layer's weight.
+        placed: PartitionSpec of one layer's weight, and the reason for it.
     """
 
     holder: Any
@@ -79,7 +79,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         ):
             sharding = NamedSharding(mesh, spec, memory_kind=kind)
             todo.append((holder, name, sharding, why, layout, split))
-    # All of them or none: the memory of a device may not suffice for the last.
+    # Either all weights are placed or none: a device may run out of memory at any of them.
     moved = [
         holder.stored.moved(sharding, layout, name, split)
         for holder, name, sharding, _, layout, split in todo
@@ -122,7 +122,7 @@ def plan_places(
     """The placement of every weight of a Module on a mesh; no data is moved.
 
     Raises:
-        UserInputError, NotImplementedError: as in ``graph.placement.place``.
+        UserInputError, NotImplementedError: as for ``graph.placement.place``.
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise UserInputError(
@@ -159,7 +159,7 @@ def plan_places(
 
 
 def _check_strategy(strategy: Any, mesh: Any) -> None:
-    """Checks that the mesh has the axis that a strategy for all weights names."""
+    """Checks that the mesh has the axis over which a strategy for all weights splits."""
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(
             f"sharding_strategy must be a ShardingStrategy, not {type(strategy).__name__}"
@@ -173,9 +173,9 @@ def _check_strategy(strategy: Any, mesh: Any) -> None:
 
 
 def _module_rules(walk: Walk) -> dict[str, Any]:
-    """Attribute path of a weight → the rule of the outermost Module that has one for it.
+    """Map from the attribute path of a weight to the rule of the outermost Module that has a rule for it.
 
-    Of the tensors of a quantised weight it is a PartOf, with the rule of the whole weight.
+    For the tensors of a quantised weight it is a PartOf, with the rule of the whole weight.
     """
     rule_of: dict[str, Any] = {}
     parts: dict[str, tuple[str, PartOf]] = {}
@@ -194,10 +194,10 @@ def _named_rules(
     leaves: Sequence[tuple[str, Any, Any]],
     rules: Mapping[str, Any],
 ) -> dict[int, tuple[Any]]:
-    """id(holder) → the rule of the caller's table for its names, for those that have one.
+    """Map from id(holder) to the rule in the caller's table that matches a name of the holder, if any does.
 
     Raises:
-        UserInputError: the table has different rules for the layers of a LayerStack, or none for any weight.
+        UserInputError: the rules for the layers of a LayerStack differ, or no rule matches any weight.
     """
     numbered = any(map(_NUMBERED.search, rules))
     found: dict[int, tuple[Any]] = {}
@@ -237,7 +237,7 @@ def _rule_for(
     if strategy is not None and not (strategy.is_tensor_parallel or strategy.is_expert_parallel):
         if isinstance(own, PartOf):
             return own._replace(rule=strategy)
-        # A single strategy for all weights applies to vectors as far as it can: a bias has no columns.
+        # A strategy for all weights applies only to weights that have its axis: a bias has no columns.
         axis = strategy.sharded_axis
         return strategy if axis is None or -rank <= axis < rank else None
     for _, _, weight in where:

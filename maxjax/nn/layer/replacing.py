@@ -1,4 +1,4 @@
-"""``replace``: a model with other values of some weights, beside the one it was made of."""
+"""``replace``: a new model that shares all arrays with a model except the values of some weights."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     traced values, and the new model has the same treedef.
 
     Args:
-        model: a Module.
-        values: arrays by the names of the state dict. The name of a layer in a stack
-            (``"model.layers.3.mlp.down_proj.weight"``) replaces its slice, and with ``*`` in the place
-            of the number all layers, with an array ``[L, ...]``. Any name of a tied weight is that
-            of the one weight. A quantised weight takes packed bytes, as in the state dict, or a
-            ``QuantArray`` of the same type.
+        model: Module.
+        values: new values by names of the state dict. The name of a weight in a stack of layers
+            (``"model.layers.3.mlp.down_proj.weight"``) replaces that layer's slice; ``*`` instead of the
+            index replaces the weights of all layers, by an array ``[L, ...]``. A tied weight may be given
+            under any of its names. The value of a quantised weight is its packed bytes, as in the state
+            dict, or a ``QuantArray`` of the same type.
 
     Raises:
-        UserInputError: a name is unknown; two names are the same weight; a value has another shape or dtype
-            than the weight; a weight of a stack that has no values yet is replaced for one layer only.
+        UserInputError: a name is unknown, two names are the same weight, a value has another shape or dtype
+            than the weight, or a single layer is replaced in a stack without values.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -61,7 +61,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     whole = {
         n: i for i, n in enumerate(cache.definition.names) if len(cache.weights[i].stored.lead)
     }
-    # Also the names of ties that no state dict has.
+    # All names of tied weights, including those that are not in the state dict.
     weights = {name: weight for name, _, weight, _ in Walk(model).places}
     problems: list[str] = []
     new: dict[int, dict[int | None, tuple[str, Any]]] = {}  # leaf → number in it → (name, value)
@@ -100,7 +100,7 @@ def _unknown(name: Any, names: list[str], count: int) -> str:
 
 
 def _fitted(name: str, stored: Any, is_whole: bool, value: Any) -> tuple[Any, str | None]:
-    """The value as an array in logical order, and what is wrong with it."""
+    """The value as an array in logical order, and a description of the problem with it, or None."""
     value, packing = unwrap(value), stored.packing
     if isinstance(value, QuantArray):
         if packing is None or value.encoding != packing.value:
@@ -127,7 +127,7 @@ def _kind(stored: Any) -> str:
 
 
 def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> Any:
-    """The new leaf of a weight, or of a stack of them."""
+    """The new leaf of a weight or of a stack of weights."""
     if None in at:
         value = jnp.asarray(at[None][1])
         arrange = stored.arranged
@@ -140,7 +140,7 @@ def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> An
     mesh = explicit.mesh_of(leaf)
     if mesh is None:
         return put(jnp.asarray(leaf).at[places].set(rows), stored.leaf_sharding)
-    # Each row is split as its layer is.
+    # Each row has the sharding of its layer.
     of_layer = explicit.entries(leaf)[len(stored.lead) :]
     rows = put(rows, NamedSharding(stored.leaf_sharding.mesh, explicit.spec([(), *of_layer])))
     change = lambda leaf, rows: leaf.at[places].set(rows)

@@ -1,7 +1,7 @@
-"""Rows of Modules: the tree of layers and weights as it is shown, and the sums of its first line.
+"""The rendering of Modules: rows for layers and weights, and a first line with totals.
 
 Nothing is read from a device, and nothing about the Module is assumed: its ``__init__`` may have
-failed half-way, and its leaves may be tracers, or what ``jax.tree.map`` made of them.
+failed half-way, and its leaves may be tracers, or any objects that ``jax.tree.map`` returned.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...graph.weight.rows import PlacedRow, weight_row
 from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, bytes_text, counted, flat, fold, lines, merged, short
 
-# Settings of a layer that are shown, and their types.
+# The maximum number of a layer's settings that are shown, and their types.
 _MOST_SETTINGS = 8
 _PLAIN = frozenset({bool, int, float, str})
 _MOST_VALUES = 3
-# How deep a tree is followed: Modules may be nested without end by a mistake.
+# The maximum depth to which a tree is followed: by mistake, a Module may contain itself.
 _DEEPEST = 60
 
 
@@ -68,7 +68,7 @@ class ModuleTree:
     # -- the rows
 
     def _find_owners(self, module: Any, path: str, seen: set[int], depth: int) -> None:
-        """The place of each weight: the first where it is not marked as another layer's."""
+        """Finds the owner of each weight: the first attribute that is not marked as another layer's weight."""
         if id(module) in seen or depth > _DEEPEST:
             return
         seen.add(id(module))
@@ -80,7 +80,7 @@ class ModuleTree:
             self._find_owners(child, f"{path}{attr}.", seen, depth + 1)
 
     def _module(self, module: Any, name: str, path: str, times: int, depth: int) -> Row:
-        """The row of a Module that stands for so many equal ones, of which it shows one."""
+        """The row of a Module that represents ``times`` equal Modules."""
         row = Row(name, type(module).__name__, settings=_settings(module))
         if (first := self._shown.get(id(module))) is not None:
             row.notes = (f"the same as {short(first, 40)}",)
@@ -110,14 +110,14 @@ class ModuleTree:
     def _stack(
         self, stack: Any, below: Any, path: str, times: int, depth: int
     ) -> Iterator[tuple[list[int], Row]]:
-        """The layers at each place of the pattern of a LayerStack: their numbers and their row."""
+        """For each position in the pattern of a LayerStack, the indices of its layers and their row."""
         pattern = vars(stack).get("_layout")
         for attr, child in below:
             members = _members(pattern, attr)
             before = self._loose
             row = self._module(child, attr, f"{path}{attr}.", times * len(members), depth + 1)
             count, nbytes = (now - then for now, then in zip(self._loose, before, strict=True))
-            # What all layers share is there once.
+            # Weights that all layers share are counted once.
             row.count = len(members)
             row.parameters = row.parameters * len(members) - count * (len(members) - 1)
             row.nbytes = row.nbytes * len(members) - nbytes * (len(members) - 1)
@@ -190,7 +190,7 @@ class ModuleTree:
 
 
 def _few(row: Row) -> list[tuple[str, Row]] | None:
-    """The weights by name, if they are few and none is folded."""
+    """The weights by name; None if there are too many or layers are folded."""
     found = list(flat(row.children))
     arrays = [(name, one) for name, one in found if one.is_array]
     if len(arrays) > _MOST_VALUES or any(one.count > 1 for _, one in found):
@@ -199,7 +199,7 @@ def _few(row: Row) -> list[tuple[str, Row]] | None:
 
 
 def _trees(foreign: dict[str, Counter[str]], weights: int) -> list[str]:
-    """What a tree of other things than arrays is: a mask, labels, shardings."""
+    """Descriptions of a tree whose leaves are not arrays: a mask, labels, or shardings, for example."""
     found = []
     for kind, values in foreign.items():
         count = sum(values.values())
@@ -245,7 +245,7 @@ def _shard(name: str, shard: Any) -> Row:
 
 
 def _members(pattern: Any, attr: str) -> list[int]:
-    """The numbers of the layers that a child of a LayerStack stands for."""
+    """The indices of the layers that a child of a LayerStack represents."""
     if attr.isdecimal() or pattern is None:
         return [int(attr)] if attr.isdecimal() else []
     for slot in range(pattern.slots):
@@ -272,7 +272,7 @@ def _layer_count(root: Any) -> int | None:
 
 
 def _settings(module: Any) -> dict[str, Any]:
-    """Plain attributes: numbers and texts."""
+    """The static attributes that are shown: public numbers and strings."""
     state, found = vars(module), {}
     for name in state.get("_mx_statics", ()):
         value = state.get(name)

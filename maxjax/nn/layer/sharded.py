@@ -1,7 +1,7 @@
 """Splits a layer into one layer for each device; the layers' ``shard`` methods use it.
 
-This is MAX's way of splitting: each part is a separate layer around shards of the weights, and the
-caller combines the results. On a mesh ``Module.to`` does it without such parts.
+This is MAX's way of sharding: each device gets a separate layer with shards of the weights, and the
+caller combines the results. On a mesh, ``Module.to`` shards weights without separate layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def sharded(module: Any, devices: Iterable[DeviceRef], without: Container[str] =
     """One copy of the layer for each device, whose weights are the shards of the layer's weights.
 
     Args:
-        without: names of layers in it that the caller assigns.
+        without: names of child layers that are left out, because the caller assigns them.
 
     Raises:
         ValueError: a weight has no strategy, or is itself a shard.
@@ -45,7 +45,7 @@ def _weights(modules: Iterable[Any]) -> list[Any]:
 
 
 class Replicated:
-    """What layers share of which every device has a whole copy: a base class beside Module."""
+    """A mixin of Module for layers that are replicated on every device."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
@@ -64,7 +64,7 @@ class Replicated:
         self._set_sharding_strategy(strategy)
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        # A method of its own, because classes derived from MAX's gates extend it.
+        # A separate method, because classes derived from MAX's gates extend it.
         for weight in _weights(_layers(self)):
             weight.sharding_strategy = strategy
 
@@ -85,7 +85,7 @@ def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
         vars(new).update(statics, _mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
                          _mx_statics=dict(module._mx_statics), _mx_cache=None, _mx_source=module)  # fmt: skip
         for attr, child in module._mx_children.items():
-            if id(child) in copies:  # without parts of itself or of others that it holds
+            if id(child) in copies:  # children that are shards of this or other layers are left out
                 setattr(new, attr, copies[id(child)])
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
@@ -93,7 +93,7 @@ def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
 
 
 def strategy_by(last: Any) -> ShardingStrategy | None:
-    """The strategy of a layer that is split by :func:`tensor_parallel`, by that of its last matmul, if any."""
+    """The strategy of a layer that is split by :func:`tensor_parallel`, derived from that of its last matmul."""
     strategy = last.sharding_strategy
     if strategy is None or strategy.is_replicate:
         return strategy

@@ -1,8 +1,8 @@
 """State dicts: reading and loading a Module's weights by full name.
 
-Loading is all or nothing, in three steps: match every value with its weight and collect all
-problems; read and convert all values; store them.
-``load/fit.py`` decides what a value may be, and whether it fits its weight.
+Loading sets either all weights or none, in three steps: it matches every value with its weight and
+collects all problems; it reads and converts all values; it stores them.
+``load/fit.py`` decides which values are accepted, and whether a value fits its weight.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .load.stacks import plan, read
 
 
 class LoadResult(NamedTuple):
-    """What a lenient load did not match.
+    """The names that a load with ``strict=False`` did not match.
 
     Attributes:
-        missing: names of weights that got no value.
-        unexpected: keys that match no weight.
+        missing: names of weights that were not in the state dict.
+        unexpected: keys of the state dict that match no weight.
     """
 
     missing: tuple[str, ...]
@@ -57,12 +57,12 @@ class StateDict:
         """The values of all weights below this Module by full name, breadth first.
 
         Args:
-            auto_initialize: whether to fill weights that have no value with zeros, on their device
-                or sharding. They keep the zeros.
+            auto_initialize: whether to fill weights without a value with zeros, with their device
+                or sharding. The weights keep these zeros.
 
         Raises:
-            ValueError: a weight has no value and ``auto_initialize`` is false, or it has
-                symbolic dimensions and so no known size.
+            ValueError: a weight has no value, and ``auto_initialize`` is false or the weight has
+                symbolic dimensions, whose sizes are unknown.
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
@@ -87,27 +87,27 @@ class StateDict:
         strict: bool = True,
         cast: bool = False,
     ) -> LoadResult:
-        """Loads the values of all weights of this Module: all of them, or none.
+        """Loads the values of the weights of this Module. If there is an error, no weight is changed.
 
         Args:
-            state_dict: arrays (NumPy, JAX, or any that support DLPack), WeightData or places of a
-                Weights cursor by full name, or a Weights cursor, whose tensors are read from disk
+            state_dict: map from full names to arrays (NumPy, JAX, or any that support DLPack), WeightData
+                or positions of a Weights cursor; or a Weights cursor, whose tensors are read from disk
                 in parallel. NumPy arrays are copied.
             override_quantization_encoding: whether the encoding of the data replaces the weight's.
-            weight_alignment: alignment in bytes required of every value and recorded in
-                its weight; None means each weight's own.
+            weight_alignment: alignment in bytes that is required of every value and recorded in
+                its weight; None means each weight's own alignment.
             strict: whether missing weights and unexpected keys are errors.
-            cast: whether to convert between float widths, and between integers that fit.
+            cast: whether to convert between float dtypes, and between integer dtypes if the values fit.
                 Otherwise dtypes must be equal.
 
         Returns:
-            The missing names and the unexpected keys; both are empty when strict.
+            The missing names and the unexpected keys; both are empty if ``strict``.
 
         Raises:
             ValueError: values do not match the weights; the message lists all mismatches. For a
                 Weights cursor it is a CheckpointMismatchError, which names the file.
-            TypeError: ``state_dict`` is no mapping.
-            OutOfMemoryError: the devices, or the host, cannot hold it.
+            TypeError: ``state_dict`` is not a mapping.
+            OutOfMemoryError: the devices or the host do not have enough memory for the values.
 
         Example:
             >>> import numpy as np
@@ -181,7 +181,7 @@ class _Match:
         self.unexpected = tuple(key for key in self.keys if key not in used)
 
     def verdict(self) -> str:
-        """The error text for a strict load, in MAX's words."""
+        """The error message of a strict load, in MAX's wording."""
         parts = []
         if self.missing:
             missing = sorted(self.missing)
@@ -194,7 +194,7 @@ class _Match:
         return f"load_state_dict() strict=True validation failed. {'; '.join(parts)}"
 
     def _suggestion(self, missing: list[str]) -> list[str]:
-        """A key probably meant for a missing weight; MAX considers only the first one, and all keys."""
+        """A key that was probably meant for a missing weight; MAX looks only at the first missing name."""
         for name in missing:
             if name in self.unexpected:
                 return [f"The value of '{name}' is None"]
@@ -205,7 +205,7 @@ class _Match:
 
 
 def _data(value: Any) -> Any:
-    """The data of a place of a Weights cursor, which ``weights.items()`` gives; other values as they are."""
+    """The data at a position of a Weights cursor, as in ``weights.items()``; other values are returned unchanged."""
     return value._lazy_data() if isinstance(value, Weights) else value
 
 
@@ -231,7 +231,7 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
 def _load(
     fits: list[Fit], single: list[Fit], stacks: Sequence[tuple[StackedWeight, list[Fit]]]
 ) -> None:
-    """Reads and converts everything, then stores it."""
+    """Reads and converts all values, then stores them."""
     with jax.ensure_compile_time_eval():  # the arrays belong to no trace that is running
         arrays, stacked = read(single, stacks)
         _put_all(single, arrays)
@@ -261,4 +261,4 @@ def _store(one: Fit) -> None:
     stored.take(one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape)
     stored.finalise(one.name)
     if one.loaded_shape is not None and stored.form is None:
-        one.value.shape = Shape(one.dims)  # as MAX: the metadata says what the weight is
+        one.value.shape = Shape(one.dims)  # as in MAX: the metadata describes the loaded weight

@@ -30,7 +30,7 @@ CONSTANT_BYTES = 1 << 20
 
 
 class FrozenList(list):
-    """A list kept as a static attribute: it cannot be changed, only assigned anew."""
+    """A list that is a static attribute: it cannot be changed, but the attribute can be assigned again."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -47,7 +47,7 @@ class FrozenList(list):
 
 
 class FrozenDict(dict):
-    """A dict kept as a static attribute: it cannot be changed, only assigned anew."""
+    """A dict that is a static attribute: it cannot be changed, but the attribute can be assigned again."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -63,14 +63,14 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
-    """The frozen copy of a static attribute, and the key that its content is compared by.
+    """The frozen copy of a static attribute, and a hashable key by which its content is compared.
 
     Args:
         where: ``Class.attribute``, for messages.
 
     Raises:
-        TypeError: the value is or holds a Weight, a Module, a JAX array, a NumPy array of more than 1 MiB, or
-            a pytree, object or function with such things in it.
+        TypeError: the value is or contains a Weight, a Module or a JAX array, also inside a pytree, object or
+            function; or it is a NumPy array of more than 1 MiB.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -109,16 +109,16 @@ MIXED = (
 
 
 def is_item(value: Any) -> bool:
-    """Whether the value makes a list a list of Modules: it is a Module, or a shard of a Weight."""
+    """Whether a list with this value is a list of Modules: the value is a Module, or a shard of a Weight."""
     if isinstance(value, Weight):
         return value.shard_idx is not None
     return isinstance(value, Layer) and _is_tracked(value)
 
 
 def holds_items(value: list | tuple) -> bool | None:
-    """Whether a list or tuple holds Modules, also in nested lists; None if there are no items.
+    """Whether a list or tuple holds Modules, also in nested lists; None if it is not known.
 
-    An empty list may become a list of Modules later.
+    It is not known for an empty list, to which Modules may be appended later.
     """
     if not value:
         return None if type(value) is list else False
@@ -135,7 +135,7 @@ def _array_refusal(where: str, what: str) -> str:
 
 
 def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
-    """A read-only copy as a constant, compared by dtype, shape and the digest of its bytes."""
+    """A read-only copy of an array, which is compared by dtype, shape and a digest of its bytes."""
     if type(value) not in (np.ndarray, np.memmap):
         raise TypeError(
             _array_refusal(where, f"is a {type(value).__name__}, which cannot be a constant")
@@ -206,7 +206,7 @@ def _freeze_fields(value: Any, fields: dict[str, Any], where: str) -> tuple[Any,
 
 @functools.cache
 def _frozen_class(cls: type) -> type:
-    """A subclass of ``cls`` that looks like it and whose fields cannot be assigned."""
+    """A subclass of ``cls`` with the same name, whose fields cannot be assigned."""
 
     def refuse(self: Any, name: str, *value: Any) -> None:
         raise TypeError(
@@ -277,7 +277,7 @@ def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
         return value, (type(value), _Identity(value))
 
 
-# The number of values in an object that are searched for arrays; larger objects are not checked.
+# The maximum number of values in an object that are searched for arrays; the search of larger objects stops there.
 _MOST_SEARCHED = 20_000
 _NEVER_SEARCHED = (
     type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, np.generic, np.dtype,
@@ -286,13 +286,13 @@ _NEVER_SEARCHED = (
 
 
 def _hidden(root: Any) -> str | None:
-    """Describes the first array, Weight or Module hidden in an object; None if there is none.
+    """Describes the first array, Weight or Module inside an object; None if there is none.
 
     NumPy arrays in plain objects are constants and are allowed. Arrays of JAX or of another
-    library, Weights and Modules are not, and neither is any array of a registered pytree.
+    library, Weights, Modules, and all arrays of a registered pytree are not allowed.
     """
     if isinstance(root, (TensorValue, *_NEVER_SEARCHED)):
-        return None  # code written for MAX keeps TensorValues that it created while it ran
+        return None  # code written for MAX stores TensorValues that it created during a call
     seen: dict[int, Any] = {}
     queue = [root]
     for value in queue:  # grows while it runs

@@ -1,7 +1,7 @@
-"""Walk: the traversal of the Modules below a root, which finds names, weights, ties and parts.
+"""Walk: the traversal of the Modules below a root, which finds names, weights, ties and shards.
 
-State dicts, treedefs, placement and hooks all take their names from it, so that they agree.
-Parts of layers (from ``shard``) have no names: they are views of the layer they were split from.
+State dicts, treedefs, placement and hooks all take names from it, so that their names agree.
+The parts of a layer are the layers that ``shard`` returns; they are views of the original layer, and have no names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ...graph.weight.weight import Weight
 class Walk:
     """One breadth-first walk over the Modules below a root, visiting each Module once.
 
-    Parts of layers (from ``shard``) that a Module holds are views and have no names. If the layer
-    they were split from is not below the root, it is included under the name of the attribute
+    Parts of layers (from ``shard``) that a Module holds are views and have no names. If the original
+    layer is not below the root, the walk includes it under the name of the attribute
     that holds the parts. Parts are visited last, and only with ``stacked``.
 
     Args:
-        stacked: whether a LayerStack shows one layer for all equal ones (as in the treedef)
-            or each of its layers (as in a state dict).
+        root: Module at which the walk starts.
+        stacked: whether one layer represents all equal layers of a LayerStack (treedef), or each is visited.
 
     Attributes:
         modules: Modules in walk order.
@@ -30,11 +30,11 @@ class Walk:
             omits its own name.
         in_stack: for each Module, whether it is in the layer that represents all equal layers of
             a LayerStack.
-        places: (full name, attribute path, weight, marked shared) in walk order.
-        stacked: whether the walk met a LayerStack.
-        stacks: ids of the StackedWeights of these LayerStacks, and of the parts that they use of
-            the StackedWeights of LayerStacks above them.
-        shards: (full name, attribute path, shard) for shards that are held as attributes.
+        places: tuples (full name, attribute path, weight, marked shared) in walk order.
+        stacked: whether the walk visited a LayerStack.
+        stacks: ids of the StackedWeights of these LayerStacks; for inner LayerStacks, of the parts of
+            the outer LayerStacks' StackedWeights that they use.
+        shards: tuples (full name, attribute path, shard) for shards that are held as attributes.
     """
 
     def __init__(self, root: Any, stacked: bool = False):
@@ -51,7 +51,7 @@ class Walk:
         self._inner: list[bool] = []  # for each place, whether its module is in_stack
         self._held: list[_View] = []
         self._layers_only = not stacked
-        # If the root itself is a part, or a list of parts, its weights are those of the parts.
+        # If the root itself is a part or a list of parts, the weights are those of the parts.
         self._views = not _is_view(root)
         done = self._run(0)
         for view in self._held:  # grows while it runs
@@ -66,7 +66,7 @@ class Walk:
             self._run(done)
 
     def _run(self, done: int) -> int:
-        """Visits the Modules from that index on, and all that these add."""
+        """Visits the Modules from index ``done`` on, including those that are added meanwhile."""
         while done < len(self.modules):
             module = self.modules[done]
             module._mx_adopt()
@@ -117,10 +117,10 @@ class Walk:
             self.enter(child, below, f"{path}{attr}.", within)
 
     def holder(self, weight: Weight) -> Any:
-        """The holder of the leaf of a Weight, or of a part of a stack.
+        """The object that holds the leaf of a Weight.
 
-        It is the StackedWeight if that is below the root, or the part of it that is; otherwise
-        the Weight itself.
+        It is the Weight's StackedWeight, or a part of that, if one of them is below the root; otherwise
+        it is the Weight itself.
         """
         home = weight.stored.home
         if home is None:
@@ -131,19 +131,19 @@ class Walk:
         return next((part for part in parts if 0 <= home[1] - part.home[1] < part.count), weight)
 
     def number(self, weight: Any, holder: Any) -> int | None:
-        """The number of a Weight, or of the first of a part, in its holder; None if that is itself."""
+        """The index of a Weight, or of the first Weight of a part, in its holder; None if the holder is ``weight``."""
         if holder is weight:
             return None
         return weight.stored.home[1] - (0 if holder.home is None else holder.home[1])
 
     def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
-        """Picks the owner of each leaf: the first place not marked shared, else the first.
+        """Chooses the owner of each leaf: the first place that is not marked shared, otherwise the first place.
 
-        A stack is named by its own layer, not by what is tied to one of its slices.
+        A stack is named by its own layer, not by a weight that is tied to one of its slices.
 
         Returns:
-            leaf index by id(holder); the leaves (name, holder, owned) in state-dict
-            order; aliases of tied weights.
+            A map from id(holder) to the leaf's index; tuples (name, holder, owned) of the leaves in
+            state-dict order; and a map from other names of tied weights to the owner's name.
 
         Raises:
             ValueError: two weights have the same full name.
@@ -167,7 +167,7 @@ class Walk:
             index[id(holders[position])] = len(leaves)
             leaves.append((name, holders[position], not shared))
         for name, path, shard in self.shards:
-            # Without the Weight that it is a part of, a shard is an ordinary value.
+            # If the original Weight is not below the root, a shard is an ordinary leaf.
             if id(self.holder(host_of(shard))) not in index and id(shard) not in index:
                 name = path if name in taken else name
                 taken[name] = path
@@ -182,7 +182,7 @@ class Walk:
 
 
 def host_of(shard: Any) -> Weight:
-    """The Weight that a shard is a part of; the shard itself if it lost that Weight in a rebuild."""
+    """The Weight of which this is a shard; the shard itself if it has no such Weight after a rebuild."""
     return getattr(shard, "host", shard)
 
 
@@ -195,10 +195,10 @@ def _duplicate(name: str, first: str, second: str) -> str:
 
 
 class _View(NamedTuple):
-    """A part of a layer, or a list of parts, as an attribute of a Module.
+    """A part of a layer, or a list of parts, that is an attribute of a Module.
 
     Attributes:
-        item: part: a Module, a list of them, or a shard of a Weight.
+        item: part, which is a Module, a list of Modules, or a shard of a Weight.
         attr: name of the attribute.
         prefix: prefix of the full names of the holder's weights.
         path: prefix of the attribute paths below the holder.
@@ -213,7 +213,7 @@ class _View(NamedTuple):
 
 
 def _is_view(module: Any) -> bool:
-    """Whether the Module is a part of a layer, or a list of parts only."""
+    """Whether the Module is a part of a layer, or a list that contains only parts."""
     if "_mx_source" in vars(module):
         return not any(below._mx_weights for below in _below(module))
     if not module._mx_is_container or module._mx_weights:
@@ -248,14 +248,14 @@ def _below(module: Any) -> list[Any]:
 
 
 class _Owners:
-    """Finds the layers that parts were split from, and adds them if they are not below the root."""
+    """Finds the original layers of parts, and adds them to the walk if they are not below the root."""
 
     def __init__(self, walk: Walk):
         self.walk = walk
 
     @cached_property
     def placed(self) -> set[int]:
-        """ids of the holders of the weights met so far; not needed if the layer itself was met."""
+        """ids of the holders of the weights visited so far; computed only if an original layer was not visited."""
         return {id(self.walk.holder(weight)) for _, _, weight, _ in self.walk.places}
 
     def add(self, view: _View) -> None:
@@ -295,18 +295,18 @@ class _Owners:
 
 
 def source_of(item: Any) -> Any:
-    """The layer that a part was split from, if it is known."""
+    """The original layer of a part, if it is known."""
     return vars(item).get("_mx_source")
 
 
 def _are_of_one(items: list[Any]) -> bool:
-    """Whether all parts belong to the same layer, or to the same Weight."""
+    """Whether all items are parts of the same layer, or shards of the same Weight."""
     of = [_origins(item) for item in items]
     return all(origins & of[0] for origins in of)
 
 
 def _origins(item: Any) -> set[int]:
-    """ids of the layer or Weights that an item was split from; for a list, its own id."""
+    """ids of the original layer or Weights of an item; for a list, the id of the list."""
     if isinstance(item, Weight):
         return {id(host_of(item))}
     if (source := source_of(item)) is not None:

@@ -1,16 +1,16 @@
-"""Ways to compute a mixture of experts; ``experts.py`` chooses among them by platform and sizes.
+"""Algorithms for a mixture of experts; ``experts.py`` chooses among them by platform and sizes.
 
 ==================  ===============================================================================
-few choices         each choice multiplies by its own expert, where that lies among all
+few choices         for each choice, a matmul with its own expert, read from the stack in place
 all at once         every expert over all tokens, in one matmul for each projection
-blocks of rows      tokens sorted by expert, in blocks that each meet one expert, where it lies
-a grouped matmul    tokens sorted by expert, in one product (``jax.lax.ragged_dot``)
-one by one          every expert over all tokens: for derivatives on CPUs, and experts of any kind
+blocks of rows      tokens sorted by expert, in blocks with a single expert, read in place
+a grouped matmul    tokens sorted by expert, in one grouped matmul (``jax.lax.ragged_dot``)
+one by one          every expert over all tokens: for derivatives on CPUs, and experts of any class
 ==================  ===============================================================================
 
-None drops a token, and no token depends on another. A chosen number that is not below X stands for no
-expert: its part is 0. On a mesh, that is an expert of another device. Biases of the down projections
-are not added here but by ``mixture``: where devices divide the inner features, one of them adds them.
+No algorithm drops a token, and no token depends on another. A chosen index of X or more means no expert,
+and adds 0; on a mesh, such an index is that of an expert on another device. Biases of the down projections
+are not added here but by ``mixture``: where devices split the inner features, only one of them adds them.
 
 Sources: GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841) for blocks without dropped tokens.
 
@@ -34,16 +34,16 @@ from ...kernels.operation import same_varying
 from ...kernels.stack_slice import slice_of
 from ..linear import gated
 
-# Larger blocks are not faster on a CPU, and have more unused rows.
+# The smallest and largest number of rows in a block. On CPUs, larger blocks are not faster and waste rows.
 CPU_ROWS = (1, 64)
-# A Triton program takes 16 rows or more; with more than 128 it lacks registers.
+# A Triton program needs 16 rows or more; with more than 128 it runs out of registers.
 GPU_ROWS = (16, 128)
-# So many choices are written out; more are a loop, whose program is short.
+# Up to this number of choices are unrolled; more are computed in a loop, which keeps the program short.
 _WRITTEN_OUT = 8
 
 
-# What an expert computes from the results of its gate and up projections: the activation of the gate,
-# by name, times the other; or a hashable function of both, ``(gate, up)``.
+# The gated activation of an expert: the name of an activation, for ``activation(gate) · up``, or a
+# hashable function ``(gate, up)``.
 Kind = str | Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -55,7 +55,7 @@ class ExpertWeights(NamedTuple):
     Attributes:
         gate, up: ``[F, E]``, or ``[X, F, E]``.
         down: ``[E, F]``, or ``[X, E, F]``.
-        biases: their biases ``[F]``, ``[F]`` and ``[E]``, or with an axis X; None if there are none.
+        biases: biases ``[F]``, ``[F]`` and ``[E]`` of gate, up and down, or with a leading axis X; or None.
     """
 
     gate: Any
@@ -69,26 +69,26 @@ class ExpertWeights(NamedTuple):
         return self[:3]
 
     def each(self, run: Callable[[Any], Any]) -> ExpertWeights:
-        """The results of a function of each weight and each bias."""
+        """Applies a function to each weight and each bias."""
         biases = None if self.biases is None else tuple(map(run, self.biases))
         return ExpertWeights(*map(run, self.matrices), biases)  # type: ignore[arg-type]
 
     def at(self, index: Any, taken: bool = False) -> ExpertWeights:
-        """One of the stacked experts, where it lies.
+        """One of the stacked experts, without a copy where possible.
 
         Args:
-            taken: whether a quantised one is copied out, for platforms that would otherwise copy
-                the stack into an order of axes that suits its product.
+            taken: whether a quantised expert is copied out of the stack, for platforms where XLA would
+                otherwise copy the whole stack into a layout that suits the matmul.
         """
         return self.each(lambda w: _at(w, index, taken))
 
     @property
     def is_packed(self) -> bool:
-        """Whether any is quantised."""
+        """Whether any weight is quantised."""
         return any(isinstance(w, QuantArray) for w in self.matrices)
 
 
-# All experts stacked, or each by itself.
+# The weights of all experts: stacked, or separate.
 Experts = ExpertWeights | Sequence[ExpertWeights]
 
 
@@ -100,14 +100,14 @@ def _at(w: Any, index: Any, taken: bool) -> Any:
 
 
 def count_of(experts: Experts) -> int:
-    """X, the number of experts."""
+    """The number X of experts."""
     return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
 
 
 def stacked(experts: Experts) -> ExpertWeights:
-    """The experts as :class:`ExpertWeights`; those that are apart are copied into arrays.
+    """The experts as one stacked :class:`ExpertWeights`; separate experts are copied into arrays.
 
-    Quantised ones that are apart are dequantised.
+    Separate experts that are quantised are dequantised.
     """
     if isinstance(experts, ExpertWeights):
         return experts
@@ -136,7 +136,7 @@ def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def between(kind: Kind, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What the down projection of an expert gets, from the results of the other two."""
+    """The input of an expert's down projection, from the results of the gate and up projections."""
     wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
     gate, up = gate.astype(wide), up.astype(wide)
     return gated(gate, up, kind, 0.0) if isinstance(kind, str) else kind(gate, up)
@@ -152,10 +152,10 @@ def _biased(y: jax.Array, bias: Any) -> jax.Array:
 def _inner(
     kind: Kind, gate: jax.Array, up: jax.Array, weights: ExpertWeights, place: Any = None
 ) -> jax.Array:
-    """:func:`between` of products to which the biases are added first.
+    """:func:`between`, after the biases are added to the results of the gate and up projections.
 
     Args:
-        place: takes the biases that the rows need from an array of them.
+        place: function that selects the biases of the rows from those of all experts.
     """
     if weights.biases is not None:
         place = place or (lambda bias: bias)
@@ -178,13 +178,13 @@ def few_choices(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights,
     *, by_rows: bool, some: bool,
 ) -> jax.Array:  # fmt: skip
-    """Each of the N k choices multiplies by its own expert: nothing is read but the chosen ones.
+    """Runs the expert of each of the N k choices: only the weights of chosen experts are read.
 
     Args:
-        by_rows: whether to multiply and sum instead of calling a matmul. XLA for GPUs fuses that
-            with taking the expert out of the stack, which it otherwise copies; for TPUs it fuses
-            the matmul.
-        some: whether some chosen numbers may stand for no expert; these are not read.
+        by_rows: whether to multiply and sum instead of calling a matmul. XLA for GPUs fuses this with
+            the slice of the expert from the stack, which it otherwise copies; XLA for TPUs fuses
+            the matmul with the slice.
+        some: whether some indices may mean no expert; for these, no weights are read.
     """
     count, k = chosen.shape
     many, owners = count_of(experts), chosen.reshape(-1)
@@ -210,7 +210,7 @@ def few_choices(
 
 
 def _nothing(compute: Callable[[Any], jax.Array], row: jax.Array) -> jax.Array:
-    """Zeros of the type of the result, inside ``shard_map`` too; XLA removes the rest."""
+    """Zeros with the type of the result, also inside ``shard_map``; XLA removes the computation."""
     return jnp.where(False, compute(row), 0.0)
 
 
@@ -220,8 +220,8 @@ def _expert_by_rows(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Arr
 
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
-    """``kernels.matmul`` of one row ``[1, in]`` as multiplication and sum, if it is not quantised."""
-    if isinstance(w, QuantArray):  # whose kernel takes it out of a stack
+    """``kernels.matmul`` of one row ``[1, in]``, as multiplication and sum if the weight is not quantised."""
+    if isinstance(w, QuantArray):  # its kernel reads from the stack in place
         return matmul(x, w)
     dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
@@ -232,16 +232,16 @@ def _row_product(x: jax.Array, w: Any) -> jax.Array:
 def all_at_once(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
-    """All experts over all tokens, each projection in one matmul that reads the weights once.
+    """Runs all experts over all tokens, with one matmul for each projection, which reads the weights once.
 
-    With so few tokens that reading the weights takes longer than multiplying, the products with
-    experts that a token did not choose cost nothing.
+    It is for few tokens: reading the weights then takes longer than multiplying, so that the matmuls with
+    experts that a token did not choose cost no time.
     """
     numbers = jnp.arange(count_of(experts), dtype=chosen.dtype)
     mine = jnp.where(
         chosen[..., None] == numbers[None, None], shares[..., None].astype(jnp.float32), 0.0
     )
-    share = jnp.sum(mine, axis=1)[..., None]  # [N, X, 1]; 0 where it was not chosen
+    share = jnp.sum(mine, axis=1)[..., None]  # [N, X, 1]; 0 where an expert was not chosen
     gate, up = (_product(x, w, (1,), (2,)) for w in experts[:2])  # [N, X, F]
     h = _inner(kind, gate, up, experts, lambda bias: jnp.asarray(bias)[None])
     y = _product(h, experts.down, (2,), (2,), batch=True)  # [X, N, E]
@@ -250,7 +250,7 @@ def all_at_once(
 
 
 def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -> jax.Array:
-    """The contraction of an axis of ``x`` with one of ``w``; as a batch over experts or not."""
+    """Contracts axes ``own`` of ``x`` with axes ``others`` of ``w``; ``batch`` makes the experts a batch axis."""
     w = jnp.asarray(w)
     dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
     wide = jnp.float32 if dtype.itemsize < 4 else None
@@ -267,7 +267,7 @@ def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -
 def sorted_mixture(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
-    """One grouped matmul for each projection: ``[N, E]`` → ``[N, E]`` in float32."""
+    """Runs one grouped matmul for each projection: ``[N, E]`` → ``[N, E]`` in float32."""
     count, k = chosen.shape
     owners, many = chosen.reshape(-1), count_of(experts)
     order = jnp.argsort(owners)  # [N k], stable
@@ -282,17 +282,17 @@ def sorted_mixture(
 
 
 def _grouped(x: jax.Array, w: Any, owners: jax.Array, many: int) -> jax.Array:
-    """The products of sorted rows with the matrices of their experts, in a stack of layers too."""
-    # The experts of all layers are groups, most of which have no rows: no layer is copied out.
+    """The matmuls of sorted rows with the weights of their experts, which may be a slice of stacked layers."""
+    # The experts of all layers are groups, most of them without rows, so that no layer is copied out of the stack.
     w, first = _all_layers(w)
-    # Numbers that stand for no expert are sorted last; they are in no group.
+    # Indices that mean no expert are sorted last and are in no group.
     places = jnp.where(owners < many, owners + first, w.shape[0])
     sizes = jnp.zeros(w.shape[0], jnp.int32).at[places].add(1, mode="drop")
     return grouped_matmul(x, w, sizes)
 
 
 def _all_layers(w: Any) -> tuple[jax.Array, Any]:
-    """The stack ``[n, out, in]`` that holds all experts' matrices, and the number of the first."""
+    """The stack ``[n, out, in]`` with the weights of the experts of all layers, and the index of the first expert."""
     if not isinstance(w, StackSlice):
         return jnp.asarray(w), 0
     first = w.inner(0)
@@ -309,12 +309,12 @@ def in_blocks(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
     *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, taken: bool = True,
 ) -> jax.Array:  # fmt: skip
-    """Blocks of rows, each of which meets one expert where it lies: ``[N, E]`` → ``[N, E]``.
+    """Runs blocks of rows that have the same expert, whose weights are read in place: ``[N, E]`` → ``[N, E]``.
 
     Args:
-        rows: the least and the most rows of a block.
-        by_kernel: whether to run all blocks in one ``kernels.block_matmul``, not one after the other.
-        taken: as of ``ExpertWeights.at``.
+        rows: smallest and largest number of rows in a block.
+        by_kernel: whether to run all blocks in one ``kernels.block_matmul``, instead of one after the other.
+        taken: argument of ``ExpertWeights.at``.
     """
     (count, k), width = chosen.shape, x.shape[1]
     total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
@@ -327,7 +327,7 @@ def in_blocks(
         blocks = min(total, (total + many * (size - 1)) // size)
         order = jnp.argsort(owners)  # stable
         sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
-        before = jnp.cumsum(sizes) - sizes  # rows of the experts before each
+        before = jnp.cumsum(sizes) - sizes  # number of rows before those of each expert
         ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
         first = ends - -(-sizes // size)
         numbers = jnp.arange(blocks, dtype=jnp.int32)
@@ -357,7 +357,7 @@ def block_rows(rows: int, experts: int, least: int, most: int) -> int:
 def _apply(
     kind: Kind, owner: jax.Array, rows: jax.Array, experts: Experts, taken: bool = True
 ) -> jax.Array:
-    """Runs each block ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
+    """Runs each block of ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
     many = count_of(experts)
     if isinstance(experts, ExpertWeights):
         all_of_them = experts  # for the type checker
@@ -397,9 +397,9 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: Expert
 def one_by_one(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Sequence[Callable[[Any], Any]]
 ) -> jax.Array:
-    """As ``mixture``, for experts of any kind on any device: runs all experts on every token.
+    """Runs all experts on every token, for experts of any class, with the same result as ``mixture``.
 
-    An expert has share 0 where it was not chosen.
+    The share of an expert is 0 for tokens that did not choose it.
     """
     total = jnp.zeros(x.shape, jnp.float32)
     for i, expert in enumerate(experts):
@@ -410,7 +410,7 @@ def one_by_one(
 def all_experts(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
 ) -> jax.Array:
-    """As :func:`one_by_one`, for the weights of experts."""
+    """:func:`one_by_one` for experts that are given as weights."""
     if not isinstance(experts, ExpertWeights):
         each = [lambda x, weights=weights: _expert(kind, x, weights) for weights in experts]
         return one_by_one(x, chosen, shares, each)
@@ -422,7 +422,7 @@ def all_experts(
         number, weights = at
         return total + _expert(kind, x, weights) * _share(chosen, shares, number), None
 
-    # Scanned, so that gradients of the weights are written expert by expert.
+    # A scan writes the gradients of the weights expert by expert.
     numbers = jnp.arange(count_of(experts), dtype=chosen.dtype)
     return jax.lax.scan(add, zeros, (numbers, jax.tree.unflatten(tree, leaves)))[0]
 

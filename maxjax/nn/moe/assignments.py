@@ -1,4 +1,4 @@
-"""MAX's kernels for experts: the order of the tokens by expert, grouped products, and the sum of results."""
+"""MAX's kernels for experts: sorting tokens by expert, grouped matmuls, and the weighted sum of results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...kernels.grouped import grouped_matmul
 def moe_create_indices(
     topk_ids: Any, num_local_experts: int, *, needs_scales_offset: bool = False
 ) -> tuple[Any, ...]:
-    """The order that brings the tokens of each expert together.
+    """Sorts the assignments of tokens to experts by expert.
 
     Args:
-        topk_ids: ``[N]``, the expert of each assignment of a token.
-        num_local_experts: number of experts, E.
-        needs_scales_offset: for quantised experts; not supported.
+        topk_ids: index of the expert of each assignment, ``[N]``.
+        num_local_experts: number E of experts.
+        needs_scales_offset: whether to return offsets of scales for quantised experts; not supported.
 
     Returns:
-        The assignments ordered by experts ``[N]``, where each expert begins ``[E + 1]``, the places of the assignments
-        in that order ``[N]``, the numbers of the experts ``[E]``, and the largest number of assignments and E ``[2]``.
+        The assignments sorted by expert ``[N]``; the offsets of the experts in that order ``[E + 1]``; the position of
+        each assignment in it ``[N]``; the indices 0 … E - 1; and the most assignments of an expert, and E ``[2]``.
 
     Raises:
         NotImplementedError: ``needs_scales_offset`` is set.
@@ -54,17 +54,17 @@ def grouped_matmul_ragged(
     expert_ids: Any,
     expert_usage_stats: Any,
 ) -> Any:
-    """Each group of rows times the weight of its expert: ``group @ weight[expert].T``.
+    """Multiplies each group of rows by the weight of its expert: ``group @ weight[expert].T``.
 
     Args:
-        hidden_states: ``[N, in]``, rows of each group together.
-        weight: ``[experts, out, in]``.
-        expert_start_indices: ``[groups + 1]``, where each group begins.
-        expert_ids: ``[groups]``, the expert of each; no expert has two.
+        hidden_states: rows ``[N, in]``, sorted by group.
+        weight: weights of the experts, ``[experts, out, in]``.
+        expert_start_indices: offsets of the groups, ``[groups + 1]``.
+        expert_ids: index of the expert of each group, ``[groups]``, without repetition.
         expert_usage_stats: ignored.
 
     Returns:
-        ``[N, out]``.
+        ``[N, out]``; rows after the last offset are undefined.
     """
     sizes = jnp.diff(expert_start_indices.astype(jnp.int32))
     ids = jnp.clip(expert_ids.astype(jnp.int32), 0, weight.shape[0] - 1)
@@ -75,16 +75,16 @@ def grouped_matmul_ragged(
 def moe_finalize(
     down_projs: Any, restore_token_order: Any, router_weight: Any, out_type: Any
 ) -> Any:
-    """The results of the experts of each token, multiplied by their shares and summed.
+    """The weighted sum of the experts' results for each token.
 
     Args:
-        down_projs: ``[N k, E]``, results in the order of the experts.
-        restore_token_order: ``[N k]``, the places of each token's results in that order.
-        router_weight: ``[N, k]``, shares.
+        down_projs: results sorted by expert, ``[N k, E]``.
+        restore_token_order: positions of each token's k results in that order, ``[N k]``.
+        router_weight: factors of the results, ``[N, k]``.
         out_type: dtype of the result.
 
     Returns:
-        ``[N, E]``; summed in float32.
+        ``[N, E]``, summed in float32.
 
     Example:
         >>> rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])

@@ -1,8 +1,8 @@
-"""What expert parallelism sends: to each device its experts' rows, and back the sums of results.
+"""The exchange of expert parallelism: each device receives the rows for its experts, and sends weighted sums back.
 
-Arrays of several devices are lists in order of the devices; each result is on the device that it is
-for. Sizes are those of the worst case, in which one device gets everything, because a program
-cannot have sizes that depend on values.
+Arrays of several devices are lists in the order of the devices; each result is on the device that needs
+it. Sizes are those of the worst case, in which one device receives all rows, because the sizes of a
+compiled program cannot depend on values.
 
 Shapes: N tokens of a device, E features, k experts for each token, X experts, L of them on each
 device; M is the sum of N · k over all devices.
@@ -22,14 +22,14 @@ from .assignments import moe_create_indices
 
 
 class Sorting(NamedTuple):
-    """Where everything goes.
+    """The choices of all devices' tokens, sorted by expert.
 
     Attributes:
-        ids: ``[M]``, the expert of each choice; X where a number is no expert's.
-        order: ``[M]``, the choices sorted by expert.
-        starts: ``[X + 1]``, where each expert begins in that order.
-        places: ``[M]``, the place of each choice in it.
-        count: k.
+        ids: index of the expert of each choice, ``[M]``; X for an index that is out of range.
+        order: choices sorted by expert, ``[M]``.
+        starts: offsets of the experts in that order, ``[X + 1]``.
+        places: position of each choice in that order, ``[M]``.
+        count: number k of choices of a token.
     """
 
     ids: jax.Array
@@ -40,7 +40,7 @@ class Sorting(NamedTuple):
 
 
 def plan_of(ids: Sequence[jax.Array], experts: int) -> Sorting:
-    """The plan for the choices of all devices, ``[N, k]`` each.
+    """Sorts the choices of all devices, ``[N, k]`` for each device.
 
     Example:
         >>> plan = plan_of([jnp.array([[2, 0]]), jnp.array([[2, 1]])], 3)
@@ -65,15 +65,15 @@ def _sorted(
 def received(
     plan: Sorting, tokens: Sequence[jax.Array], device: int, experts: range
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows that the experts of one device get, and where each expert begins among them.
+    """The rows for the experts of one device, and the offsets of the experts among them.
 
     Args:
-        tokens: ``[N, E]`` of each device.
-        device: place of the receiving device in ``tokens``.
-        experts: numbers of its experts.
+        tokens: tokens ``[N, E]`` of each device.
+        device: index of the receiving device in ``tokens``.
+        experts: indices of the experts of that device.
 
     Returns:
-        ``[M, E]``, of which those behind the last expert's rows are 0, and ``[L + 1]`` in int32.
+        The rows ``[M, E]``, with zeros after those of the last expert, and the offsets ``[L + 1]`` in int32.
     """
     like = tokens[device]
     every = [placed(one, like) for one in (plan.order, plan.starts, *tokens)]
@@ -99,17 +99,17 @@ def weighed(
     first: Any,
     like: jax.Array,
 ) -> jax.Array:
-    """For the tokens of one device, the sums of their experts' results times their shares.
+    """The weighted sums of the experts' results for the tokens of one device.
 
     Args:
-        results: ``[M, E]`` of each device, in the order of :func:`received`.
-        experts: numbers of the experts of each.
-        shares: ``[N, k]``.
-        first: the number of choices before those of the device.
-        like: an array on the device.
+        results: results ``[M, E]`` of each device, in the order of :func:`received`.
+        experts: indices of the experts of each device.
+        shares: factors of the results, ``[N, k]``.
+        first: number of choices of the devices before this one.
+        like: array on the device that receives the sums.
 
     Returns:
-        ``[N, E]`` in float32; each device adds up what its own experts give before it sends that.
+        ``[N, E]`` in float32; each device sums the results of its own experts before it sends them.
     """
     total: Any = None
     for rows, own in zip(results, experts, strict=True):
@@ -124,11 +124,11 @@ def _weighed(
     rows: jax.Array, start: Any, stop: Any, first: Any,
     ids: jax.Array, places: jax.Array, starts: jax.Array, shares: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """What the experts from ``start`` to ``stop`` add to the sums of some tokens."""
+    """The weighted sums of the results of experts from ``start`` to ``stop``, for the tokens of a device."""
     mine = first + jnp.arange(shares.shape[0] * shares.shape[1], dtype=jnp.int32)
     inside = (ids[mine] >= start) & (ids[mine] < stop)
     found = rows[jnp.where(inside, places[mine] - starts[start], 0)]
-    # Rows that are another's may be no numbers, which times 0 they would stay.
+    # Zeros, not a factor 0: rows of other experts may hold NaN.
     found = jnp.where(inside[:, None], found, 0).astype(jnp.float32)
     found = found.reshape(*shares.shape, rows.shape[-1])
     return jnp.sum(found * shares.astype(jnp.float32)[..., None], axis=1)

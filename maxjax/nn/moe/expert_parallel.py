@@ -1,4 +1,4 @@
-"""Experts on lists of tensors, one for each device, under MAX's path."""
+"""``forward_moe_sharded_layers``, under MAX's path: calls mixtures of experts with one tensor for each device."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def forward_moe_sharded_layers(
     eplb_counter_buffers: Sequence[Any] | None = None,
     layer_idx_per_device: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Each layer's result for the tensor of its device.
+    """The result of each layer for the tensor of its device.
 
-    Parts of a MoE with an ``ep_batch_manager`` exchange tokens: each chooses experts for its own,
-    the manager sends them to the devices of these experts, which compute their results, and sends
-    those back. With ``use_allreduce``, every device has the same tokens, and the caller sums the
-    results over devices. Any layers will do that have the attributes of such parts. Other layers
-    are called (:func:`forward_sharded_layers`).
+    Shards of a MoE with an ``ep_batch_manager`` exchange tokens: each shard chooses experts for its
+    tokens; the manager sends the tokens to the devices of these experts, which compute the results,
+    and sends the results back. With ``use_allreduce``, every device has the same tokens, and the
+    caller must sum the results over devices. Layers of other classes can exchange tokens if they have
+    the attributes of such shards; otherwise they are only called (:func:`forward_sharded_layers`).
 
     Args:
         shards: layers, one for each device.
-        xs: a tensor ``[N, E]`` for each; the numbers N may differ, and be 0.
-        eplb_counter_buffers: a BufferValue ``[X]`` for each, to which the numbers of choices of
-            each expert are added, if the layers exchange tokens.
-        layer_idx_per_device: of MAX's balancing of experts, which a manager refuses; ignored.
+        xs: tensors ``[N, E]``, one for each device; N may differ between devices, and be 0.
+        eplb_counter_buffers: BufferValues ``[X]``, one for each device, to which the number of choices
+            of each expert is added if the layers exchange tokens.
+        layer_idx_per_device: argument of MAX's load balancing of experts, ignored.
 
     Raises:
-        ValueError: there are not as many tensors as layers.
+        ValueError: the numbers of layers and tensors differ.
 
     Example:
         >>> forward_moe_sharded_layers([lambda x: x + 1, lambda x: x * 2], [1, 5])
@@ -73,7 +73,7 @@ def _exchanged(
     else:
         ys = manager.ep_combine_all(results, shares, devices)
     if shards[0].has_shared_experts and not config.fused_shared_expert:
-        # The sum over devices must have the shared expert of replicated tokens once.
+        # With replicated tokens, only one device adds the shared expert to the sum over devices.
         last = 1 if config.use_allreduce else len(shards)
         for i in range(last):
             ys[i] = ys[i] + shards[i].shared_experts(xs_in[i])
@@ -81,7 +81,7 @@ def _exchanged(
 
 
 def _estimated(shard: Any, xs: Sequence[Any], config: Any) -> TensorValue:
-    """The mean number of rows of a device, which MAX's kernels take."""
+    """The mean number of rows of a device, an argument of MAX's kernels."""
     total = sum(jnp.asarray(unwrap(x)).shape[0] for x in xs)
     mean = total * shard.num_experts_per_token // config.n_gpus_per_node
     return TensorValue(jnp.asarray(mean, jnp.uint32))

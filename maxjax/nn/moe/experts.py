@@ -1,7 +1,7 @@
 """Mixtures of experts: for each token, the weighted sum of the few feed-forward networks chosen for it.
 
-Which of the ways of ``algorithms.py`` a program contains is decided by the platform that it is
-compiled for and by the number of tokens:
+The platform that a program is compiled for and the number of tokens decide which algorithm of
+``algorithms.py`` the program contains:
 
 ===============  ==============================  ================================================
 platform         N k ≤ X choices                 more
@@ -12,7 +12,7 @@ TPU and others   each choice, a matmul           up to 128 tokens all experts at
                                                  grouped matmul
 ===============  ==============================  ================================================
 
-Quantised experts are multiplied by their kernel: in each choice, or in blocks of rows.
+Quantised experts use the kernel of their format, for each choice or for blocks of rows.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -47,20 +47,20 @@ from .algorithms import (
     stacked,
 )
 
-# With more tokens, multiplying takes a TPU longer than reading the weights; and the width that its
-# registers have: of axes that it does not divide, the grouped matmul copies the whole stack.
+# With more than _AT_ONCE tokens, a TPU takes longer to multiply than to read the weights. _LANES is the width of
+# its registers: for axes that are not a multiple of it, the grouped matmul copies the whole stack.
 _AT_ONCE, _LANES = 128, 128
-# The most rows that are sorted at a time where a device has the tokens of others: they are in
-# memory once for each expert that is chosen.
+# The maximum number of rows that are sorted at a time on a mesh: memory holds a token once for
+# each of its chosen experts, and a device may have gathered the tokens of others.
 _MOST_ROWS = 1 << 14
 
 
 class _Options(NamedTuple):
-    """What is known of a mixture beside its arrays.
+    """The static settings of a mixture.
 
     Attributes:
-        kind: what an expert computes between its projections (``algorithms.Kind``).
-        some: whether some chosen numbers stand for no expert.
+        kind: gated activation of the experts (``algorithms.Kind``).
+        some: whether some chosen indices mean no expert.
     """
 
     kind: Kind
@@ -78,16 +78,16 @@ def mixture(
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
-    Projections with biases add them.
+    The projections add their biases, if there are any.
 
     No token is dropped, however many choose the same expert, and no token depends on another.
 
     Args:
-        x: ``[N, E]``.
+        x: tokens ``[N, E]``.
         chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
-        experts: weights of the X experts: stacked, or each by itself.
-        kind: what an expert computes between its projections (``algorithms.Kind``).
-        some: whether ``chosen`` may have numbers from X on, which stand for no expert.
+        experts: weights of the X experts, stacked or separate.
+        kind: gated activation of the experts (``algorithms.Kind``).
+        some: whether ``chosen`` may have indices of X or more, which mean no expert.
 
     Returns:
         ``[N, E]``.
@@ -117,7 +117,7 @@ def _sum(
     options: _Options, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
 ) -> jax.Array:
     """:func:`mixture` without the biases of the down projections."""
-    # The size of a block depends on the number of tokens, which must be known.
+    # The size of a block depends on the number of tokens, which must not be symbolic.
     if not isinstance(x.shape[0], int) or not x.shape[0]:
         return sorted_mixture(options.kind, x, chosen, shares, _dense(experts))
     run: Any = _mixture
@@ -131,7 +131,7 @@ def _mixture(options: _Options, *operands: Any) -> jax.Array:
 
 @_mixture.defjvp
 def _(options: _Options, primals: Any, tangents: Any) -> Any:
-    # The cotangent of selecting one expert would be as large as all experts, in every block.
+    # Otherwise each block would have a cotangent as large as all experts, from selecting its expert.
     return jax.jvp(partial(_differentiable, options), primals, tangents)
 
 
@@ -150,7 +150,7 @@ def _dense(experts: Experts) -> ExpertWeights:
 
 @functools.cache
 def _batched(options: _Options) -> Any:
-    """The mixture with a rule for ``vmap``: a batch is more tokens."""
+    """The mixture with a rule for ``vmap``, which treats a batch as more tokens."""
 
     @jax.custom_batching.custom_vmap
     def run(*operands: Any) -> jax.Array:
@@ -223,11 +223,11 @@ def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Exp
 
 
 class ExpertSplit(NamedTuple):
-    """How the experts lie on a mesh.
+    """How the experts are split over a mesh.
 
     Attributes:
         inner: mesh axes that split the F inner features of every expert.
-        whole: mesh axes over which whole experts are dealt, in order of their numbers.
+        whole: mesh axes over which complete experts are distributed, in the order of their indices.
     """
 
     inner: tuple[str, ...] = ()
@@ -240,8 +240,8 @@ def mixture_on_mesh(
 ) -> jax.Array:  # fmt: skip
     """:func:`mixture` for experts that are split over a mesh.
 
-    Each device computes its part of its experts. Where tokens are split over an axis that splits
-    experts too, devices along it first gather the tokens of all, and each keeps the sums of its own.
+    Each device computes its shard of its experts. If tokens are split over a mesh axis that also splits
+    experts, the devices along it first gather all of their tokens, and a reduce-scatter returns the sums.
     """
     rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "expert", "seq"))
     found = _on_devices(stacked(experts))
@@ -260,12 +260,12 @@ def mixture_on_mesh(
 
 
 def _on_devices(experts: ExpertWeights) -> ExpertWeights:
-    """The experts with arrays in place of the numbers of layers."""
+    """The experts with indices of layers converted to arrays."""
     return jax.tree.map(jnp.asarray, experts)
 
 
 def _spec(w: Any, spec: P) -> Any:
-    """The specs of the leaves of a stacked weight."""
+    """The PartitionSpecs of the leaves of a stacked weight."""
     if isinstance(w, QuantArray):
         return w.around(_spec(w.blocks, spec))
     if isinstance(w, StackSlice):
@@ -278,14 +278,14 @@ def local_mixture(
     x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: ExpertWeights, kind: Kind,
     split: ExpertSplit, rows: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
-    """One device's work in :func:`mixture_on_mesh`, inside ``shard_map``: of its tokens, the results.
+    """The computation of one device in :func:`mixture_on_mesh`, inside ``shard_map``; returns its tokens' results.
 
     Args:
-        experts: the device's part of the experts.
+        experts: shard of the experts on this device.
         rows: mesh axes that the tokens are split over.
     """
     if experts.biases is not None and split.inner:
-        # Of the devices that have parts of an expert, the first adds the bias of its result.
+        # Of the devices that share an expert, only the first adds the bias of its down projection.
         *inner, down = experts.biases
         is_first = jax.lax.axis_index(split.inner) == 0
         experts = experts._replace(biases=(*inner, jnp.where(is_first, jnp.asarray(down), 0)))
@@ -315,7 +315,9 @@ def local_mixture(
     size = -(-count // parts)
 
     def divided(array: jax.Array) -> jax.Array:
-        padded = jnp.pad(array, ((0, parts * size - count), (0, 0)))  # their results are cut off
+        padded = jnp.pad(
+            array, ((0, parts * size - count), (0, 0))
+        )  # results of padding are dropped below
         return padded.reshape(parts, size, -1)
 
     y = jax.lax.map(run, tuple(map(divided, (x, chosen, shares))))
@@ -325,9 +327,9 @@ def local_mixture(
 def _sums(
     y: jax.Array, dtype: Any, summed: tuple[str, ...], exchanged: tuple[str, ...]
 ) -> jax.Array:
-    """The sums over devices, of which each keeps its own tokens' along the axes ``exchanged``.
+    """Sums results over devices; along the axes ``exchanged``, each device keeps the sums of its own tokens.
 
-    Accelerators send numbers of the type of the activations, CPUs float32.
+    Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
     """
 
     def run(y: jax.Array) -> jax.Array:
@@ -339,12 +341,12 @@ def _sums(
 
 
 def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
-    """How experts lie on a mesh; None if they do not all lie alike.
+    """How experts are split over a mesh; None if they are not all split in the same way.
 
     Args:
-        experts: for each expert, or for all that are stacked, the holders of the gate, up and down
-            projections (Weights, or StackedWeights).
-        mesh: mesh that they are sharded over.
+        experts: for each expert, or for all stacked experts, the Weights or StackedWeights of the gate, up and
+            down projections.
+        mesh: mesh that the weights are sharded over.
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
     found = {

@@ -20,14 +20,14 @@ class MoEGate(Replicated, Module):
 
     Args:
         devices: devices; the weights are declared on the first.
-        hidden_dim: length of the last axis.
-        num_experts, num_experts_per_token: numbers X and k.
+        hidden_dim: length of the last axis of the input.
+        num_experts, num_experts_per_token: number X of experts, and number k that are chosen for a token.
         dtype: dtype of the weight.
-        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        is_sharding: whether to create no weights; the code that shards this layer assigns them.
         linear_cls: constructor of the linear layer that computes the scores.
-        shares: factors of the experts' results: the "scores" themselves (MAX),
-            their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen" (Mixtral), or
-            their "sigmoid" (Llama 4); computed in float32.
+        shares: name of the function, computed in float32, that gives the factors of the experts' results: the
+            "scores" themselves (MAX), their "softmax" over all experts (Qwen2-MoE), the "softmax of chosen"
+            (Mixtral), their "sigmoid" (Llama 4), or another key of ``SHARES``.
 
     Attributes:
         gate_score: Linear with weight ``[X, hidden_dim]``.
@@ -56,7 +56,7 @@ class MoEGate(Replicated, Module):
     ):
         super().__init__()
         self.shares = shares
-        Routing(num_experts_per_token, shares)  # refuses other shares
+        Routing(num_experts_per_token, shares)  # raises ValueError for other shares
         if not 0 < num_experts_per_token <= num_experts:
             raise ValueError(
                 f"num_experts_per_token is {num_experts_per_token}: it must be from 1 to "
@@ -72,9 +72,9 @@ class MoEGate(Replicated, Module):
             )  # fmt: skip
 
     def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
-        """``[..., hidden_dim]`` → indices of experts and their shares, ``[..., k]`` each.
+        """``[..., hidden_dim]`` → indices of experts, and their factors (shares), ``[..., k]`` each.
 
-        The highest score comes first; of equal scores, the lower index.
+        The highest score comes first; of equal scores, the one with the lower index.
         """
         scores = unwrap(self.gate_score(hidden_state))
         chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
@@ -84,7 +84,7 @@ class MoEGate(Replicated, Module):
         return chosen, shares
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        self._sharding_strategy = strategy  # which the shard methods of derived classes read
+        self._sharding_strategy = strategy  # the shard methods of derived classes read it
         super()._set_sharding_strategy(strategy)
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts, of which each token uses only a few.
+"""MoE: a mixture of experts, in which each token uses only a few experts.
 
 Sources: GShard (arXiv:2006.16668), Mixtral (arXiv:2401.04088).
 
@@ -34,52 +34,52 @@ from .gate import MoEGate
 
 
 class MoE(Module):
-    """A mixture of experts: ``Σ share · expert(x)`` over those the gate chooses for a token.
+    """A mixture of experts: ``Σ share · expert(x)`` over the experts that the gate chooses for a token.
 
     Args (in MAX's order):
         devices: devices; the weights are declared on the first.
         hidden_dim: length E of the last axis of the input and of the result.
-        num_experts, num_experts_per_token: numbers X and k.
+        num_experts, num_experts_per_token: number X of experts, and number k that are chosen for a token.
         moe_dim: number F of inner features of each expert.
-        num_logical_experts: must equal ``num_experts``; copies of experts are not supported.
+        num_logical_experts: must equal ``num_experts``; replicas of experts are not supported.
         gate_cls: constructor of the gate, with MoEGate's keyword arguments.
         mlp_cls, shared_mlp_cls: constructors of the experts and the shared expert, with MLP's
             keyword arguments.
         has_shared_experts, shared_experts_dim: whether there is a shared expert, an MLP that
-            every token goes through, and its number of inner features.
-        ep_size: number of devices of ``ep_batch_manager``; it divides X.
+            is applied to every token, and its number of inner features.
+        ep_size: number of devices of ``ep_batch_manager``, which divides X; 1 without a manager.
         dtype: dtype of the weights.
         activation: a GatedActivation, or the name of the experts' activation function; "silu" by
             default.
-        interleaved_gate_up: whether a derived class's ``gate_up_proj`` has gates and up
-            projections in turn, and not one after the other.
-        pre_expert_norm_cls: constructor of a norm of what the experts get, and not the gate.
-        ep_batch_manager: an ``nn.comm.ep.EPBatchManager``, for ``expert_parallel``: then
-            ``forward_moe_sharded_layers`` calls the layer's parts.
+        interleaved_gate_up: whether gates and up projections alternate in the ``gate_up_proj`` of a
+            derived class; otherwise all gates precede all up projections.
+        pre_expert_norm_cls: constructor of a norm of the experts' input, which the gate does not use.
+        ep_batch_manager: ``nn.comm.ep.EPBatchManager`` for expert parallelism; the layer's shards are then
+            called by ``forward_moe_sharded_layers``.
         quant_config, shared_experts_quant_config: not supported; must be None.
         shared_experts_dtype: dtype of the shared expert's weights, ``dtype`` by default.
-        is_sharding: whether to create no experts; whoever shards this layer assigns them.
+        is_sharding: whether to create no experts; the code that shards this layer assigns them.
 
     Attributes:
         gate: layer that chooses experts; its weight has ``dtype``, or bfloat16 if ``dtype`` is narrower.
-        experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on; of a part of
-            ``expert_parallel``, those of its device.
+        experts: LayerList of X MLPs: ``experts.3.up_proj.weight`` and so on; a shard of expert
+            parallelism has only the experts of its device.
         shared_experts: MLP, if ``has_shared_experts``.
 
     Raises:
-        NotImplementedError: experts are quantised, or there are copies of them.
-        ValueError: ``ep_size`` does not fit the manager and the number of experts.
+        NotImplementedError: experts are quantised, or have replicas.
+        ValueError: ``ep_size`` does not fit the manager or the number of experts.
 
     Experts that are plain MLPs run together (``experts.mixture``); others run one after the other
     over all tokens, with the same results. No token is dropped, however many choose the same
-    expert. With a GatedActivation, or in a class that derives ``gate_up_proj`` or ``down_proj``,
-    experts are these two weights and the activation, as in MAX.
+    expert. If ``activation`` is a GatedActivation with settings, or a derived class overrides ``gate_up_proj``
+    or ``down_proj``, experts are computed from these two weights and the activation, as in MAX.
     """
 
     _ep_batch_manager: Any = None
     _sharding_strategy: ShardingStrategy | None = None
     layer_idx: int | None = None
-    # Of tensor_parallel in MAX, whose parts hold whole experts: here they hold their shards.
+    # Attributes of MAX's tensor_parallel shards, which hold complete experts; here each has a shard of every expert.
     shard_devices: Sequence[DeviceRef] = ()
     shard_index: int = 0
 
@@ -157,7 +157,7 @@ class MoE(Module):
         )  # fmt: skip
 
     def _init_experts(self) -> None:
-        # A method of its own, because classes derived from MAX's replace it.
+        # A separate method, because classes derived from MAX's MoE override it.
         self.experts = LayerList(
             [self._mlp(self.mlp_cls, self.dtype, self.moe_dim) for _ in range(self.num_experts)]
         )
@@ -167,7 +167,7 @@ class MoE(Module):
         """The EPBatchManager.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the layer has no EPBatchManager.
         """
         if self._ep_batch_manager is None:
             raise ValueError(
@@ -177,7 +177,7 @@ class MoE(Module):
 
     @property
     def _held(self) -> list[Any]:
-        """The experts whose weights are multiplied together: the fused shared one first."""
+        """The experts in ``gate_up_proj`` and ``down_proj``: the shared expert first, if it is fused."""
         manager = self._ep_batch_manager
         fused = manager is not None and manager.config.fused_shared_expert
         return [*([self.shared_experts] if fused else []), *self.experts]
@@ -217,7 +217,7 @@ class MoE(Module):
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
 
         def given(array: jax.Array) -> Any:
-            """What layers in this one are given: gates of MAX's files need a TensorValue."""
+            """The input of the layers in this one; gates written for MAX need a TensorValue."""
             return TensorValue(array) if wrapped else array
 
         plain = not self._is_derived() and _are_plain(self.experts)
@@ -247,7 +247,7 @@ class MoE(Module):
     # --- experts as two stacked weights and an activation
 
     def _is_derived(self) -> bool:
-        """Whether a class derived from this one says what the weights are."""
+        """Whether a derived class overrides the stacked weights, or their gates and up projections alternate."""
         names = ("gate_up_proj", "down_proj")
         changed = any(getattr(type(self), name) is not getattr(MoE, name) for name in names)
         return changed or self.interleaved_gate_up
@@ -262,14 +262,14 @@ class MoE(Module):
         return self.activation.of_pair  # type: ignore[union-attr]
 
     def _expert_matmuls(self, x: Any, router_idx: Any) -> tuple[Any, Any]:
-        """The experts' results, sorted by expert, and the place of each choice among them.
+        """The experts' results, sorted by expert, and the position of each choice among them.
 
         Args:
-            x: ``[N, E]``.
-            router_idx: ``[N k]``, the experts of the tokens.
+            x: tokens ``[N, E]``.
+            router_idx: indices of the tokens' experts, ``[N k]``.
 
         Returns:
-            ``[N k, E]`` and ``[N k]``.
+            The results ``[N k, E]`` and the positions ``[N k]``.
         """
         ids = jnp.asarray(unwrap(router_idx)).astype(jnp.int32)
         order, starts, places, experts, stats = moe_create_indices(ids, self.num_experts)
@@ -288,12 +288,12 @@ class MoE(Module):
     # --- what forward_moe_sharded_layers calls
 
     def _ep_dispatch_input_scales(self) -> None:
-        """None: scales of quantised tokens, which are not sent."""
+        """The scales of quantised tokens: None, because quantised tokens are not supported."""
 
     def _local_ep_compute(
         self, expert_inputs: Sequence[Any], x: Any, estimated_total_m: Any
     ) -> Any:
-        """The results of this device's experts for the rows that it got.
+        """The results of this device's experts for the rows that the device received.
 
         Args:
             expert_inputs: results of ``EPBatchManager.ep_dispatch_wait``.
@@ -310,9 +310,9 @@ class MoE(Module):
         return ExpertWeights(gate, up, down)
 
     def _on_mesh(self, tokens: jax.Array, mesh: Any, axes: tuple[str, ...]) -> jax.Array:
-        """Each device runs the gate for its tokens, and its part of every expert.
+        """Runs the gate on each device for its tokens, and the device's shard of every expert.
 
-        The parts of all devices are summed once, including the shared expert's.
+        One all-reduce sums the results of all devices, including the shared expert's.
         """
         definition, holders = self.gate._mx_definition()
         gate = [holder.stored.used() for holder in holders]
@@ -354,7 +354,7 @@ class MoE(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits every expert's inner features over the axes ``expert`` and ``model`` together.
 
-        So the load is balanced over the devices, whatever experts the tokens choose.
+        The load of the devices is then equal, whichever experts the tokens choose.
         """
         rules = linear_rules("gate.gate_score", ShardingStrategy.replicate(1))
         for i in range(len(self.experts)):
@@ -367,8 +367,8 @@ class MoE(Module):
     def sharding_strategy(self) -> ShardingStrategy | None:
         """The strategy that was set: expert_parallel, tensor_parallel or replicate.
 
-        With an ``ep_batch_manager``, expert_parallel gives each device whole experts, and all else
-        to every device; without one, it is for a mesh, which splits every expert.
+        With an ``ep_batch_manager``, expert_parallel gives each device complete experts, and replicates all
+        other layers. Without one, it is for a mesh, which splits every expert.
         """
         return self._sharding_strategy
 
@@ -377,7 +377,7 @@ class MoE(Module):
         self._set_sharding_strategy(strategy)
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        # A method of its own, because classes derived from MAX's extend it.
+        # A separate method, because classes derived from MAX's MoE extend it.
         n = strategy.num_devices
         whole = ShardingStrategy.replicate(n)
         of_experts = of_shared = strategy
@@ -397,12 +397,12 @@ class MoE(Module):
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one MoE for each device.
 
-        With tensor_parallel each has a part of every expert, and the results are summed. With
-        expert_parallel each has some of the experts, and ``forward_moe_sharded_layers`` calls them.
+        With tensor_parallel each has a shard of every expert, and the caller must sum the results. With
+        expert_parallel each has some of the experts, and ``forward_moe_sharded_layers`` must call them.
 
         Raises:
-            ValueError: ``sharding_strategy`` is not set, or it is expert_parallel without an
-                ``ep_batch_manager`` or for another number of devices than it has.
+            ValueError: ``sharding_strategy`` is not set, or it is expert_parallel and there is no
+                ``ep_batch_manager``, or the number of devices is not that of the manager.
 
         Example:
             >>> from maxjax.nn.comm.ep import EPBatchManager, EPConfig
@@ -419,7 +419,7 @@ class MoE(Module):
             raise ValueError(f"{type(self).__name__} cannot be sharded without a sharding_strategy")
         count = len(devices)
         if strategy.is_expert_parallel:
-            self.ep_batch_manager  # noqa: B018  # refuses a layer without one
+            self.ep_batch_manager  # noqa: B018  # raises ValueError if there is none
             if count != self.ep_size:
                 raise ValueError(
                     f"the experts are dealt to {self.ep_size} devices (ep_size), not to {count}"
@@ -454,14 +454,14 @@ def _by_weights(
     rows: jax.Array, starts: jax.Array, experts: jax.Array, stats: jax.Array, gate_up: jax.Array,
     down: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Rows sorted by expert through stacked weights.
+    """The results of experts with stacked weights, for rows sorted by expert.
 
     Args:
-        kind: a Kind; if ``is_whole``, a function of gates and up projections in one tensor, and
-            their number.
+        kind: Kind; if ``is_whole``, a function of gates and up projections in one tensor and of
+            ``moe_dim``.
     """
     y = grouped_matmul_ragged(rows, gate_up, starts, experts, stats)
-    # What a grouped product gives behind the last group is not defined.
+    # The result of a grouped matmul is undefined after the last group.
     inside = jnp.arange(y.shape[0]) < starts[-1].astype(jnp.int32)
     y = jnp.where(inside[:, None], y, 0)
     if is_whole:

@@ -1,7 +1,7 @@
-"""Routing: which experts a token gets, and with which shares, from the scores of a router.
+"""Routing: chooses the experts of a token, and the factors of their results (shares), from a router's scores.
 
-Sources: Mixtral (arXiv:2401.04088); the bias that balances experts and takes part in the choice only,
-and groups of experts, DeepSeek-V3 (arXiv:2412.19437); transformers' routers.
+Sources: Mixtral (arXiv:2401.04088); DeepSeek-V3 (arXiv:2412.19437) for groups of experts and for the bias
+that balances experts and affects only the choice; transformers' routers.
 
 Shapes: N tokens, X experts, k experts for each token.
 """
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-# How far below a score others may be, as a share of the larger one's size, to count for its softmax.
+# "softmax of near" counts scores whose distance from a score is at most this share of the larger magnitude.
 _NEAR = 0.02
 
 
 def _of_near(scores: jax.Array, best: jax.Array) -> jax.Array:
-    """The softmax of each of the k highest scores among those near it and not above it."""
+    """For each of the k highest scores, its softmax among the scores that are near it and not above it."""
     count, experts = best.shape[-1], scores.shape[-1]
     ordered = jax.lax.top_k(scores, experts)[0][..., None, :]  # [..., 1, X]
     one = best[..., :, None]  # [..., k, 1]
     is_near = (one - ordered) <= _NEAR * jnp.maximum(jnp.abs(ordered), one)
-    places = jnp.arange(experts)[None, :] >= jnp.arange(count)[:, None]  # equal ones in turn
+    places = jnp.arange(experts)[None, :] >= jnp.arange(count)[:, None]  # orders equal scores too
     is_near = is_near & places.reshape((1,) * (scores.ndim - 1) + places.shape)
     return 1 / jnp.sum(jnp.where(is_near, jnp.exp(ordered - one), 0), axis=-1)
 
@@ -38,26 +38,26 @@ SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax of near": _of_near,
     "sigmoid": lambda scores, best: jax.nn.sigmoid(best),
 }
-"""How the k chosen experts share a token: name → function of all scores ``[..., X]`` and the k highest ones."""
+"""Names of functions from all scores ``[..., X]`` and the k highest ones to the shares of the k chosen experts."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen by their scores, and what their results are multiplied by.
+    """The settings by which experts are chosen, and the factors of their results (shares) computed.
 
     Attributes:
-        count: k, the number of experts of each token.
-        shares: how scores become shares, a key of ``SHARES``: the "softmax" over all experts, the
-            "softmax of chosen", of each among those near it that come after it ("softmax of near",
-            arXiv:2409.12136), their "sigmoid", or the "scores" themselves.
+        count: number k of experts of each token.
+        shares: key of ``SHARES``, the function from scores to shares: the "softmax" over all experts, the
+            "softmax of chosen" ones, for each the softmax among lower scores near it ("softmax of near",
+            arXiv:2409.12136), the "sigmoid", or the "scores" themselves.
         normalised: whether the shares of a token are divided by their sum.
-        least: the least number that they are divided by.
+        least: lower bound of that divisor.
         more: number added to that sum.
-        factor: what shares are multiplied by at last.
-        groups, chosen_groups: numbers of equal groups of experts, in order, and of those that a token
-            chooses its experts from: the groups whose ``best_of_group`` highest scores have the
-            largest sum.
-        best_of_group: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        factor: factor of all shares, applied last.
+        groups, chosen_groups: number of equal groups of consecutive experts, and number of groups from
+            which a token chooses its experts: those in which the sum of the ``best_of_group`` highest
+            scores is largest.
+        best_of_group: number of scores that are summed for a group: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
         on_inputs: whether an expert's input is multiplied by its share, instead of its result (Llama 4).
         wide: whether scores are computed in float32, whatever the dtype of the model.
 
@@ -92,10 +92,10 @@ class Routing:
             )
 
     def check(self, experts: int) -> None:
-        """Checks that X experts can be chosen from in this way.
+        """Checks that the settings fit a number X of experts.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: the settings do not fit.
         """
         size, rest = divmod(experts, self.groups)
         if rest:
@@ -115,11 +115,11 @@ class Routing:
     ) -> tuple[jax.Array, jax.Array]:
         """Scores ``[..., X]`` → indices of the chosen experts, and their shares in float32, ``[..., k]`` each.
 
-        The best comes first; of equal ones, the lower index.
+        The best expert comes first; of equal ones, the one with the lower index.
 
         Args:
-            scores: the router's results.
-            bias: numbers ``[X]`` that are added to the shares for the choice, and for it only.
+            scores: results of the router.
+            bias: numbers ``[X]`` that are added for the choice only, not to the returned shares; or None.
         """
         if bias is None and self.groups == 1:
             best, chosen = jax.lax.top_k(scores, self.count)
@@ -137,7 +137,7 @@ class Routing:
         return chosen, shares if self.factor == 1.0 else shares * self.factor
 
     def _in_groups(self, wanted: jax.Array) -> jax.Array:
-        """``wanted`` with the experts of other groups than the chosen ones at -inf."""
+        """``wanted``, with -inf for the experts of groups that are not chosen."""
         if self.groups == 1:
             return wanted
         apart = wanted.reshape(*wanted.shape[:-1], self.groups, -1)

@@ -1,4 +1,4 @@
-"""Routers with sigmoid scores and a bias that takes part in the choice of experts only (DeepSeek-V3)."""
+"""Routers with sigmoid scores and a bias that affects only the choice of experts (DeepSeek-V3)."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def moe_router_group_limited(
     norm_weights: bool,
     routed_scaling_factor: float,
 ) -> tuple[Any, Any]:
-    """The experts of each token by their scores, from the best groups of experts.
+    """Chooses the experts of each token with the highest scores, from the best groups of experts.
 
     Args:
-        expert_scores: ``[N, X]``, after the sigmoid.
-        expert_bias: ``[X]``, added to the scores for the choice only.
-        n_routed_experts: X.
-        n_experts_per_tok: k.
-        n_groups: number of equal groups; those count whose two best experts have the largest sum.
-        topk_group: number of groups that a token chooses from.
-        norm_weights: whether shares are divided by their sum; of one group they always are, as in MAX.
-        routed_scaling_factor: what shares are multiplied by at last.
+        expert_scores: scores after the sigmoid, ``[N, X]``.
+        expert_bias: numbers ``[X]`` that are added to the scores for the choice only.
+        n_routed_experts: number X of experts.
+        n_experts_per_tok: number k of experts for each token.
+        n_groups: number of equal groups, which are ranked by the sum of their two highest scores.
+        topk_group: number of groups from which a token chooses its experts.
+        norm_weights: whether shares are divided by their sum; with one group they always are, as in MAX.
+        routed_scaling_factor: factor of all shares, applied last.
 
     Returns:
         Indices in int32 and shares in the dtype of the scores, ``[N, k]`` each.
 
     Raises:
-        ValueError: the numbers do not fit each other.
+        ValueError: the shapes, or the numbers of experts and groups, do not fit each other.
 
     Example:
         >>> scores, bias = jnp.array([[0.25, 0.75, 0.5, 0.125]]), jnp.zeros(4)
@@ -67,15 +67,15 @@ def moe_router_group_limited(
 
 
 class SigmoidTopKRouter(MoEGate):
-    """A gate with sigmoid scores: the k experts of the highest score plus bias, with shares of the score alone.
+    """A gate with sigmoid scores: it chooses the k highest sums of score and bias; shares come from scores alone.
 
     Args (in MAX's order):
         devices, hidden_dim, num_experts, num_experts_per_token: as for MoEGate.
         dtype: dtype of the weight, unless ``gate_dtype`` is given.
-        norm_topk_prob: whether shares are divided by their sum; they are in any case, as in MAX.
-        gate_dtype: dtype of the weight.
+        norm_topk_prob: without effect: shares are always divided by their sum, as in MAX.
+        gate_dtype: dtype of the weight, or None for ``dtype``.
         correction_bias_dtype: dtype of the bias, of the scores and of the shares.
-        routed_scaling_factor: what shares are multiplied by at last.
+        routed_scaling_factor: factor of all shares, applied last.
         linear_cls, is_sharding: as for MoEGate.
 
     Attributes:
@@ -118,7 +118,7 @@ class SigmoidTopKRouter(MoEGate):
         )
 
     def _gate_logits(self, hidden_states: Any) -> Any:
-        """Scores before the sigmoid, ``[N, X]``; for classes that compute them in another way."""
+        """Scores before the sigmoid, ``[N, X]``; a subclass may override it."""
         return self.gate_score(hidden_states)
 
     def __call__(self, hidden_state: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""StackedMoE: a mixture of experts whose weights are stacked, in one array of each kind.
+"""StackedMoE: a mixture of experts whose weights are stacked in one array for each projection.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -26,7 +26,7 @@ from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 
 
 class GateUpFormat(enum.Enum):
-    """How gates and up projections lie in one weight: one after the other, or in turn."""
+    """How gates and up projections are stored in one weight: all gates before all up projections, or alternating."""
 
     CONCATENATED = "concatenated"
     INTERLEAVED = "interleaved"
@@ -39,10 +39,10 @@ def make_concatenated_gated_activation_fn(
 
     Args:
         activation_fn: function of the gates.
-        limit: if given, activated gates are at most this, and up within ± of it.
+        limit: bound to which activated gates (from above) and up projections (``±limit``) are clipped, or None.
 
     Raises:
-        ValueError: the limit is not positive.
+        ValueError: ``limit`` is not positive.
 
     Example:
         >>> gated = make_concatenated_gated_activation_fn(jax.nn.relu, limit=2.0)
@@ -87,31 +87,31 @@ def make_stacked_gated_activation_fn(
 
 
 class StackedMoE(Module):
-    """A mixture of experts with stacked weights: ``Σ share · expert(x)`` over those the gate chooses for a token.
+    """A mixture of experts with stacked weights: ``Σ share · expert(x)`` over the experts that the gate chooses.
 
     Args (in MAX's order):
         devices: devices; the weights are declared on the first.
         hidden_dim: length E of the last axis of the input and of the result.
-        num_experts, num_experts_per_token: numbers X and k.
+        num_experts, num_experts_per_token: number X of experts, and number k that are chosen for a token.
         moe_dim: number F of inner features of each expert.
         gate_cls: constructor of the gate, with MoEGate's keyword arguments.
         dtype: dtype of the weights.
-        gate_up_format: how gates and up projections lie in their weight.
+        gate_up_format: format of gates and up projections in their weight.
         gated_activation_fn: function of gates and up projections ``[rows, F]``; ``silu(gate) * up`` by default.
         has_bias: whether the experts have biases.
-        has_shared_experts, shared_experts_dim: whether there is an MLP that every token goes through, and its
-            number of inner features.
+        has_shared_experts, shared_experts_dim: whether there is a shared expert, an MLP that is applied to every
+            token, and its number of inner features.
         quant_config, mxfp8_activations: not supported.
         apply_router_weight_first: whether an expert's input is multiplied by its share, instead of its result.
         router_dtype: dtype of the gate and its input; by default the gate's weights are bfloat16, as in MAX.
-        is_sharding: whether to create no weights; whoever shards this layer assigns them.
+        is_sharding: whether to create no weights of experts; the code that shards this layer assigns them.
 
     Attributes:
         gate: layer that chooses experts.
         shared_experts: MLP, if ``has_shared_experts``.
 
-    In a state dict the weights are ``experts.gate_up_proj [X, E, 2 F]``, ``experts.down_proj [X, F, E]``, and with
-    ``_bias`` behind them ``[X, 2 F]`` and ``[X, E]``.
+    In a state dict the weights are ``experts.gate_up_proj [X, E, 2 F]`` and ``experts.down_proj [X, F, E]``, and
+    the biases ``experts.gate_up_proj_bias [X, 2 F]`` and ``experts.down_proj_bias [X, E]``.
 
     Raises:
         NotImplementedError: the experts are quantised.
@@ -207,7 +207,7 @@ class StackedMoE(Module):
             y = grouped_matmul_ragged(rows, unwrap(weight), starts, groups, stats)
             if bias is None:
                 return y
-            # Each of several devices adds its part of the bias of what they sum.
+            # Results are summed over devices, so each device adds its share of the bias.
             return y + (unwrap(bias) / parts)[of_row].astype(y.dtype)
 
         first, last = (self._gate_up_bias, self._down_bias) if self.has_bias else (None, None)
@@ -252,7 +252,7 @@ class StackedMoE(Module):
         self._strategy = strategy
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[StackedMoE]:
-        """Returns one StackedMoE for each device; their results are summed.
+        """Returns one StackedMoE for each device; the caller must sum their results.
 
         Raises:
             ValueError: ``sharding_strategy`` is not set.

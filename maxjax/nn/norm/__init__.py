@@ -1,4 +1,4 @@
-"""Norms, under the names and paths of ``max.nn.norm``."""
+"""Normalisation layers, under the names and paths of ``max.nn.norm``."""
 
 from .batch_norm import BatchNorm as BatchNorm
 from .batch_norm import BatchNorm1d as BatchNorm1d

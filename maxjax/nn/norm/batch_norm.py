@@ -1,4 +1,4 @@
-"""BatchNorm: normalises each channel by statistics of a batch, or by running ones."""
+"""BatchNorm: normalises each channel by the statistics of a batch, or by running statistics."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ..layer import Module
 class BatchNorm(Module):
     """``(x - mean) / √(variance + eps) · weight + bias`` for each channel, the second axis.
 
-    A call uses the running statistics. :meth:`update`, for training, uses those of the batch and returns new running
-    ones: state is an argument and a result here. They are weights, so that checkpoints hold them, which no
-    gradient reaches; ``maxjax.partition`` counts them to what is not trained.
+    A call uses the running statistics. For training, :meth:`update` uses the statistics of the batch, and returns new
+    running statistics beside the result. Running statistics are Weights, so that checkpoints hold them. They get
+    no gradient, and ``maxjax.partition`` puts them with the weights that are not trained.
 
     Args:
         num_features: number C of channels.
         eps: number added to the variance.
         momentum: share of the batch in new running statistics; None means the mean of all batches so far.
-        affine: whether there are weight and bias.
+        affine: whether there are a weight and a bias.
         dtype: dtype of the weights.
-        device: device that they are declared on; None means the CPU.
+        device: device that the weights are declared on; None means the CPU.
 
     Attributes:
         weight, bias: Weights ``[C]``, or None.
         running_mean, running_var: Weights ``[C]``.
-        num_batches_tracked: Weight ``[]``, the number of batches in them.
+        num_batches_tracked: Weight ``[]``, the number of batches in the running statistics.
 
-    Names are torch's. Sums are computed in float32. On a mesh a batch that is split over devices has one mean, that of
-    all of it.
+    The names are torch's. Sums are computed in float32. On a mesh, the mean and variance are those of the whole
+    batch, also if it is split over devices.
 
     Source: S. Ioffe and C. Szegedy, arXiv:1502.03167.
 
@@ -50,7 +50,7 @@ class BatchNorm(Module):
         1
     """
 
-    # The numbers of axes of an input, for the classes named after them.
+    # The numbers of axes that an input may have; None allows any number from 2 on.
     ranks: ClassVar[tuple[int, ...] | None] = None
     untrained: ClassVar[tuple[str, ...]] = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -75,7 +75,7 @@ class BatchNorm(Module):
         self.num_batches_tracked = Weight("num_batches_tracked", DType.int64, (), device)
 
     def __call__(self, x: Any) -> Any:
-        """``[B, C, ...]`` → the same shape and dtype, by the running statistics.
+        """``[B, C, ...]`` → the same shape and dtype, normalised by the running statistics.
 
         Raises:
             ValueError: the second axis is not C long, or there are too few or too many axes.
@@ -89,12 +89,12 @@ class BatchNorm(Module):
         return TensorValue(y) if wraps(x) else y
 
     def update(self, x: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """The result by the statistics of the batch ``x``, and the new running statistics by name.
+        """``x`` normalised by its own statistics, and the new running statistics by name.
 
-        As torch's, the running variance is that of a sample: divided by n - 1.
+        The running variance is the sample variance, divided by n - 1, as in torch.
 
         Raises:
-            ValueError: as for a call, or there is one value for each channel only.
+            ValueError: as for a call, or there is only one value for each channel.
         """
         array = self._checked(x)
         axes = (0, *range(2, array.ndim))
@@ -119,7 +119,7 @@ class BatchNorm(Module):
         return TensorValue(y) if wraps(x) else y, found
 
     def with_statistics(self, statistics: dict[str, jax.Array]) -> BatchNorm:
-        """A layer like this one with other running statistics, those of :meth:`update`."""
+        """A copy of this layer with the running statistics that :meth:`update` returned."""
         new = jax.tree.map(lambda leaf: leaf, self)
         for name in self.untrained:
             getattr(new, name).value = statistics[name]
@@ -149,7 +149,7 @@ class BatchNorm(Module):
         return array
 
     def initializer(self, name: str) -> Any:
-        """The identity: means and biases zero, variances and weights one, no batch so far."""
+        """The identity: means and biases are zero, variances and weights one, and no batch is counted."""
         ones = name in ("weight", "running_var")
         return jax.nn.initializers.ones if ones else jax.nn.initializers.zeros
 

@@ -26,7 +26,7 @@ class LayerNorm(Replicated, Module):
         dtype: dtype of the weights.
         eps: number added to the variance.
         use_bias: whether there is a bias.
-        compute_dtype: dtype of the computation; change float32 only for experiments.
+        compute_dtype: dtype of the computation; other values than float32 are for experiments.
         weight_offset: number added to the weight (1 in Nemotron, whose files hold ``weight - 1``).
 
     Attributes:
@@ -79,7 +79,7 @@ class LayerNorm(Replicated, Module):
         return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
-        """The identity after normalising: an effective factor of one, bias zero."""
+        """No change after normalising: an effective factor of one, and a bias of zero."""
         one = jax.nn.initializers.constant(1.0 - self.weight_offset)
         return jax.nn.initializers.zeros if name == "bias" else one
 
@@ -92,8 +92,8 @@ class RMSNorm(Replicated, Module):
         dtype: dtype of the weight.
         eps: number added to the mean square.
         weight_offset: number added to the weight (1 in Gemma, whose files hold ``weight - 1``).
-        multiply_before_cast: whether to multiply by the weight in float32 and then round to the
-            dtype of the input. Otherwise round first and multiply in the narrow dtype (Llama).
+        multiply_before_cast: whether to multiply by the weight in float32, and then round to the
+            dtype of the input. Otherwise the layer rounds first and multiplies in that dtype (Llama).
 
     Attributes:
         weight: Weight ``[dim]``, declared on the CPU as in MAX.
@@ -132,7 +132,7 @@ class RMSNorm(Replicated, Module):
         wide = array.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         y = wide * jax.lax.rsqrt(mean_square + self.eps)
-        # The dtype the weight multiplies in: before the one rounding, or after it.
+        # The dtype of the multiplication by the weight, which is before the rounding or after it.
         dtype = jnp.float32 if self.multiply_before_cast else array.dtype
         y = y.astype(dtype) * (_row(self.weight, array.ndim, dtype) + self.weight_offset)
         return _like(x, y.astype(array.dtype))
@@ -193,7 +193,7 @@ class GroupNorm(Replicated, Module):
         num_channels: length of axis 1; a multiple of ``num_groups``.
         eps: number added to the variance.
         affine: whether the result is multiplied by ``weight`` and ``bias`` is added.
-        device: device that the weights are declared on.
+        device: device that the weights are declared on; None means the GPU, as in MAX.
 
     Attributes:
         weight, bias: Weights ``[num_channels]`` in float32, or None.
@@ -248,7 +248,7 @@ class GroupNorm(Replicated, Module):
         return _like(x, y.astype(array.dtype))
 
     def initializer(self, name: str) -> Any:
-        """The identity after normalising: weight one, bias zero."""
+        """No change after normalising: a weight of one, and a bias of zero."""
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
 
 

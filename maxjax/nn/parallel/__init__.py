@@ -1,4 +1,4 @@
-"""MAX's path of operations on arrays of the host."""
+"""ParallelArrayOps, under MAX's path: concatenates NumPy arrays in the host's memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ...driver import Buffer
 
 
 class ParallelArrayOps:
-    """Joins NumPy arrays, with MAX's interface, but without threads.
+    """Concatenates NumPy arrays, with MAX's interface, but without threads.
 
     Args:
-        accelerator: device whose pinned memory would hold the results; not supported.
+        accelerator: device whose pinned memory holds the results in MAX; not supported, must be None.
         max_workers: ignored.
 
     Raises:
         ValueError: the accelerator is the host.
-        NotImplementedError: there is an accelerator.
+        NotImplementedError: another accelerator is given.
 
     Example:
         >>> ParallelArrayOps().concatenate([np.ones(2), np.zeros(1)]).to_numpy()
@@ -37,16 +37,16 @@ class ParallelArrayOps:
     def concatenate(
         self, arrays: Sequence[np.ndarray], axis: int = 0, min_chunk_size_mb: float = 50.0
     ) -> Buffer:
-        """A new Buffer with the arrays joined along an axis.
+        """A new Buffer with the arrays concatenated along an axis.
 
         Args:
             arrays: arrays of one dtype.
-            axis: axis along which they are joined.
+            axis: axis along which the arrays are concatenated.
             min_chunk_size_mb: ignored.
 
         Raises:
-            ValueError: there is none, their dtypes differ, or their shapes do not fit.
-            IndexError: there is no such axis.
+            ValueError: ``arrays`` is empty, the dtypes differ, or the shapes do not fit.
+            IndexError: ``axis`` is out of range.
         """
         if not arrays:
             raise ValueError("there is no array to join")

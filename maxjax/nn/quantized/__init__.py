@@ -1,9 +1,9 @@
 """Linear layers whose weight is quantised in one of Hugging Face's formats, and these formats.
 
 A format stores a weight ``[out, in]`` as several tensors: numbers of few bits, scales, zero points.
-They stay as they are in the file, each a Weight under the file's name (``QuantizedLinear``); a
-:class:`QuantLayout` says which tensors they are, and a format computes the weight from them
-(``formats.py``). ``models/quantized.py`` reads which format a checkpoint has.
+A ``QuantizedLinear`` keeps these tensors as they are in the file, each as a Weight under the file's name. A
+:class:`QuantLayout` lists the tensors, and a function of ``formats.py`` computes the weight from them.
+``models/quantized.py`` finds out which format a checkpoint has.
 """
 
 from .formats import QuantLayout as QuantLayout

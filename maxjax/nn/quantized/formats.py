@@ -1,8 +1,8 @@
-"""The formats of quantised weights: from their tensors to the weight in float32.
+"""The formats of quantised weights: each computes a weight in float32 from the tensors that store it.
 
-A format is a function of the tensors by name and of the weight's shape ``[out, in]``, and what else it
-needs to know; ``FORMATS`` is the table of them. All of it is ``jax.numpy``. A QuantLayout is the tensors of one
-weight, and how to compute the weight from them.
+A format is a function of the tensors by name, of the weight's shape ``[out, in]`` and of further settings;
+``FORMATS`` is the table of these functions. They use ``jax.numpy`` only. A QuantLayout lists the tensors of one
+weight, and has the format and settings to compute the weight from them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Shape = tuple[int, int]
 
 
 def spread(blocks: jax.Array, shape: Shape, sizes: Shape | None = None) -> jax.Array:
-    """One value for each block of a weight → one for each of its elements, or such that it broadcasts.
+    """Repeats the values of a weight's blocks, so that the result has or broadcasts to the weight's shape.
 
     Args:
-        blocks: ``[]`` or ``[1]`` for the whole weight, ``[out]`` for its rows, or a matrix.
+        blocks: values ``[]`` or ``[1]`` for the whole weight, ``[out]`` for its rows, or a matrix of values.
         shape: shape of the weight.
-        sizes: shape of a block; by default as many rows and columns as there are of ``blocks``. The
-            last blocks of an axis may be cut off.
+        sizes: shape of a block; by default the weight's shape divided by that of ``blocks``, rounded up. The
+            last blocks of an axis may be incomplete.
 
     Example:
         >>> spread(jnp.array([[1.0, 2.0]]), (2, 4)).tolist()
@@ -51,7 +51,7 @@ def spread(blocks: jax.Array, shape: Shape, sizes: Shape | None = None) -> jax.A
 
 
 def floats(values: jax.Array) -> jax.Array:
-    """Numbers as float32; those of 8 bits on CPUs by way of their bits, as XLA computes each bit there.
+    """Converts numbers to float32. For 8-bit floats on CPUs it uses their bits: XLA emulates this cast there.
 
     Example:
         >>> floats(jnp.array([1.5, -0.001953125], jnp.float8_e4m3fn)).tolist()
@@ -68,13 +68,13 @@ def floats(values: jax.Array) -> jax.Array:
 
 def _e5m2(values: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
-    # They are the first byte of a float16.
+    # A float8_e5m2 is the high byte of a float16.
     return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
 
 
 def _e4m3(values: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
-    # A float16 has as many exponents again below, so that subnormal numbers are right too.
+    # The exponents of e4m3 fit into those of a float16, where its subnormal numbers are subnormal too.
     half = jax.lax.bitcast_convert_type((bits & 128) << 8 | (bits & 127) << 7, jnp.float16)
     nan = jnp.float32(jnp.nan)
     return jnp.where((bits & 127) == 127, nan, half.astype(jnp.float32) * jnp.float32(256))
@@ -83,13 +83,13 @@ def _e4m3(values: jax.Array) -> jax.Array:
 def scaled(
     tensors: Tensors, shape: Shape, scale: str = "weight_scale", block: Shape | None = None
 ) -> jax.Array:
-    """``weight · scale``: floats of 8 bits or int8, with a scale for each block.
+    """``weight · scale``: 8-bit floats or int8, with scales.
 
     Args:
         tensors: ``weight`` ``[out, in]``, the scales under the name ``scale``, and, if the format
             is not symmetric, ``weight_zero_point``, which is subtracted first.
-        scale: name of the scales: one, one for each row, or one for each block.
-        block: shape of a block, where there is a matrix of scales.
+        scale: name of the tensor of scales: one for the weight, one for each row, or one for each block.
+        block: shape of a block, if there is a scale for each block.
     """
     values = floats(tensors["weight"])
     if (zero := tensors.get("weight_zero_point")) is not None:
@@ -100,17 +100,17 @@ def scaled(
 def unpacked(
     words: jax.Array, bits: int, axis: int, count: int, order: Sequence[int] | None = None
 ) -> jax.Array:
-    """The numbers in words of 32 bits, along an axis; the lowest bits of a word are the first.
+    """Unpacks the numbers in 32-bit words along an axis; the lowest bits of a word hold the first number.
 
     Args:
-        words: int32.
-        bits: bits of a number; a word holds as many whole ones as it can.
+        words: array of int32.
+        bits: number of bits of a number; a word holds as many complete numbers as fit.
         axis: axis along which a word holds consecutive numbers.
-        count: how many numbers there are along it; the last word may hold fewer.
-        order: which of a word's numbers is in each position, where they are not in order.
+        count: number of numbers along the axis; the last word may hold fewer.
+        order: for each position in a word, the index of the number that it holds; None means 0, 1, 2, ….
 
     Returns:
-        float32, unsigned.
+        The unsigned numbers in float32, with ``count`` along the axis.
 
     Example:
         >>> unpacked(jnp.array([[0x76543210]]), 4, 1, 6).tolist()
@@ -137,11 +137,11 @@ def grouped(
     """``(q - zero) · scale`` for groups of columns.
 
     Args:
-        q: numbers ``[out, in]``.
-        zero: zero points ``[out, groups]``, or one number for all.
+        q: unpacked numbers ``[out, in]``.
+        zero: zero points ``[out, groups]``, or one number for all groups.
         scale: scales ``[out, groups]``.
-        group: columns of a group.
-        g_idx: the group of each column ``[in]``; None if groups are consecutive columns.
+        group: number of columns in a group.
+        g_idx: index of the group of each column ``[in]``; None if groups are consecutive columns.
     """
 
     def each(a: jax.Array) -> jax.Array:
@@ -154,12 +154,12 @@ def grouped(
 
 
 def pack_quantized(tensors: Tensors, shape: Shape, bits: int, group: int) -> jax.Array:
-    """``pack-quantized`` of compressed-tensors: words along the columns, numbers offset by half their range.
+    """``pack-quantized`` of compressed-tensors: words hold consecutive columns, and the zero point is 2^(bits - 1).
 
     Args:
         tensors: ``weight_packed`` int32 ``[out, in · bits / 32]``, ``weight_scale`` ``[out, groups]``,
-            and where they are used ``weight_zero_point`` int32 ``[out · bits / 32, groups]`` and
-            ``weight_g_idx`` int32 ``[in]``.
+            and optionally ``weight_zero_point`` int32 ``[out · bits / 32, groups]``, which replaces the zero
+            point, and ``weight_g_idx`` int32 ``[in]``.
     """
     half = 2 ** (bits - 1)
     q = unpacked(tensors["weight_packed"], bits, 1, shape[1])
@@ -172,32 +172,32 @@ def pack_quantized(tensors: Tensors, shape: Shape, bits: int, group: int) -> jax
 def gptq(
     tensors: Tensors, shape: Shape, bits: int, group: int, offset: int, ordered: bool
 ) -> jax.Array:
-    """GPTQ: words along the columns of the transposed weight.
+    """GPTQ: the weight is stored transposed, and words hold consecutive inputs.
 
     Args:
         tensors: ``qweight`` int32 ``[in · bits / 32, out]``, ``qzeros`` int32
             ``[groups, out · bits / 32]``, ``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``.
-        offset: number added to the stored zero points: 1 in the first version of the format. The
-            sum has as many bits as they have.
+        offset: number added to the stored zero points, modulo 2^bits: 1 in the first version of
+            the format.
         ordered: whether ``g_idx`` is used, because columns were quantised in another order.
 
     Source: arXiv:2210.17323; ``qlinear`` of https://github.com/AutoGPTQ/AutoGPTQ.
     """
-    # Words are transposed, which are fewer than the numbers in them.
+    # The words are transposed, not the numbers, because there are fewer words.
     q = unpacked(tensors["qweight"].T, bits, 1, shape[1])
     zero = unpacked(tensors["qzeros"].T, bits, 0, shape[0])
     if offset:
-        # AutoGPTQ's kernels differ in whether 2^bits is 0 then; it writes neither.
+        # AutoGPTQ's kernels disagree on whether a sum of 2^bits is 0; AutoGPTQ never writes such zero points.
         zero = jnp.mod(zero + jnp.float32(offset), jnp.float32(2**bits))
     return grouped(q, zero, tensors["scales"].T, group, tensors["g_idx"] if ordered else None)
 
 
-# Which column of eight each position of a word holds.
+# For each position in a word, the index of the number that it holds.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq(tensors: Tensors, shape: Shape, group: int) -> jax.Array:
-    """AWQ, ``gemm``: words of 8 numbers along the rows of the weight, in the order that its kernel wants.
+    """AWQ, ``gemm``: the weight is stored transposed, and a word holds 8 outputs in the order of AWQ's kernel.
 
     Args:
         tensors: ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``,
@@ -213,17 +213,17 @@ def awq(tensors: Tensors, shape: Shape, group: int) -> jax.Array:
 
 
 def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: int) -> jax.Array:
-    """``nf4`` and ``fp4`` of bitsandbytes: the weight as one row of numbers, in blocks.
+    """``nf4`` and ``fp4`` of bitsandbytes: the weight is flattened and quantised in blocks.
 
     Args:
-        tensors: ``weight`` uint8 ``[out · in / 2, 1]``, a byte being two numbers, the first in the
-            high bits; ``weight.quant_map`` ``[16]``, their values; ``weight.absmax`` ``[blocks]``,
-            the scales. These are numbers of 8 bits themselves if ``nested``: then
-            ``weight.nested_quant_map`` ``[256]`` are their values, ``weight.nested_absmax`` their
-            scales, and the settings begin with the number that is added.
+        tensors: ``weight`` uint8 ``[out · in / 2, 1]``, two numbers in a byte, the first in the
+            high bits; ``weight.quant_map`` ``[16]``, the values of the 16 codes; ``weight.absmax``
+            ``[blocks]``, the scales. If ``nested``, the scales are 8-bit codes too:
+            ``weight.nested_quant_map`` ``[256]`` has their values, ``weight.nested_absmax`` their
+            scales, and the first four bytes of the settings the float32 that is added to them.
         kind: "nf4" or "fp4".
-        size: numbers of a block.
-        nested: scales of a block of scales; 0: scales are floats.
+        size: number of weights in a block.
+        nested: number of scales in a block of scales; 0 if scales are floats.
 
     Source: arXiv:2305.14314; https://github.com/bitsandbytes-foundation/bitsandbytes.
     """
@@ -249,12 +249,12 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
 
 
 def _each(blocks: jax.Array, size: int, count: int) -> jax.Array:
-    """One value for each of ``count`` elements in blocks of ``size``."""
+    """Repeats the values of blocks of ``size`` elements, so that there is one for each of ``count`` elements."""
     return jax.lax.slice_in_dim(jnp.repeat(blocks, size), 0, count)
 
 
 def bitsandbytes8(tensors: Tensors, shape: Shape) -> jax.Array:
-    """LLM.int8 of bitsandbytes: ``weight`` int8 ``[out, in]`` and ``SCB`` ``[out]``, the largest of a row.
+    """LLM.int8 of bitsandbytes: ``weight`` int8 ``[out, in]``, and ``SCB`` ``[out]``, the largest magnitude of a row.
 
     Source: arXiv:2208.07339.
     """
@@ -266,7 +266,7 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     """MXFP4 as in gpt-oss: blocks of 32 columns, E2M1 numbers with an E8M0 scale.
 
     Args:
-        tensors: ``blocks`` uint8 ``[..., out, in / 32, 16]``, a byte being two neighbours, the
+        tensors: ``blocks`` uint8 ``[..., out, in / 32, 16]``, two neighbouring numbers in a byte, the
             first in the low bits; ``scales`` uint8 ``[..., out, in / 32]``, exponents + 127.
 
     Source: OCP Microscaling Formats 1.0.
@@ -274,18 +274,18 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     blocks = tensors["blocks"]
     q = jnp.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
     values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0, mode="clip")
-    # 2^(e - 127) as two factors that are normal numbers for every byte.
+    # 2^(e - 127) as the product of two factors that are normal numbers for every e.
     e = tensors["scales"][..., None].astype(jnp.int32)
     values = values * _power((e >> 1) - 64) * _power(e - (e >> 1) - 63)
     return values.reshape(*blocks.shape[:-3], *shape)
 
 
 def _power(e: jax.Array) -> jax.Array:
-    """2^e for the exponents of normal numbers, made from the bits of a float32."""
+    """2^e in float32 for exponents of normal numbers, made by setting the exponent's bits."""
     return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
 
 
-# The values of E2M1, by their four bits.
+# The values of E2M1, indexed by their four bits.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 FORMATS: dict[str, Callable[..., Any]] = {
@@ -304,12 +304,12 @@ class QuantTensor:
     """One of the tensors of a quantised weight.
 
     Attributes:
-        name: name in the file, after the name of the layer.
+        name: name in the file, without the prefix of the layer's name.
         dtype: element type in the file.
         shape: shape in the file.
         axes: for each axis, the axis of the weight ``[out, in]`` that it runs along; None for an
             axis that a mesh does not split.
-        form: what a file holds in its place; None: the tensor itself.
+        form: FileForm that checks or converts what a file holds; None if the file holds the tensor itself.
     """
 
     name: str
@@ -320,12 +320,12 @@ class QuantTensor:
 
     @property
     def has_bits(self) -> bool:
-        """Whether its elements are floats of 8 bits."""
+        """Whether the elements are 8-bit floats, which a Weight holds as their bits (uint8)."""
         return self.dtype.is_float() and self.dtype.size_in_bits == 8
 
     @property
     def attribute(self) -> str:
-        """The attribute of a QuantizedLinear that holds it; ``weight`` is the dequantised one.
+        """The attribute of a QuantizedLinear that holds the tensor; ``weight`` is the dequantised weight.
 
         Example:
             >>> QuantTensor("weight.absmax", DType.uint8, (4,), (0,)).attribute
@@ -341,9 +341,9 @@ class QuantLayout:
     Attributes:
         format: name of the format, a key of ``formats.FORMATS``.
         out_dim, in_dim: shape of the weight.
-        tensors: the tensors that it is stored as; the first has the numbers, integers or floats of
-            8 bits.
-        options: settings of the format that are not seen in the tensors, as (name, value).
+        tensors: the tensors that store the weight; the first has the quantised numbers, integers or
+            8-bit floats.
+        options: settings of the format that do not follow from the tensors, as (name, value).
 
     Example:
         >>> import jax.numpy as jnp
@@ -369,7 +369,7 @@ class QuantLayout:
         """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name.
 
         Args:
-            tensors: the tensors; floats of 8 bits may also be their bits, uint8.
+            tensors: the tensors by name; 8-bit floats may also be given as their bits, uint8.
         """
         found = dict(tensors)
         for one in self.tensors:

@@ -1,4 +1,4 @@
-"""What files say about a quantised weight besides its numbers, checked when it is loaded."""
+"""The FileForms of quantised weights: they convert or check what a file holds when a weight is loaded or saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...dtype import DType
 
 @dataclass(frozen=True)
 class Bits:
-    """The FileForm of floats of 8 bits, which a Weight holds as uint8.
+    """The FileForm of 8-bit floats, which a Weight holds as their bits, uint8.
 
-    XLA for CPUs has no operations for such floats: of a stack of them it would make float16 first.
+    XLA for CPUs has no operations for 8-bit floats: it would convert a whole stack of them to float16 first.
 
     Attributes:
         dtype: element type in files.
@@ -28,15 +28,15 @@ class Bits:
     elementwise: ClassVar[bool] = True
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
-        """Whether it has this element type."""
+        """Whether a tensor of a file has the expected dtype."""
         return dtype is self.dtype
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The bits."""
+        """The bits of the floats, uint8."""
         return array.view(np.uint8)
 
     def to_file(self, array: Any) -> Any:
-        """The floats, of an array of NumPy or JAX."""
+        """The floats from their bits, as an array of NumPy or JAX like the given one."""
         if isinstance(array, jax.Array):
             return jax.lax.bitcast_convert_type(array, self.dtype.np)
         return np.asarray(array).view(self.dtype.np)
@@ -44,10 +44,10 @@ class Bits:
 
 @dataclass(frozen=True)
 class Exactly:
-    """The FileForm of a tensor whose values are known, such as the shape of the weight.
+    """The FileForm of a tensor whose values are known in advance, such as the shape of the weight.
 
     Attributes:
-        values: the values.
+        values: expected values.
     """
 
     values: tuple[int, ...]
@@ -55,14 +55,14 @@ class Exactly:
     elementwise: ClassVar[bool] = False
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
-        """Whether it is a tensor of as many integers."""
+        """Whether a tensor of a file has integers, as many as are expected."""
         return dtype.is_integral() and math.prod(shape) == len(self.values)
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
         """The array itself.
 
         Raises:
-            ValueError: it has other values.
+            ValueError: the array has other values.
         """
         found = tuple(int(n) for n in array.reshape(-1))
         if found != self.values:
@@ -76,11 +76,11 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Consecutive:
-    """The FileForm of the group of each column, of a weight whose groups are consecutive columns.
+    """The FileForm of ``g_idx``, the group of each column, for a weight whose groups are consecutive columns.
 
     Attributes:
         count: number of columns.
-        group: columns of a group.
+        group: number of columns in a group.
 
     Example:
         >>> Consecutive(4, 2).to_stored("g_idx", np.array([0, 1, 0, 1]))
@@ -95,14 +95,14 @@ class Consecutive:
     elementwise: ClassVar[bool] = False
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
-        """Whether it has an integer for each column."""
+        """Whether a tensor of a file has an integer for each column."""
         return dtype.is_integral() and shape == (self.count,)
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The array itself, which may also be zeros: some writers leave it so where nothing reads it.
+        """The array itself. It may be all zeros, because some writers do not fill in a ``g_idx`` that is not used.
 
         Raises:
-            ValueError: it has other groups.
+            ValueError: the array has other groups.
         """
         found = np.asarray(array)
         if found.any() and not np.array_equal(found, np.arange(self.count) // self.group):
@@ -118,13 +118,13 @@ class Consecutive:
 
 @dataclass(frozen=True)
 class QuantState:
-    """The FileForm of the settings of a weight in 4 bits of bitsandbytes, which are JSON as bytes.
+    """The FileForm of the settings of a 4-bit weight of bitsandbytes, which are JSON as bytes.
 
-    A Weight holds the number ``nested_offset``, which products need, as four bytes, and after it the
-    text, filled up with zeros: texts of layers differ in length, and layers of a stack must not.
+    A Weight holds the number ``nested_offset``, which dequantisation needs, as four bytes of float32, and after it
+    the JSON text, padded with zeros: texts of layers differ in length, but stacked layers need equal shapes.
 
     Attributes:
-        expected: the settings of the layout, as (key, value); the text must have the same.
+        expected: settings of the layout, as (key, value), which the text must have too.
 
     Example:
         >>> form = QuantState((("quant_type", "nf4"), ("shape", (2, 64))))
@@ -137,18 +137,18 @@ class QuantState:
     expected: tuple[tuple[str, Any], ...]
 
     elementwise: ClassVar[bool] = False
-    # Bytes of a stored value. Texts have about 170.
+    # The number of bytes of a stored value; texts have about 170.
     SIZE: ClassVar[int] = 256
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
-        """Whether it can be such a text."""
+        """Whether a tensor of a file has the dtype and a possible length of such a text."""
         return dtype is DType.uint8 and len(shape) == 1 and 0 < shape[0] <= self.SIZE - 4
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The number ``nested_offset`` and the text.
+        """The bytes of ``nested_offset``, followed by the padded text.
 
         Raises:
-            ValueError: it is not JSON, or says something else than what is expected.
+            ValueError: the text is not a JSON object, or its settings are not the expected ones.
         """
         text = np.ascontiguousarray(array).tobytes()
         try:
@@ -171,6 +171,6 @@ class QuantState:
         return stored
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The text."""
+        """The text without its padding, as bytes."""
         text = array[4:].tobytes().rstrip(b"\0")
         return np.frombuffer(text, np.uint8).copy()

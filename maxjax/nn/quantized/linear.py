@@ -24,21 +24,21 @@ from .forms import Bits
 class QuantizedLinear(LowRank):
     """A linear layer over the last axis, with a quantised weight.
 
-    Its tensors are those of the file; a product dequantises them into one matrix, in the dtype of
-    the input, which is dropped after it. Gradients reach the input, and not the tensors.
+    The layer keeps the tensors of the file. Each call dequantises them into one matrix in the dtype of
+    the input, which is not kept after the call. Gradients flow to the input, but not to the tensors.
 
     Args:
-        layout: tensors of the weight, and its shape.
+        layout: QuantLayout: format, tensors and shape of the weight.
         device: device that the weights are declared on.
         has_bias: whether to add a bias.
         dtype: dtype of the bias.
 
     Attributes:
-        layout: the Layout.
+        layout: QuantLayout of the weight.
         bias: Weight ``[out_dim]``, or None.
 
-    Each tensor of the layout is a Weight under its name in the file. Floats of 8 bits are uint8 in
-    memory, and floats in state dicts and files.
+    Each tensor of the layout is a Weight under its name in the file. 8-bit floats are held as their bits
+    (uint8) in memory; state dicts and files have the floats.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -75,7 +75,7 @@ class QuantizedLinear(LowRank):
 
     @property
     def weight(self) -> DequantisedWeight:
-        """The weight ``[out_dim, in_dim]``, dequantised when it is used as an array."""
+        """The weight ``[out_dim, in_dim]``, which is dequantised when it is converted to an array."""
         return DequantisedWeight(self)
 
     def __call__(self, x: Any) -> Any:
@@ -108,12 +108,12 @@ class QuantizedLinear(LowRank):
         return run(tensors)
 
     def _tensors(self) -> dict[str, jax.Array]:
-        """The tensors by name; floats of 8 bits as uint8."""
+        """The tensors by name; 8-bit floats as uint8."""
         layout = self.layout
         return {one.name: jnp.asarray(getattr(self, one.attribute)) for one in layout.tensors}
 
     def _split(self, axis: int, tensors: dict[str, jax.Array]) -> explicit.Entry:
-        """The explicit mesh axes that an axis of the weight is split over."""
+        """The mesh axes of type Explicit over which an axis of the weight is split."""
         entries = {name: explicit.entries(array) for name, array in tensors.items()}
         return self.layout.split(axis, entries)
 
@@ -122,15 +122,15 @@ class QuantizedLinear(LowRank):
         return {**self.layout.rules(), **super().sharding_rules()}
 
 
-# Derivatives dequantise again, and do not keep the floats of all layers.
+# Rematerialised: the backward pass dequantises again, instead of keeping the dequantised weights of all layers.
 @partial(jax.checkpoint, static_argnums=(0, 1, 2))
 def _product(
     layout: QuantLayout, dtype: Any, in_turn: bool, x: jax.Array, tensors: dict[str, jax.Array]
 ) -> jax.Array:
-    """``x @ weight.T`` in a dtype.
+    """``x @ weight.T``, computed and returned in ``dtype``.
 
     Args:
-        in_turn: whether the weight is dequantised only once ``x`` is there.
+        in_turn: whether programs for CPUs dequantise the weight only after ``x`` is computed.
     """
     tensors = jax.lax.stop_gradient(tensors)
     if in_turn and 0 not in x.shape:
@@ -142,17 +142,17 @@ def _product(
 
 
 def _after(x: jax.Array, array: jax.Array) -> jax.Array:
-    """``array``, in programs for CPUs not before ``x``.
+    """``array`` with a data dependency on ``x``, so that programs for CPUs use it only after ``x`` is computed.
 
-    XLA orders what it computes. Where layers are not stacked it would dequantise the weights of all of
-    them first, and hold them all; a barrier does not stop it.
+    XLA chooses the order of operations. If layers are not stacked, it would dequantise the weights of all layers
+    first and hold all of them in memory; ``lax.optimization_barrier`` does not prevent that.
     """
     return array | _zero(x).astype(array.dtype)
 
 
 @jax.custom_batching.custom_vmap
 def _zero(x: jax.Array) -> jax.Array:
-    """0, which is computed from ``x`` in a way that XLA does not see through."""
+    """The number 0, computed from ``x`` in a way that XLA does not simplify."""
     return jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8) >> 1
 
 
@@ -165,7 +165,7 @@ class DequantisedWeight:
     """The weight of a QuantizedLinear: its shape and sharding, and its values as a float32 array.
 
     Attributes:
-        layer: the layer.
+        layer: layer that has the weight.
     """
 
     def __init__(self, layer: QuantizedLinear):
@@ -189,7 +189,7 @@ class DequantisedWeight:
 
     @property
     def sharding(self) -> Any:
-        """The Sharding that the weight would have; None lets JAX choose."""
+        """The Sharding that the dequantised weight would have; None lets JAX choose."""
         found = getattr(self.layer, self.layer.layout.tensors[0].attribute).sharding
         if not isinstance(found, NamedSharding):
             return found

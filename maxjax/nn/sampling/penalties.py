@@ -1,4 +1,4 @@
-"""Penalties of tokens that a text has already, inside of a graph."""
+"""LogitPenalties: frequency and presence penalties of tokens that were generated before, inside a graph."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..ragged import sequences
 
 @dataclass(frozen=True)
 class LogitPenalties:
-    """What is subtracted from the logits of tokens that were generated before.
+    """Penalties that are subtracted from the logits of tokens that were generated before.
 
     Attributes:
-        data: integers ``[entries, 2]``: a token, and how often it was generated; negative tokens count for nothing.
-        offsets: ``[N + 1]``, where the entries of each row begin.
-        frequency: ``[N]``, subtracted for each time.
-        presence: ``[N]``, subtracted once.
+        data: integers ``[entries, 2]``: a token id, and how often it was generated. Negative ids are ignored.
+        offsets: offsets of the entries of each row of logits, ``[N + 1]``.
+        frequency: penalty for each occurrence, ``[N]``.
+        presence: penalty that is subtracted once, ``[N]``.
 
     Example:
         >>> entries, starts = jnp.array([[1, 3], [2, 1], [-1, 9]]), jnp.array([0, 3])
@@ -49,21 +49,21 @@ class LogitPenalties:
 
     @classmethod
     def from_inputs(cls, values: Sequence[Any]) -> LogitPenalties:
-        """The penalties of four values, in the order of :meth:`input_types`."""
+        """The penalties from four values, in the order of :meth:`input_types`."""
         data, offsets, frequency, presence = values
         return cls(data, offsets, frequency, presence)
 
     def apply(self, logits: Any) -> Any:
-        """Logits ``[N, V]`` without the penalties, in the same dtype."""
+        """Logits ``[N, V]`` minus the penalties, in the same dtype."""
         return _penalised(logits, self.data, self.offsets, self.frequency, self.presence)
 
     def apply_with_bitmask(self, logits: Any, packed: Any, fill_val: float) -> Any:
-        """The same, with the logits of tokens that a mask leaves out replaced, and those at -inf kept.
+        """Logits minus the penalties; a mask sets the logits of some tokens to ``fill_val``, and -inf stays -inf.
 
         Args:
-            logits: ``[N, V]``, or ``[B, positions, V]`` with N rows.
-            packed: int32 ``[…, V / 32 rounded up]``; a token stays where its bit is set, the lowest bit first.
-            fill_val: logit of tokens that are left out.
+            logits: logits ``[N, V]``, or ``[B, positions, V]`` with N = B · positions.
+            packed: bit mask, int32 ``[…, V / 32 rounded up]``; a token is allowed if its bit is set, lowest bit first.
+            fill_val: logit of the tokens that the mask excludes.
         """
         return _masked(
             logits, packed, fill_val, self.data, self.offsets, self.frequency, self.presence
@@ -71,12 +71,12 @@ class LogitPenalties:
 
 
 def _amounts(shape: Any, data: Any, offsets: Any, frequency: Any, presence: Any) -> Any:
-    """What is subtracted of each of ``[N, V]`` logits."""
+    """The penalty of each logit, ``[N, V]``."""
     rows = sequences(offsets, data.shape[0])[0]
     tokens, counts = data[:, 0].astype(jnp.int32), data[:, 1].astype(jnp.float32)
     amounts = counts * frequency[rows] + presence[rows]
     within = (tokens >= 0) & (jnp.arange(data.shape[0]) < offsets[-1].astype(jnp.int32))
-    columns = jnp.where(within, tokens, shape[1])  # past the end: left out
+    columns = jnp.where(within, tokens, shape[1])  # an index past the end is dropped
     return jnp.zeros(shape, jnp.float32).at[rows, columns].add(amounts, mode="drop")
 
 

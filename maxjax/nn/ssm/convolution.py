@@ -22,7 +22,7 @@ class CausalConv(Module):
     """A causal convolution of each channel, whose weight ``[C, 1, K]`` has PyTorch's shape.
 
     Args:
-        channels, taps: C and K.
+        channels, taps: numbers C of channels and K of taps.
         dtype: dtype of the weights.
         has_bias: whether there is a bias ``[C]``.
 
@@ -46,7 +46,7 @@ class CausalConv(Module):
     def __call__(
         self, x: jax.Array, state: jax.Array | None = None, counts: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """:func:`causal_conv` of these weights."""
+        """:func:`causal_conv` with these weights."""
         bias = None if self.bias is None else jnp.asarray(self.bias)
         return causal_conv(x, jnp.asarray(self.weight)[:, 0], bias, state, counts)
 
@@ -55,17 +55,17 @@ def causal_conv(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, state: jax.Array | None,
     counts: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """``y[t] = bias + Σ_k weight[:, k] · x[t - K + 1 + k]``, and the last inputs for what follows.
+    """``y[t] = bias + Σ_k weight[:, k] · x[t - K + 1 + k]``, and the state for the tokens that follow.
 
     Args:
         x: inputs ``[B, T, C]``.
-        weight: ``[C, K]``; the last tap is the token itself.
-        bias: ``[C]`` or None.
-        state: the K - 1 inputs before these, ``[B, K - 1, C]``; None: zeros.
-        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
+        weight: kernel ``[C, K]``; its last tap multiplies the token itself.
+        bias: bias ``[C]``, or None.
+        state: the K - 1 inputs before ``x``, ``[B, K - 1, C]``; None means zeros.
+        counts: number of tokens of each row that are not padding, ``[B]``; None means all.
 
     Returns:
-        ``[B, T, C]`` in float32 or wider, and the state after the real tokens.
+        ``y [B, T, C]`` in float32 or wider, and the state: the last K - 1 inputs that are not padding.
 
     Example:
         >>> x = jnp.arange(1.0, 4.0)[None, :, None]

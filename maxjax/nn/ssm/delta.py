@@ -1,7 +1,7 @@
-"""The gated delta rule, a linear attention with a state that does not grow.
+"""The gated delta rule, a linear attention with a state of constant size.
 
-For each head the state S ``[Dk, Dv]`` maps keys to values. A token lets it decay by ``exp(g)``, and then
-corrects what it gives for the token's key towards the token's value, by the share ``beta``:
+For each head the state S ``[Dk, Dv]`` maps keys to values. At each token it decays by the factor ``exp(g)``. Then
+the value that it gives for the token's key is moved towards the token's value by the share ``beta``:
 
     S ← exp(g) S;  S ← S + k ⊗ beta (v - Sᵀ k);  y = Sᵀ q
 
@@ -20,7 +20,7 @@ from ...kernels.operation import varying_with
 from .segments import segment_sums
 
 CHUNK = 64
-"""Number of tokens whose corrections are solved for at once; a multiple of _BLOCK."""
+"""Number C of tokens whose corrections are found by one triangular solve; a multiple of _BLOCK."""
 _BLOCK = 16
 
 
@@ -32,9 +32,9 @@ def delta_step(
     Args:
         q, k: scaled queries and normalised keys, ``[B, H, Dk]``.
         v: values ``[B, H, Dv]``.
-        g: logarithm of the decay, ``[B, H]``, not positive.
+        g: logarithm of the decay, ``[B, H]``, at most 0.
         beta: share of the correction, ``[B, H]``.
-        state: ``[B, H, Dk, Dv]``.
+        state: state ``[B, H, Dk, Dv]``.
 
     Returns:
         The result ``[B, H, Dv]`` and the next state, in float32.
@@ -48,7 +48,7 @@ def delta_step(
     """
     q, k, v, g, beta, state = (a.astype(jnp.float32) for a in (q, k, v, g, beta, state))
     kept = jnp.exp(g)[..., None]
-    # The state is read once for both: what it gives for the query follows from what it gave before.
+    # One read of the state serves key and query: the result for the query before the correction is enough.
     both = jnp.einsum("bhjk,bhkv->bhjv", jnp.stack([k, q], -2), state, precision="highest")
     known, found = kept * both[..., 0, :], kept * both[..., 1, :]  # [B, H, Dv]
     change = (v - known) * beta[..., None]
@@ -62,10 +62,10 @@ def delta_chunks(
     """:func:`delta_step` for T tokens, in time and memory linear in T.
 
     Args:
-        q, k: ``[B, T, H, Dk]``.
-        v: ``[B, T, H, Dv]``.
-        g, beta: ``[B, T, H]``. A token with 0 in both does not change the state.
-        state: ``[B, H, Dk, Dv]``.
+        q, k: scaled queries and normalised keys, ``[B, T, H, Dk]``.
+        v: values ``[B, T, H, Dv]``.
+        g, beta: decays and shares, ``[B, T, H]``. A token for which both are 0 does not change the state.
+        state: state before the tokens, ``[B, H, Dk, Dv]``.
 
     Returns:
         The results ``[B, T, H, Dv]`` and the last state, in float32.
@@ -79,7 +79,7 @@ def delta_chunks(
     batch, length, heads, _ = q.shape
     size = min(CHUNK, -(-length // _BLOCK) * _BLOCK)
     pad = -length % size
-    # Heads first, then n chunks of C tokens: [n, B, H, C, ...].
+    # Chunks are the leading axis, tokens of a chunk follow the heads: [n, B, H, C, ...].
     chunks = []
     for a in (q, k, v, g[..., None], beta[..., None]):
         a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -87,10 +87,10 @@ def delta_chunks(
         chunks.append(a.transpose(1, 0, 3, 2, 4))
     q, k, v, g, beta = chunks
     decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
-    since = jnp.exp(jnp.cumsum(g, axis=-2))  # of what was before the chunk, [n, B, H, C, 1]
-    until = decay[..., -1, :, None]  # to the end of the chunk, [n, B, H, C, 1]
+    since = jnp.exp(jnp.cumsum(g, axis=-2))  # decay since the chunk began, [n, B, H, C, 1]
+    until = decay[..., -1, :, None]  # decay until the chunk ends, [n, B, H, C, 1]
     shared = jnp.einsum("...id,...jd->...ij", k, k) * beta
-    # Each correction depends on the earlier ones of its chunk: a triangular system, of ones on the diagonal.
+    # Each correction depends on the earlier ones of its chunk: a unit lower triangular system.
     system = jnp.tril(shared * decay, -1)
     wanted = jnp.concatenate([v * beta, k * beta * since], axis=-1)
     solved = _solved(system, wanted)
@@ -110,11 +110,11 @@ def delta_chunks(
 
 
 def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:
-    """X of ``(1 + system) X = wanted``, ``[..., C, D]``, where the system ``[..., C, C]`` has zeros from
-    its diagonal on.
+    """Solves ``(1 + system) X = wanted`` for X ``[..., C, D]``; ``system [..., C, C]`` is strictly lower
+    triangular.
 
-    Blocks on the diagonal are inverted row by row, all at once; the rest are matrix products. (LAPACK's
-    solver is slower, and jaxlib's batches of it wait for each other where several devices are one CPU.)
+    The blocks on the diagonal are inverted row by row, all of them at once; the rest are matmuls. (LAPACK's
+    solver is slower, and jaxlib's batched calls of it wait for each other if several devices share one CPU.)
     """
     count = system.shape[-1] // _BLOCK
     at = [slice(i * _BLOCK, (i + 1) * _BLOCK) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Decay between the tokens of a chunk, which recurrences in chunks share.
+"""The decay between the tokens of a chunk, for recurrences that are computed in chunks.
 
 Shapes: C tokens.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 def segment_sums(g: jax.Array) -> jax.Array:
     """``[..., C]`` → ``[..., C, C]``: at i, j the sum of ``g[j + 1 … i]``; -inf where j > i.
 
-    The sums are added up, since differences of sums from the beginning would lose digits where g is large.
+    Each column has its own cumulative sum: differences of one cumulative sum would lose digits where g is large.
     Source: "segsum" of arXiv:2405.21060.
 
     Example:

@@ -1,11 +1,11 @@
 """The state space model of Mamba 2, a recurrence whose decay is one number for each head and token.
 
-For each head the state S ``[P, N]`` decays by ``exp(g)``, and a token adds what it has:
+For each head the state S ``[P, N]`` decays by the factor ``exp(g)``, and a token adds its input:
 
     S ← exp(g) S + x ⊗ b;  y = S c
 
-Several heads share b and c. In chunks it is attention with decays in place of a softmax within each chunk,
-and the state between chunks ("state space duality").
+Several heads share b and c. A sequence is computed in chunks: within a chunk as attention with decays in place of
+a softmax, and between chunks by the state ("state space duality").
 
 Source: T. Dao and A. Gu, arXiv:2405.21060.
 
@@ -22,7 +22,7 @@ from ...kernels.operation import varying_with
 from .segments import segment_sums
 
 CHUNK = 64
-"""Number of tokens that are computed at once."""
+"""Number C of tokens in a chunk."""
 
 
 def ssd_step(
@@ -31,10 +31,10 @@ def ssd_step(
     """One token of each sequence.
 
     Args:
-        x: inputs times the length of their time step, ``[B, H, P]``.
-        g: logarithm of the decay, ``[B, H]``, not positive.
-        b, c: what the inputs are written to, and what is read, ``[B, G, N]``.
-        state: ``[B, H, P, N]``.
+        x: inputs, multiplied by the length of their time step, ``[B, H, P]``.
+        g: logarithm of the decay, ``[B, H]``, at most 0.
+        b, c: input and output vectors of the state, ``[B, G, N]``.
+        state: state ``[B, H, P, N]``.
 
     Returns:
         The result ``[B, H, P]`` and the next state, in float32.
@@ -58,10 +58,10 @@ def ssd_chunks(
     """:func:`ssd_step` for T tokens, in time and memory linear in T.
 
     Args:
-        x: ``[B, T, H, P]``. A token with 0 here and in ``g`` does not change the state.
-        g: ``[B, T, H]``.
-        b, c: ``[B, T, G, N]``.
-        state: ``[B, H, P, N]``.
+        x: inputs ``[B, T, H, P]``. A token for which ``x`` and ``g`` are 0 does not change the state.
+        g: logarithms of the decays, ``[B, T, H]``.
+        b, c: input and output vectors, ``[B, T, G, N]``.
+        state: state before the tokens, ``[B, H, P, N]``.
 
     Returns:
         The results ``[B, T, H, P]`` and the last state, in float32.
@@ -75,7 +75,7 @@ def ssd_chunks(
     batch, length, heads, width = x.shape
     groups, size = b.shape[2], min(CHUNK, length)
     each, pad = heads // groups, -length % size
-    # Groups first, then n chunks of C tokens: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
+    # Chunks are the leading axis, tokens of a chunk follow the groups: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
     chunks = []
     for a in (x, g[..., None], b, c):
         a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))

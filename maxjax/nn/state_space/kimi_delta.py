@@ -1,4 +1,4 @@
-"""MAX\'s path of the delta rule of Kimi, which raises NotImplementedError with advice when it is used."""
+"""MAX\'s path of Kimi's delta rule: using a name of it raises NotImplementedError with advice."""
 
 from ...absent import absent as _absent
 

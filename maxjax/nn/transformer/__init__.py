@@ -1,4 +1,4 @@
-"""Blocks, under the names and paths of ``max.nn.transformer``."""
+"""Transformer blocks and decoders, under the names and paths of ``max.nn.transformer``."""
 
 from ...absent import absent as _absent
 from .distributed_transformer import DistributedTransformer as DistributedTransformer

@@ -1,4 +1,4 @@
-"""Decoders whose hidden states are in lists, one for each device: blocks and the whole."""
+"""Decoders over several devices, whose hidden states are lists with one entry for each device."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .sequence import forward_sharded_layers as forward_sharded_layers
 
 
 class ShardableCallable(Shardable, Protocol):
-    """A layer of one tensor that can be sharded."""
+    """A layer that is called with one tensor and can be sharded."""
 
     def __call__(self, x: Any) -> Any: ...
 
 
 class DistributedTransformerBlock(Module):
-    """A TransformerBlock over lists: attention and feed-forward network are split, norms are on every device.
+    """A TransformerBlock over several devices: attention and feed-forward network are split, norms replicated.
 
     Args (in MAX's order):
-        attention: layer of lists, such as TensorParallelAttentionWithRope.
-        mlp: layer that is split by ``tensor_parallel``; the results of its parts are summed.
-        attention_norm, mlp_norm: layers of which every device has the whole.
-        devices: the devices.
+        attention: layer that takes and returns lists, such as TensorParallelAttentionWithRope.
+        mlp: layer that is split by ``tensor_parallel``; the results of its shards are summed.
+        attention_norm, mlp_norm: layers that are replicated on every device.
+        devices: devices, one for each entry of a list.
 
     Attributes:
-        self_attn, mlp, input_layernorm, post_attention_layernorm: four layers, under their names in Hugging Face's
+        self_attn, mlp, input_layernorm, post_attention_layernorm: layers, under their names in Hugging Face's
             checkpoints.
-        mlp_shards, input_layernorm_shards, post_attention_layernorm_shards: their parts, one for each device.
+        mlp_shards, input_layernorm_shards, post_attention_layernorm_shards: shards of the layers, one for each device.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DistributedTransformerBlock(Module):
         freqs_cis: Sequence[Any],
         input_row_offsets: Sequence[Any],
     ) -> list[TensorValue]:
-        """``[tokens, E]`` of each device → the same; everything but the layer's number is a list."""
+        """``[tokens, E]`` for each device → the same; every argument except ``layer_idx`` is a list."""
         normed = forward_sharded_layers(self.input_layernorm_shards, xs)
         found = self.self_attn(
             layer_idx, normed, signal_buffers, kv_collections, freqs_cis, input_row_offsets
@@ -88,17 +88,17 @@ class DistributedTransformerBlock(Module):
 
 
 class DistributedTransformer(DistributedLogitsPostprocessMixin, Module):
-    """A Transformer over several devices: each has some heads, features and rows of the tables. MAX's order.
+    """A Transformer over several devices, which split heads, features and vocabulary. Arguments in MAX's order.
 
-    In a Graph the compiler places what it computes; eagerly each part is computed on its device.
+    In a Graph, XLA decides where values are computed; eagerly, each shard is computed on its device.
 
     Args:
         dim, n_heads, norm, kv_params, rope, return_logits, logits_scaling: as in Transformer.
         layers: DistributedTransformerBlocks.
-        output, embedding: ColumnParallelLinear and VocabParallelEmbedding.
-        devices: the devices.
-        use_subgraphs: whether equal layers are traced once, as a subgraph.
-        subgraph_layer_groups: numbers of the layers that are equal; by default all are.
+        output, embedding: a ColumnParallelLinear and a VocabParallelEmbedding.
+        devices: devices, one for each entry of a list.
+        use_subgraphs: whether equal layers are traced only once, as a subgraph.
+        subgraph_layer_groups: for each subgraph, the indices of its layers; by default one subgraph has all layers.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class DistributedTransformer(DistributedLogitsPostprocessMixin, Module):
         return_n_logits: Any,
         input_row_offsets: Any,
     ) -> tuple[TensorValue, ...]:
-        """Tokens ``[tokens]`` of B sequences → logits, as a Transformer's; a buffer and a cache for each device."""
+        """Token ids ``[tokens]`` of B sequences → logits, as from Transformer; one buffer and cache for each device."""
         tables = [TensorValue(self.rope.freqs_cis).to(device) for device in self.devices]
         offsets = ops.distributed_broadcast(input_row_offsets.to(self.devices[0]), signal_buffers)
 

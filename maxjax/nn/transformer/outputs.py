@@ -1,4 +1,4 @@
-"""What a ragged decoder returns: the logits of some of its tokens, and hidden states."""
+"""The outputs of a decoder of ragged batches: logits of some or all tokens, and hidden states."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ReturnLogits(enum.StrEnum):
 class ReturnHiddenStates(enum.StrEnum):
     """The hidden states that are returned in addition to the logits.
 
-    ``LAST`` is of each sequence's last token, ``LAST_PER_DEVICE`` the same for each device; ``ALL`` of all
-    tokens, ``ALL_NORMALIZED`` after the last norm; ``SELECTED_LAYERS`` those that layers captured.
+    ``LAST`` means those of each sequence's last token, ``LAST_PER_DEVICE`` the same for each device, ``ALL`` those of
+    all tokens, ``ALL_NORMALIZED`` these after the last norm, and ``SELECTED_LAYERS`` those after selected layers.
     """
 
     NONE = "none"
@@ -42,15 +42,15 @@ def extract_hs(
     normalizer: Sequence[Callable[[TensorValue], TensorValue]] | None = None,
     capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
 ) -> tuple[TensorValue, ...]:
-    """The hidden states that were asked for.
+    """Selects the hidden states to return.
 
     Args:
-        return_hidden_states: which.
-        last_token_hs_distributed, all_hs_distributed: hidden states of the last tokens and of all, one for each
-            device.
-        normalizer: the last norm, for each device; for ``ALL_NORMALIZED``.
-        capture_hidden_states: for each captured layer, its hidden states on each device; for ``SELECTED_LAYERS``,
-            which returns those of the first device for all layers, then those of the second, and so on.
+        return_hidden_states: the hidden states that are wanted.
+        last_token_hs_distributed, all_hs_distributed: hidden states of the last tokens and of all tokens, one array
+            for each device.
+        normalizer: the last norm, one for each device; needed for ``ALL_NORMALIZED``.
+        capture_hidden_states: for each selected layer, its hidden states on each device; needed for
+            ``SELECTED_LAYERS``, which returns those of all layers on the first device, then on the second, and so on.
 
     Raises:
         ValueError: ``normalizer`` or ``capture_hidden_states`` is needed and missing.
@@ -76,10 +76,10 @@ def extract_hs(
 
 
 def captures_by_device(values: Sequence[TensorValue], num_devices: int) -> list[list[TensorValue]]:
-    """The captured hidden states that :func:`extract_hs` returned, as one list for each device.
+    """Groups the hidden states that :func:`extract_hs` returned for ``SELECTED_LAYERS`` by device.
 
     Raises:
-        ValueError: their number is not a multiple of the number of devices.
+        ValueError: the number of values is 0 or not a multiple of the number of devices.
 
     Example:
         >>> captures_by_device([1, 2, 3, 4], 2)  # of two layers on two devices
@@ -96,7 +96,7 @@ def captures_by_device(values: Sequence[TensorValue], num_devices: int) -> list[
 def fuse_captured_hidden_states(
     captures_per_device: Sequence[Sequence[TensorValue]],
 ) -> list[TensorValue]:
-    """The captures of each device, joined along the last axis."""
+    """The captured hidden states of each device, concatenated along the last axis."""
     return [
         one[0] if len(one) == 1 else ops.concat(list(one), axis=-1) for one in captures_per_device
     ]
@@ -124,7 +124,7 @@ def _postprocess(
     return_logits: ReturnLogits,
     finish: Callable[[TensorValue], TensorValue],
 ) -> tuple[list[TensorValue], tuple[TensorValue, ...]]:
-    """The hidden states of the last tokens on each device; and logits, offsets."""
+    """The hidden states of the last tokens on each device, and the tuple of logits and offsets to return."""
     last_h = [
         ops.gather(x, offsets[1:] - 1, axis=0)
         for x, offsets in zip(h, input_row_offsets, strict=True)
@@ -158,17 +158,17 @@ def logits_postprocess(
     """The logits of a ragged batch, in float32.
 
     Args:
-        h: ``[tokens, hidden_size]``, hidden states after the last layer.
-        input_row_offsets: ``[B + 1]``, where each sequence begins and the last one ends.
-        return_n_logits: ``[1]``, how many logits of each sequence, for ``ReturnLogits.VARIABLE``.
-        norm, lm_head: the last two layers.
-        return_logits: the tokens whose logits are returned beside those of the last ones.
+        h: hidden states after the last block, ``[tokens, hidden_size]``.
+        input_row_offsets: offsets ``[B + 1]``: where each sequence begins, and where the last one ends.
+        return_n_logits: number of tokens of each sequence with logits, ``[1]``, for ``ReturnLogits.VARIABLE``.
+        norm, lm_head: final norm and output layer.
+        return_logits: the tokens whose logits are returned in addition to those of the last tokens.
         return_hidden_states, capture_hidden_states: as for :func:`extract_hs`.
         logits_scaling: number by which logits are divided.
 
     Returns:
-        Logits of the last tokens, ``[B, vocab_size]``; unless only these were asked for, those of more tokens and
-        the offsets of their sequences; and hidden states.
+        The logits of the last tokens, ``[B, vocab_size]``; unless ``return_logits`` is ``LAST_TOKEN``, the logits
+        of the further tokens and the offsets of their sequences; and the hidden states that are wanted.
     """
 
     def finish(logits: TensorValue) -> TensorValue:
@@ -200,13 +200,13 @@ def distributed_logits_postprocess(
     logit_softcapping: float | None = None,
     capture_hidden_states: Sequence[Sequence[TensorValue]] | None = None,
 ) -> tuple[TensorValue, ...]:
-    """:func:`logits_postprocess` for hidden states that are in a list, one for each device.
+    """:func:`logits_postprocess` for hidden states in a list with one entry for each device.
 
     Args:
-        h, input_row_offsets: as there, for each device.
-        lm_head: layer of such a list and of ``signal_buffers``; the first of its results counts.
-        signal_buffers, device: passed on, and ignored.
-        norm_shards: the last norm, for each device.
+        h, input_row_offsets: lists of hidden states and offsets, one for each device.
+        lm_head: output layer, called with a list and ``signal_buffers``; the first of its results is used.
+        signal_buffers, device: argument of ``lm_head``, and one that is ignored.
+        norm_shards: the final norm, one for each device.
         logit_softcapping: cap ``c`` of the logits, ``c · tanh(logits / c)``.
     """
 
@@ -229,7 +229,7 @@ def distributed_logits_postprocess(
 
 
 class LogitsPostprocessMixin:
-    """Gives a decoder with ``norm``, ``lm_head`` and ``return_logits`` :func:`logits_postprocess` as a method."""
+    """Adds :func:`logits_postprocess` as a method to a decoder with ``norm``, ``lm_head`` and ``return_logits``."""
 
     norm: Callable[[TensorValue], TensorValue]
     lm_head: Callable[[TensorValue], TensorValue]
@@ -251,7 +251,7 @@ class LogitsPostprocessMixin:
 
 
 class DistributedLogitsPostprocessMixin:
-    """The same for a decoder with ``norm_shards`` and ``devices``: :func:`distributed_logits_postprocess`."""
+    """Adds :func:`distributed_logits_postprocess` as a method to a decoder with ``norm_shards`` and ``devices``."""
 
     norm_shards: Sequence[Callable[[TensorValue], TensorValue]]
     lm_head: Callable[..., Sequence[TensorValue]]

@@ -1,4 +1,4 @@
-"""Layers applied to lists: one to each device's tensor, or one after another."""
+"""Functions that call several layers: one for each device's tensor, or one layer after another."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...graph.value import TensorValue
 
 
 def forward_sharded_layers(layers: Sequence[Callable[[Any], Any]], xs: Sequence[Any]) -> list[Any]:
-    """Each layer's result for the tensor of its device.
+    """The result of each layer for the tensor of its device.
 
     Raises:
-        ValueError: there are not as many tensors as layers.
+        ValueError: the numbers of layers and tensors differ.
 
     Example:
         >>> forward_sharded_layers([lambda x: x + 1, lambda x: x * 2], [1, 5])
@@ -39,21 +39,21 @@ def forward_sequential_layers(
     weight_prefix_for_layer: Callable[[int], str] | None = None,
     layer_ids: Sequence[int] | None = None,
 ) -> list[TensorValue]:
-    """The hidden states after all layers, with subgraphs for groups of layers that are equal.
+    """The hidden states after all layers; groups of equal layers are traced once, as subgraphs.
 
     Args:
         layers: the layers, in order.
-        inputs_for_layer: function of a layer's number and the hidden states that gives its arguments.
+        inputs_for_layer: function of a layer's id and the hidden states that returns the layer's arguments.
         initial_hidden_states: hidden states before the first layer.
-        on_layer_output: function that is called with a layer's number and its results.
-        subgraph_layer_groups: numbers of the layers of each subgraph; the others are called as they are.
-        name_for_subgraph: function of a group's number that gives its name.
-        weight_prefix_for_layer: function of a layer's number that gives the prefix of its weights' names;
+        on_layer_output: function that is called with a layer's id and its results.
+        subgraph_layer_groups: ids of the layers of each subgraph; other layers are called directly.
+        name_for_subgraph: function of a group's index that returns the name of its subgraph.
+        weight_prefix_for_layer: function of a layer's id that returns the prefix of its weights' names;
             needed for subgraphs.
-        layer_ids: number of each layer, its place by default.
+        layer_ids: id of each layer; by default its index.
 
     Raises:
-        ValueError: there are groups and no ``weight_prefix_for_layer``, or a group names a layer that is not there.
+        ValueError: there are groups without ``weight_prefix_for_layer``, or a group has an unknown id.
     """
     ids = list(range(len(layers)) if layer_ids is None else layer_ids)
     groups = {layer: i for i, group in enumerate(subgraph_layer_groups or ()) for layer in group}

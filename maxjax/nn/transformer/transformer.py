@@ -1,4 +1,4 @@
-"""TransformerBlock: attention and a feed-forward network, each with a residual connection; Transformer: a decoder."""
+"""TransformerBlock, attention and a feed-forward network with residual connections, and Transformer, a decoder."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .sequence import forward_sharded_layers as forward_sharded_layers
 class TransformerBlock(Module):
     """``h = x + m · attention(norm(x))``, then ``h + m · mlp(norm(h))``.
 
-    Called as MAX calls it, with a layer's number before ``x`` and a paged cache behind it, both go to the attention.
+    Called as in MAX, with a layer index before ``x`` and a paged cache after it, it passes both to the attention.
 
     Args (in MAX's order):
         attention: layer that is called with the normalised input and the block's further arguments.
         mlp: layer that is called with one argument.
-        attention_norm, mlp_norm: layers applied before each of them.
+        attention_norm, mlp_norm: layers that are applied before ``attention`` and before ``mlp``.
         residual_multiplier: factor m (used by Granite).
 
     Attributes:
@@ -61,9 +61,9 @@ class TransformerBlock(Module):
         self.residual_multiplier = residual_multiplier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``x [..., T, E]`` → the same shape; further arguments go to the attention.
+        """``x [..., T, E]`` → the same shape; further arguments are passed to the attention.
 
-        Over a paged cache, ``(layer_idx, x [tokens, E], kv_collection, freqs_cis, input_row_offsets)``.
+        Over a paged cache, it takes ``(layer_idx, x [tokens, E], kv_collection, freqs_cis, input_row_offsets)``.
         """
         at = 1 if over_pages(args, kwargs) else 0
         x = args[at] if len(args) > at else kwargs["x"]
@@ -83,22 +83,22 @@ class Transformer(LogitsPostprocessMixin, Module):
     """A decoder of ragged batches over a paged cache: embedding, blocks, norm and head. Arguments in MAX's order.
 
     Args:
-        dim, n_heads: kept as attributes.
-        layers: blocks, called as TransformerBlock is over a paged cache.
-        norm, output, embedding: the last norm, the head, and the table of tokens.
+        dim, n_heads: numbers of features and heads, which are only stored as attributes.
+        layers: blocks, called as a TransformerBlock over a paged cache.
+        norm, output, embedding: final norm, output layer, and embedding table.
         kv_params: settings of the cache.
-        rope: the rotary embedding, whose table every block is given.
-        return_logits, return_hidden_states: what is returned, as by :func:`logits_postprocess`.
+        rope: rotary embedding, whose table is passed to every block.
+        return_logits, return_hidden_states: settings of :func:`logits_postprocess`.
         embedding_multiplier: factor of the embeddings.
         logits_scaling: number by which logits are divided.
-        target_layer_ids: layers whose hidden states are returned with ``ReturnHiddenStates.SELECTED_LAYERS``,
-            in their order.
+        target_layer_ids: indices of the layers whose hidden states ``ReturnHiddenStates.SELECTED_LAYERS`` returns,
+            in the order of the layers.
 
     Attributes:
         layers, norm, lm_head, embed_tokens: the layers, under their names in Hugging Face's checkpoints.
 
     Raises:
-        ValueError: there is no layer of a number in ``target_layer_ids``.
+        ValueError: an index in ``target_layer_ids`` is out of range.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class Transformer(LogitsPostprocessMixin, Module):
         input_row_offsets: Any,
         hidden_states: Any = None,
     ) -> tuple[TensorValue, ...]:
-        """Tokens ``[tokens]`` of B sequences → logits, and hidden states if they were asked for.
+        """Token ids ``[tokens]`` of B sequences → logits, and hidden states, as from :func:`logits_postprocess`.
 
         Args:
-            kv_collection: the cache, which gets the keys and values of the tokens.
-            return_n_logits: ``[1]``, how many logits of each sequence, for ``ReturnLogits.VARIABLE``.
-            input_row_offsets: ``[B + 1]``, where each sequence begins and the last one ends.
-            hidden_states: ignored; of decoders that draft.
+            kv_collection: cache, in which the keys and values of the tokens are stored.
+            return_n_logits: number of tokens of each sequence with logits, ``[1]``, for ``ReturnLogits.VARIABLE``.
+            input_row_offsets: offsets ``[B + 1]``: where each sequence begins, and where the last one ends.
+            hidden_states: argument of MAX's draft models, ignored.
         """
         h = self.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:

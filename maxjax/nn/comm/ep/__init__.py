@@ -1,9 +1,9 @@
-"""Expert parallelism, at the paths of ``max.nn.comm.ep``: its settings, and what exchanges tokens.
+"""Expert parallelism, at the paths of ``max.nn.comm.ep``: its settings, and the exchange of tokens between devices.
 
 ==================  ===================================================================
 EPConfig            the settings
 EPBatchManager      sends tokens to the devices of their experts, and results back
-EPCommInitializer   prepares MAX's buffers; here it has nothing to prepare
+EPCommInitializer   prepares MAX's buffers; in maxjax it does nothing
 ==================  ===================================================================
 """
 

@@ -1,6 +1,6 @@
-"""Settings of expert parallelism, and the sizes of MAX's communication buffers that follow.
+"""Settings of expert parallelism, and the sizes of MAX's communication buffers that follow from them.
 
-maxjax has none of these buffers: XLA allocates what it sends by itself.
+maxjax has none of these buffers: XLA allocates its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ....absent import absent as _absent
 from ....dtype import DType
 from ...quant_config import QuantConfig
 
-# What tokens may have without quantisation; MAX's kernels have bfloat16 alone.
+# The dtypes of tokens that are not quantised; MAX's kernels support only bfloat16.
 _PLAIN = (DType.bfloat16, DType.float16, DType.float32)
-# Of packed bytes of six bits: 32 elements take 24 bytes, and one for their scale.
+# The six-bit dtypes, packed in uint8: 32 elements take 24 bytes, and one byte for their scale.
 _SIX_BITS = (DType.float6_e2m3fn, DType.float6_e3m2fn)
 _PACKED = (DType.uint8, DType.float4_e2m1fn)
 
@@ -28,25 +28,25 @@ class EPConfig:
         dispatch_dtype, combine_dtype: dtypes of tokens that are sent to experts, and of results
             that are sent back.
         hidden_size: number of features of a token.
-        top_k: number of experts of each token.
+        top_k: number of experts that are chosen for each token.
         n_experts: number of experts.
-        max_tokens_per_rank: the most tokens of one device.
+        max_tokens_per_rank: maximum number of tokens of one device.
         n_gpus_per_node, n_nodes: numbers of devices of a node, and of nodes; a device is a rank.
-        node_id: number of this node; -1 before it is known.
-        dispatch_quant_config: how tokens are quantised when they are sent; needed unless they are
-            bfloat16, or, here, float16 or float32.
-        nvfp4_dyn_global_scales: whether each token has an NVFP4 scale of its own.
+        node_id: index of this node; -1 before it is known.
+        dispatch_quant_config: quantisation of tokens that are sent; required unless ``dispatch_dtype`` is
+            bfloat16 or, in maxjax, float16 or float32.
+        nvfp4_dyn_global_scales: whether each token has its own NVFP4 scale.
         use_allreduce: whether every device has all tokens, and results are summed over the devices.
-        num_logical_experts: number of experts without their copies; ``n_experts`` by default.
+        num_logical_experts: number of experts without their replicas; ``n_experts`` by default.
         fused_shared_expert, fuse_ffn_combine_send, moe_dim, fused_moe_ready, max_batch_size,
             eplb_enabled, num_moe_layers, max_replicas, eplb_phy2log_plan: settings of MAX's
-            kernels and of its balancing of experts, kept as they are.
+            kernels and of its load balancing of experts; this class does not check them.
 
     Raises:
-        ValueError: the dtype of tokens has no fitting ``dispatch_quant_config``, or there are
-            several nodes and ``use_allreduce``, or no MPI that started them
-            (``OMPI_COMM_WORLD_SIZE``).
-        NotImplementedError: float8 tokens have scales of another kind than of blocks.
+        ValueError: ``dispatch_quant_config`` is missing or does not fit ``dispatch_dtype``; or there are several
+            nodes, and ``use_allreduce`` is set or MPI did not start the process
+            (``OMPI_COMM_WORLD_SIZE`` is not set).
+        NotImplementedError: float8 tokens have scales of another granularity than blocks.
 
     Example:
         >>> bf16 = DType.bfloat16
@@ -98,7 +98,7 @@ class EPConfig:
         return self.n_gpus_per_node * self.n_nodes
 
     def estimate_memory_usage(self) -> int:
-        """Bytes of one group of MAX's buffers on a device: :func:`estimate_ep_memory_usage`."""
+        """Size in bytes of one group of MAX's buffers on a device, by :func:`estimate_ep_memory_usage`."""
         quant = self.dispatch_quant_config
         return estimate_ep_memory_usage(
             hidden_size=self.hidden_size,
@@ -114,7 +114,7 @@ class EPConfig:
         )
 
     def get_max_recv_tokens(self) -> int:
-        """The most rows that the experts of one device get."""
+        """The maximum number of rows that the experts of one device receive."""
         if self.use_allreduce:
             most = min(self.n_experts // self._ranks, self.top_k)
         else:
@@ -123,7 +123,7 @@ class EPConfig:
 
 
 def _check_quantised(dtype: DType, quant: QuantConfig | None) -> None:
-    """Checks that tokens of a dtype that is not plain have a fitting quantisation."""
+    """Checks that the quantisation fits a dtype other than bfloat16, float16 and float32."""
     if quant is None:
         raise ValueError(
             f"a dispatch_dtype other than bfloat16, float16 and float32, {dtype}, needs a "
@@ -154,13 +154,13 @@ def estimate_ep_memory_usage(
     use_allreduce: bool = False,
     dispatch_element_dtype: DType | None = None,
 ) -> int:
-    """Bytes of one group of MAX's communication buffers on a device, of which MAX has two.
+    """Size in bytes of one group of MAX's communication buffers on a device; MAX allocates two groups.
 
     Args:
         hidden_size, dispatch_dtype, combine_dtype, max_tokens_per_rank, n_experts, n_nodes,
             n_gpus_per_node, top_k, use_allreduce: as in :class:`EPConfig`.
-        dispatch_element_dtype: dtype of the elements that uint8 tokens pack; FP4 unless it has six
-            bits.
+        dispatch_element_dtype: dtype of the elements that are packed in uint8 tokens; any other than a
+            six-bit dtype means FP4.
 
     Example:
         >>> estimate_ep_memory_usage(
@@ -176,7 +176,7 @@ def estimate_ep_memory_usage(
     else:
         sent = hidden_size * dispatch_dtype.size_in_bytes
     received = n_experts // ranks if use_allreduce else n_experts
-    # Within a node, results are written to where they are received.
+    # Within a node, results are written directly to the buffer that receives them.
     results = top_k + (min(n_experts, ranks * top_k) if n_nodes > 1 else 0)
     of_token = (1 + received) * sent + results * hidden_size * combine_dtype.size_in_bytes
     return max_tokens_per_rank * of_token
@@ -189,17 +189,17 @@ def calculate_ep_max_tokens_per_rank(
     data_parallel_degree: int,
     use_allreduce: bool = False,
 ) -> int:
-    """The most tokens of one device, where attention splits the tokens of a batch over several.
+    """The maximum number of tokens of one device, if several devices share the tokens of a batch.
 
     Args:
-        max_batch_input_tokens: the most tokens of a batch.
+        max_batch_input_tokens: maximum number of tokens of a batch.
         ep_size: number of devices.
-        data_parallel_degree: number of batches that they work on; the devices of one share its
-            tokens.
+        data_parallel_degree: number of batches that are computed in parallel; ``ep_size /
+            data_parallel_degree`` devices share the tokens of a batch.
         use_allreduce: whether every device has all tokens of its batch.
 
     Raises:
-        ZeroDivisionError: there are more batches than devices.
+        ZeroDivisionError: ``data_parallel_degree`` is greater than ``ep_size``.
 
     Example:
         >>> calculate_ep_max_tokens_per_rank(
@@ -214,7 +214,7 @@ def calculate_ep_max_tokens_per_rank(
 def _ep_sync_counter_bytes(
     n_experts: int, n_gpus_per_node: int, use_allreduce: bool, moe_dim: int
 ) -> int:
-    """Bytes of the counters that MAX's kernels synchronise a device with, in its two groups.
+    """Size in bytes of the counters by which MAX's kernels synchronise a device, for both groups of buffers.
 
     Example:
         >>> _ep_sync_counter_bytes(64, 8, False, 0), _ep_sync_counter_bytes(64, 8, True, 2048)
@@ -226,12 +226,12 @@ def _ep_sync_counter_bytes(
 
 
 def _bound_fused_moe_workspace(config: EPConfig, dispatch_dtype: DType) -> tuple[int, str]:
-    """Bytes of the fused kernel's workspace, and why there is none."""
+    """The size of the fused kernel's workspace, which is 0, and the reason."""
     return 0, "there is no fused kernel: XLA compiles the dispatch, the experts and the combine"
 
 
 def _ep_fused_moe_requested() -> bool:
-    """Whether MAX is asked for its fused kernel (``MODULAR_EP_FUSED_MOE=1``), which is not here."""
+    """Whether the environment asks for MAX's fused kernel (``MODULAR_EP_FUSED_MOE=1``), which maxjax lacks."""
     return os.environ.get("MODULAR_EP_FUSED_MOE", "0") == "1"
 
 

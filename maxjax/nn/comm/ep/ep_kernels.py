@@ -1,4 +1,4 @@
-"""The activation between the projections of a device's experts, under MAX's path of its kernels."""
+"""``fused_silu``, the gated activation of a device's experts, under MAX's path of its kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...activation import GatedActivation
 def fused_silu(
     input: Any, row_offsets: Any, activation: Any = None, interleaved: bool = False
 ) -> Any:
-    """The gated activation of the rows that the experts of a device got.
+    """The gated activation of the rows that the experts of a device received.
 
     Args:
-        input: ``[M, 2 F]``.
-        row_offsets: ``[L + 1]``, where the rows of each expert begin; those behind the last give 0.
-        activation: a GatedActivation; ``silu(gate) · up`` by default.
-        interleaved: whether gates and up projections are in turn, and not one after the other.
+        input: gate and up projections ``[M, 2 F]``.
+        row_offsets: offsets of the rows of each expert, ``[L + 1]``; rows after the last offset give 0.
+        activation: GatedActivation; ``silu(gate) · up`` by default.
+        interleaved: whether gates and up projections alternate; otherwise all gates precede all up projections.
 
     Returns:
         ``[M, F]``.
@@ -35,9 +35,9 @@ def fused_silu(
         ['1.46', '0.00']
     """
     found = activation or GatedActivation()
-    found.kernel_parameters()  # refuses a function
+    found.kernel_parameters()  # raises if there is a gated_activation_fn
     received = jnp.arange(input.shape[0]) < row_offsets[-1].astype(jnp.int32)
-    rows = jnp.where(received[:, None], input, 0)  # what is behind them may be no numbers
+    rows = jnp.where(received[:, None], input, 0)  # the other rows may hold NaN
     if interleaved:
         rows = jnp.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
     return found(rows, input.shape[1] // 2)

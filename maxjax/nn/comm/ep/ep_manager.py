@@ -1,4 +1,4 @@
-"""EPBatchManager sends tokens to the devices of their experts, and results back; EPCommInitializer prepares it."""
+"""EPBatchManager, which sends tokens to the devices of their experts and results back, and EPCommInitializer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ON_A_MESH = "give a model of maxjax.models to a mesh with an expert axis (Modul
 
 
 def check_supported(config: EPConfig) -> None:
-    """Checks that a configuration asks for nothing that only MAX's kernels do.
+    """Checks that maxjax supports the settings of a configuration.
 
     Raises:
-        NotImplementedError: it has several nodes, quantised tokens, balanced experts, or a fused
+        NotImplementedError: there are several nodes, quantised tokens, load balancing of experts, or a fused
             shared expert with ``use_allreduce``.
-        ValueError: the experts do not divide over the devices.
+        ValueError: the number of experts is not a multiple of the number of devices.
     """
     if config.n_nodes > 1:
         raise NotImplementedError(
@@ -58,7 +58,7 @@ def check_supported(config: EPConfig) -> None:
 
 @dataclass
 class EPCommBuffers:
-    """What MAX passes its communication buffers in; here there are none, and it stays empty.
+    """MAX's container of communication buffers; maxjax has no such buffers, so it stays empty.
 
     Attributes:
         atomic_counters, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs: empty lists.
@@ -72,7 +72,7 @@ class EPCommBuffers:
     eplb_log2phy: dict[int, Any] | None = None
     eplb_logcnt: dict[int, Any] | None = None
 
-    # How ``max.tree`` takes a node apart and puts it together.
+    # The protocol by which ``max.tree`` flattens and unflattens a node.
     def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         names = tuple(one.name for one in fields(self))
         return tuple(getattr(self, name) for name in names), names
@@ -83,22 +83,21 @@ class EPCommBuffers:
 
 
 class EPCommInitializer:
-    """Prepares MAX's communication. Here nothing is prepared: XLA allocates what it sends.
+    """Stands in for the class that prepares MAX's communication; XLA needs no preparation.
 
-    It is there so that MAX's order of calls works: ``EPCommInitializer(config)``,
-    ``ep_init(session)``, and ``model_inputs()`` behind the other inputs of a program, of which it
-    has none.
+    It lets code written for MAX run unchanged: ``EPCommInitializer(config)``, ``ep_init(session)``, and
+    ``model_inputs()`` appended to the inputs of a program; that list is empty.
 
     Args:
-        config: the settings.
+        config: settings of expert parallelism.
 
     Attributes:
-        config: the settings; :meth:`ep_init` sets its ``node_id`` to 0.
-        atomic_counters, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs: MAX's buffers; empty.
+        config: settings; :meth:`ep_init` sets their ``node_id`` to 0.
+        atomic_counters, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs: empty lists instead of MAX's buffers.
         fused_moe_workspace: None.
 
     Raises:
-        NotImplementedError, ValueError: as of :class:`EPBatchManager`.
+        NotImplementedError, ValueError: as for :class:`EPBatchManager`.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -122,28 +121,28 @@ class EPCommInitializer:
         """Sets ``config.node_id`` to 0, the only node.
 
         Args:
-            session: ignored; MAX runs a program in it that allocates its buffers.
+            session: ignored; MAX allocates its buffers with it.
         """
         self.config.node_id = 0
         self.config.fused_moe_ready = False
 
     def set_eplb_placement(self, log2phy: Sequence[Any], logcnt: Sequence[Any]) -> None:
-        """Raises ValueError, as MAX does where experts are not balanced."""
+        """Raises ValueError, as MAX does without load balancing of experts (``eplb_enabled``)."""
         raise ValueError("an EPLB placement needs eplb_enabled, which maxjax does not support")
 
     def model_inputs(self) -> list[Buffer]:
-        """The inputs of a program behind its others (``EPBatchManager.input_types``): none."""
+        """The additional inputs of a program (``EPBatchManager.input_types``): none."""
         return []
 
 
 class _Round:
-    """What was sent, and has not come back yet, by device."""
+    """One exchange: the tokens and results that were sent, by device, until all results are back."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, jax.Array] = {}
         self.ids: dict[int, jax.Array] = {}
         self.plan: Sorting | None = None
-        self.running: set[int] = set()  # devices whose experts have their rows
+        self.running: set[int] = set()  # devices that have received rows and not sent results
         self.results: dict[int, jax.Array] = {}
         self.back: set[int] = set()
 
@@ -151,28 +150,27 @@ class _Round:
 class EPBatchManager:
     """Exchanges tokens and results between devices, each of which has some of the experts.
 
-    For each device: :meth:`ep_dispatch_async` sends its tokens; when all have sent,
-    :meth:`ep_dispatch_wait` gives what its experts get; :meth:`ep_combine_async` sends their results; when all have,
-    :meth:`ep_combine_wait` gives the sums for its tokens. :meth:`ep_dispatch_all` and
-    :meth:`ep_combine_all` do it for all devices at once. ``nn.moe.forward_moe_sharded_layers``
-    calls them for layers.
+    Call for each device :meth:`ep_dispatch_async` with its tokens; after that, for each device,
+    :meth:`ep_dispatch_wait`, which returns the rows for its experts; then :meth:`ep_combine_async` with the
+    results of these rows; and last :meth:`ep_combine_wait`, which returns the sums for its tokens.
+    :meth:`ep_dispatch_all` and :meth:`ep_combine_all` do this for all devices at once.
+    ``nn.moe.forward_moe_sharded_layers`` calls them for layers.
 
-    A manager holds values from a dispatch until the last combine, and nothing after it, so that one
-    serves all layers, one after the other, and under ``jax.jit``. There are no buffers: it takes no
-    inputs of a Graph. Eagerly, each value is on the device of what is passed for that device. In a
-    program a list is as many copies on one device: for a program that is spread over devices, give
-    a model to a mesh with an expert axis (``Module.to``).
+    A manager holds arrays only between a dispatch and the last combine, so that one manager serves all
+    layers, one after the other, and works under ``jax.jit``. It has no buffers, and adds no inputs to a Graph.
+    Eagerly, the values for a device are on the device of its arguments. In a traced program all values are on
+    one device; to spread a program over devices, move the model to a mesh with an expert axis (``Module.to``).
 
     Args:
-        config: the settings. Tokens are cast to ``dispatch_dtype``, results to ``combine_dtype``. A
-            device is a rank: number i has the i-th part of the experts. With ``use_allreduce``
-            every device has all tokens, gets its experts' rows of them, and sums of its experts
-            alone, which the caller sums over devices.
+        config: settings. Tokens are cast to ``dispatch_dtype``, results to ``combine_dtype``. A
+            device is a rank: device i has the i-th part of the experts. With ``use_allreduce``
+            every device has all tokens, receives only the rows of its own experts, and returns the sums of
+            these experts, which the caller must sum over the devices.
 
     Raises:
-        NotImplementedError: there are several nodes, tokens are quantised, experts are balanced, or
+        NotImplementedError: there are several nodes, tokens are quantised, experts are load-balanced, or
             a fused shared expert is used with ``use_allreduce``.
-        ValueError: the experts do not divide over the devices.
+        ValueError: the number of experts is not a multiple of the number of devices.
 
     Example:
         >>> from maxjax.dtype import DType
@@ -192,7 +190,7 @@ class EPBatchManager:
         self.config = config
         self._rounds: dict[int, _Round] = {}
 
-    # --- inputs of a Graph, of which there are none
+    # --- inputs of a Graph: none
 
     def input_tree(self) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
         """The inputs of a Graph by name: none of each kind."""
@@ -204,7 +202,7 @@ class EPBatchManager:
         return []
 
     def fetch_buffers(self, _input_vals: Iterable[Any]) -> None:
-        """Takes the inputs of a Graph, which are none, and forgets what did not come back.
+        """Checks that there are no inputs of a Graph, and drops exchanges that were not completed.
 
         Raises:
             ValueError: there are inputs.
@@ -216,12 +214,12 @@ class EPBatchManager:
         self._rounds = {}
 
     def comm_buffers(self, input_vals: Iterable[Any]) -> EPCommBuffers:
-        """:meth:`fetch_buffers`, and an empty EPCommBuffers."""
+        """Calls :meth:`fetch_buffers`, and returns an empty EPCommBuffers."""
         self.fetch_buffers(input_vals)
         return EPCommBuffers()
 
     def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
-        """Takes an EPCommBuffers, which is empty."""
+        """Calls :meth:`fetch_buffers` with the content of an EPCommBuffers, which must be empty."""
         self.fetch_buffers(
             [*comm.atomic_counters, *comm.send_buf_ptrs, *comm.recv_buf_ptrs, *comm.recv_count_ptrs]
         )
@@ -231,17 +229,17 @@ class EPBatchManager:
     def ep_dispatch_async(
         self, input_tokens: Any, topk_ids: Any, device_id: int, input_scales: Any = None
     ) -> None:
-        """Sends the tokens of a device. A device that sends again begins anew, for all devices.
+        """Sends the tokens of a device. If the device has already sent tokens, a new exchange begins for all devices.
 
         Args:
-            input_tokens: ``[N, E]``.
-            topk_ids: ``[N, k]``, numbers of experts; those that no expert has are for none.
-            device_id: number of the device.
-            input_scales: for quantised tokens; must be None.
+            input_tokens: tokens ``[N, E]``.
+            topk_ids: indices of the chosen experts, ``[N, k]``; indices out of range choose no expert.
+            device_id: index of the device.
+            input_scales: scales of quantised tokens; must be None.
 
         Raises:
-            NotImplementedError: there are scales.
-            ValueError: there is no such device, or sizes are not those of the configuration.
+            NotImplementedError: ``input_scales`` are given.
+            ValueError: ``device_id`` is out of range, or the sizes are not those of the configuration.
         """
         if input_scales is not None:
             raise NotImplementedError(
@@ -258,14 +256,14 @@ class EPBatchManager:
         found.ids[device_id] = ids
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
-        """What the experts of a device get, of the tokens of all devices.
+        """The rows for the experts of a device, from the tokens of all devices.
 
         Returns:
-            The rows ``[M, E]``, sorted by expert; where each expert's begin, uint32 ``[L + 1]``;
-            the experts' places among the device's, int32 ``[L]``; and the most rows of an expert by
-            the settings (``max_tokens_per_rank``, which limits nothing else) and the number of
-            experts, uint32 ``[2]``. With ``fused_shared_expert`` the device's own tokens come
-            first, for one expert more.
+            The rows ``[M, E]``, sorted by expert; the offsets of each expert's rows, uint32 ``[L + 1]``; the
+            indices 0 … L - 1 of the device's experts, int32 ``[L]``; and, as uint32 ``[2]``, the maximum number
+            of rows of an expert (``max_tokens_per_rank`` times the number of devices, which is not enforced) and
+            L. With ``fused_shared_expert`` the device's own tokens come first, as rows of an additional
+            expert.
 
         Raises:
             RuntimeError: a device has not sent its tokens.
@@ -300,8 +298,8 @@ class EPBatchManager:
         """Sends the results of a device's experts, for each row of :meth:`ep_dispatch_wait`.
 
         Raises:
-            RuntimeError: the device's experts have no rows that they did not send back.
-            ValueError: there are not as many results as rows.
+            RuntimeError: the device has not received rows, or has sent its results already.
+            ValueError: the number of results is not the number of rows.
         """
         found, results = self._round(device_id), jnp.asarray(unwrap(input_tokens))
         if device_id not in found.running or found.plan is None:
@@ -320,15 +318,15 @@ class EPBatchManager:
         """The sums of the experts' results for the tokens of a device.
 
         Args:
-            router_weight: ``[N, k]``, factors of the results.
-            device_id: number of the device.
+            router_weight: factors of the results, ``[N, k]``.
+            device_id: index of the device.
 
         Returns:
             ``[N, E]`` in ``combine_dtype``, summed in float32; a TensorValue for a TensorValue.
 
         Raises:
             RuntimeError: a device has not sent its experts' results.
-            ValueError: the factors are not as many as the chosen experts.
+            ValueError: ``router_weight`` does not have the shape of ``topk_ids``.
         """
         found, senders = self._round(device_id), self._senders(device_id)
         if missing := [one for one in senders if one not in found.results]:
@@ -365,11 +363,11 @@ class EPBatchManager:
     def ep_dispatch(
         self, input_tokens: Any, topk_ids: Any, device_id: int, input_scales: Any = None
     ) -> tuple[Any, ...]:
-        """:meth:`ep_dispatch_async` and :meth:`ep_dispatch_wait` of a device that needs no other.
+        """:meth:`ep_dispatch_async` and :meth:`ep_dispatch_wait` for a device that needs no tokens of others.
 
         Raises:
-            NotImplementedError: it needs them: there are several devices, without
-                ``use_allreduce``.
+            NotImplementedError: there are several devices, without ``use_allreduce``: each needs the
+                others' tokens.
         """
         self._alone("ep_dispatch", "ep_dispatch_async for each device, then ep_dispatch_wait")
         self.ep_dispatch_async(input_tokens, topk_ids, device_id, input_scales)
@@ -378,14 +376,14 @@ class EPBatchManager:
     def ep_combine(
         self, input_tokens: Any, router_weight: Any, device_id: int, topk_ids: Any = None
     ) -> Any:
-        """:meth:`ep_combine_async` and :meth:`ep_combine_wait` of a device that needs no other.
+        """:meth:`ep_combine_async` and :meth:`ep_combine_wait` for a device that needs no results of others.
 
         Args:
-            topk_ids: of ``use_allreduce`` in MAX; here those of the dispatch are used.
+            topk_ids: argument of MAX, ignored; those of the dispatch are used.
 
         Raises:
-            NotImplementedError: it needs them: there are several devices, without
-                ``use_allreduce``.
+            NotImplementedError: there are several devices, without ``use_allreduce``: each needs the
+                others' results.
         """
         self._alone("ep_combine", "ep_combine_async for each device, then ep_combine_wait")
         self.ep_combine_async(input_tokens, device_id)
@@ -419,7 +417,7 @@ class EPBatchManager:
     # --- devices
 
     def _senders(self, device_id: int) -> list[int]:
-        """The devices whose tokens a device gets."""
+        """The devices from which a device receives tokens."""
         devices = [*range(self.config.n_gpus_per_node)]
         return [device_id] if self.config.use_allreduce else devices
 
@@ -455,7 +453,7 @@ class EPBatchManager:
 
 
 def _like(given: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """TensorValues for a TensorValue, otherwise arrays."""
+    """The values as TensorValues if ``given`` is a TensorValue, otherwise as arrays."""
     if wraps(given):
         return tuple(map(TensorValue, values))
     return tuple(unwrap(one) for one in values)

@@ -1,8 +1,8 @@
-"""Which values can be loaded into a Weight, and their conversion.
+"""Decides which values can be loaded into a Weight, and converts them.
 
-A value is a WeightData (lenient where MAX is: quantised bytes, shape () against (1,)) or any
-array that supports DLPack (exact). :func:`fit` decides from shapes and dtypes alone;
-:func:`read_values` reads, converts and copies once everything fits.
+A value is a WeightData or any array that supports DLPack. The shape of an array must be exactly that of the weight;
+for WeightData there are MAX's exceptions (quantised bytes, shape () for (1,)). :func:`fit` decides from shapes and
+dtypes alone; once all values fit, :func:`read_values` reads, converts and copies them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ....storage.boxes import count, whole
 
 @dataclasses.dataclass
 class Fit:
-    """A value that fits its weight, and the declaration of the weight once it is stored."""
+    """A value that fits its weight, and the declaration that the weight has after it is stored."""
 
     name: str
     weight: Weight
@@ -54,7 +54,7 @@ class Fit:
 def fit(
     name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool
 ) -> Fit | str:
-    """Checks ``value`` against ``weight``: returns a Fit, or a text that says what is wrong."""
+    """Checks ``value`` against ``weight``: returns a Fit, or a description of the problem."""
     if isinstance(value, WeightData):
         found = _fit_data(name, weight, value, override)
     else:
@@ -126,12 +126,12 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
 
 
 def _is_remade(form: Any, dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Whether a value has the form of a file, and another shape than what is made of it."""
+    """Whether a FileForm makes the weight from the value, so that their shapes may differ."""
     return form is not None and not form.elementwise and form.fits(dtype, shape)
 
 
 def _loose(shape: Sequence[Any]) -> list[Any]:
-    """The shape with (1,) written as (): both hold one element."""
+    """The shape, with () for (1,): both have one element."""
     return [] if len(shape) == 1 and shape[0] == 1 else list(shape)
 
 
@@ -151,7 +151,7 @@ def _dtypes(expected: DType, actual: DType) -> str:
 
 
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
-    """Requires equal dtypes or a requested cast, and nothing that JAX would silently narrow."""
+    """The problem if dtypes differ without ``cast``, or if JAX would silently narrow a dtype; otherwise None."""
     actual = DType.uint8 if fitted.as_bytes else dtype_of(fitted.value)
     expected, form = fitted.dtype, fitted.weight.stored.form
     if form is not None and form.elementwise:
@@ -186,7 +186,7 @@ def _alignment_problem(fitted: Fit) -> str | None:
 
 
 def _address(value: Any) -> int | None:
-    """The address of the bytes of a host array; None where it is not known or not relevant."""
+    """The address of the bytes of a host array; None if it is not known or not relevant."""
     if isinstance(value, WeightData):
         if not value.is_loaded:
             return None  # it will be read into newly allocated memory
@@ -205,7 +205,7 @@ def is_lazy(one: Fit) -> bool:
 
 
 def is_on_device(one: Fit) -> bool:
-    """Whether the value is JAX's, so not on disk and not the host's."""
+    """Whether the value is a JAX array, and not on disk or in a NumPy array."""
     return not is_lazy(one) and isinstance(host_or_jax(one.value), jax.Array)
 
 
@@ -218,8 +218,8 @@ def final_shape(one: Fit) -> tuple[int, ...]:
 def sharding_for(one: Fit) -> Any:
     """The Sharding of the value in logical order; None lets JAX choose.
 
-    It is that of the Weight, or else that to which its present value is committed, for example by
-    ``jax.device_put(model, sharding)``.
+    It is the Sharding of the Weight. If the Weight has none, it is that to which its current value is
+    committed, for example by ``jax.device_put(model, sharding)``.
     """
     weight = one.weight
     if weight.sharding is not None or weight.shape != list(final_shape(one)):
@@ -231,7 +231,7 @@ def sharding_for(one: Fit) -> Any:
 
 
 def source(one: Fit) -> Source:
-    """What a Destination has the value from: its boxes on disk, or all of it at once."""
+    """The Source of the value for a Destination: slices read from disk, or the whole array."""
     reshaped = one.as_bytes or one.loaded_shape is not None
     if is_lazy(one) and not reshaped and one.value.is_as_stored:
         return one.value
@@ -239,7 +239,7 @@ def source(one: Fit) -> Source:
 
 
 def bytes_to_read(fits: Sequence[Fit]) -> int:
-    """The bytes of files that this process reads for these values."""
+    """The number of bytes that this process reads from files for these values."""
     total = 0
     for one in fits:
         if isinstance(one.value, WeightData) and (nbytes := one.value.unread_bytes):
@@ -248,7 +248,7 @@ def bytes_to_read(fits: Sequence[Fit]) -> int:
 
 
 def _share(one: Fit) -> float:
-    """The part of a value that the devices of this process hold."""
+    """The fraction of a value that the devices of this process hold."""
     sharding = sharding_for(one)
     if sharding is None or sharding.is_fully_addressable:
         return 1.0
@@ -257,10 +257,10 @@ def _share(one: Fit) -> float:
 
 
 def destination(one: Fit, otherwise: Any = None) -> Destination:
-    """The stored array that the value becomes.
+    """The description of the stored array that the value becomes.
 
     Args:
-        otherwise: the sharding where the weight has none.
+        otherwise: sharding that is used if the weight has none.
     """
     stored, shape = one.weight.stored, final_shape(one)
     return Destination(
@@ -276,10 +276,10 @@ def destination(one: Fit, otherwise: Any = None) -> Destination:
 
 
 def read_values(fits: Sequence[Fit]) -> list[Any]:
-    """Reads and converts all values and puts them on their devices; no Module is changed.
+    """Reads and converts all values, and copies them to their devices; no Module is changed.
 
     Raises:
-        ValueError: an integer does not fit the 32 bits that JAX runs in.
+        ValueError: an integer does not fit into the 32 bits that JAX uses by default.
         CheckpointError: a file cannot be read.
     """
     by_device = [
@@ -294,7 +294,7 @@ def read_values(fits: Sequence[Fit]) -> list[Any]:
 
 
 def _is_cast(one: Fit) -> bool:
-    """Whether bytes on disk become values of another type, which is done while they are read."""
+    """Whether values on disk are converted to another dtype while they are read."""
     data = source(one)
     if not isinstance(data, WeightData):
         return False
@@ -302,7 +302,7 @@ def _is_cast(one: Fit) -> bool:
 
 
 def convert(one: Fit, array: Any) -> Any:
-    """``array`` converted to the dtype and shape of the weight, on its present device."""
+    """``array`` converted to the dtype and shape of the weight, on the device where it is."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
     if (form := one.weight.stored.form) is not None:
@@ -327,10 +327,10 @@ def convert(one: Fit, array: Any) -> Any:
 
 
 def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
-    """Puts a value on the weight's sharding, or on JAX's default device.
+    """Copies a value to the devices of the weight's sharding, or to JAX's default device.
 
-    JAX on a CPU reuses aligned NumPy memory instead of copying it. That is right for memory that
-    nobody else holds (``read``), and wrong for an array that its owner may write to later.
+    On a CPU, JAX uses aligned NumPy memory without a copy. That is correct for memory without another
+    reference (``read``), but not for a caller's array, which the caller may change later.
     """
     array = host_or_jax(one.value) if read is None else one.value.cast(read)
     array = one.weight.stored.arranged(convert(one, array))

@@ -1,7 +1,7 @@
-"""The check, before anything is read, that the memory suffices for a load.
+"""The check that there is enough memory for a load, before anything is read.
 
-XLA's own error names neither tensor nor device, and Linux kills a process that uses too much
-memory without any message.
+XLA's own error names neither the tensor nor the device, and Linux kills a process that uses too much
+memory without a message.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SMALL_BYTES = 64 << 20
 
 
 def check_room(module: Any, fits: Sequence[Fit]) -> None:
-    """Checks that the devices of this process, and its host, can hold what is to be loaded.
+    """Checks that the devices of this process, and its host, have enough memory for the values to load.
 
     Raises:
-        OutOfMemoryError: they cannot. The message has the largest tensor, the bytes needed and free,
-            and the smallest larger mesh or a narrower dtype that would suffice.
+        OutOfMemoryError: there is not enough memory. The message names the largest tensor, the bytes that are
+            needed and free, and the smallest larger mesh or the narrower dtype with which the load fits.
     """
     sizes = [(_part(fit), fit) for fit in fits]
     need = sum(nbytes for nbytes, _ in sizes)
@@ -41,7 +41,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
     total = sum(math.prod(final_shape(fit)) * fit.dtype.np.itemsize for fit in fits)
     for device in devices:
         free = free_bytes(device)
-        # CPU devices share the host's memory, and replicas are there only once.
+        # CPU devices share the host's memory, which holds replicas only once.
         needed = need if device not in on_host else min(total, need * len(on_host))
         if free is not None and needed > free:
             largest = max(sizes, key=lambda item: item[0])
@@ -49,7 +49,7 @@ def check_room(module: Any, fits: Sequence[Fit]) -> None:
 
 
 def _part(one: Fit) -> int:
-    """The bytes of the weight that one device holds."""
+    """The number of bytes of the weight that one device holds."""
     dims = final_shape(one)
     sharding = sharding_for(one)
     spread = isinstance(sharding, jax.sharding.NamedSharding)
@@ -59,7 +59,7 @@ def _part(one: Fit) -> int:
 
 
 def _devices(fits: Iterable[Fit]) -> list[Any]:
-    """The devices of this process that get any of the values."""
+    """The devices of this process that hold a shard of any of the values."""
     shardings = {sharding_for(one) for one in fits}
     found: dict[Any, None] = {}
     for sharding in shardings:
@@ -69,7 +69,7 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
 
 
 def free_bytes(device: Any) -> int | None:
-    """The free bytes of a device, or of the host for a CPU; None if unknown."""
+    """The number of free bytes of a device, or of the host for a CPU; None if it is unknown."""
     if device.platform != "cpu":
         stats = memory_stats(device)
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
@@ -78,7 +78,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def _available() -> int | None:
-    """The bytes that Linux can provide without swapping, limited by this process's control group."""
+    """The number of bytes that Linux can provide without swapping, at most those of the control group."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

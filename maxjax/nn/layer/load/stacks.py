@@ -1,7 +1,7 @@
-"""Loading of a LayerStack: each layer's bytes go directly to their place in the stack.
+"""Loads a LayerStack: the bytes of each layer go directly into its slice of the stacked array.
 
-On the host the stacked array is allocated once and files are read into it. Elsewhere the
-array is made on the device and filled layer by layer, with a few layers in host memory.
+On the host, the stacked array is allocated once and files are read into it. On other devices, the
+array is allocated there and filled layer by layer, so that the host holds only a few layers at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .fit import Fit, convert, destination, read_values, source
 def plan(
     fits: Sequence[Fit],
 ) -> tuple[list[tuple[StackedWeight, list[Fit]]], list[Fit], list[str]]:
-    """The stacks that are complete with the Fits of their layers, all other values, and the problems."""
+    """The stacks for which all layers have a Fit, with these Fits; all other Fits; and descriptions of problems."""
     groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
     for one in fits:
         if one.weight.stored.home is not None:
@@ -49,14 +49,14 @@ def plan(
 def read(
     single: Sequence[Fit], stacks: Sequence[tuple[StackedWeight | None, Sequence[Fit]]]
 ) -> tuple[list[Any], list[jax.Array]]:
-    """The arrays of single values and of stacks, read in parallel, converted and put on devices.
+    """The arrays of single values and of stacks, read in parallel, converted and copied to devices.
 
     Args:
-        stacks: the stacks, each with a Fit for each of its Weights; None for a stack to be, whose
-            sharding is left to the values.
+        stacks: stacks, each with a Fit for each of its Weights; None instead of a stack makes a new
+            stack, whose sharding is that of the values.
 
     Raises:
-        ValueError: an integer does not fit the 32 bits that JAX runs in.
+        ValueError: an integer does not fit into the 32 bits that JAX uses by default.
         CheckpointError: a file cannot be read.
     """
     arrays = read_values(single)
@@ -69,7 +69,7 @@ def read(
 
 
 def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
-    """The values of all layers as one array."""
+    """The description of the values of all layers as one array."""
     layer = destination(fits[0])
     lead = (len(fits),) if stack is None else stack.lead
     sharding = None if stack is None else stack.leaf_sharding
@@ -85,14 +85,14 @@ def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
 
 
 def _by_layer(stack: StackedWeight | None, fits: Sequence[Fit], stacked: Destination) -> jax.Array:
-    """The stacked array, made on its devices and filled layer by layer.
+    """The stacked array, allocated on its devices and filled layer by layer.
 
-    Weights that are dealt to several devices are read one for each of these at a time, so that no
-    device gets the bytes of another.
+    If several devices have shares of the Weights, one Weight of each share is read at a time, so that no
+    device receives the bytes of another device.
     """
     array = jnp.zeros(stacked.shape, stacked.dtype, device=stacked.sharding)
     shares = 1 if stack is None else stack.shares
-    count = stacked.shape[stacked.levels - 1] // shares  # weights in turn, of each share
+    count = stacked.shape[stacked.levels - 1] // shares  # number of weights in a share
     groups = _shares_in_turn(len(fits), shares, count)
     for numbers, part in zip(groups, read_destinations(
         _group([fits[i] for i in numbers], stack, stacked) for numbers in groups
@@ -103,7 +103,7 @@ def _by_layer(stack: StackedWeight | None, fits: Sequence[Fit], stacked: Destina
 
 
 def _shares_in_turn(many: int, shares: int, count: int) -> list[list[int]]:
-    """The numbers of the Weights that are read together: one of each device's share.
+    """The indices of the Weights that are read together: one of each device's share.
 
     Example:
         >>> _shares_in_turn(8, 2, 2)
@@ -146,9 +146,9 @@ def _committed(fits: Sequence[Fit]) -> Any:
 
 @partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
 def _insert(stack: jax.Array, part: jax.Array, place: Any, levels: int, shares: int) -> jax.Array:
-    """The stack with ``part`` ``[shares, ...]`` at a place (layer, weight of each share)."""
+    """The stack with ``part [shares, ...]`` inserted at ``place``: (layer, index within each share)."""
     lead, rest = stack.shape[:levels], stack.shape[levels:]
-    # [layers, shares, weights of a share, ...]: a share is that of one device.
+    # [layers, shares, weights of a share, ...]: each device has one share.
     by_share = stack.reshape(math.prod(lead[:-1]), shares, lead[-1] // shares, *rest)
     by_share = jax.lax.dynamic_update_slice(
         by_share, part[None, :, None], (place[0], 0, place[1], *[0] * len(rest))

@@ -1,6 +1,6 @@
-"""What is seen of a model while it runs, and what is put in its place: captures and patches.
+"""Captures record values inside a model while it runs, and patches replace them.
 
-``frames.py`` holds what is being observed in this thread, and ``tap``; ``places.py`` finds the places
-that patterns name; ``captures.py`` is the mapping of what was captured; ``functions.py`` has the pure
-functions ``captured`` and ``patched``, ``contexts.py`` the context managers ``capture`` and ``patch``.
+``frames.py`` has the observations that are active in this thread, and ``tap``; ``places.py`` finds the places that
+patterns match; ``captures.py`` has the mapping of captured values; ``functions.py`` has the pure functions
+``captured`` and ``patched``, and ``contexts.py`` the context managers ``capture`` and ``patch``.
 """

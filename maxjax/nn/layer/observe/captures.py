@@ -1,4 +1,4 @@
-"""Captures: what was captured in one run, a mapping by full names and a pytree."""
+"""Captures: the captured values of one run, as a mapping by full names and a pytree."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class CaptureKeyError(UserInputError, KeyError):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Captures(Mapping[str, Any]):
-    """What was captured, by the full name of each place: ``captures["layers.3.mlp"]``.
+    """The captured values, by the full name of each place: ``captures["layers.3.mlp"]``.
 
-    A key may leave out the beginning of a name (``"layers.3"`` for ``model.layers.3``) and have the
-    wildcards of a pattern: ``captures["layers.*.mlp"]`` is one array ``[L, ...]`` of all layers
-    that were captured, in their order. A place that was passed n times in a run, because a layer
-    is shared, gives a tuple of n values.
+    A key may omit the beginning of a name (``"layers.3"`` for ``model.layers.3``) and have the
+    wildcards of a pattern: ``captures["layers.*.mlp"]`` is one array ``[L, ...]`` of all captured
+    layers, in their order. If a shared layer runs n times in a call of the model, the value is a
+    tuple of n values.
 
-    It is a pytree, so jitted functions return it, and ``jax.grad`` with ``has_aux``, ``vmap`` and
-    ``scan`` do; axes that these add come before that of the layers. Values of a stack are one array
-    of all its layers, of which ``captures["layers.3.mlp"]`` is a slice.
+    It is a pytree, so that jitted functions can return it, and so can functions under ``jax.grad`` with
+    ``has_aux``, ``vmap`` and ``scan``; axes that these add precede the axis of layers. The values of a stack
+    are one array of all its layers, of which ``captures["layers.3.mlp"]`` is a slice.
 
     Raises:
-        KeyError: nothing was captured under a name (it is a UserInputError too); the message has the
-            nearest one.
-        UserInputError: the values of several layers differ in shape.
+        KeyError: nothing was captured under a key (the error is a UserInputError too); the message suggests
+            the nearest name.
+        UserInputError: a key matches the values of several layers, which differ in shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -53,7 +53,7 @@ class Captures(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[Place, tuple[Any, ...]], ranks: Any = None):
-        # By (name, site), where the name of a stack's layers has their pattern; one value for each run.
+        # Keys are (name, site); the name of a stack's layers has their pattern. Values have one entry for each run.
         self._values = dict(values)
         self._ranks = ranks or {
             place: tuple(jnp.ndim(leaf) for leaf in jax.tree.leaves(runs))
@@ -63,7 +63,7 @@ class Captures(Mapping[str, Any]):
 
     @classmethod
     def of(cls, taps: Taps, level: int) -> Captures:
-        """What was recorded for the plan of that level."""
+        """The values that were recorded for the plan of that level."""
         found = {
             (name, site): tuple(values)
             for (own, name, site, what), values in taps.items()
@@ -86,17 +86,17 @@ class Captures(Mapping[str, Any]):
 
     @property
     def entries(self) -> Mapping[Place, tuple[Any, ...]]:
-        """The values of each run by name and site: those of a stack's layers are one entry, a StackedValues."""
+        """The values of each run by (name, site); the layers of a stack are one entry, a StackedValues."""
         return self._values
 
     @property
     def places(self) -> set[Place]:
-        """The name and site of each."""
+        """The (name, site) of each captured value."""
         return set(self._homes)
 
     # -- the mapping
 
-    # By identity: arrays have no one answer to whether they are equal.
+    # Compared by identity, because arrays do not compare to a single bool.
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -158,7 +158,7 @@ class Captures(Mapping[str, Any]):
         return runs[0] if len(runs) == 1 else runs
 
     def _all(self, key: str, found: list[Place]) -> Any:
-        """The values of several places in one tree of arrays, along an axis of their own."""
+        """The values of several places as one tree of arrays, stacked along a new axis."""
         homes = {self._homes[place][0] for place in found}
         if len(homes) == 1:
             (home,) = homes
@@ -173,7 +173,7 @@ class Captures(Mapping[str, Any]):
             raise UserInputError(f"the values under '{key}' differ, and make no one array: {each}")
         home, row = self._homes[found[0]]
         ranks = iter(self._ranks[home])
-        own = 0 if row is None else 1  # a slice has lost the axis of the layers
+        own = 0 if row is None else 1  # a slice does not have the axis of layers
         return jax.tree.map(
             lambda *a: _applied(_stacked(a[0].ndim - (next(ranks) - own)), *a), *values
         )
@@ -204,7 +204,7 @@ class Captures(Mapping[str, Any]):
 
 
 def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]:
-    """For each place, the entry that has its values, and the row there if that is of several layers."""
+    """For each place, the key of the entry with its values, and its row there if the entry has several layers."""
     found: dict[Place, tuple[Place, int | None]] = {}
     for place, runs in values.items():
         name, site = place
@@ -217,7 +217,7 @@ def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]
 
 
 def _is_stacked(runs: Any) -> bool:
-    # In a transformation's own trees, such as out_axes, there may be anything.
+    # Trees of a transformation's arguments, such as out_axes, may have any leaves.
     return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], StackedValues)
 
 
@@ -226,7 +226,7 @@ def _stacked(axis: int) -> Callable[..., Any]:
 
 
 def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
-    """A function of arrays, or of placeholders, as ``jax.eval_shape`` returns them."""
+    """The result of a function for arrays, or for placeholders, which ``jax.eval_shape`` returns."""
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
         return jax.eval_shape(function, *arrays)
     return function(*arrays)
@@ -240,7 +240,7 @@ def _stack(name: str) -> str:
 
 
 def _without_first(array: Any) -> Any:
-    """The type of an array without its first axis, for showing it."""
+    """The shape and dtype of an array without its first axis, for rendering."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         return array
     return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)

@@ -27,11 +27,11 @@ from .recording import Recording
 
 
 class Observer:
-    """One who observes a model object in a ``with`` block.
+    """Base class of the context managers that observe a model object.
 
-    Calls of the model, and of modules in it, are observed in the thread or task of the block, as
-    long as they run in the trace in which the block was entered: usually in none, eagerly.
-    What runs under a transformation inside of the block runs as always.
+    Calls of the model, and of modules in it, are observed in the thread or task of the block, if
+    they run in the trace in which the block was entered: usually none, that is eagerly. Calls under a
+    transformation inside the block are not observed.
     """
 
     what = ""
@@ -59,14 +59,14 @@ class Observer:
         self._is_open = False
         leave(self)
         self._names, self._modules, self._structure = {}, [], -1
-        # What was captured outlives the model: a variable of a notebook does not keep its weights.
+        # The captured values may outlive the model: a variable in a notebook must not keep its weights alive.
         self._model = self._trace = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None, "_held": None, "_trace": None}
 
     def observes(self, module: Any) -> bool:
-        """Whether the call of a Module that begins is to be observed."""
+        """Whether the call of a Module that is about to start is observed."""
         if not self._is_open or RUNNING.graphs or self._name_of(module) is None:
             return False
         if RUNNING.modules and self._is_inner(module):
@@ -77,12 +77,12 @@ class Observer:
         return True
 
     def _is_inner(self, module: Any) -> bool:
-        """Whether the Module is called by another one of the model, which is not observed."""
+        """Whether another Module of the model is running, so that this call is inside an observed one."""
         return any(self._name_of(one) is not None for one in RUNNING.modules)
 
     def _name_of(self, module: Any) -> str | None:
         if self._structure != EPOCH.structure:
-            # Holding the modules keeps their ids from being used again.
+            # Holding the modules keeps their ids from being reused.
             walk = Walk(self._model)
             self._modules = walk.modules
             self._names = {
@@ -93,11 +93,11 @@ class Observer:
         return self._names.get(id(module))
 
     def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
-        """What it wants, with the values of patches."""
+        """The plan of this observer, and the values of its patches."""
         raise NotImplementedError
 
     def wish(self, module: Any, level: int) -> Wish:
-        """What it wants of the Module that is about to run."""
+        """The Wish of this observer for a Module that is about to run."""
         plan, values = self.plan(level)
         return Wish(plan, self._name_of(module) or "", values)
 
@@ -105,27 +105,27 @@ class Observer:
         """Checks a call before it runs."""
 
     def take(self, plan: Observation, frame: Frame) -> None:
-        """Takes what a call has recorded.
+        """Takes the values that a call has recorded.
 
         Raises:
-            UserInputError: a pattern names a site that a module which ran does not have.
+            UserInputError: a module that ran does not have the site of a pattern.
         """
         check_passed(self._found, plan, frame, self.what, strict=False)
         self._passed |= passed_places(frame.taps(), plan)
 
     def recording(self) -> Any:
-        """What :meth:`take_taps` adds to in one run of maxjax's programs; None if it needs none."""
+        """A new object to which :meth:`take_taps` adds in one run of maxjax's programs, or None."""
         return None
 
     def take_taps(
         self, plan: Observation, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
         width: int | None,
     ) -> None:  # fmt: skip
-        """Takes what one of maxjax's programs has recorded; the arguments are those of ``Recording.add``."""
+        """Takes the values that one of maxjax's programs has recorded; see ``Recording.add`` for the arguments."""
         self._passed |= passed_places(taps, plan)
 
     def _why(self) -> str:
-        """Why nothing was observed."""
+        """The reason why nothing was observed, as the end of a message."""
         if self.missed:
             return (
                 "; the model ran under jax.jit or another transformation, and what the caller has "
@@ -138,11 +138,11 @@ class Observer:
 
 
 class Capture(Observer, Mapping[str, Any]):
-    """What a block captured; made by :func:`capture`.
+    """The captured values of a block; made by :func:`capture`.
 
     ``c["layers.3.mlp"]`` is the value of the last run, and ``c["layers.*.mlp"]`` that of all layers as
-    one array, as in :class:`Captures`. A run is one call of the model, or of maxjax's
-    functions that run it: those make several calls, whose values are put together for each token
+    one array, as in :class:`Captures`. A run is one call of the model, or one call of a maxjax function that
+    runs the model several times; the values of these calls are concatenated along the tokens
     (:class:`Recording`).
 
     Attributes:
@@ -151,7 +151,7 @@ class Capture(Observer, Mapping[str, Any]):
 
     what = "capture"
 
-    # By identity: arrays have no one answer to whether they are equal.
+    # Compared by identity, because arrays do not compare to a single bool.
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -161,7 +161,7 @@ class Capture(Observer, Mapping[str, Any]):
 
     @property
     def calls(self) -> list[Captures]:
-        """What each call of the model recorded, in order, as the model computed it."""
+        """The captured values of each call of the model, in order, as the model computed them."""
         return [
             call
             for run in self.runs
@@ -196,7 +196,7 @@ class Capture(Observer, Mapping[str, Any]):
         if run is not None:
             return run[key]
         if self.runs:
-            return self.runs[-1][key]  # raises, and names the nearest
+            return self.runs[-1][key]  # raises, with the nearest name
         raise CaptureKeyError(f"nothing was captured under '{key}'{self._why()}")
 
     def __contains__(self, key: object) -> bool:
@@ -245,17 +245,17 @@ class Patching(Observer):
 def capture(model: Any, *patterns: str) -> Capture:
     """Captures activations of a model in a block: ``with capture(model, "layers.*") as c:``.
 
-    It captures calls of this model object (and of modules in it) in this thread or task, and
-    maxjax's own functions that run it in the block (``generate``, ``stream``, ``embed``,
+    It captures calls of this model object (and of modules in it) in this thread or task, also by
+    maxjax's functions that run the model (``generate``, ``stream``, ``embed``,
     ``perplexity``). It does not capture other models, or functions that you have jitted, which run
-    as they were compiled: use :func:`maxjax.captured` inside ``jax.jit``.
+    as they were compiled: for these, use :func:`maxjax.captured` inside ``jax.jit``.
 
     Args:
-        model: a Module.
+        model: Module.
         patterns: name patterns, as for :func:`maxjax.captured`; by default the model's own output.
 
     Returns:
-        A context manager that gives a :class:`Capture`: ``c["layers.3.mlp"]``, during the block and after.
+        A context manager that gives a :class:`Capture`: ``c["layers.3.mlp"]``, during the block and after it.
 
     Raises:
         UserInputError: a pattern matches no module, or names a site that the module does not have.
@@ -283,12 +283,12 @@ def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
     It affects the same calls as :func:`capture`.
 
     Args:
-        model: a Module.
-        patches: a value or a function for each pattern, as for :func:`maxjax.patched`.
+        model: Module.
+        patches: map from patterns to new values or functions, as for :func:`maxjax.patched`.
 
     Raises:
-        UserInputError: a pattern matches no module; when the model is called, before anything runs: a
-            value has another shape or dtype.
+        UserInputError: a pattern matches no module. A call of the model raises it, before anything runs, if a
+            new value has another shape or dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax

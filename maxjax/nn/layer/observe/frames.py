@@ -1,14 +1,13 @@
-"""Frames: what is observed of the Modules that run in this thread; and ``tap``, which names an inner value.
+"""Frames, which record values of the Modules that run in this thread, and ``tap``, which names an inner value.
 
-Whoever observes a model marks a copy of it: each Module of the copy knows the plan and its own name
-(``definition.py`` keeps marks in the treedef, so that functions jitted before are traced again), and
-runs it in a frame. A value that passes a marked Module is handed to :func:`passing`, which puts
-patches in its place and records it in the frame on top. All of this happens while JAX traces: a
-compiled program has the values as results, and without a mark nothing of this is in it.
+An observer (a capture or patch) marks a copy of the model and runs the copy in a Frame. Each Module of the copy has
+the observer's plan and its own name in it (``definition.py`` keeps marks in the treedef, so that functions that were
+jitted before are traced again). A value at a place of a marked Module goes to :func:`passing`, which applies patches
+and records the value in the innermost frame. All of this happens while JAX traces: a compiled program returns the
+values as results, and a program of an unmarked model has no trace of it.
 
-A frame belongs to one trace: what is recorded under another one (a ``jax.jit`` inside of the
-function) could not be handed out. LayerStack's loop opens frames of its own and returns what they
-recorded as results of the loop.
+A frame belongs to one trace: a value of another trace (of a ``jax.jit`` inside the function) could not leave that
+trace. The loop of a LayerStack opens its own frames and returns their values as results of the loop.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ....graph.value import TensorValue, unwrap
 from ....graph.weight.running import RUNNING
 from ....kernels import explicit
 
-# (level of the plan, name, site, what): what is "value", or "patched" for a place that was patched.
+# (level of the plan, name, site, what), where what is "value", or "patched" for a place that was patched.
 Key = tuple[int, str, str, str]
 Mark = tuple["Observation", str]
 OUTPUT, INPUT, INPUTS = "output", "input", "inputs"
@@ -36,7 +35,7 @@ SITES = (OUTPUT, INPUT, INPUTS)
 
 
 class CallerFunction:
-    """A function of a caller, compared by identity: some that are equal do not compute the same."""
+    """A function of a caller, compared by identity: functions may compare equal and compute different values."""
 
     def __init__(self, call: Callable[..., Any], takes_number: bool):
         self.call, self.takes_number = call, takes_number
@@ -52,12 +51,12 @@ class CallerFunction:
 
 
 class Patch(NamedTuple):
-    """One patch of a plan. Its value, if it is no function, is in the frame.
+    """One patch of a plan. If it is a value and not a function, the frame has the value.
 
     Attributes:
-        label: the pattern, for messages.
-        function: what makes the new value; None: the value is in the frame.
-        places: (name, site) of the places, in their order in the model.
+        label: pattern of the patch, for messages.
+        function: function that computes the new value; None if the frame has the value.
+        places: (name, site) of the patched places, in the order of the model.
     """
 
     label: str
@@ -66,12 +65,12 @@ class Patch(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What one observer wants: hashable, part of treedefs, equal for equal wishes.
+    """The plan of one observer: which values are captured and patched. It is hashable and part of treedefs.
 
     Attributes:
         captures: (name, site) of the places whose values are recorded.
-        patches: what is put in the place of others.
-        level: how many other plans are live where it is; no two live plans of a thread have the same.
+        patches: patches of other values.
+        level: nesting level of the plan, different for all active plans of a thread.
     """
 
     captures: frozenset[tuple[str, str]]
@@ -80,12 +79,12 @@ class Observation(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The loop of a LayerStack in whose body a frame is.
+    """The loop of a LayerStack whose body runs in a frame.
 
     Attributes:
-        where: for each plan, the name of the layer that stands for all (``layers.*``).
-        members: numbers of the layers that it stands for.
-        number: number of the layer that runs, an int32 scalar.
+        where: for each plan, the name of the layer that represents all layers (``layers.*``).
+        members: indices of these layers.
+        number: index of the layer that runs, an int32 scalar.
     """
 
     where: Mapping[Observation, str]
@@ -95,7 +94,7 @@ class Loop(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class StackedValues:
-    """Values of several layers of a stack: a tree of arrays ``[n, ...]``, and the layers' numbers."""
+    """Values of n layers of a stack: a pytree of arrays ``[n, ...]``, and the indices of the layers."""
 
     def __init__(self, tree: Any, numbers: tuple[int, ...]):
         self.tree, self.numbers = tree, numbers
@@ -112,15 +111,15 @@ Taps = dict[Key, tuple[Any, ...]]
 
 
 class Frame:
-    """What is observed in one trace.
+    """The observation of one trace.
 
     Args:
-        values: the live plans, with the values of their patches (None for a function).
-        loop: the loop in whose body it is, if it is in one.
+        values: active plans, with the values of their patches (None for a function).
+        loop: loop in whose body the trace is, or None.
 
     Attributes:
-        found: what was recorded, each in the order of the runs.
-        seen: (level, name, site) of all places that were passed, whether they were wanted or not.
+        found: recorded values of each place, in the order in which they were computed.
+        seen: (level, name, site) of all places that a value has passed, whether or not a plan names them.
     """
 
     def __init__(self, values: Mapping[Observation, tuple[Any, ...]], loop: Loop | None = None):
@@ -130,11 +129,11 @@ class Frame:
         self.seen: set[tuple[int, str, str]] = set()
 
     def taps(self) -> Taps:
-        """What was recorded, as a pytree."""
+        """The recorded values, as a pytree."""
         return {key: tuple(values) for key, values in self.found.items()}
 
     def add(self, taps: Taps) -> None:
-        """Takes what an inner frame has recorded, as far as its plans are live here."""
+        """Adds the values that an inner frame has recorded for plans that are active in this frame."""
         levels = {plan.level for plan in self.values}
         for key, values in taps.items():
             if key[0] in levels:
@@ -142,7 +141,7 @@ class Frame:
                 self.found.setdefault(key, []).extend(values)
 
     def numbered(self, plan: Observation, name: str) -> list[tuple[int, str]] | None:
-        """The layers and names that a name in the body of a loop stands for; None elsewhere."""
+        """The indices and names of the layers that a name in the body of a loop represents; None outside a loop."""
         where = None if self.loop is None else self.loop.where.get(plan)
         if where is None or not (name == where or name.startswith(f"{where}.")):
             return None
@@ -150,14 +149,14 @@ class Frame:
         return [(i, renumbered(name, where, i)) for i in self.loop.members]
 
     def wants(self, plan: Observation, name: str, site: str) -> bool:
-        """Whether a plan captures or patches the place, in one of its layers at least."""
+        """Whether a plan captures or patches the place, in at least one of its layers."""
         layers = self.numbered(plan, name)
         names = [concrete(name)] if layers is None else [full for _, full in layers]
         wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
         return any((full, site) in wanted for full in names)
 
     def patched(self, plan: Observation, name: str, site: str, value: Any) -> Any:
-        """The value with the patches of a plan."""
+        """The value after the patches of a plan."""
         layers = self.numbered(plan, name)
         for patch, given in zip(plan.patches, self.values[plan], strict=True):
             rows = {place: row for row, place in enumerate(patch.places)}
@@ -180,14 +179,14 @@ class Frame:
         return value
 
     def record(self, plan: Observation, name: str, site: str, value: Any) -> None:
-        """Records a value if the plan wants it."""
+        """Records a value if the plan captures it."""
         names = self.see(plan, name, site)
         if any((full, site) in plan.captures for full in names):
             self._check_trace(name, site)
             self.found.setdefault((plan.level, name, site, "value"), []).append(_plain(value))
 
     def see(self, plan: Observation, name: str, site: str) -> list[str]:
-        """Notes that a place is there; returns its name, in a loop those of all layers."""
+        """Notes that a place exists; returns its name, or the names for all layers of a loop."""
         layers = self.numbered(plan, name)
         names = [concrete(name)] if layers is None else [full for _, full in layers]
         self.seen.update((plan.level, full, site) for full in names)
@@ -214,32 +213,32 @@ class Observing(threading.local):
 OBSERVING = Observing()
 
 
-# Those who observe one Module object: all of the process, and those of this thread or task.
+# The observers of Module objects: all in the process, and those of this thread or task.
 OBSERVERS: list[Any] = []
 _CURRENT: ContextVar[tuple[Any, ...]] = ContextVar("maxjax_observers", default=())
 
 
 def enter(observer: Any) -> None:
-    """Begins to observe, in this thread or task and in the tasks it starts."""
+    """Begins an observation, in this thread or task and in tasks that it starts."""
     OBSERVERS.append(observer)
     _CURRENT.set((*_CURRENT.get(), observer))
 
 
 def leave(observer: Any) -> None:
-    """Ends it, everywhere."""
+    """Ends an observation, in all threads and tasks."""
     OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
     _CURRENT.set(tuple(other for other in _CURRENT.get() if other is not observer))
 
 
 def current_observers(module: Any) -> list[Any]:
-    """Those who observe the Module in this thread or task, outermost first."""
+    """The observers of the Module in this thread or task, outermost first."""
     if not OBSERVERS:
         return []
     return [one for one in _CURRENT.get() if one.observes(module)]
 
 
 def trace() -> Any:
-    """What JAX is tracing at the moment; comparable."""
+    """The current trace of JAX, as an object that can be compared."""
     from jax.extend.core import get_opaque_trace_state  # slow to import: it imports Pallas
 
     return get_opaque_trace_state(convention="nnx")
@@ -247,7 +246,7 @@ def trace() -> Any:
 
 @contextmanager
 def opened(frame: Frame) -> Iterator[Frame]:
-    """Runs a block in a frame. What it recorded for outer plans is handed on if nothing fails."""
+    """Runs a block in a frame; the caller passes the recorded values on to outer frames."""
     frames = OBSERVING.frames
     frames.append(frame)
     try:
@@ -257,7 +256,7 @@ def opened(frame: Frame) -> Iterator[Frame]:
 
 
 def live() -> dict[Observation, tuple[Any, ...]]:
-    """The live plans of this thread with the values of their patches."""
+    """The active plans of this thread, with the values of their patches."""
     return dict(OBSERVING.frames[-1].values) if OBSERVING.frames else {}
 
 
@@ -274,7 +273,7 @@ def _live_marks(module: Any) -> list[Mark]:
 
 
 def passing(module: Any, site: str, value: Any) -> Any:
-    """Hands a value that passes a place of a Module to the plans; returns what replaces it."""
+    """Applies patches to a value at a place of a Module, and records it; returns the patched value."""
     marks = _live_marks(module)
     if not marks:
         return value
@@ -294,7 +293,7 @@ def wants(module: Any, site: str) -> bool:
 
 
 def is_wanted(module: Any) -> bool:
-    """Whether a plan captures or patches any place of a Module: then its ``__call__`` has to run."""
+    """Whether a plan captures or patches any place of a Module, so that its ``__call__`` must run."""
     for plan, name in _live_marks(module):
         layers = OBSERVING.frames[-1].numbered(plan, name)
         names = {concrete(name)} if layers is None else {full for _, full in layers}
@@ -307,16 +306,16 @@ def is_wanted(module: Any) -> bool:
 def tap(name: str, value: Any) -> Any:
     """Names a value inside a Module's computation, so that it can be captured and patched.
 
-    Its name is ``"<name of the module>:<name>"``, where the module is the innermost one that runs.
-    Call it once for each value, as :func:`jax.ad_checkpoint.checkpoint_name`; outside of
-    :func:`maxjax.capture` and its like it returns the value, and nothing of it is in the compiled program.
+    Its full name is ``"<name of the module>:<name>"``, where the module is the innermost one that runs.
+    Like :func:`jax.ad_checkpoint.checkpoint_name`, call it once for each value and continue with its result. Unless
+    the model is captured or patched, it returns the value and adds nothing to the compiled program.
 
     Args:
-        name: the name, such as ``"gate"``.
-        value: an array, or a tree of them.
+        name: identifier, such as ``"gate"``, other than "output", "input" and "inputs".
+        value: array, or a pytree of arrays.
 
     Returns:
-        The value to go on with: that of a patch, or the given one.
+        The value of a patch, or the given value.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -338,9 +337,9 @@ def tap(name: str, value: Any) -> Any:
 
 
 def is_tapped(name: str) -> bool:
-    """Whether the value of that :func:`tap` of the running Module is captured or patched.
+    """Whether the :func:`tap` of that name in the running Module is captured or patched.
 
-    For values that are made only then, as the probabilities that a fast attention does not have.
+    It is for values that are computed only then, such as the probabilities that fast attention never forms.
     """
     if not OBSERVING.frames or not RUNNING.modules:
         return False
@@ -354,30 +353,30 @@ def is_tapped(name: str) -> bool:
 
 
 def label_of(name: str, site: str) -> str:
-    """The name of a place: that of the Module for its outputs, otherwise with the site."""
+    """The label of a place: the name of the Module for its output, otherwise the name and the site."""
     return name if site == OUTPUT else f"{name}:{site}"
 
 
 def is_span(part: str) -> bool:
-    """Whether a part of a name stands for several layers of a stack (``Span.pattern``)."""
+    """Whether a part of a name represents several layers of a stack (``Span.pattern``)."""
     return part == "*" or ":" in part
 
 
 def concrete(name: str) -> str:
-    """A name with the first layer's number in the place of a stack's pattern."""
+    """A name with the first layer's index instead of a stack's pattern."""
     parts = name.split(".")
     first = (part.split(":")[0] if ":" in part else "0" for part in parts if is_span(part))
     return ".".join(next(first) if is_span(part) else part for part in parts)
 
 
 def renumbered(name: str, where: str, number: int | str) -> str:
-    """``name``, at or below the layer named ``where`` that stands for all, for the layer ``number``."""
+    """``name``, which is at or below the representing layer ``where``, renamed for the layer ``number``."""
     head, dot, _ = where.rpartition(".")
     return f"{head}{dot}{number}{name[len(where) :]}"
 
 
 def marks_of(layer: Any, module: Any, number: int) -> tuple[Mark, ...]:
-    """The marks of a Module of the layer that stands for all, for the same Module of another layer."""
+    """The marks of a Module in the representing layer, renamed for the same Module of another layer."""
     where = dict(layer._mx_marks)
     return tuple(
         (plan, renumbered(name, where[plan], number) if _is_below(name, where.get(plan)) else name)
@@ -398,12 +397,12 @@ def _number(name: str) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """The tree with plain arrays for TensorValues."""
+    """The tree with arrays instead of TensorValues."""
     return jax.tree.map(unwrap, value, is_leaf=lambda v: isinstance(v, TensorValue))
 
 
 def _new(patch: Patch, given: Any, value: Any, row: Any, number: Any) -> Any:
-    """What a patch puts in the place of a value; ``row`` is the number of the place among its own."""
+    """The new value of a patch; ``row`` is the index of the place among the places of the patch."""
     if patch.function is not None:
         return _fitted(patch, patch.function(value, number), value)
     count = len(patch.places)
@@ -416,7 +415,7 @@ def _new(patch: Patch, given: Any, value: Any, row: Any, number: Any) -> Any:
 
 
 def _in_loop(patch: Patch, given: Any, value: Any, at: Mapping[int, int], loop: Loop) -> Any:
-    """:func:`_new` in the body of a loop, for the layers in ``at`` (number → place)."""
+    """:func:`_new` in the body of a loop, for the layers in ``at``, a map from layer to row."""
     table = np.full(max(loop.members) + 1, -1, np.int32)
     table[list(at)] = list(at.values())
     row = jnp.asarray(table)[loop.number]
@@ -451,7 +450,7 @@ def _fitted(patch: Patch, new: Any, old: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a Python number, or what a trace makes of one."""
+    """Whether the value is a Python number, or a weakly typed scalar, which JAX makes from one."""
     if isinstance(value, (bool, int, float, complex)):
         return True
     return isinstance(value, jax.Array) and value.ndim == 0 and value.weak_type

@@ -1,4 +1,4 @@
-"""``captured`` and ``patched``: pure functions that observe the model they are given."""
+"""``captured`` and ``patched`` make pure functions that observe the model in their first argument."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .places import Place, check_model, natural, places, unseen
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
     """Makes a function that also returns activations: ``(model, *args)`` → ``(result, captures)``.
 
-    The result is that of ``function(model, *args, **kwargs)``. The function is pure: jit it,
-    differentiate it with ``has_aux=True``, ``vmap`` and ``scan`` it. Nothing is changed in the model,
-    nor in what was compiled before.
+    The result is that of ``function(model, *args, **kwargs)``. The new function is pure: it works under ``jit``,
+    ``vmap`` and ``scan``, and with ``jax.grad(..., has_aux=True)``. The model and programs that were
+    compiled before do not change.
 
     Args:
-        function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
-        patterns: the values to record, by module names relative to the Module that is passed:
+        function: function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
+        patterns: values to record, by the names of modules below that Module:
             ``"layers.3.mlp"``. ``*`` matches anything in one part of a name, ``**`` any number of
             parts, and the beginning of a name may be omitted (``"layers.*"`` for
             ``model.layers.*``). A name alone means the module's output; a site after a colon means
-            another value: ``:input`` (the first argument), ``:inputs`` (all positional ones), or a
-            value that the module names with :func:`maxjax.nn.tap`, as attention does with
+            another value: ``:input`` (the first argument), ``:inputs`` (all positional arguments), or a
+            value that the module names with :func:`maxjax.nn.tap`. Attention has
             ``:weights`` (probabilities after softmax, ``[B, H, T, S]``) and ``:heads`` (each head's
             output before the projection, ``[B, T, H, D]``). Decoder layers take and return hidden
             states and a cache: their input and output here are the hidden states, so ``"layers.*"``
@@ -42,12 +42,12 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
         The function; its second result is a :class:`Captures`.
 
     Raises:
-        UserInputError: when it is called: a pattern matches no module, or names a site that the
-            module does not have; a module did not run, or runs in a transformation within
-            ``function``.
+        UserInputError: no pattern is given. Calls of the new function raise it if a pattern matches no module
+            or names a site that the module does not have, or if a module did not run or ran in a
+            transformation inside ``function``.
 
-    If attention weights are captured, attention is computed from its definition instead of by the
-    fast kernel; results agree within rounding. In a stack, this affects all layers of the loop.
+    If attention weights are captured, attention is computed by its definition instead of by the
+    fast kernel; the results are equal up to rounding. In a stack, this affects all layers of the loop.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -79,18 +79,18 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
     """Makes a function that replaces activations of the model: ``(model, *args)`` → result.
 
     Args:
-        function: a function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
-        patches: a value or a function for each pattern, written as for :func:`captured`. A
-            value has the shape and dtype of the one it replaces, or an additional leading axis with
+        function: function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
+        patches: map from patterns, as for :func:`captured`, to new values or functions. A
+            value has the shape and dtype of the value that it replaces, or an additional leading axis with
             one value for each match of the pattern; a Python number fills the shape. A function
-            takes the value and returns another; if it has two required parameters, the second is
-            the number of the layer: a traced integer in a stack, None if the name has no
-            number. If patterns overlap, later ones receive the results of earlier ones; captures
-            see the patched value.
+            takes the old value and returns the new one. If it has two required parameters, the second is
+            the index of the layer: a traced integer in a stack, None if the name contains no
+            index. If patterns overlap, later patches receive the results of earlier ones; captures
+            record the patched value.
 
     Raises:
-        UserInputError: when it is called: a pattern matches nothing; a value, or what a function
-            returns, has another shape or dtype. Nothing has run then.
+        UserInputError: ``patches`` is empty or not a mapping. Calls of the new function raise it, before anything
+            runs, if a pattern matches nothing or a new value has another shape or dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
@@ -124,15 +124,15 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
 
 
 def capture_plan(found: Sequence[Sequence[Place]], level: int) -> Observation:
-    """The plan that records places."""
+    """The plan that captures the values at places."""
     return Observation(frozenset(place for group in found for place in group), (), level)
 
 
 def checked_patches(patches: Any, what: str) -> dict[str, Any]:
-    """The patches, with functions wrapped.
+    """The patches, with functions wrapped as CallerFunction and numbers as arrays.
 
     Raises:
-        UserInputError: it is no mapping, or empty; a value is neither arrays nor a function.
+        UserInputError: ``patches`` is not a mapping or is empty, or a value is neither arrays nor a function.
     """
     if not isinstance(patches, Mapping) or not patches:
         raise UserInputError(
@@ -152,7 +152,7 @@ def _value_or_function(pattern: Any, new: Any, what: str) -> Any:
             )
         return CallerFunction(new, count == 2)
     if isinstance(new, (bool, int, float, complex)):
-        return jnp.asarray(new)  # its weak type says that it was a number
+        return jnp.asarray(new)  # the array's weak type marks it as a Python number
     if any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(new)) or not jax.tree.leaves(new):
         raise UserInputError(
             f"{what}: '{pattern}' is given a {type(new).__name__}: a patch is an array (or a tree of "
@@ -165,7 +165,7 @@ def _required(function: Callable[..., Any]) -> int:
     """The number of positional parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # functions in C do not all say
+    except (TypeError, ValueError):  # some functions in C have no signature
         return 1
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in plain and p.default is inspect.Parameter.empty for p in parameters)
@@ -174,7 +174,7 @@ def _required(function: Callable[..., Any]) -> int:
 def patch_plan(
     given: Mapping[str, Any], found: Sequence[Sequence[Place]], level: int
 ) -> tuple[Observation, tuple[Any, ...]]:
-    """The plan of patches, and their values: None for a function."""
+    """The plan of patches, and the value of each patch; None for a function."""
     patches, values = [], []
     for (pattern, new), group in zip(given.items(), found, strict=True):
         function = new if isinstance(new, CallerFunction) else None
@@ -185,15 +185,15 @@ def patch_plan(
 
 
 def check_first(call: Callable[..., Any], operands: Any, plan: Observation, fit: set[Any]) -> None:
-    """Traces a call that is about to run eagerly, so that a patch that does not fit is refused before.
+    """Traces a call that is about to run eagerly, so that a patch that does not fit raises before anything runs.
 
     Args:
-        fit: the kinds of calls that were found good.
+        fit: keys of calls that were checked before; this function adds to the set.
     """
     leaves, tree = jax.tree.flatten(operands)
     is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        return  # it is traced anyway, before anything runs
+        return  # the call is already being traced, so nothing runs before the check
     arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
     key = (tree, plan, tuple((a.shape, str(a.dtype)) for a in arrays))
     try:
@@ -225,7 +225,7 @@ def check_passed(
     *,
     strict: bool = True,
 ) -> None:
-    """Raises an error if a pattern's places were not passed."""
+    """Raises an error if none of a pattern's places was captured or patched."""
     seen = {(name, site) for level, name, site in frame.seen if level == plan.level}
     passed = passed_places(frame.taps(), plan)
     for group in found:

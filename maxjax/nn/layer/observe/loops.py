@@ -1,8 +1,8 @@
-"""What observers get out of the loop of a LayerStack: results of the compiled loop, not of its trace.
+"""Captures in the loop of a LayerStack: the compiled loop returns the captured values.
 
-Where a value is wanted of every layer that the body stands for, it is an output of the loop. Where it
-is wanted of a few, the loop carries a buffer with a row for each of these and one for all others, and
-each layer writes its own row: so memory is that of the wanted layers.
+If a value is captured in every layer that the body represents, it is a stacked output of the loop. If it is captured
+in only some layers, the loop carries a buffer with a row for each of these and one row for all others, and
+each layer writes its own row, so that only the captured layers take memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .frames import (
 
 
 def values_of(stack: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-    """The values of patches for each mark of a stack, and whether its plan is live."""
+    """For each mark of a stack, the values of its plan's patches, and whether the plan is active."""
     plans = live()
     found = [plans.get(plan) for plan, _ in stack._mx_marks]
     return tuple(() if one is None else one for one in found), tuple(
@@ -42,7 +42,7 @@ def values_of(stack: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
 
 
 def holds_functions(stack: Any) -> bool:
-    """Whether a patch of a live plan of a stack is a function."""
+    """Whether a patch of an active plan of a stack is a function."""
     plans = live()
     return any(
         patch.function is not None
@@ -53,13 +53,13 @@ def holds_functions(stack: Any) -> bool:
 
 
 def hand_on(taps: Taps) -> None:
-    """Adds what a loop has recorded to the frame in which it ran."""
+    """Adds the values that a loop has recorded to the frame in which the loop ran."""
     if taps:
         OBSERVING.frames[-1].add(taps)
 
 
 def zeros(rows: int, like: Any) -> jax.Array:
-    """Zeros ``[rows, ...]`` for values of the type ``like``, on Explicit meshes sharded as they are."""
+    """Zeros ``[rows, ...]`` for values with the shape, dtype and, on Explicit meshes, the sharding of ``like``."""
     where = like.sharding
     if isinstance(where, NamedSharding):
         where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
@@ -67,11 +67,11 @@ def zeros(rows: int, like: Any) -> jax.Array:
 
 
 class LoopFrame:
-    """What is observed in a loop.
+    """The observation of a loop.
 
     Args:
-        values: the live plans, with the values of their patches as operands of the loop.
-        members: for each pattern of names, the numbers of its layers.
+        values: active plans, with the values of their patches, which are operands of the loop.
+        members: for each pattern of names, the indices of its layers.
     """
 
     def __init__(self, values: dict[Observation, Any], members: dict[str, Sequence[int]]):
@@ -79,7 +79,7 @@ class LoopFrame:
 
     @classmethod
     def of(cls, stack: Any, live: Sequence[bool], given: Any, layout: Any) -> LoopFrame | None:
-        """For the layers of a stack that is arranged as ``layout``; None if nobody observes it."""
+        """The observation of the layers of a stack with the pattern ``layout``; None if no plan is active."""
         values = {
             plan: values
             for (plan, _), is_live, values in zip(stack._mx_marks, live, given, strict=True)
@@ -90,7 +90,7 @@ class LoopFrame:
 
     @contextmanager
     def layer(self, layer: Any, number: Any) -> Iterator[Frame]:
-        """The frame of one layer; what it passes is still known to the frame outside."""
+        """Opens the frame of one layer; the outer frame learns which places it has passed."""
         where = {plan: name for plan, name in layer._mx_marks if plan in self.values}
         part = next(iter(where.values())).rpartition(".")[2]
         loop = Loop(where, self.members[part], number) if is_span(part) else None
@@ -101,11 +101,11 @@ class LoopFrame:
 
 
 class Kept:
-    """What is kept of the layers at one place of the pattern.
+    """The captured values of the layers at one position of the pattern.
 
     Args:
-        observed: what is observed; None for nothing.
-        members: numbers of these layers.
+        observed: observation of the loop, or None.
+        members: indices of these layers.
     """
 
     def __init__(self, observed: LoopFrame | None, members: Sequence[int]):
@@ -113,7 +113,7 @@ class Kept:
         self._members = members
 
     def _wanted(self, key: Key) -> list[int]:
-        """The layers whose values are wanted."""
+        """The layers whose values are captured."""
         level, name, site, _ = key
         where = _where(name)
         captures = self._plans[level].captures
@@ -123,7 +123,7 @@ class Kept:
         return key[3] == "value" and len(self._wanted(key)) < len(self._members)
 
     def empty(self, taps: Taps) -> Any:
-        """The buffers at the beginning, for values of the types of ``taps``."""
+        """The buffers before the first layer, for values with the shapes and dtypes of ``taps``."""
         found = {}
         for key, values in taps.items():
             if self._is_few(key):
@@ -149,7 +149,7 @@ class Kept:
         return few, many
 
     def taps(self, few: Any, many: Taps) -> Taps:
-        """All values, with the numbers of their layers."""
+        """All captured values, with the indices of their layers."""
         found = {}
         for key, values in {**dict(few), **many}.items():
             if key[3] != "value":

@@ -1,7 +1,7 @@
-"""Places of a model: the names of its Modules, each with a site, and the patterns that name them.
+"""The places of a model, which are pairs of a Module's name and a site, and patterns that match them.
 
-A pattern is the name of a Module, in which ``*`` stands for anything within one part of the name and
-``**`` for any number of parts, and after a colon the site: ``layers.*.self_attn:weights``.
+A pattern is the name of a Module, in which ``*`` matches anything within one part of the name and ``**`` any
+number of parts, and optionally a site after a colon: ``layers.*.self_attn:weights``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NAMES: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDiction
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raises a UserInputError unless it is a Module."""
+    """Raises a UserInputError unless ``model`` is a Module."""
     if not hasattr(model, "_mx_definition"):
         raise UserInputError(f"maxjax.{what} takes a maxjax Module, not {type(model).__name__}")
 
 
 def names_of(model: Any) -> tuple[str, ...]:
-    """The full names of a Module ("" for itself) and of all below it, each layer of a stack by itself."""
+    """The full names of a Module ("") and of all Modules below it, with each layer of a stack separately."""
     definition = model._mx_definition()[0]
     found = _NAMES.get(definition)
     if found is None:
@@ -37,7 +37,7 @@ def names_of(model: Any) -> tuple[str, ...]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names as people do: ``layers.2`` before ``layers.10``.
+    """A key for sorting names in natural order: ``layers.2`` before ``layers.10``.
 
     Example:
         >>> sorted(["layers.10", "layers.2"], key=natural)
@@ -49,10 +49,10 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def split(pattern: Any) -> Place:
-    """The name and the site of a pattern; the site of outputs has no name.
+    """The name and the site of a pattern; without a colon, the site is that of the output.
 
     Raises:
-        UserInputError: it is no str.
+        UserInputError: ``pattern`` is not a str.
     """
     if not isinstance(pattern, str):
         raise UserInputError(f"a pattern is a str such as 'layers.*.mlp', not {pattern!r:.60}")
@@ -66,7 +66,7 @@ def has_wildcard(name: str) -> bool:
 
 
 def match(name: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern's name matches; if it matches none as a whole, those whose end it matches.
+    """The names that a pattern matches as a whole; if there are none, those of which it matches the end.
 
     Example:
         >>> match("layers.*", ["layers.0", "layers.0.mlp"])
@@ -108,13 +108,13 @@ def _part(part: str) -> str:
 
 
 def places(model: Any, pattern: Any, what: str) -> tuple[Place, ...]:
-    """The places of a model that a pattern names.
+    """The places of a model that a pattern matches.
 
     Args:
-        what: the function that was called, for messages.
+        what: name of the function that was called, for messages.
 
     Raises:
-        UserInputError: no Module has such a name; the message has the nearest one.
+        UserInputError: the pattern matches no Module (the message suggests the nearest name), or its site is invalid.
     """
     name, site = split(pattern)
     names = names_of(model)
@@ -135,10 +135,10 @@ def places(model: Any, pattern: Any, what: str) -> tuple[Place, ...]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint after a name that is not among ``names``."""
+    """A hint for the message about a name that is not among ``names``."""
     starred = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one) for one in names if one))
     candidates = [*starred, *(one for one in names if one)]
-    # Names without what the caller left out before them.
+    # The ends of names, because the caller may omit the beginning.
     ends = {end: one for one in candidates for end in _ends(one)}
     like = closest(name, candidates) or ends.get(closest(name, ends) or "")
     if like is None:
@@ -154,13 +154,13 @@ def _ends(name: str) -> list[str]:
 def unseen(
     wanted: Iterable[Place], passed: Iterable[Place], seen: set[Place], what: str, *, strict: bool
 ) -> UserInputError | None:
-    """The error for places that were not passed; None if all is well.
+    """The error if none of a pattern's places was captured or patched; otherwise None.
 
     Args:
-        wanted: the places of one pattern.
+        wanted: places of one pattern.
         passed: all places that were captured or patched.
-        seen: all places that the run has passed.
-        strict: whether a Module that did not run is an error too, and not only a site that it lacks.
+        seen: all places that values have passed in the run.
+        strict: whether a Module that did not run is an error; a site that a Module does not have always is.
     """
     wanted = list(wanted)
     if set(wanted) & set(passed):

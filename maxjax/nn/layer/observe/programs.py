@@ -1,8 +1,8 @@
-"""How maxjax's own jitted programs are observed: what they capture is among their results.
+"""The observation of maxjax's own jitted programs, which return captured values as further results.
 
-``tapped`` runs a model inside of a program, and gives what was recorded; a ``Watch`` dispatches programs
-for those who observe the model at that moment, and hands them what the programs give. A program
-of an observed model is another one than that of the same model unobserved, because the treedef is.
+``tapped`` runs a model inside a program, and returns the recorded values with the result. A ``Watch`` dispatches
+programs, and passes the recorded values to the captures and patches that observe the model at that moment. An
+observed model has another treedef than the same model unobserved, and therefore other compiled programs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .places import Place, unseen
 
 
 def is_observed(model: Any) -> bool:
-    """Whether the model, inside of a program, is the copy of one that is observed."""
+    """Whether a model inside a program is the copy of an observed model."""
     return bool(model._mx_marks)
 
 
 def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> tuple[Any, Taps]:
-    """The result of ``function``, which runs the model, and what was recorded in it.
+    """The result of ``function``, which runs the model, and the values that were recorded.
 
     Args:
-        model: the model as the program got it.
-        patches: the values of the patches of each plan.
+        model: model in the argument of the program.
+        patches: values of the patches of each plan.
 
     Raises:
-        UserInputError: a site that is wanted is not one of the model's.
+        UserInputError: a plan names a site that the model does not have.
     """
     if not is_observed(model):
         return function(), {}
@@ -52,10 +52,10 @@ def _check_sites(plan: Observation, frame: Frame) -> None:
 
 
 class Watch:
-    """One run of a function of maxjax, for those who observe its model meanwhile.
+    """One run of a function such as ``maxjax.generate``, whose programs are observed.
 
     Args:
-        model: the model whose programs are dispatched.
+        model: model whose programs are dispatched.
     """
 
     def __init__(self, model: Any):
@@ -64,7 +64,7 @@ class Watch:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anyone observes the model now."""
+        """Whether a capture or patch observes the model now."""
         return bool(current_observers(self._model))
 
     def run(
@@ -77,18 +77,18 @@ class Watch:
         width: int | None,
         **static: Any,
     ) -> Any:
-        """Dispatches ``program(model, *args, **static)`` and hands on what it records.
+        """Dispatches ``program(model, *args, **static)``, and passes the recorded values to the observers.
 
         Args:
-            together: the call of several processes that it belongs to (``lockstep.py``).
-            program: a jitted function that takes ``patches=`` and, for an observed model, returns
+            together: lockstep call of several processes to which the dispatch belongs (``lockstep.py``).
+            program: jitted function that takes ``patches=`` and, for an observed model, returns
                 its result and the taps.
-            rows, width: as in :class:`Piece`.
+            rows, width: attributes of the :class:`Piece`.
             counts: function from the result to the number of tokens of each row.
 
         Raises:
-            UserInputError: it runs in a function of ``captured`` or ``patched``, which gets no more than what
-                programs of maxjax return.
+            UserInputError: the call is inside a function of ``captured`` or ``patched``, which cannot observe
+                maxjax's programs.
             UnsupportedModelError: the model is observed, and several processes share it.
         """
         if is_observed(self._model):
@@ -111,7 +111,7 @@ class Watch:
             copy = marked(copy, plan, name)
         patches = tuple(wish.values for wish in wishes)
         result, taps = together.run(program, copy, *args, patches=patches, **static)
-        # Who has left is forgotten: the model of a conversation is watched for as long as that lasts.
+        # Recordings of observers that have left are dropped: a Watch may live as long as a conversation.
         now = set(map(id, observers))
         self._recordings = {key: kept for key, kept in self._recordings.items() if key in now}
         for one, wish in zip(observers, wishes, strict=True):
@@ -123,7 +123,7 @@ class Watch:
         return result
 
     def end(self, row: int, tokens: int) -> None:
-        """Says how many tokens of a text count: what was computed after them is dropped."""
+        """Sets the number of tokens of a row; values of later tokens are dropped."""
         for _, recording in self._recordings.values():
             if recording is not None:
                 recording.end(row, tokens)

@@ -1,4 +1,4 @@
-"""Recording: what a program of maxjax captured over several calls of a model, put together by tokens.
+"""Recording: the captured values of several calls of a model by a maxjax function, concatenated along tokens.
 
 Shapes: B rows of one call, T tokens, R rows of the whole run.
 """
@@ -19,13 +19,13 @@ from .places import Place
 
 
 class Piece(NamedTuple):
-    """What one dispatch of a program recorded.
+    """The values that one dispatch of a program recorded.
 
     Attributes:
-        found: the captures; of a dispatch of several steps with a first axis of steps.
-        rows: for each row of the call the number of its text in the run; -1 for padding.
-        counts: the number of tokens of each row, ``[B]``, perhaps still on the devices.
-        width: the number T of tokens of a call; None for steps of one token each.
+        found: captured values; those of a dispatch of several decode steps have a leading axis of steps.
+        rows: for each row of the call, the index of its text in the run; -1 for padding.
+        counts: number of tokens of each row, ``[B]``, possibly still on the devices.
+        width: number T of tokens of a call; None for decode steps of one token each.
     """
 
     found: Captures
@@ -35,21 +35,21 @@ class Piece(NamedTuple):
 
 
 class Recording(Mapping[str, Any]):
-    """What a run of ``generate``, ``stream``, ``embed`` or ``perplexity`` captured.
+    """The captured values of one run of ``generate``, ``stream``, ``embed`` or ``perplexity``.
 
     ``recording["layers.3.mlp"]`` has the values of all tokens that the model has read, ``[R, tokens,
-    ...]``: a row for each text, in the order of the texts, in it the prompt and then the answer but for
-    its last token, which the model never reads. Rows are as long as the longest, with zeros after
-    their own tokens, whose numbers are ``lengths``. Attention weights are ``[R, H, tokens, tokens]``.
-    What the model computes only for the last token of a call (its head, in ``generate``) has one entry
-    for each call of a row.
+    ...]``, with a row for each text, in the order of the texts. A row has the prompt and then the answer without
+    its last token, which the model never reads. All rows are as long as the longest, with zeros after
+    their own tokens; ``lengths`` has the number of tokens of each row. Attention weights are ``[R, H, tokens,
+    tokens]``. A value that the model computes only for the last token of a call (such as the output layer's in
+    ``generate``) has one entry for each call.
 
     Attributes:
-        calls: a Captures for each call of the model, as it computed them: with padding, and for decode
-            steps without the axis of the tokens.
+        calls: a Captures for each call of the model, with the values as they were computed: with padding, and
+            without the axis of tokens for decode steps.
     """
 
-    # By identity: arrays have no one answer to whether they are equal.
+    # Compared by identity, because arrays do not compare to a single bool.
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -59,12 +59,12 @@ class Recording(Mapping[str, Any]):
         self._merged: dict[str, Any] = {}
 
     def add(self, found: Captures, rows: Sequence[int], counts: Any, width: int | None) -> None:
-        """Adds what a dispatch recorded."""
+        """Adds the values that a dispatch recorded."""
         self._merged.clear()
         self._pieces.append(Piece(found, list(rows), counts, width))
 
     def end(self, row: int, tokens: int) -> None:
-        """Drops what the model has read of a row after so many tokens: beyond the end of the text."""
+        """Drops the values of a row after this number of tokens, which are beyond the end of the text."""
         self._merged.clear()
         self._limits[row] = tokens
 
@@ -116,7 +116,7 @@ class Recording(Mapping[str, Any]):
         return f"{self._all()!r}\n  of {len(lengths)} texts, {int(lengths.sum())} tokens"
 
     def _all(self) -> Captures:
-        """Everything, put together."""
+        """The captured values of all dispatches, concatenated."""
         if "all" not in self._merged:
             values: dict[Place, tuple[Any, ...]] = {}
             for place in dict.fromkeys(p for piece in self._pieces for p in piece.found.entries):
@@ -140,7 +140,7 @@ class Recording(Mapping[str, Any]):
         return tuple(runs)
 
     def _leaf(self, place: Place, pieces: list[Piece], arrays: list[Any], stacked: bool) -> Any:
-        """The values ``[R, tokens, ...]`` of one array of the calls, after that of layers if ``stacked``."""
+        """One array of all calls, concatenated: ``[R, tokens, ...]``, after a leading axis of layers if ``stacked``."""
         weights = place[1] == "weights"
         lead = int(stacked)
         step = next(
@@ -173,7 +173,7 @@ class Recording(Mapping[str, Any]):
     def _has_tokens(
         self, weights: bool, lead: int, step: int | None, piece: Piece, shape: tuple[int, ...]
     ) -> bool:
-        """Whether a call's value has an axis of tokens."""
+        """Whether the value of a call has an axis of tokens."""
         if weights:
             return True
         if piece.width is None:
@@ -183,7 +183,7 @@ class Recording(Mapping[str, Any]):
         return len(shape) > 1 + lead and shape[1 + lead] == piece.width
 
     def _padded(self, rows: dict[int, list[np.ndarray]], weights: bool) -> np.ndarray:
-        """The rows ``[L, tokens, ...]`` in one array ``[L, R, tokens, ...]``."""
+        """The rows ``[L, tokens, ...]``, padded, as one array ``[L, R, tokens, ...]``."""
         if weights:  # [L, tokens, H, S]: the caches of the calls differ in S
             wide = max(part.shape[3] for parts in rows.values() for part in parts)
             rows = {

@@ -1,5 +1,5 @@
-"""LayerStack: equal layers stored stacked, compiled once and run under ``jax.lax.scan``.
+"""LayerStack: equal layers with stacked weights, compiled once and run by ``jax.lax.scan``.
 
-``layer_stack`` is the container; ``scanning`` runs it; ``per_layer`` holds values that differ from
+``layer_stack`` has the container, ``scanning`` runs it, and ``per_layer`` holds values that differ from
 layer to layer.
 """

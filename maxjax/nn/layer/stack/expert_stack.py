@@ -1,7 +1,7 @@
 """ExpertStack: the experts of a layer, whose weights of one name are one array ``[experts, ...]``.
 
-A mixture can so choose experts by number where they lie, and a model has as many arrays as
-projections, however many experts.
+A mixture can then select experts by index without copying them, and the number of arrays in a model does not
+depend on the number of experts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .per_layer import StackPattern
 
 
 class ExpertStack(LayerStack):
-    """``count`` equal experts beside each other, of which a mixture runs some.
+    """``count`` equal experts with stacked weights, of which a mixture runs some for each token.
 
     Args:
-        expert: the first of them; the others are made when they are asked for.
+        expert: the first expert; the others are made on demand.
         count: number of experts.
 
     ``experts[3].up_proj.weight`` is a view, and state dicts have the names of a list of experts.
@@ -50,16 +50,16 @@ class ExpertStack(LayerStack):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether its weights are stacked: ``unstack`` gave each expert its own again."""
+        """Whether the weights are stacked; after ``unstack`` each expert has its own weights."""
         return self._layout.slots > 0
 
     def holder(self, name: str) -> Any:
-        """The holder of the values of all experts' weights of a name: a StackedWeight.
+        """The StackedWeight with the values of all experts' weights of a name.
 
-        It is the part that is this layer's, where a LayerStack of layers holds them.
+        If the layer is in a LayerStack, it is this layer's part of that stack's StackedWeight.
 
         Raises:
-            KeyError: no expert has such a weight, or the experts were unstacked.
+            KeyError: the experts have no weight of that name, or were unstacked.
         """
         definition, holders = self._mx_definition()
         full = f"{self._layout.span(0).pattern}.{name}"

@@ -1,9 +1,9 @@
 """LayerStack: n equal layers with stacked weights and one compiled body.
 
-XLA inlines a jitted layer wherever it is called, so compile time grows with depth. A
+XLA inlines a jitted layer at each call, so compile time grows with depth. A
 LayerStack keeps the weights of one name in all layers as one array ``[n, ...]`` and runs
 one body over it (``scanning.py``). Its layers remain usable: ``stack[3]`` is a Module
-whose Weights are views, and state dicts say ``layers.3.weight``.
+whose Weights are views, and names in state dicts remain ``layers.3.weight``.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class LayerStack(LayerList, is_stack=True):
     """Equal layers, or a repeating pattern of layers, compiled once.
 
     Args:
-        layers: Modules of equal structure: the same classes, attributes and types of
-            weights. They become views of the stack and can no longer be changed alone. They are
-            stacked weight by weight, which needs memory for one weight of all layers more.
-        period: number of layers in the repeating pattern; detected by default. The layers left
-            over at the end must follow the pattern, and run individually.
+        layers: Modules of equal structure: the same classes, attributes, and shapes and dtypes of
+            weights. They become views of the stack and can no longer be changed separately. Stacking
+            goes weight by weight, and temporarily needs memory for one weight of all layers.
+        period: number of layers in the repeating pattern; detected by default. The layers that remain
+            at the end must follow the pattern, and run individually.
         first: number of layers at the front that are not part of the pattern.
 
-    Layers, names, ties, state dict and hooks are those of the LayerList. A weight that is
+    Layers, names, ties, state dict and hooks are those of a LayerList. A weight that is
     the same object in all layers stays a single weight. In the pytree each weight of the pattern is
     one leaf ``[repeats, ...]``, at a path like ``layers.*.weight``.
 
     Raises:
-        ValueError: the layers differ; the message names the difference.
+        ValueError: the layers differ (the message names the difference), or only some of them share a weight.
         TypeError: an item is not a Module.
-        NotImplementedError: a layer holds a LayerStack itself.
+        NotImplementedError: a layer holds a LayerStack other than an ExpertStack.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -86,7 +86,7 @@ class LayerStack(LayerList, is_stack=True):
             for slot in range(layout.slots)
         ]
         groups = [(layout.span(k), group) for k, plan in enumerate(plans) for group in plan.weights]
-        # Weight by weight: the layers' own values are dropped as their stack is made.
+        # Weight by weight, to save memory: the layers' own values are dropped after their stack is made.
         stacks: list[StackedWeight] = []
         try:
             for span, group in groups:
@@ -104,7 +104,7 @@ class LayerStack(LayerList, is_stack=True):
     def _hold(
         self, layers: list[Module], stacks: list[StackedWeight], layout: StackPattern
     ) -> None:
-        """Adds the layers that there are, from the first on, as children."""
+        """Adds the given layers, which start with layer 0, and the stacks; representatives become children."""
         vars(self).update(_mx_made=dict(enumerate(layers)), _mx_stacks=tuple(stacks))
         self._mx_children.clear()
         for i in layout.order():
@@ -114,9 +114,9 @@ class LayerStack(LayerList, is_stack=True):
         structure_changed()
 
     def unstack(self) -> LayerList:
-        """A LayerList of these layers, each with its own weights again, bit for bit.
+        """A LayerList of these layers, each with its own weights, whose values do not change.
 
-        It is done weight by weight, so that it needs memory for one weight of all layers more.
+        Unstacking goes weight by weight, and temporarily needs memory for one weight of all layers.
         """
         layers = self.layers
         for stack in self._mx_stacks:
@@ -126,19 +126,19 @@ class LayerStack(LayerList, is_stack=True):
             for stack in self._mx_stacks:
                 stack.dissolve()
                 dissolved.append(stack)
-        except BaseException:  # no memory for one weight of all layers: then nothing is changed
+        except BaseException:  # for example, not enough memory: then nothing is changed
             for stack in dissolved:
                 stack.restore()
             raise
         for layer in layers:
             mark(layer, set(), False)
-        # This object remains as an empty stack, which runs its layers one by one.
+        # This object remains as a stack without stacked layers, which runs its layers one by one.
         layout = StackPattern(len(layers), len(layers), 1, 0)
         self._arrange(layers, layout)
         return self._list_class(layers)
 
     def stack(self, *, period: int | None = None, first: int = 0) -> LayerStack:
-        """Returns itself; to stack differently, unstack first."""
+        """Returns this stack. To stack in another way, call :meth:`unstack` first."""
         if not self._layout.slots:  # it was unstacked
             return LayerStack(self.layers, period=period, first=first, list_class=self._list_class)
         if (period, first) == (None, 0):
@@ -166,7 +166,7 @@ class LayerStack(LayerList, is_stack=True):
 
     @property
     def _axis(self) -> int:
-        """The axis of its layers in the arrays of its weights."""
+        """The axis of this stack's layers in the arrays of its weights."""
         stack = next(iter(self._mx_stacks), None)
         if stack is None or stack.home is None:
             return 0
@@ -208,19 +208,19 @@ class LayerStack(LayerList, is_stack=True):
         self._renew([])
 
     def per_layer(self, values: Iterable[Any]) -> PerLayer:
-        """One value for each layer (a tree of arrays), in the form that ``scan`` takes.
+        """A PerLayer with one value for each layer, a pytree of arrays, as an argument of :meth:`scan`.
 
-        Layers at different places of the pattern may have values of different shapes.
+        Layers at different positions of the pattern may have values of different shapes.
 
         Raises:
-            ValueError: there is not one value for each layer, or their types differ where layers are equal.
+            ValueError: the number of values is not that of layers, or values of equal layers differ in type.
         """
         return PerLayer.of(list(values), self._layout)
 
     # -- running them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers in order, as a LayerList does: each gets the result of the one before."""
+        """Runs the layers in order, as a LayerList does: each is called with the result of the layer before."""
         if len(args) == 1 and not kwargs:
             return self.scan(args[0])
         return in_turn(self.layers, args, kwargs)
@@ -237,30 +237,30 @@ class LayerStack(LayerList, is_stack=True):
         """Runs all layers: ``carry = layer(carry, *x, **shared)``, compiled as one loop.
 
         Args:
-            carry: value passed from layer to layer: an array or a tree of them, of the same
-                types after each layer.
-            xs: values for each layer, such as a cache: trees of arrays ``[n, ...]``, a list
-                of n trees, or the result of :meth:`per_layer`.
-            index: name of a keyword argument in which each layer gets its number.
-            remat: what to recompute instead of storing under differentiation: True
-                for everything inside a layer, or a policy of ``jax.checkpoint_policies``
-                or its name.
+            carry: value that is passed from layer to layer: an array or a pytree of arrays, with the
+                same shapes and dtypes after each layer.
+            xs: values for each layer, such as a cache: pytrees of arrays ``[n, ...]``, a list
+                of n pytrees, or the result of :meth:`per_layer`.
+            index: name of a keyword argument in which each layer gets its index.
+            remat: rematerialisation under differentiation: True recomputes everything inside a
+                layer instead of storing it; otherwise a policy of ``jax.checkpoint_policies``
+                or its name. None stores everything.
             unroll: number of unrolled steps of the loop (``jax.lax.scan``).
             shared: keyword arguments that are the same for all layers. Values that are not
                 arrays (a flag, a name) are constants.
 
         Returns:
-            The last carry; with outputs, if the layers return ``(carry, *outputs)``:
-            ``(carry, *outputs)``, each a tree of arrays ``[n, ...]``. Outputs are a
-            PerLayer if a PerLayer went in, or if layers return different shapes.
+            The last carry. If the layers return ``(carry, *outputs)``, so does this method, with
+            each output as a pytree of arrays ``[n, ...]``. Outputs are a PerLayer instead if an
+            item of ``xs`` is one, or if layers return different shapes.
 
         Raises:
-            TypeError: a layer returns neither a carry like the one it got nor a tuple that
+            TypeError: a layer returns neither a carry with the type of its argument nor a tuple that
                 begins with one.
             ValueError: an item of ``xs`` is not for n layers, or a weight has no value.
 
-        While hooks are installed the layers run one by one, so that hooks see each. Otherwise
-        the loop is a jitted function: anything a layer reads besides its arguments, weights and
+        While hooks are installed, the layers run one by one, so that hooks see each of them. Otherwise
+        the loop is a jitted function: anything that a layer reads besides its arguments, weights and
         attributes (such as a global variable) keeps the value of the first trace.
 
         Example:
@@ -300,7 +300,7 @@ class _Group(NamedTuple):
 
 
 def _stacks(layers: Sequence[Module], span: Span, seen: dict[int, str]) -> _Group:
-    """ids of objects that all layers share, and the groups of Weights that form one stack each."""
+    """The ids of objects that all layers share, and the groups of Weights, each of which forms one stack."""
     walks = [Walk(layer, stacked=True) for layer in layers]
     shared = set[int]()
     for same in zip(*(walk.modules for walk in walks), strict=True):
@@ -323,22 +323,22 @@ def _stacks(layers: Sequence[Module], span: Span, seen: dict[int, str]) -> _Grou
 
 
 def mark(layer: Module, shared: set[int], in_stack: bool) -> None:
-    """Records whether a layer is in a stack, for all its Modules that are not ``shared`` by others."""
+    """Records whether a layer is in a stack, in all of its Modules that are not ``shared`` by all layers."""
     walk = Walk(layer, stacked=True)
     for module, inner in zip(walk.modules, walk.in_stack, strict=True):
-        if id(module) not in shared and not inner:  # those of an inner stack remain in it
+        if id(module) not in shared and not inner:  # Modules of an inner stack remain in that stack
             vars(module)["_mx_in_stack"] = in_stack
 
 
 def _replica(
     layer: Module, at: tuple[int, int, int], elsewhere: Mapping[tuple[int, str], Module]
 ) -> Module:
-    """A copy of ``layer``, the first layer of the stack, for another place of the stack.
+    """A copy of ``layer``, the first layer of the stack, for another index in the stack.
 
-    Modules that the model also holds ``elsewhere``, by layer number and path, are reused.
+    Modules that the model also holds ``elsewhere``, by layer index and path, are reused.
 
     Args:
-        at: number of the layer, its place in the stack, and the axis of the layers in its arrays.
+        at: index of the layer, its index in the stack, and the axis of layers in the arrays.
     """
     number, place, axis = at
     walk = Walk(layer, stacked=True)
@@ -352,7 +352,7 @@ def _replica(
         made[id(module)] = new
 
     def moved(home: tuple[StackedWeight, int]) -> int:
-        """The number of a Weight of the first layer's, in the layer at ``place``."""
+        """The index, for the layer at ``place``, of the Weight that has this home in the first layer."""
         return home[1] + place * math.prod(home[0].lead[axis + 1 :])
 
     def at_place(weight: Weight) -> Weight:

@@ -1,4 +1,4 @@
-"""StackPattern, which says which layers can be stacked as equal ones, and PerLayer, one tree for each layer."""
+"""StackPattern, which describes the layers of a stack that are equal, and PerLayer, which has a tree for each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..walk import Walk
 
 
 class StackPattern(NamedTuple):
-    """Which layers of a LayerStack are equal: ``first`` individual ones, a repeated pattern, a rest.
+    """The equal layers of a LayerStack: ``first`` individual layers, a repeated pattern, and individual layers again.
 
     Attributes:
         count: number of layers.
@@ -46,16 +46,16 @@ class StackPattern(NamedTuple):
         return self.slots == 1 and self.repeats == self.count
 
     def slot_of(self, i: int) -> int | None:
-        """The place of layer ``i`` in the pattern; None if it runs individually."""
+        """The position (slot) of layer ``i`` in the pattern; None if the layer runs individually."""
         return (i - self.first) % self.period if self.first <= i < self.end else None
 
     @property
     def unstacked(self) -> list[int]:
-        """The layers that run individually."""
+        """The indices of the layers that run individually."""
         return [i for i in range(self.count) if self.slot_of(i) is None]
 
     def members(self, slot: int) -> range:
-        """The layers at one place of the pattern."""
+        """The indices of the layers at one position (slot) of the pattern."""
         return range(self.first + slot, self.end, self.period)
 
     def span(self, slot: int | None) -> Span:
@@ -68,7 +68,7 @@ class StackPattern(NamedTuple):
         return Span(pattern, start, self.period, self.repeats)
 
     def order(self) -> Iterator[int]:
-        """The representatives of all layers: the individual ones, and the first of each place."""
+        """The indices of the layers that are stored: the individual layers, and the first at each position."""
         for i in range(self.count):
             if self.slot_of(i) is None or i < self.first + self.period:
                 yield i
@@ -86,8 +86,8 @@ class StackPattern(NamedTuple):
 class PerLayer:
     """A tree of arrays for each layer of a LayerStack, such as a cache.
 
-    Trees of layers at one place of the pattern are stacked; ``values[3]`` is the tree of layer 3.
-    ``LayerStack.per_layer`` creates it, and ``LayerStack.scan`` returns it.
+    The trees of layers at one position of the pattern are stacked; ``values[3]`` is the tree of layer 3.
+    ``LayerStack.per_layer`` creates a PerLayer, and ``LayerStack.scan`` may return one.
     """
 
     def __init__(self, slots: Sequence[Any], rest: Sequence[Any], layout: StackPattern):
@@ -95,10 +95,10 @@ class PerLayer:
 
     @classmethod
     def of(cls, values: Sequence[Any], layout: StackPattern) -> PerLayer:
-        """A PerLayer from one tree per layer.
+        """A PerLayer from one tree for each layer.
 
         Raises:
-            ValueError: there is not one tree for each layer, or types differ where layers are equal.
+            ValueError: the number of trees is not that of layers, or trees of equal layers differ in type.
         """
         if len(values) != layout.count:
             raise ValueError(f"{len(values)} values for {layout.count} layers")
@@ -126,7 +126,7 @@ class PerLayer:
         return cls(slots, rest, layout)
 
     def merged(self) -> Any:
-        """One tree of arrays ``[n, ...]``, or itself where layers have trees of different shapes."""
+        """One tree of arrays ``[n, ...]``; the PerLayer itself if layers have trees of different shapes."""
         layout = self.layout
         if layout.is_plain:
             return self.slots[0]
@@ -187,9 +187,9 @@ def definition_of(i: int, layer: Any) -> Definition:
     """The definition of layer ``i``.
 
     Raises:
-        TypeError: it is not a Module.
-        NotImplementedError: it holds a LayerStack that does not nest.
-        ValueError: it is in a LayerStack already.
+        TypeError: the layer is not a Module.
+        NotImplementedError: the layer holds a LayerStack other than an ExpertStack.
+        ValueError: the layer is in a LayerStack already.
     """
     if not isinstance(layer, Module):
         raise TypeError(f"a LayerStack holds Modules, and layer {i} is a {type(layer).__name__}")
@@ -209,10 +209,10 @@ def definition_of(i: int, layer: Any) -> Definition:
 def pattern_of(
     layers: Sequence[Module], definitions: Sequence[Definition], period: int | None, first: int
 ) -> StackPattern:
-    """Which layers are equal.
+    """The StackPattern of the layers.
 
     Args:
-        period, first: as of a LayerStack.
+        period, first: arguments of LayerStack.
 
     Raises:
         ValueError: no pattern repeats; the message names the difference.

@@ -1,7 +1,7 @@
-"""Weights that layers get and lose later, in stacks as outside of them, and stacks that are taken apart.
+"""Adds weights to layers and removes them, also in stacks, and unstacks layers that become unequal.
 
-A layer of a LayerStack cannot be changed alone. What is changed here is the layer that stands for all
-equal ones, and the new weight is a stack as the others are, so that no value is copied.
+A single layer of a LayerStack cannot be changed. These functions change the layer that represents all equal
+layers; a new weight is stacked like the others, so that no value is copied.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weig
     """Assigns a Weight to a layer; in a LayerStack, one for each of the equal layers.
 
     Args:
-        root: the Module that has the layer in it, and the stack.
-        layer: the layer; for a stack, the one that stands for all equal ones (``Walk(stacked=True)``).
+        root: Module that contains the layer, and the stack.
+        layer: layer; in a stack, the one that represents all equal layers (``Walk(stacked=True)``).
         attr: name of the attribute.
-        weight: a Weight without a value.
-        beside: a Weight that the layer has already, which says whether it is in a stack.
+        weight: Weight without a value.
+        beside: Weight that the layer has already, which shows whether the layer is in a stack.
 
     Raises:
         NotImplementedError: the layer is in a stack within a stack.
@@ -47,7 +47,7 @@ def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weig
 
 
 def remove_weight(root: Module, layer: Any, attr: str) -> None:
-    """Removes a Weight from a layer, and from all that are equal to it in a LayerStack."""
+    """Removes a Weight from a layer, and from all equal layers if it is in a LayerStack."""
     home = getattr(layer, attr).stored.home
     if home is None:
         delattr(layer, attr)
@@ -61,9 +61,9 @@ def remove_weight(root: Module, layer: Any, attr: str) -> None:
 
 
 def set_static(layer: Any, attr: str, value: Any) -> None:
-    """Sets a static attribute of a layer, also of one that stands for all equal ones of a stack.
+    """Sets a static attribute of a layer; in a stack, that of the layer that represents all equal layers.
 
-    None removes it, so that the class's own value counts.
+    None removes the attribute, so that the value of the class applies.
     """
     statics = {k: v for k, v in layer._mx_statics.items() if k != attr}
     vars(layer).pop(attr, None)
@@ -83,17 +83,17 @@ def _stack_of(root: Module, holder: StackedWeight) -> Any:
 
 
 def _renew(stack: Any, stacks: tuple[StackedWeight, ...]) -> None:
-    # The other layers are copies of the one that stands for them, and are made again.
+    # The other layers are copies of the representing layer, and are made again on demand.
     vars(stack).update(_mx_stacks=stacks, _mx_made={})
     structure_changed()
 
 
 def unstack_unequal(model: Any, kinds: Mapping[str, Hashable]) -> Any:
-    """The model with LayerLists in place of the stacks whose layers get different kinds of weights.
+    """The model with LayerLists instead of the stacks whose layers would become unequal.
 
     Args:
-        model: a Module, which is changed unless it is such a stack itself.
-        kinds: what each weight gets, by full name; None for those that it lacks.
+        model: Module, which is changed in place unless it is such a stack itself.
+        kinds: kind of each weight, by full name; a stack is unstacked if its weights have different kinds.
     """
     while unequal := _unequal(model, kinds):
         if model._mx_is_stack:
@@ -108,7 +108,7 @@ def unstack_unequal(model: Any, kinds: Mapping[str, Hashable]) -> Any:
 
 
 def _unequal(model: Any, kinds: Mapping[str, Hashable]) -> set[int]:
-    """ids of the StackedWeights whose Weights get different kinds."""
+    """ids of the StackedWeights whose Weights have different kinds."""
     found: dict[int, set[Hashable]] = {}
     for name, weight in model.raw_state_dict().items():
         if weight.stored.home is not None:

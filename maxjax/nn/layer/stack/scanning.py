@@ -1,9 +1,9 @@
-"""The execution of a LayerStack: one body under ``lax.scan``, traced once per structure and types.
+"""Runs a LayerStack: one body under ``lax.scan``, traced once for each structure and types of arguments.
 
-The body has two forms. In a plain run it holds StackSlices: the whole stack is an operand, and a
-kernel reads the part it needs. Under differentiation the weights are scanned inputs, because the
+The body has two forms. Without differentiation its weights are StackSlices: the whole stack is an operand, and a
+kernel reads the slice that it needs. Under differentiation the weights are scanned inputs, because the
 cotangent of a slice of a closed-over array would be as large as the stack at every step. A
-``custom_jvp`` chooses the form, also where a jitted function is differentiated from outside.
+``custom_jvp`` chooses the form, also if a jitted function is differentiated from outside.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Static(NamedTuple):
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
-    values: bool  # whether Weights give TensorValues: graph/kind.py
+    values: bool  # whether Weights return TensorValues (graph/kind.py)
     live: tuple[bool, ...]  # for each mark of the stack, whether its plan observes this run
 
 
@@ -77,8 +77,8 @@ def scan(
     carry = jax.tree.map(jnp.asarray, carry)
     operands = (arrays, carry, values, dynamic, given)
     if holds_functions(stack):
-        # A function may use arrays of a trace that is running, also those that are differentiated,
-        # and a ``custom_jvp`` would not see these.
+        # A function may close over tracers, also over those that are differentiated, which a
+        # ``custom_jvp`` would not see.
         carry, outputs, taps = _run_plain(static, False, *operands)
     else:
         carry, outputs, taps = _run(static, *operands)
@@ -105,7 +105,7 @@ def loop(
 
 
 def _plain(carry: Any) -> Any:
-    """The carry with arrays in place of Weights, so that the next layer always gets arrays."""
+    """The carry with arrays instead of Weights, so that all layers get arrays."""
     return jax.tree.map(
         lambda v: unwrap(v) if isinstance(v, Weight) else v,
         carry,
@@ -114,7 +114,7 @@ def _plain(carry: Any) -> Any:
 
 
 def _present(tree: Any) -> Any:
-    """The tree with Weights and Modules at their present values: inside a Graph, its tracers."""
+    """The tree with Weights and Modules of current values, which inside a Graph are its tracers."""
 
     def present(value: Any) -> Any:
         if isinstance(value, Weight):
@@ -179,11 +179,11 @@ def _loop(
     static: _Static, sliced: bool, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any,
     given: Any,
 ) -> Any:  # fmt: skip
-    """Runs the layers: (the last carry, the outputs, what observers of the layers have recorded)."""
+    """Runs the layers; returns the last carry, the outputs, and the values that observers have recorded."""
     plan, layout = static.plan, static.plan.layout
     stack = rebuild(static.definition, arrays)
     observed = LoopFrame.of(stack, static.live, given, layout)
-    # What weights vary over is summed within a layer; a cache and other operands are not.
+    # Inside shard_map, the carry must vary over the mesh axes of xs and operands; over those of weights, layers sum.
     carry = varying_with(carry, xs, dynamic)
     run = _runner(static, sliced, dynamic, observed)
     bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
@@ -198,7 +198,7 @@ def _loop(
         return carry
 
     def repeat(state: Any, at: Any) -> Any:
-        # The index is counted here: as a scanned input it makes XLA compile a tenth longer.
+        # The carry counts the index: as a scanned input it would make compilation a tenth longer.
         (k, carry, few), (scanned, inputs) = state, at
         outputs, few, many = [], list(few), []
         for slot, body in enumerate(bodies):
@@ -216,7 +216,7 @@ def _loop(
     scanned = None if sliced else [body.stacks for body in bodies]
     kept = [Kept(observed, layout.members(slot)) for slot in range(layout.slots)]
     if observed is not None:
-        # What a layer hands out is known only once it was traced.
+        # The shapes of the values that a layer records are known only after a trace.
         first = jax.tree.map(lambda a: a[0], slots), jax.tree.map(lambda a: a[0], scanned)
         few = []
         for slot, body in enumerate(bodies):
@@ -251,7 +251,7 @@ def _runner(
 ) -> Callable[..., Any]:
     """The function that runs one layer.
 
-    It maps (definition, leaves, number, carry, x) to (carry, outputs, what was recorded in it).
+    It maps (definition, leaves, index, carry, x) to (carry, outputs, recorded values).
     """
     constants = {i: value for i, _, _, value in static.constants}
     arrays = iter(dynamic)
@@ -267,7 +267,7 @@ def _runner(
 
 
 class _Body:
-    """The layer that represents all at its place of the pattern, and the source of its weights."""
+    """The layer that represents all layers at one position of the pattern, and the sources of its weights."""
 
     def __init__(self, layer: Any):
         self.definition, self.holders = layer._mx_definition()
@@ -326,7 +326,7 @@ def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bare(tree: Any) -> Any:
-    """The tree with plain arrays for TensorValues."""
+    """The tree with arrays instead of TensorValues."""
     return jax.tree.map(unwrap, tree, is_leaf=lambda v: isinstance(v, TensorValue))
 
 
@@ -357,10 +357,10 @@ _POLICIES = (
 
 
 def policy(remat: Any) -> Any:
-    """The policy for ``jax.checkpoint``: given as True for everything, by its name, or itself.
+    """The policy for ``jax.checkpoint`` from its name; True and functions are returned unchanged.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: there is no policy of that name.
     """
     if remat is True or callable(remat):
         return remat
