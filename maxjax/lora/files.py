@@ -118,7 +118,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         dtype: dtype of A and B; None keeps that of the file.
 
     Raises:
-        UserInputError: the model has LoRA weights already, or ``dtype`` is not a float type.
+        UserInputError: the model has LoRA weights already, or ``dtype`` is not a float of 16 bits or more.
         CheckpointError: a file is missing, corrupt or does not fit the model; the subclass says which, and the
             message where.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
@@ -131,8 +131,8 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             f"no {WEIGHTS}", path=directory, hint=f"An adapter is a directory with it and {CONFIG}."
         )
     kind = None if dtype is None else named_dtype("dtype", dtype)
-    if kind is not None and not kind.is_float():
-        raise UserInputError(f"dtype must be a float type, not {kind.name}")
+    if kind is not None and (not kind.is_float() or kind.size_in_bits < 16):
+        raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
     with load_weights(file) as weights:
         with weights._beside.files() as folder:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))

@@ -198,12 +198,11 @@ class GatedActivation:
             raise ValueError(f"fused_activation must be one of {', '.join(_GATED)}, not {name!r}")
         given = {one for one in ("alpha", "limit") if getattr(self, one)}
         if extra := given - _GATED[name]:
-            raise ValueError(f"the activation {name} has no {' and no '.join(sorted(extra))}")
-        if self.limit < 0 or (name == "swigluoai" and len(given) < 2):
-            raise ValueError(
-                f"{name} with alpha {self.alpha} and limit {self.limit}: the limit is not negative, and "
-                "swigluoai needs both"
-            )
+            raise ValueError(f"the activation {name!r} does not take {' and '.join(sorted(extra))}")
+        if self.limit < 0:
+            raise ValueError(f"limit must not be negative, not {self.limit}")
+        if name == "swigluoai" and len(given) < 2:
+            raise ValueError(f"swigluoai needs alpha and limit, not {self.alpha} and {self.limit}")
         if self.gated_activation_fn is not None and (name != "silu" or given):
             raise ValueError("gated_activation_fn takes the place of all other settings")
 

@@ -203,7 +203,7 @@ def rope_split_store_ragged(
         n_heads: number H of query heads.
         fuse: ignored.
         q_out_dtype: dtype of the queries; that of ``qkv`` by default.
-        q_norm_weight, k_norm_weight, rms_norm_eps: RMS norm of each head before RoPE, if both weights are given.
+        q_norm_weight, k_norm_weight, rms_norm_eps: RMS norm of each head before RoPE, if the weights are given.
         k_eq_v: whether keys are the values too; not supported.
 
     Returns:
@@ -211,6 +211,7 @@ def rope_split_store_ragged(
 
     Raises:
         NotImplementedError: ``k_eq_v`` or ``mrope_section`` is set.
+        ValueError: one of the two norm weights is given alone.
     """
     if k_eq_v:
         raise NotImplementedError("rope_split_store_ragged(k_eq_v=True) is not supported")
@@ -218,7 +219,11 @@ def rope_split_store_ragged(
     count = x.shape[0]
     x = x.reshape(count, n_heads + 2 * heads, width)
     q, k, v = x[:, :n_heads], x[:, n_heads : n_heads + heads], x[:, n_heads + heads :]
-    if q_norm_weight is not None and k_norm_weight is not None:
+    if (q_norm_weight is None) is not (k_norm_weight is None):
+        raise ValueError(
+            "rope_split_store_ragged needs both of q_norm_weight and k_norm_weight, or neither"
+        )
+    if q_norm_weight is not None:
         eps = 1e-6 if rms_norm_eps is None else rms_norm_eps
         q, k = (_array(rms_norm(TensorValue(one), TensorValue(weight), eps))
                 for one, weight in ((q, q_norm_weight), (k, k_norm_weight)))  # fmt: skip

@@ -10,7 +10,7 @@ Shapes: batch B, T tokens, H heads, head dimension D.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,13 @@ class RotaryEmbedding(Module):
 
 
 class _Scaled(RotaryEmbedding):
-    """A RotaryEmbedding with MAX's further argument ``scaling_params``; None means no scaling."""
+    """A RotaryEmbedding with MAX's further argument ``scaling_params``; None means no scaling.
+
+    Raises:
+        TypeError: they are for another class.
+    """
+
+    _takes: ClassVar[tuple[type, ...]] = ()
 
     def __init__(
         self,
@@ -210,12 +216,19 @@ class _Scaled(RotaryEmbedding):
         scaling_params: Any = None,
     ):
         super().__init__(dim, n_heads, theta, max_seq_len, head_dim, _freqs_cis, interleaved)
+        if scaling_params is not None and not isinstance(scaling_params, self._takes):
+            known = " or ".join(one.__name__ for one in self._takes)
+            raise TypeError(
+                f"{type(self).__name__} takes scaling_params of type {known}, not {type(scaling_params).__name__}"
+            )
         self.scaling_params = scaling_params
         rope_scaling.inv_freqs(self._width, self.theta, scaling_params)  # raises if they do not fit
 
 
 class Llama3RotaryEmbedding(_Scaled):
     """RoPE with ``Llama3RopeScalingParams`` or ``LinearScalingParams``."""
+
+    _takes = (rope_scaling.Llama3RopeScalingParams, rope_scaling.LinearScalingParams)
 
 
 class DynamicRotaryEmbedding(_Scaled):
@@ -227,6 +240,7 @@ class DynamicRotaryEmbedding(_Scaled):
     """
 
     _bounded = False
+    _takes = (rope_scaling.DynamicScalingParams,)
 
     def maybe_update_freqs(self, position_ids: Any) -> None:
         """Does nothing; code written for MAX calls it before it reads the table."""
@@ -243,6 +257,8 @@ class DynamicRotaryEmbedding(_Scaled):
 class YarnRotaryEmbedding(_Scaled):
     """RoPE with ``YarnScalingParams``: cos and sin are multiplied by 0.1 · log(factor) + 1 for factors above 1."""
 
+    _takes = (rope_scaling.YarnScalingParams,)
+
     @property
     def _rows(self) -> int:
         return self.max_seq_len if self.scaling_params else super()._rows
@@ -257,6 +273,8 @@ class DeepseekYarnRotaryEmbedding(YarnRotaryEmbedding):
     Raises:
         ValueError: ``scaling_params`` is not given.
     """
+
+    _takes = (rope_scaling.DeepseekYarnRopeScalingParams,)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -282,6 +300,8 @@ class LongRoPERotaryEmbedding(_Scaled):
     list for the whole sequence and multiplies cos and sin by the correction, so that scores get its
     square; ``inv_freqs`` and ``attention_factor`` of ``rope_scaling`` give these values.
     """
+
+    _takes = (rope_scaling.LongRoPEScalingParams,)
 
     def _compute_inv_freqs(self) -> Any:
         """The frequencies before they are divided by the factors, ``[D/2]``."""

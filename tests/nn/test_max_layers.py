@@ -129,7 +129,7 @@ def test_multihead_attention(stacked):
     over_two.load_state_dict(values)
     for one in over_two([TensorValue(x), TensorValue(x)], [None, None]):
         close(one.value, attention_of(x, values, 2, False), atol=1e-5)
-    with pytest.raises(ValueError, match="2 devices"):
+    with pytest.raises(ValueError, match="a list of 2 inputs"):
         over_two(x)
 
 
@@ -210,6 +210,8 @@ def test_recurrent_states_as_data():
     assert recurrent_leaf(both) is states and recurrent_leaf(paged) is None
     with pytest.raises(ValueError, match="different names"):
         RecurrentStateParams(regions=regions[:1] * 2, devices=[CPU])
+    with pytest.raises(ValueError, match="1 devices do not divide into 2 groups"):
+        RecurrentStateParams(regions=regions[:1], devices=[CPU], data_parallel_degree=2)
     assert packed_page_stride(TensorValue(jnp.ones(2))).to_numpy().tolist() == [-1]
     assert packed_page_stride(kinds[0]) == TensorType(DType.int64, [1], CPU)
 

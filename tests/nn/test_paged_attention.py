@@ -1,13 +1,17 @@
 """Paged caches: a program takes pages and gives the next ones back; attention is that of each sequence by itself."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax import init
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import BufferValue, DeviceRef, Graph, TensorType, TensorValue, ops
-from maxjax.nn import Linear, Module, RMSNorm, RotaryEmbedding, kernels
+from maxjax.nn import AttentionWithRope, Linear, Module, RMSNorm, RotaryEmbedding, kernels
 from maxjax.nn.kernels import MHAMaskVariant as Mask
 from maxjax.nn.kv_cache import (
     KVCacheInputsPerDevice,
@@ -234,6 +238,43 @@ class Attention(Module):
         return kernels.flash_attention_ragged(
             PARAMS, q.reshape((-1, H, D)), offsets, cache, jnp.uint32(0), Mask.CAUSAL_MASK, 0.3
         )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("variant", [Mask.CAUSAL_MASK, Mask.SLIDING_WINDOW_CAUSAL_MASK])
+def test_a_window_is_the_same_with_and_without_pages(variant, window):
+    layer = partial(AttentionWithRope, rope=ROPE, num_attention_heads=H, num_key_value_heads=K, hidden_size=E,
+                    kv_params=PARAMS, devices=[CPU], sliding_window=window)  # fmt: skip
+    if variant is Mask.SLIDING_WINDOW_CAUSAL_MASK and window is None:
+        with pytest.raises(ValueError, match="needs a sliding_window"):
+            layer(mask_variant=variant)
+        return
+    model = init(layer(mask_variant=variant), jax.random.key(0))
+    alone = model(jnp.asarray(TEXTS[0]))
+    over_pages = model(
+        jnp.uint32(0),
+        TensorValue(TEXTS[0]),
+        eager(0),
+        ROPE.freqs_cis,
+        jnp.array([0, 7], jnp.uint32),
+    )
+    np.testing.assert_allclose(over_pages.to_numpy(), alone, atol=2e-5)
+
+
+def test_what_pages_do_not_have():
+    layer = AttentionWithRope(
+        rope=ROPE, num_attention_heads=H, num_key_value_heads=K, hidden_size=E, kv_params=PARAMS, devices=[CPU],
+        mask_variant=Mask.NULL_MASK, sliding_window=2,
+    )  # fmt: skip
+    model = init(layer, jax.random.key(0))
+    offsets = jnp.array([0, 7], jnp.uint32)
+    with pytest.raises(NotImplementedError, match="sliding_window with NULL_MASK"):
+        model(jnp.uint32(0), TensorValue(TEXTS[0]), eager(0), ROPE.freqs_cis, offsets)
+    with pytest.raises(ValueError, match="both of q_norm_weight and k_norm_weight"):
+        kernels.rope_split_store_ragged(
+            PARAMS, jnp.asarray(TEXTS[0]) @ W[0].T, offsets, ROPE.freqs_cis, eager(0), jnp.uint32(0), H,
+            interleaved=False, q_norm_weight=GAMMA,
+        )  # fmt: skip
 
 
 def test_a_module_with_a_cache():

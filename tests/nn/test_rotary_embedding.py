@@ -194,6 +194,16 @@ def test_what_is_refused():
         rope(jnp.ones((3, 8)))
     with pytest.raises(ValueError, match="even"):
         nn.YarnRotaryEmbedding(6, 2, 1e4, 4)
+    for kind, params in [
+        (DynamicRotaryEmbedding, nn.LinearScalingParams(2.0)),
+        (nn.LongRoPERotaryEmbedding, nn.LinearScalingParams(2.0)),
+        (nn.Llama3RotaryEmbedding, nn.LongRoPEScalingParams([2.0] * 4, [4.0] * 4, 3, 16)),
+    ]:
+        with pytest.raises(
+            TypeError,
+            match=f"{kind.__name__} takes scaling_params of type .*, not {type(params).__name__}",
+        ):
+            kind(**KW, scaling_params=params)
     with pytest.raises(NotImplementedError, match="rotate"):
         nn.RotaryEmbedding(**KW, _freqs_cis=jnp.ones((8, 8)))
 

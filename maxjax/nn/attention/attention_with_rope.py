@@ -250,6 +250,7 @@ class AttentionWithRope(Module):
 
         Raises:
             ValueError: ``x`` has the wrong number of axes, or the shapes do not match.
+            NotImplementedError: a window without a causal mask, over a paged cache.
         """
         return self._result(*args, **kwargs)
 
@@ -266,6 +267,13 @@ class AttentionWithRope(Module):
         freqs_cis: Any,
         input_row_offsets: Any,
     ) -> TensorValue:
+        variant, window = self.mask_variant, self.sliding_window
+        if window is not None and not _IS_CAUSAL[variant]:
+            raise NotImplementedError(
+                f"a sliding_window with {variant.name} is not supported over a paged cache"
+            )
+        if variant is MHAMaskVariant.CAUSAL_MASK and window is not None:
+            variant = MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK
         qkv = TensorValue(self.qkv_proj(x))
         norms: dict[str, Any] = {}
         if self.use_qk_norm:
@@ -277,8 +285,7 @@ class AttentionWithRope(Module):
         )  # fmt: skip
         found = flash_attention_ragged(
             self.kv_params, queries.reshape((-1, self.n_heads, self.head_dim)), input_row_offsets,
-            kv_collection, layer_idx, self.mask_variant, self.scale,
-            -1 if self.sliding_window is None else self.sliding_window,
+            kv_collection, layer_idx, variant, self.scale, -1 if window is None else window,
         )  # fmt: skip
         return self.o_proj(found.reshape((-1, self.n_heads * self.head_dim)))
 

@@ -129,7 +129,7 @@ class MultiheadAttention(Module):
         xs = x if isinstance(x, list) else [x]
         if len(xs) != len(self.devices) or (self.is_distributed and not isinstance(x, list)):
             raise ValueError(
-                f"MultiheadAttention over {len(self.devices)} devices, and {len(xs)} inputs"
+                f"MultiheadAttention takes a list of {len(self.devices)} inputs, one for each device, not {len(xs)}"
             )
         if not self.is_distributed:
             return self.o_proj(self._apply_attention(*self._compute_qkv(xs[0]), **kwargs))

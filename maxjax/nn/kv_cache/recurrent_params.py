@@ -189,6 +189,11 @@ class RecurrentStateParams(KVCacheParamInterface):
         if not names or len(set(names)) < len(names):
             raise ValueError(f"RecurrentStateParams needs regions of different names, not {names}")
         self.regions = tuple(self.regions)
+        degree = self.data_parallel_degree
+        if degree < 1 or not self.devices or len(self.devices) % degree:
+            raise ValueError(
+                f"{len(self.devices)} devices do not divide into {degree} groups of data parallelism"
+            )
 
     @property
     def tensor_parallel_degree(self) -> int:

@@ -43,7 +43,9 @@ def forward_moe_sharded_layers(
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_sharded_layers(shards, xs)
     if len(shards) != len(xs):
-        raise ValueError(f"there are {len(shards)} layers and {len(xs)} tensors: one needs one")
+        raise ValueError(
+            f"there are {len(shards)} layers and {len(xs)} tensors: each layer needs one tensor"
+        )
     return _exchanged(shards, xs, eplb_counter_buffers)
 
 
@@ -89,7 +91,8 @@ def _estimated(shard: Any, xs: Sequence[Any], config: Any) -> TensorValue:
 
 def _count(buffer: Any, ids: Any, experts: int) -> None:
     numbers = jnp.asarray(unwrap(ids)).astype(jnp.int32).reshape(-1)
-    found = jnp.zeros(experts, jnp.int32).at[numbers].add(1)
+    numbers = jnp.where(numbers < 0, experts, numbers)  # no expert
+    found = jnp.zeros(experts, jnp.int32).at[numbers].add(1, mode="drop")
     before = ops.buffer_load(buffer)
     ops.buffer_store(buffer, before + TensorValue(found).cast(before.dtype))
 

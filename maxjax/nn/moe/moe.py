@@ -120,8 +120,8 @@ class MoE(Module):
         ranks = 1 if ep_batch_manager is None else ep_batch_manager.config.n_gpus_per_node
         if ep_size != ranks or num_experts % ep_size:
             raise ValueError(
-                f"MoE of {num_experts} experts with ep_size {ep_size}, where ep_batch_manager has "
-                f"{ranks} devices: these are equal and divide the experts, and without a manager 1"
+                f"ep_size is {ep_size}: it must be the number of devices of ep_batch_manager ({ranks}; 1 without a "
+                f"manager), and divide the {num_experts} experts"
             )
         self.devices, self.hidden_dim, self.moe_dim = list(devices), hidden_dim, moe_dim
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token

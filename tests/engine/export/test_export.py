@@ -598,7 +598,7 @@ def test_all_that_is_wrong_with_the_weights_is_said_at_once(net, net_file, tmp_p
             program(weights, *NET_ARGS)
     with pytest.raises(TypeError, match=r"as model.state_dict\(\), not Net"):
         program.bind(net)
-    with pytest.raises(ValueError, match="must be an array that speaks DLPack"):
+    with pytest.raises(ValueError, match="must be an array that supports DLPack"):
         program.bind({**state, "embed.weight": "text"})
     with pytest.raises(ValueError, match="embed.weight' had different dtype .*complex64"):
         program.bind({**state, "embed.weight": np.ones((4, 4), np.complex64)})

@@ -105,7 +105,7 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
 def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
     if not isinstance(value, (DLPackArray, np.generic)):
         return (
-            f"The value of weight '{name}' must be an array that speaks DLPack (NumPy, JAX, torch) or a "
+            f"The value of weight '{name}' must be an array that supports DLPack (NumPy, JAX, torch) or a "
             f"WeightData, not {type(value).__name__}"
         )
     try:

@@ -170,7 +170,9 @@ class Captures(Mapping[str, Any]):
         kinds = {types_of(value): place for value, place in zip(values, found, strict=True)}
         if len(kinds) > 1:
             each = some([f"{label_of(*place)} {kind}" for kind, place in kinds.items()], 3)
-            raise UserInputError(f"the values under '{key}' differ, and make no one array: {each}")
+            raise UserInputError(
+                f"the values under '{key}' differ, and cannot be stacked into one array: {each}"
+            )
         home, row = self._homes[found[0]]
         ranks = iter(self._ranks[home])
         own = 0 if row is None else 1  # a slice does not have the axis of layers
