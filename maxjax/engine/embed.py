@@ -74,7 +74,8 @@ def embed(
             files' default prompt is used if they have one.
         truncate_dim: how many of the first numbers of each vector are kept, for a model that was trained
             for it (A. Kusupati et al., Matryoshka representation learning, arXiv:2205.13147). As in
-            sentence-transformers, only ``normalize=True`` gives the rest length 1 again.
+            sentence-transformers, only ``normalize=True`` gives the rest length 1 again. By default the number of
+            the model's files, or all.
 
     Returns:
         The vectors, float32 ``[len(texts), d]``, in the order of the texts; d is ``truncate_dim`` if it
@@ -101,6 +102,10 @@ def embed(
             prompt=prompt, prompt_name=prompt_name, truncate_dim=truncate_dim,
         )  # fmt: skip
         together.finish()
+    if truncate_dim is None:
+        truncate_dim = (
+            pooling if isinstance(pooling, Pooling) else model.pooling or Pooling()
+        ).truncate_dim
     return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
 
 
@@ -396,8 +401,9 @@ def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
 
 def text_limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
     """The largest number of tokens of a text, special tokens included."""
-    limits = (model.max_length, pooling.max_length, tokenizer.max_length)
-    return min(limit for limit in limits if limit is not None)
+    # As in sentence-transformers, a limit of the pooling's files takes the place of the tokenizer's.
+    own = tokenizer.max_length if pooling.max_length is None else pooling.max_length
+    return min(limit for limit in (model.max_length, own) if limit is not None)
 
 
 def _rows(

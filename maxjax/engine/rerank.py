@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing
+from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..lockstep import Lockstep
 from ..models import Decoder, Encoder
 from ..models.pooling import Pooling
+from ..models.sentence_files import CHAT_TEMPLATE
 from ..models.weights import check_loaded, shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
 from .embed import pooled_rows, text_limit
@@ -70,6 +71,7 @@ def rerank(
             suggests the right name if it can.
         UserInputError: there is no tokenizer; a pair is too long; the model has no head of one label, or
             is a decoder without ``template`` and ``answers``; the model's weights are not loaded.
+        UnsupportedModelError: the files name an activation function or a chat template that maxjax does not have.
         ProgramMismatchError: the model, a text or an option is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
@@ -88,7 +90,9 @@ def rerank(
         if tokenizer is None:
             raise UserInputError("texts cannot be reranked without a tokenizer")
         documents = checked_texts(documents, "documents")
-        limit = text_limit(model, tokenizer, getattr(model, "pooling", None) or Pooling())
+        activation = _default_activation(model) if activation is None else activation
+        settings = getattr(model, "pooling", None) or Pooling()
+        limit = text_limit(model, tokenizer, settings)
         by_answer = isinstance(model, Decoder) and model.score is None
         options = _answer_ids(model, tokenizer, answers) if by_answer else {}
         modes = ("lasttoken",) if by_answer else (_head_pooling(model),)
@@ -99,7 +103,11 @@ def rerank(
         else:
             if template is not None:
                 raise UserInputError("template is for decoders: this is an encoder")
-            pairs = [(query, document) for document in documents]
+            if settings.unsupported == CHAT_TEMPLATE:
+                raise UnsupportedModelError(
+                    f"the model's scores need {CHAT_TEMPLATE}, which is not supported yet: pass template="
+                )
+            pairs = [(settings.before(None) + query, document) for document in documents]
             rows = tokenizer.pairs(pairs, max_length=limit if truncate else None)
         for i, row in enumerate(rows):
             if len(row.ids) > limit:
@@ -112,8 +120,6 @@ def rerank(
             batch_size=batch_size, limit=limit, pooling=Pooling(modes), head=True, **options,
         )  # fmt: skip
         together.finish()
-    if activation is None:
-        activation = _default_activation(model)
     return ACTIVATIONS[activation](found[:, 0]).astype(np.float32)
 
 
@@ -134,14 +140,25 @@ def _head_pooling(model: Any) -> str:
 
 
 def _default_activation(model: Any) -> str:
-    """The activation function that the files name; sentence-transformers' own without one."""
+    """The activation function that the files name; sentence-transformers' own without one.
+
+    Raises:
+        UnsupportedModelError: the files name another function.
+    """
+    pooling = getattr(model, "pooling", None)
     config = model.hf_config or {}
     newer = config.get("sentence_transformers")
     name = newer.get("activation_fn") if isinstance(newer, dict) else None
     name = config.get("sbert_ce_default_activation_function") if name is None else name
+    name = name if pooling is None or pooling.activation is None else pooling.activation
     kind = name.rpartition(".")[2] if isinstance(name, str) else None
     if kind in ("Identity", "Sigmoid"):
         return "linear" if kind == "Identity" else "sigmoid"
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"the model's scores need the activation function {name[:80]!r}, which is not supported: pass "
+            "activation='sigmoid' or 'linear'"
+        )
     return "linear" if isinstance(model, Decoder) and model.score is None else "sigmoid"
 
 

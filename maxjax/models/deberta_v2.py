@@ -19,7 +19,7 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .bert import BERT, BertConfig, BertLayer
 from .config import setting
-from .decoder.config import own
+from .decoder.config import check_activation, own
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.config import refuse
@@ -71,6 +71,10 @@ class DebertaV2Config(BertConfig):
         if not is_list or len(found) < len(kinds) or {*found} - {*KINDS}:
             raise ValueError("'pos_att_type' must be of 'c2p' and 'p2c'")
         return {"pos_att_type": found}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_activation("pooler_hidden_act", self.pooler_hidden_act)
 
     @property
     def span(self) -> int:
@@ -125,7 +129,9 @@ class DebertaV2Encoder(Module):
 class DebertaV2Pooler(Pooler):
     """The linear layer between the first token's state and the layer of the scores."""
 
-    activation: ClassVar[str] = "gelu"
+    def __init__(self, config: DebertaV2Config, types: Types):
+        super().__init__(config, types)
+        self.activation = config.pooler_hidden_act
 
 
 class DebertaV2Model(Encoder):

@@ -47,6 +47,7 @@ class NemotronHConfig(DecoderConfig):
     model_type = "nemotron_h"
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
+    norm: str = own("wide_rms")
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     max_position_embeddings: int = setting(default=4096, minimum=1)
     head_dim: int | None = setting(default=128, minimum=1, held="axis")

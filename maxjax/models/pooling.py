@@ -96,6 +96,8 @@ class Pooling:
         include_prompt: whether the prompt's tokens are pooled with those of the text.
         dense: layers that are applied to the pooled states, before ``normalize``.
         similarity: how embeddings are compared: a name in :data:`SIMILARITIES`.
+        truncate_dim: how many of the first numbers of an embedding are kept, or None for all.
+        activation: torch's class of the function that turns the output of a head into a score, or None.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -108,9 +110,13 @@ class Pooling:
     include_prompt: bool = True
     dense: tuple[Dense, ...] = ()
     similarity: str = "cosine"
+    truncate_dim: int | None = None
+    activation: str | None = None
 
     def before(self, name: str | None) -> str:
         """The text to put before a text: the prompt of this name, by default the default prompt; "" if there is none.
+
+        As in sentence-transformers, each model has prompts "query" and "document", which are "" if its files have none.
 
         Raises:
             UserInputError: the model has no prompt of that name.
@@ -120,9 +126,9 @@ class Pooling:
             'Find: '
         """
         name = self.prompt if name is None else name
-        found = dict(self.prompts)
+        found = {"query": "", "document": "", **dict(self.prompts)}
         if name is not None and name not in found:
-            known = ", ".join(map(repr, found)) or "none"
+            known = ", ".join(map(repr, found))
             raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: it has {known}")
         return found[name] if name is not None else ""
 

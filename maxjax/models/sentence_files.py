@@ -7,6 +7,7 @@ sentence-transformers 5.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +20,7 @@ from ..errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointUnsafeError,
+    some,
 )
 from ..storage.open import open_checkpoint
 from ..storage.safetensors.writer import file_pieces
@@ -27,6 +29,8 @@ from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
 from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
 
+# What embeddings of such a model need, and scores of a decoder with a head.
+CHAT_TEMPLATE = "the chat template around each text ('modality_config' with 'message')"
 # Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
 # The keys of the modes in a Pooling module's configuration.
@@ -74,6 +78,15 @@ class _SentenceConfig(ModelConfig):
 
     max_seq_length: int | None = setting(default=None, minimum=1)
     do_lower_case: bool = setting(default=False)
+
+
+@dataclass(frozen=True)
+class _ModelConfig(ModelConfig):
+    """``config_sentence_transformers.json``, except for its prompts."""
+
+    similarity_fn_name: str | None = setting(default=None)
+    truncate_dim: int | None = setting(default=None, minimum=1)
+    activation_fn: str | None = setting(default=None)
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,10 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
             dense += [found] if isinstance(found, Dense) else []
         elif module.kind != "Dropout":  # dropout does nothing at inference
             unsupported = unsupported or module.needs or f"the module {module.kind}"
-    settings = _sentence_config(transformer)
+    settings, needs = _sentence_config(transformer)
+    file = root / "config_sentence_transformers.json"
+    model = _ModelConfig.from_dict(read_object(file) if file.exists() else {}, path=file)
+    unsupported = unsupported or needs
     if pooling is None:
         unsupported = unsupported or "a model without a Pooling module"
     elif isinstance(pooling, str):
@@ -138,10 +154,12 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         settings.max_seq_length,
         settings.do_lower_case,
         unsupported,
-        *_prompts(root / "config_sentence_transformers.json"),
+        *_prompts(file),
         with_prompt,
         tuple(dense),
-        _similarity(root / "config_sentence_transformers.json"),
+        _similarity(model.similarity_fn_name),
+        model.truncate_dim,
+        model.activation_fn,
     ), transformer
 
 
@@ -181,10 +199,9 @@ def _dense(place: Path) -> Dense | str:
     return Dense.of(arrays["linear.weight"], arrays.get("linear.bias"), _FUNCTIONS[kind])
 
 
-def _similarity(file: Path) -> str:
+def _similarity(name: str | None) -> str:
     """The name of the similarity; "cosine" if the file names none, or one that maxjax does not have."""
-    found = (read_object(file) if file.exists() else {}).get("similarity_fn_name")
-    found = _SIMILARITIES.get(found, found) if isinstance(found, str) else None
+    found = _SIMILARITIES.get(name or "", name)
     return found if found in SIMILARITIES else "cosine"
 
 
@@ -195,10 +212,11 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     prompts = {} if prompts is None else prompts
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointFormatError("'prompts' is not an object of strings", path=file)
-    if name is not None and (not isinstance(name, str) or name not in prompts):
+    known = {"query", "document", *prompts}
+    if name is not None and (not isinstance(name, str) or name not in known):
         raise CheckpointFormatError(
             "'default_prompt_name' is not the name of a prompt", path=file,
-            expected=", ".join(prompts) or "none", found=str(name)[:60],
+            expected=", ".join(sorted(known)), found=str(name)[:60],
         )  # fmt: skip
     return tuple(prompts.items()), name
 
@@ -224,11 +242,21 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
         >>> sorted(pooling_files(Pooling(normalize=True), 384))
         ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
     """
+    prompts: dict[str, Any] = {}
+    if pooling.prompts or pooling.prompt is not None:
+        prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
+    if pooling.similarity != "cosine":
+        prompts["similarity_fn_name"] = pooling.similarity
+    if pooling.truncate_dim is not None:
+        prompts["truncate_dim"] = pooling.truncate_dim
+    if pooling.activation is not None:
+        prompts["activation_fn"] = pooling.activation
+    beside = {"config_sentence_transformers.json": prompts} if prompts else {}
     if pooling.unsupported is not None:  # a saved model must not fall back to the plain mean
         types = "sentence_transformers.models.Transformer", "maxjax.Unsupported"
         listed = [{"idx": i, "name": str(i), "path": "", "type": t} for i, t in enumerate(types)]
         listed[1]["needs"] = pooling.unsupported
-        return {"modules.json": listed}
+        return {"modules.json": listed} | beside
     kinds = ["", "Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
     places = [f"{i}_{kind}" if kind else "" for i, kind in enumerate(kinds)]
     modules = [
@@ -242,17 +270,12 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
     else:  # only the newer key gives an order
         modes["pooling_mode"] = list(pooling.modes)
     modes["include_prompt"] = pooling.include_prompt
-    prompts: dict[str, Any] = {}
-    if pooling.prompts:
-        prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
-    if pooling.similarity != "cosine":
-        prompts["similarity_fn_name"] = pooling.similarity
     sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
     found = {
         "modules.json": modules,
         "1_Pooling/config.json": modes,
         "sentence_bert_config.json": sentence,
-    } | ({"config_sentence_transformers.json": prompts} if prompts else {})
+    } | beside
     for place, dense in zip(places[2:], pooling.dense, strict=False):
         found[f"{place}/config.json"] = {
             "in_features": dense.in_features, "out_features": dense.out_features,
@@ -293,6 +316,8 @@ def _modes(file: Path) -> tuple[str, ...] | str:
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointFormatError("'pooling_mode' is not a name", path=file)
+        if not names:
+            raise CheckpointFormatError("no pooling mode is set", path=file)
     else:
         names = []
         for key, value in settings.items():
@@ -305,14 +330,32 @@ def _modes(file: Path) -> tuple[str, ...] | str:
     unknown = [name for name in names if name not in POOLINGS]
     if unknown:
         return f"the pooling {unknown[0][:80]!r}"
-    if not names:
-        raise CheckpointFormatError("no pooling mode is set", path=file)
-    return tuple(names)
+    return tuple(names) or ("mean",)
 
 
-def _sentence_config(directory: Path) -> _SentenceConfig:
-    for name in ("sentence_bert_config.json", "sentence_roberta_config.json"):
-        file = directory / name
+def _sentence_config(directory: Path) -> tuple[_SentenceConfig, str | None]:
+    """The settings of the transformer, and the name of one that maxjax does not have."""
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
+        file = directory / f"sentence_{kind}_config.json"
         if file.exists():
-            return _SentenceConfig.from_dict(read_object(file), path=file)
-    return _SentenceConfig()
+            raw = read_object(file)
+            return _SentenceConfig.from_dict(raw, path=file), _unsupported(raw)
+    return _SentenceConfig(), None
+
+
+def _unsupported(raw: Mapping[str, Any]) -> str | None:
+    """The name of a setting, of version 5.4 and later, that maxjax does not have."""
+    kinds = raw.get("modality_config")
+    kinds = kinds if isinstance(kinds, Mapping) else {}
+    text = kinds.get("text")
+    output = text.get("method_output_name") if isinstance(text, Mapping) else None
+    if "message" in kinds:  # then sentence-transformers makes each text a message
+        return CHAT_TEMPLATE
+    if output not in (None, "last_hidden_state", ["last_hidden_state"]):
+        return f"the output {str(output)[:60]!r} of the model ('modality_config')"
+    changed = next((raw[key] for key in ("config_kwargs", "config_args") if raw.get(key)), None)
+    return (
+        f"other settings of the model: {some(list(changed), 3)}"
+        if isinstance(changed, Mapping)
+        else None
+    )

@@ -235,7 +235,10 @@ def test_the_least_of_the_limits_counts(minilm):
     model.pooling, tokenizer.max_length = Pooling(), 12
     with pytest.raises(UserInputError, match="takes 12"):
         embed(model, tokenizer, [text])
-    tokenizer.max_length = None
+    # As in sentence-transformers, the files of the pooling take the place of the tokenizer's limit.
+    model.pooling, long = Pooling(max_length=30), " ".join(["time"] * 20)
+    assert embed(model, tokenizer, [long]).shape == (1, 384)
+    model.pooling, tokenizer.max_length = Pooling(), None
     with pytest.raises(UserInputError, match="takes 512"):
         embed(model, tokenizer, [" ".join(["time"] * 511)])
 

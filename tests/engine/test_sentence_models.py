@@ -13,6 +13,7 @@ from maxjax.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointMissingError,
+    UnsupportedModelError,
     UserInputError,
 )
 from maxjax.models.pooling import Dense
@@ -160,6 +161,44 @@ def test_wrong_options_of_rerank(tmp_path, options, named):
     model, tokenizer = maxjax.load(write(EMBEDDERS["qwen3"], tmp_path))
     with pytest.raises(UserInputError, match=named):
         maxjax.rerank(model, tokenizer, QUERY, TEXTS, **options)
+
+
+def test_the_files_of_newer_rerankers(tmp_path):
+    place = write(RERANKERS["bert"], tmp_path)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ]
+    (place / "modules.json").write_text(json.dumps(modules))
+    settings = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {"query": "find: "}}
+    file = place / "config_sentence_transformers.json"
+
+    def scores(query, **options):
+        model, tokenizer = maxjax.load(place)
+        return maxjax.rerank(model, tokenizer, query, TEXTS[:3], truncate=True, **options)
+
+    plain = scores(QUERY, activation="linear")
+    file.write_text(json.dumps(settings))
+    np.testing.assert_array_equal(scores(QUERY), plain)
+    file.write_text(json.dumps(settings | {"default_prompt_name": "query"}))
+    with_prompt = scores(QUERY)
+    assert (with_prompt != plain).all()
+    file.unlink()
+    np.testing.assert_array_equal(scores("find: " + QUERY, activation="linear"), with_prompt)
+    file.write_text(json.dumps(settings | {"activation_fn": "torch.nn.modules.activation.Tanh"}))
+    with pytest.raises(UnsupportedModelError, match="Tanh"):
+        scores(QUERY)
+    assert np.isfinite(scores(QUERY, activation="sigmoid")).all()
+
+
+def test_files_that_name_the_length_of_embeddings(tmp_path):
+    place = write(EMBEDDERS["bert"], tmp_path)
+    whole = maxjax.embed(*maxjax.load(place), TEXTS[:3])
+    file = place / "config_sentence_transformers.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | {"truncate_dim": 8}))
+    loaded = maxjax.load(place)
+    np.testing.assert_array_equal(maxjax.embed(*loaded, TEXTS[:3]), whole[:, :8])
+    np.testing.assert_array_equal(maxjax.embed(*loaded, TEXTS[:3], truncate_dim=32), whole)
 
 
 def test_what_rerank_needs(tmp_path):

@@ -6,9 +6,12 @@ import pytest
 import safetensors.numpy
 
 import maxjax
+from maxjax.dtype import DType
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build, find_family
+from maxjax.models.deberta_v2 import DebertaV2Config, DebertaV2Pooler
+from maxjax.models.encoder.attention import Types
 from maxjax.models.pooling import pool
 from maxjax.nn.attention.both_ways import both_ways
 from tests.oracles.models import OracleModel
@@ -293,3 +296,13 @@ def test_published_configurations(caplog):
 def test_what_is_refused_is_named(raw, error, named):
     with pytest.raises(error, match=named):
         read(raw)
+
+
+def test_the_pooler_of_deberta_has_the_activation_of_its_configuration():
+    settings = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "relative_attention": True, "pos_att_type": "c2p"}
+    for name in ("tanh", "gelu"):
+        config = DebertaV2Config.from_dict(settings | {"pooler_hidden_act": name})
+        assert DebertaV2Pooler(config, Types(DType.float32, DType.float32)).activation == name
+    with pytest.raises(CheckpointFormatError, match="pooler_hidden_act"):
+        DebertaV2Config.from_dict(settings | {"pooler_hidden_act": "nothing"})

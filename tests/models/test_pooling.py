@@ -1,5 +1,6 @@
 """Pooling: the arithmetic against float64, the files against what sentence-transformers writes."""
 
+import dataclasses
 import json
 
 import jax
@@ -122,6 +123,8 @@ def test_no_files(tmp_path):
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
         ({"embedding_dimension": 5, "pooling_mode": "mean"}, ("mean",)),
         ({"pooling_mode": ["max", "cls"]}, ("max", "cls")),
+        ({"word_embedding_dimension": 32}, ("mean",)),
+        ({"pooling_mode_mean_tokens": False}, ("mean",)),
     ],
 )
 def test_modes(tmp_path, pooling, modes):
@@ -144,6 +147,55 @@ def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
     for name, content in pooling_files(pooling, 7).items():
         (tmp_path / name).write_text(json.dumps(content))
     assert read_pooling(tmp_path)[0] == pooling
+
+
+@pytest.mark.parametrize(
+    ("sentence", "says"),
+    [
+        ({"modality_config": {"text": {}, "message": {"format": "flat"}}}, "chat template"),
+        ({"modality_config": {"text": {"method_output_name": "pooler_output"}}}, "pooler_output"),
+        ({"config_kwargs": {"is_causal": False}}, "is_causal"),
+        (
+            {
+                "modality_config": {"text": {"method_output_name": "last_hidden_state"}},
+                "config_kwargs": {},
+            },
+            None,
+        ),
+    ],
+)
+def test_settings_of_newer_files_are_read_or_named(tmp_path, sentence, says):
+    found, _ = read_pooling(write(tmp_path, sentence={"max_seq_length": 8} | sentence))
+    assert found.max_length == 8
+    assert found.unsupported is None if says is None else says in found.unsupported
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "xlm-roberta"])
+def test_the_sentence_config_has_the_name_of_the_model(tmp_path, kind):
+    write(tmp_path, sentence=None)
+    (tmp_path / f"sentence_{kind}_config.json").write_text(
+        '{"max_seq_length": 20, "do_lower_case": true}'
+    )
+    found, _ = read_pooling(tmp_path)
+    assert (found.max_length, found.lower_case) == (20, True)
+
+
+def test_settings_of_the_model_are_read_and_written(tmp_path):
+    write(tmp_path)
+    file = tmp_path / "config_sentence_transformers.json"
+    settings = {
+        "truncate_dim": 8,
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "default_prompt_name": "query",
+    }
+    file.write_text(json.dumps(settings))
+    found, _ = read_pooling(tmp_path)
+    assert (found.truncate_dim, found.activation) == (8, settings["activation_fn"])
+    assert found.before(None) == found.before("document") == ""
+    written = pooling_files(found, 7)[file.name]
+    assert settings.items() <= written.items()
+    unsupported = pooling_files(dataclasses.replace(found, unsupported="x"), 7)
+    assert unsupported[file.name] == written
 
 
 def test_normalize_and_sentence_config(tmp_path):
@@ -203,11 +255,11 @@ def test_paths_that_lead_out(tmp_path, path):
     [
         ("modules.json", "{}"), ("modules.json", "[3]"), ("modules.json", "[{}]"), ("modules.json", ""),
         ("modules.json", '[{"path": 3, "type": "x"}]'), ("modules.json", '[{"path": ""}]'),
-        ("1_Pooling/config.json", "[]"), ("1_Pooling/config.json", "{}"), ("1_Pooling/config.json", "{"),
+        ("1_Pooling/config.json", "[]"), ("1_Pooling/config.json", "{"),
         ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": 1}'),
         ("1_Pooling/config.json", '{"pooling_mode": {"mean": true}}'),
         ("1_Pooling/config.json", '{"pooling_mode": [3]}'),
-        ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": false}'),
+        ("1_Pooling/config.json", '{"pooling_mode": []}'),
         ("sentence_bert_config.json", '{"max_seq_length": "256"}'),
         ("sentence_bert_config.json", '{"max_seq_length": 0}'),
         ("sentence_bert_config.json", '{"do_lower_case": 1}'),
