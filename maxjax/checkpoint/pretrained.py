@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
+from ..engine.generate.defaults import FILE, GenerationDefaults
 from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.gathering import Gathering
@@ -161,6 +162,9 @@ def model_files(
     embedder: Any = model
     if (pooling := getattr(embedder, "pooling", None)) is not None:
         files |= sentence_files(pooling, embedder.config.hidden_size)
+    generation = getattr(embedder, "generation", None)
+    if isinstance(generation, GenerationDefaults) and (content := generation.to_file(config)):
+        files[FILE] = json_bytes(content)
     return files
 
 

@@ -25,6 +25,7 @@ from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
+from ..models.gguf.tokenizer.read import end_ids
 from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
@@ -249,8 +250,16 @@ def _prepared(
             if pooling is not None:
                 model.pooling = pooling
             if isinstance(model, Decoder):
-                ends = () if text is None else text.eos_ids
-                model.generation = read_defaults(folder, model.hf_config, ends)
+                ends, settings = () if text is None else text.eos_ids, model.hf_config
+                if isinstance(
+                    weights, GGUFWeights
+                ):  # the one in its configuration is not the only one
+                    ends = end_ids(weights.metadata, path=path) or ends
+                    settings = {
+                        **(settings or {}),
+                        **({"eos_token_id": list(ends)} if ends else {}),
+                    }
+                model.generation = read_defaults(folder, settings, ends)
     except BaseException:
         weights.close()
         raise

@@ -29,6 +29,8 @@ from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
 from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
 
+# The names of a Dense module's weights.
+DENSE = ("model.safetensors", "pytorch_model.bin")
 # What embeddings of such a model need, and scores of a decoder with a head.
 CHAT_TEMPLATE = "the chat template around each text ('modality_config' with 'message')"
 # Published models have three or four modules; for each, a directory is read.
@@ -173,7 +175,7 @@ def _dense(place: Path) -> Dense | str:
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:
         return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
-    candidates = [place / "model.safetensors", place / "pytorch_model.bin"]
+    candidates = [place / name for name in DENSE]
     candidates += [place.with_name(place.name + suffix) for suffix in (".safetensors", ".bin")]
     weights = next((path for path in candidates if path.is_file()), None)
     if weights is None:

@@ -464,6 +464,11 @@ LISTINGS = {
         "modules.json 1_Pooling/config.json sentence_bert_config.json config.json model.safetensors"
         " | 2_Dense/model.safetensors openvino/openvino_model.bin"
     ),
+    "dense": (
+        "modules.json config_sentence_transformers.json 1_Pooling/config.json 2_Dense/config.json"
+        " 2_Dense/model.safetensors 3_Dense/config.json 3_Dense/pytorch_model.bin model.safetensors"
+        " | 2_Dense/pytorch_model.bin"
+    ),
 }  # fmt: skip
 
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
 import maxjax
 from maxjax import embed, load
+from maxjax.checkpoint import convert
+from maxjax.engine.hub import find_model
 from maxjax.errors import CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models.gguf import gguf_tokenizer_metadata
@@ -235,3 +238,22 @@ def test_the_tokenizer_of_another_model_beside(unknown_splits):
         with pytest.raises(CheckpointMismatchError, match=r"tokenizer\.json: is the tokenizer of"):
             load(path)
         assert load(path, tokenizer=False)[1] is None
+
+
+def test_all_tokens_that_end_a_turn_end_a_text(tmp_path):
+    """The file's eos is one of them: Gemma and Phi-3 end a turn with another."""
+    convert(find_model("tiny", None), tmp_path / "tiny.gguf")
+    model, tokenizer = maxjax.load(tmp_path / "tiny.gguf")
+    text = maxjax.generate(model, tokenizer, "37 + 48 =", max_new_tokens=4)
+    [eos], end = model.generation.eos_ids, text.tokens[1]
+    reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "more.gguf", arch=model.hf_config["model_type"])
+    more = {"tokenizer.ggml.eot_token_id": MetadataDetails(gguf.GGUFValueType.UINT32, end)}
+    copy_with_new_metadata(reader, writer, more, [])
+    model, tokenizer = maxjax.load(tmp_path / "more.gguf")
+    assert model.generation.eos_ids == tuple(sorted((eos, end)))
+    again = maxjax.generate(model, tokenizer, "37 + 48 =", max_new_tokens=4)
+    assert again.tokens == text.tokens[:2] and again.finish_reason == "stop"
+    # The configuration of Hugging Face that goes with it has one; the other goes into a file of its own.
+    maxjax.save_pretrained(model, tmp_path / "hf", tokenizer=tokenizer)
+    assert maxjax.load(tmp_path / "hf")[0].generation.eos_ids == model.generation.eos_ids

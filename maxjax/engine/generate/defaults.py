@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class GenerationDefaults:
             only if ``max_new_tokens`` is None.
         eos_ids: the token ids that end an answer.
         stop: the stop strings.
+        file: the content of the ``generation_config.json`` that they were read from, or None.
+        read: the values that were read from it, which tell :meth:`to_file` whether they were changed.
     """
 
     sampling: Sampling = Sampling()
@@ -38,6 +41,59 @@ class GenerationDefaults:
     max_length: int | None = None
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    file: str | None = dataclasses.field(default=None, repr=False, compare=False)
+    read: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return self.sampling, self.max_new_tokens, self.max_length, self.eos_ids, self.stop
+
+    def to_file(self, config: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """The content of the ``generation_config.json`` to save; None if ``config.json`` says all of it.
+
+        Settings that were read and not changed are as they were. ``presence_penalty``, ``frequency_penalty`` and
+        ``logprobs``, for which the file has no keys, are not in it.
+
+        Args:
+            config: the content of ``config.json``.
+
+        Example:
+            >>> GenerationDefaults(Sampling(temperature=0.5), eos_ids=(1, 2)).to_file()
+            {'do_sample': True, 'temperature': 0.5, 'top_k': 0, 'eos_token_id': [1, 2]}
+        """
+        given = {} if self.file is None else json.loads(self.file)
+        if self.read == self._values:
+            known = set(self.eos_ids) <= set(eos_token_ids(config or {}))
+            return given if self.file is not None or known else {"eos_token_id": list(self.eos_ids)}
+        chosen, off = self.sampling, Sampling()
+        found: dict[str, Any] = {}
+        if not chosen.is_greedy:
+            found = {"do_sample": True, "temperature": chosen.temperature, "top_k": chosen.top_k}
+        elif "do_sample" in given:
+            found = {"do_sample": False}
+        found |= {
+            name: getattr(chosen, name)
+            for name in ("top_p", "min_p", "repetition_penalty", "min_new_tokens")
+            if getattr(chosen, name) != getattr(off, name)
+        }
+        found |= (
+            {"sequence_bias": [[[i], bias] for i, bias in chosen.logit_bias]}
+            if chosen.logit_bias
+            else {}
+        )
+        found |= {"suppress_tokens": list(chosen.banned)} if chosen.banned else {}
+        found |= {"max_new_tokens": self.max_new_tokens} if self.max_new_tokens else {}
+        found |= {"max_length": self.max_length} if self.max_length else {}
+        found |= {"eos_token_id": list(self.eos_ids)} if self.eos_ids else {}
+        found |= {"stop_strings": list(self.stop)} if self.stop else {}
+        return {name: value for name, value in given.items() if name not in _READ} | found
+
+
+# The keys of the file that GenerationDefaults has fields for.
+_READ = frozenset(
+    "do_sample temperature top_k top_p min_p repetition_penalty min_new_tokens sequence_bias suppress_tokens "
+    "bad_words_ids max_new_tokens max_length eos_token_id stop_strings".split()
+)
 
 
 def read_defaults(
@@ -67,10 +123,11 @@ def read_defaults(
     try:
         ends = eos_token_ids(given) or eos_token_ids(config or {})
         sampling = Sampling.from_generation_config({**given, "eos_token_id": list(ends)})
-        return GenerationDefaults(
+        found = GenerationDefaults(
             sampling, _count(given, "max_new_tokens"), _count(given, "max_length"),
-            ends or eos_ids, _stops(given),
+            ends or eos_ids, _stops(given), json.dumps(given) if there else None,
         )  # fmt: skip
+        return dataclasses.replace(found, read=found._values)
     except UserInputError as error:
         raise CheckpointFormatError(str(error), path=file if there else None) from None
 

@@ -205,9 +205,10 @@ class Sampling:
         if unsupported:
             names = ", ".join(dict.fromkeys(unsupported))
             _LOG.warning("the generation config has settings that are not supported: %s", names)
+        top_k = _given(config, "top_k", 50)
         drawing = {
             "temperature": _given(config, "temperature", 1.0),
-            "top_k": _given(config, "top_k", 50),
+            "top_k": 0 if top_k == -1 else top_k,  # -1 is vLLM's "off"
             "top_p": _given(config, "top_p", 1.0),
             "min_p": _given(config, "min_p", 0.0),
         }

@@ -1,5 +1,6 @@
 """generate and stream: token for token what transformers writes, on any mesh, in any batch."""
 
+import dataclasses
 import gc
 import json
 import weakref
@@ -262,6 +263,35 @@ def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_pa
     (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"top_p": 7}))
     with pytest.raises(maxjax.CheckpointError, match="generation_config.json.*top_p is 7"):
         maxjax.load(tmp_path)
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_settings_of_generation_are_saved(directory, theirs, tmp_path, has_file):
+    model, _ = maxjax.load(directory)
+    config = {"eos_token_id": 5}
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": -1, "eos_token_id": [7, 9], "max_new_tokens": 7,
+                "transformers_version": "5", "suppress_tokens": [3]}  # fmt: skip
+    if has_file:
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    model.generation = read_defaults(tmp_path, config)
+    maxjax.save_pretrained(model, tmp_path / "a", config=model.hf_config | config)
+    assert (tmp_path / "a" / "generation_config.json").exists() == has_file
+    if has_file:
+        assert json.loads((tmp_path / "a" / "generation_config.json").read_text()) == settings
+    again, _ = maxjax.load(tmp_path / "a")
+    assert again.generation == model.generation
+    changed = dataclasses.replace(
+        again.generation,
+        sampling=Sampling(0.5, top_p=0.9, logit_bias={4: -1.0}, banned=[2]),
+        stop=("x",),
+    )
+    again.generation = changed
+    maxjax.save_pretrained(again, tmp_path / "b")
+    found = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert has_file == ("transformers_version" in found)
+    found, _ = maxjax.load(tmp_path / "b")
+    assert (found.generation.sampling, found.generation.stop) == (changed.sampling, ("x",))
+    assert found.generation.eos_ids == changed.eos_ids
 
 
 def test_the_longest_text_of_a_checkpoint(model, monkeypatch):
