@@ -189,6 +189,9 @@ def _read(
     dtype: Any,
 ) -> _Keys:
     """The block of keys with this index, for the queries at positions ``at``, ``[B or 1, C]``."""
+    number = jnp.asarray(
+        number, jnp.int32
+    )  # a loop that is not traced counts in JAX's default integer
     slots = key_positions.shape[1]
     # The last block ends with the last key; keys that are in the block before it too are masked.
     first = number * block

@@ -50,6 +50,14 @@ def embed(table: Any, rows: Any) -> jax.Array:
 def _quantized(table: QuantArray, rows: jax.Array) -> jax.Array:
     blocks, encoding = to_jax(table.blocks), table.encoding
     count = blocks.shape[0]
+    if jnp.issubdtype(rows.dtype, jnp.unsignedinteger) and rows.dtype.itemsize >= 4:
+        rows = jnp.minimum(
+            rows, rows.dtype.type(2**31 - 1)
+        )  # outside of the table, and not -1 as int32
+    if (
+        rows.dtype != jnp.int64
+    ):  # comparisons with -count, and with counts above 127, need a signed type
+        rows = rows.astype(jnp.int32)
 
     def run(blocks: Any, rows: Any) -> list[jax.Array]:
         values = decode(encoding, blocks.at[rows].get(mode="fill", fill_value=0))

@@ -151,7 +151,7 @@ class Family:
         if starts and tensor.startswith(starts):
             tensor = front + tensor
         for old, new in self.renamed:
-            if tensor.endswith(old):
+            if tensor.endswith(old) and not tensor.endswith(new):  # not renamed already
                 return tensor[: -len(old)] + new
         return tensor
 

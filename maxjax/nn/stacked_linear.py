@@ -18,6 +18,8 @@ from ..graph.placement.strategy import Segment, ShardingStrategy, even_range
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
+from .layer import hooks
+from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded
 from .linear import Linear, bias_strategy, linears
 from .low_rank import LowRank
@@ -201,7 +203,8 @@ def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
         >>> [part.shape for part in apart(layer, jnp.ones((5, 2)), [1, 3])]
         [(5, 1), (5, 3)]
     """
-    if isinstance(layer, StackedLinear):
+    # A hook must see every call, and a capture the call of each layer that it names.
+    if isinstance(layer, StackedLinear) and not (hooks.token() or is_wanted(layer)):
         return layer.apart(x)
     return jnp.split(unwrap(layer(x)), list(accumulate(sizes))[:-1], axis=-1)
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.kernels import embed
+from maxjax.kernels import QuantArray, embed
+from maxjax.storage.blocks import encode
 
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
 
@@ -47,3 +48,17 @@ def test_a_loop_keeps_no_wide_copy_of_the_table(dtype):
     program = jax.jit(run).lower(table, jnp.int32(0)).compile()
     assert program.memory_analysis().temp_size_in_bytes < table.nbytes
     assert float(program(table, jnp.int32(0))[0]) == 256
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int32"])
+def test_numbers_of_any_type_in_a_quantised_table(dtype):
+    values = np.random.default_rng(0).standard_normal((300, 32)).astype(np.float32)
+    table = QuantArray(jnp.asarray(encode("Q8_0", values)), "Q8_0")
+    rows = np.array([0, 3, 100], dtype)
+    np.testing.assert_array_equal(embed(table, jnp.asarray(rows)), np.asarray(table)[[0, 3, 100]])
+    if dtype == "uint32":
+        assert jnp.isnan(embed(table, jnp.asarray([2**32 - 1, 300], jnp.uint32))).all()
+    if dtype == "int8":
+        np.testing.assert_array_equal(
+            embed(table, jnp.asarray([-1], jnp.int8)), np.asarray(table)[-1:]
+        )

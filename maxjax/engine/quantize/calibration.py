@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import UserInputError
+from ...graph.weight.weight import Weight
 from ...models.decoder.experts import SparseMLP
 from ...models.decoder.model import Decoder
 from ...models.gguf.config.families import has_architecture
@@ -18,8 +19,12 @@ from ...models.weights import check_loaded
 from ...nn.layer import Module, layer_hook
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.moe.algorithms import between
+from ...nn.stacked_linear import StackedLinear
+from ...nn.transposed_linear import TransposedLinear
 from ...progress import compiling, task
 from .importance import Importance
+
+_LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
 
 
 def calibrate(
@@ -114,13 +119,15 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
     def hook(layer: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
         if inside:
             return  # a layer of a mixture of experts, which _add_experts handles
-        if type(layer) in (Linear, ColumnParallelLinear):
+        if type(layer) in _LINEAR and isinstance(getattr(layer, "weight", None), Weight):
             x = jnp.asarray(args[0], jnp.float32).reshape(-1, args[0].shape[-1])
             add(layer, jnp.sum(x * x, axis=0), float(x.shape[0]))
         elif isinstance(layer, SparseMLP):
             inside.append(layer)
             try:
-                _add_experts(layer, args[0].reshape(-1, args[0].shape[-1]), add)
+                # Gemma 4's router takes other states than its experts: the second argument.
+                rows = [one.reshape(-1, one.shape[-1]) for one in args[:2] if one is not None]
+                _add_experts(layer, rows[0], rows[-1], add)
             finally:
                 inside.pop()
 
@@ -129,9 +136,9 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
     return found
 
 
-def _add_experts(layer: SparseMLP, tokens: jax.Array, add: Any) -> None:
-    """Adds the squared inputs of each expert's layers, for the tokens that are routed to it."""
-    chosen, shares = layer.choose(tokens)
+def _add_experts(layer: SparseMLP, tokens: jax.Array, scored: jax.Array, add: Any) -> None:
+    """Adds the squared inputs of each expert's layers, for the tokens that are routed to it by ``scored``."""
+    chosen, shares = layer.choose(scored)
     given = tokens
     for number, expert in enumerate(layer.experts):
         if layer.routing.on_inputs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,14 @@ def load_importance(path: str | os.PathLike[str]) -> Importance:
         CheckpointError: the file cannot be read, or is not an importance matrix.
         UserInputError: the file is a checkpoint in another format than GGUF.
     """
+    file = Path(path)
+    if file.is_file():
+        with file.open("rb") as opened:
+            if opened.read(4) != b"GGUF":
+                raise UserInputError(
+                    f"{path}: an importance matrix is a GGUF file. llama-imatrix of today's llama.cpp writes one, "
+                    "also of an older .dat file"
+                )
     with load_weights(path) as weights:
         if not isinstance(weights, GGUFWeights):
             raise UserInputError(

@@ -8,7 +8,7 @@ namespace {
 const float* floats_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x, int64_t stride) {
   if (x.type == Type::f32 && x.depth == stride) return reinterpret_cast<const float*>(x.data);
   float* rows = reinterpret_cast<float*>(scratch<0>(x.count * stride * 4));
-  const int64_t chunk = most(1, kChunkBytes / (4 * stride));
+  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
   parallel(pool, (x.count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
     for (int64_t t = i * chunk; t < least((i + 1) * chunk, x.count); t++)
       level.widen(x.data + t * x.depth * size_of(x.type), x.type, x.depth, Type::f32, rows + t * stride, stride);
@@ -28,7 +28,7 @@ Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
   float* half_sums = sums + x.count * stride / 32;
   int32_t* code_sums = reinterpret_cast<int32_t*>(half_sums + x.count * stride / 16);
   const bool as_is = x.type == Type::f32 && x.depth == stride;
-  const int64_t chunk = most(1, kChunkBytes / (4 * stride));
+  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
   parallel(pool, (x.count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
     float* own = as_is ? nullptr : reinterpret_cast<float*>(scratch<2>(stride * 4));
     for (int64_t t = i * chunk; t < least((i + 1) * chunk, x.count); t++) {

@@ -176,6 +176,7 @@ class DequantisedWeight:
         """``(out_dim, in_dim)``."""
         return self.layer.layout.shape
 
+    logical_shape = shape
     ndim = 2
 
     def split_over(self, axis: int) -> tuple[str, ...]:

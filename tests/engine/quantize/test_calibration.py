@@ -12,7 +12,7 @@ from maxjax.checkpoint import convert
 from maxjax.engine.quantize.importance import Importance, load_importance
 from maxjax.errors import CheckpointFormatError, UserInputError
 from maxjax.graph import DeviceRef
-from maxjax.models import Mixtral, MixtralConfig
+from maxjax.models import GLM4, GPT2, Gemma4, Gemma4Config, Mixtral, MixtralConfig, Phi3
 from maxjax.storage.blocks import decode, encode
 
 TEXTS = [
@@ -118,6 +118,59 @@ def test_experts_count_the_tokens_that_chose_them():
         np.testing.assert_allclose(found[f"{name}.w2.weight"], (inner**2).mean(0), rtol=1e-3)
     gate = "model.layers.0.block_sparse_moe.gate.weight"
     assert gate not in found or found.counts[gate] == 40
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 1,
+    "num_heads": 2,
+}
+
+
+@pytest.mark.parametrize("family", [Phi3, GLM4, GPT2], ids=lambda one: one.__name__)
+def test_fused_and_transposed_layers_are_counted_too(family):
+    model = maxjax.init(family(family.family.config(**SMALL)), jax.random.key(0))
+    found = maxjax.calibrate(model, None, [list(range(20))])
+    tables = ("embed_tokens", "lm_head", "wte", "wpe", "norm", "ln_")
+    wanted = {
+        name for name, weight in model.raw_state_dict().items()
+        if weight.rank == 2 and not any(part in name for part in tables)
+    }  # fmt: skip
+    assert wanted and wanted <= set(found)
+
+
+GEMMA = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8, "sliding_window": 6, "enable_moe_block": True,
+    "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4, "top_k_experts": 2,
+    "moe_intermediate_size": 16, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+
+
+def test_experts_of_gemma_4_are_counted_by_its_router():
+    config = Gemma4Config.from_dict(GEMMA)
+    model = maxjax.init(Gemma4(config), jax.random.key(0))
+    layer = model.model.layers[0].moe
+    seen = []
+    with maxjax.layer_hook(lambda one, args, *_: seen.append(args) if one is layer else None):
+        model(jnp.arange(20)[None])
+    scored = jnp.asarray(seen[0][1]).reshape(20, -1)
+    chosen = np.asarray(layer.choose(scored)[0])
+    found = maxjax.calibrate(model, None, [list(range(20))])
+    counts = [
+        found.counts[name] for name in found if "layers.0.moe.experts" in name and "down" in name
+    ]
+    assert counts == [(chosen == i).any(1).sum() for i in range(len(counts))]
+    # Names that are the model's already stay.
+    model.load_state_dict(model.state_dict())
+
+
+def test_the_old_format_of_llama_imatrix_is_named(tmp_path):
+    (tmp_path / "imatrix.dat").write_bytes(b"\x91\x00\x00\x00\x13\x00\x00\x00blk.0.attn_q.weight")
+    with pytest.raises(UserInputError, match="an older .dat file"):
+        load_importance(tmp_path / "imatrix.dat")
 
 
 def test_the_file_is_llama_cpps(matrix, tmp_path):
