@@ -195,15 +195,18 @@ def _new_gguf(
     config = with_blocks(config, ())  # in a GGUF file a tensor says itself what it is
     model = read_config(config, path=path)
     gguf_settings(model, path)  # a setting says more than a tensor that has no place
-    tensors = find_family(config, path=path).apart(unwrapped(found.tensors))
+    family = find_family(config, path=path)
+    tensors = family.apart(unwrapped(found.tensors))
+    dropped = [name for name in tensors if family.name(name) is None]  # as when the model is loaded
+    tensors = {name: data for name, data in tensors.items() if name not in set(dropped)}
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)
     made = gguf_tensors(config, tensors, path=path)
-    if made.left_out:
+    if left_out := [*dropped, *made.left_out]:
         _LOG.warning(
             "%s: left out, as GGUF files do not contain such tensors: %s",
             path,
-            some(made.left_out, 5),
+            some(left_out, 5),
         )
     pooling, _ = read_pooling(found.folder)
     if pooling is not None and (lost := _not_in_gguf(pooling, model.architecture)):

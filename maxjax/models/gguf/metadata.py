@@ -19,6 +19,7 @@ from ..config import short as short
 # Upper bounds, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
 MAX_EXPERTS = 1024
+_NO_TOKEN = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -197,3 +198,14 @@ def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedMo
     where = "" if path is None else f"{os.fspath(path)}: "
     text = f"{where}{what} is not supported"
     return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))
+
+
+def token_id(given: Settings, key: str, count: int) -> int | None:
+    """The id of a special token among ``count`` tokens; None if the file names none.
+
+    Some converters write -1 as 32 bits, 4294967295, for a token that does not exist.
+    """
+    name = f"{key}_token_id"
+    if given.metadata.get(given.prefix + name) == _NO_TOKEN:
+        return None
+    return given.count(name, None, minimum=0, maximum=count - 1)

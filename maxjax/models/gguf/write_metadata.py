@@ -160,6 +160,8 @@ def _sizes(config: Any) -> dict[str, Any]:
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size, table = model.config, TABLES.get(model.architecture)
     found = {**_sizes(size), **_epsilon(table, size)}
+    if not getattr(size, "is_causal", True):
+        found["attention.causal"] = False
     if table is None or table.attends:
         found["attention.head_count_kv"] = size.kv_heads
         found["attention.key_length"] = found["attention.value_length"] = size.width

@@ -381,7 +381,7 @@ def gguf_tokenizer(
     if metadata.get("tokenizer.ggml.model", "none") == "none":
         return None
     from ...models.gguf import tokenizer_json
-    from ...models.gguf.tokenizer.read import end_ids, special_tokens
+    from ...models.gguf.tokenizer.read import end_ids, padding_id, special_tokens
 
     try:
         document = tokenizer_json(metadata, path=path)
@@ -396,11 +396,11 @@ def gguf_tokenizer(
     else:
         check_tokenizer(document, path)
         backend = backend_of(json.dumps(document), path)
-    pad = metadata.get("tokenizer.ggml.padding_token_id", 0)
+    pad = padding_id(metadata, path=path)
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     return Tokenizer(
         backend,
-        pad_id=int(pad),
+        pad_id=pad,
         max_length=int(length) if length else None,
         chat_templates=_gguf_templates(metadata, path),
         special_tokens=special_tokens(metadata, path=path),

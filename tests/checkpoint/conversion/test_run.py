@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -981,3 +982,30 @@ def test_memory_of_400_megabytes(target, options, wide, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 200e6
+
+
+def test_tensors_that_a_family_ignores_are_left_out_of_a_gguf_file(tmp_path, caplog):
+    """As GPT-NeoX's masks, and layers of multi-token prediction: the model is loaded without them too."""
+    from maxjax.models import GPTNeoX
+
+    config = GPTNeoX.family.config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2
+    )
+    model = maxjax.init(GPTNeoX(config), jax.random.key(0))
+    maxjax.save_pretrained(model, tmp_path / "hf", config=NEOX)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    ignored = {"gpt_neox.layers.0.attention.bias": np.ones((1, 1, 8, 8), np.uint8),
+               "gpt_neox.layers.0.attention.masked_bias": np.float32([-1e9])}  # fmt: skip
+    safetensors.numpy.save_file({**tensors, **ignored}, file, {"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "m.gguf")
+    assert "left out" in caplog.text and "masked_bias" in caplog.text
+    again, _ = maxjax.load(tmp_path / "m.gguf")
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name], value, err_msg=name)
+
+
+NEOX = {
+    "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip

@@ -183,3 +183,18 @@ def test_layers_that_predict_further_tokens_are_left_out(folder, tmp_path):
     assert (
         files.read(tmp_path / "model.gguf")[1].keys() == files.read(folder / "model.gguf")[1].keys()
     )
+
+
+def test_gguf_files_with_layers_that_predict_further_tokens(folder, model, tmp_path):
+    """As llama.cpp's converter writes GLM-4.7-Flash: they are counted among the layers, and left out here."""
+    _, arrays = files.read(folder / "model.gguf")
+    more = {n.replace("blk.1.", "blk.2."): a for n, a in arrays.items() if n.startswith("blk.1.")}
+    more |= {"blk.2.nextn.eh_proj.weight": np.zeros((64, 128), np.float32)}
+    more |= {
+        f"blk.2.nextn.{n}.weight": np.zeros(64, np.float32)
+        for n in ("enorm", "hnorm", "shared_head_norm")
+    }
+    keys = {"deepseek2.block_count": 3, "deepseek2.nextn_predict_layers": 1}
+    again, _ = maxjax.load(rewritten(tmp_path / "m.gguf", folder / "model.gguf", keys, more))
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name], array, err_msg=name)

@@ -14,6 +14,7 @@ from maxjax.errors import (
     UnsupportedModelError,
     UserInputError,
 )
+from maxjax.graph.weights import WeightData
 from maxjax.models.gguf import (
     ARCHITECTURES,
     Expert,
@@ -24,7 +25,9 @@ from maxjax.models.gguf import (
     Transposed,
     hf_names,
 )
+from maxjax.models.gguf.architectures.glm4 import GLM4_GGUF
 from maxjax.models.gguf.config.read import MODELS
+from maxjax.models.gguf.metadata import Settings
 from maxjax.models.gguf.names import BARE
 
 gguf = pytest.importorskip("gguf")
@@ -346,3 +349,35 @@ def test_no_change_is_none():
         Transposed().shape((3,))
     with pytest.raises(CheckpointFormatError):
         Matrix().apply(values)
+
+
+@pytest.mark.parametrize("sections", [[1, 1, 0, 0], [0, 0, 0, 0], None])
+def test_multimodal_glm4_has_pairs_in_halves(sections):
+    """The inverse of ``Glm4Model.normal_to_neox`` of llama.cpp's converter."""
+    heads, kv, width, turned = 4, 2, 8, 4
+    keys = {"attention.head_count": heads, "attention.head_count_kv": kv, "embedding_length": heads * width,
+            "rope.dimension_count": turned, "rope.dimension_sections": sections}  # fmt: skip
+    metadata = Settings({f"glm4.{k}": v for k, v in keys.items() if v is not None}, "glm4.")
+
+    def neox(values, count):
+        each = values.reshape(count, width, *values.shape[1:])
+        front = each[:, :turned]
+        halves = np.concatenate([front[:, 0::2], front[:, 1::2]], 1)
+        return np.concatenate([halves, each[:, turned:]], 1).reshape(values.shape)
+
+    rng = np.random.default_rng(0)
+    shapes = {"q_proj.weight": (heads * width, 3), "k_proj.weight": (kv * width, 3), "k_proj.bias": (kv * width,),
+              "v_proj.weight": (kv * width, 3)}  # fmt: skip
+    values = {
+        f"model.layers.0.self_attn.{n}": rng.standard_normal(s).astype(np.float32)
+        for n, s in shapes.items()
+    }
+    stored = {
+        n: neox(v, heads if "q_proj" in n else kv)
+        if sections and any(sections) and "v_proj" not in n
+        else v
+        for n, v in values.items()
+    }
+    found = GLM4_GGUF.join(metadata, {n: WeightData.from_numpy(v, n) for n, v in stored.items()})
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.asarray(found[name].data), value)

@@ -17,7 +17,7 @@ import numpy as np
 from ....errors import CheckpointFormatError
 from ....graph.weights import WeightData
 from ..metadata import MAX_EXPERTS, Settings, unsupported
-from ..names import ROUTED_KEYS, Rule, expert_names
+from ..names import NEXT, ROUTED_KEYS, Rule, expert_names
 from ..pieces import computed
 from ..table import GGUFTable
 
@@ -102,7 +102,11 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
     gating = given.count("expert_gating_func", 0, minimum=0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         raise given.unsupported(f"'{given.prefix}expert_gating_func' {gating}")
+    more = given.count(
+        "nextn_predict_layers", 0, minimum=0
+    )  # layers of multi-token prediction, as of GLM-4.7-Flash
     found = {
+        "num_hidden_layers": config["num_hidden_layers"] - more,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": value,
         "q_lora_rank": given.count("attention.q_lora_rank", None),
@@ -165,6 +169,7 @@ DEEPSEEK_GGUF = GGUFTable(
         ".attn_kv_a_norm": "self_attn.kv_a_layernorm",
         ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
         **expert_names(shared="shared_experts"),
+        **NEXT,
     },
     keys={
         "attention.q_lora_rank": "q_lora_rank",

@@ -5,12 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from ....graph.weights import WeightData
+from ..metadata import Settings
 from ..names import HEAD_NORMS, NEXT, ROUTED_KEYS, Rule, expert_names
+from ..pieces import rows
 from ..table import GATE_UP, GGUFTable
 
 GLM_GGUF = GGUFTable(
     "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
 )
+
+
+def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """Puts the rotated rows of queries and keys into the order of neighbouring pairs.
+
+    Text models of GLM-4.1V and GLM-4.6V (those with ``rope.dimension_sections``) have them in two halves, because
+    llama.cpp's multimodal RoPE rotates halves (``Glm4Model.normal_to_neox`` of its converter).
+    """
+    found = dict(tensors)
+    sections = given.any("rope.dimension_sections") if given.has("rope.dimension_sections") else []
+    if not any(sections):
+        return found
+    heads = given.count("attention.head_count")
+    width = given.count("attention.key_length", given.count("embedding_length") // heads)
+    half = given.count("rope.dimension_count", width) // 2
+    of_head = np.arange(width)
+    of_head[: 2 * half] = np.arange(2 * half).reshape(2, half).T.reshape(-1)
+    counts = {"q_proj": heads, "k_proj": given.count("attention.head_count_kv", heads)}
+    for name, data in tensors.items():
+        count = counts.get(name.rpartition(".")[0].rpartition(".")[2])
+        if count is not None:
+            order = (np.arange(count)[:, None] * width + of_head).reshape(-1)
+            found[name] = rows(name, [data], order)
+    return found
+
 
 GLM4_GGUF = GGUFTable(
     "glm4",
@@ -21,6 +51,7 @@ GLM4_GGUF = GGUFTable(
     },
     fixed={"hidden_act": "silu"},
     is_partial=True,
+    join=_join,
 )
 
 

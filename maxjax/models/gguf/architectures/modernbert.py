@@ -11,7 +11,15 @@ from ..table import ENCODER_NAMES, GGUFTable
 
 def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
     """The settings in a GGUF file that only this architecture has."""
+    period = (
+        given.any("attention.sliding_window_pattern")
+        if given.has("attention.sliding_window_pattern")
+        else 3
+    )
+    if period != 3:
+        raise given.unsupported(f"'{given.prefix}attention.sliding_window_pattern' other than 3")
     return {
+        "hidden_activation": given.text("hidden_act", "gelu"),
         "local_attention": given.count("attention.sliding_window", 128),
         "global_rope_theta": config["rope_theta"],
         "local_rope_theta": given.number("rope.freq_base_swa", 10_000.0),

@@ -15,7 +15,7 @@ from typing import Any
 from ..metadata import short, unsupported
 
 _COMMON = """
-    vocab_size context_length embedding_length block_count feed_forward_length
+    vocab_size context_length attention.causal embedding_length block_count feed_forward_length
     attention.head_count attention.head_count_kv attention.key_length attention.value_length
     rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow

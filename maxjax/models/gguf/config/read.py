@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
-from ..metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+from ..metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, token_id, unsupported
 from .rope import required, rope_scaling
 
 Config = dict[str, Any]
@@ -171,6 +171,11 @@ def _decoder(
     for key, name in model.keys.items():
         if given.has(key):
             found[name] = given.any(key)  # its family checks type and range
+            if name == "sliding_window" and found[name] == 0:  # none, as in Phi-4
+                found[name] = None
+    both_ways = given.flag("attention.causal", True) is False
+    if both_ways and model.architecture.endswith("ForCausalLM"):
+        found["is_causal"] = False
     window = given.count("attention.sliding_window", 0, minimum=0) if model.period else 0
     if model.period and window:
         found["sliding_window"] = window
@@ -234,10 +239,7 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Confi
     """The ids of special tokens in a ``config.json``, for those that the file has."""
     given = Settings(metadata, "tokenizer.ggml.", path)
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {
-        name: given.count(f"{key}_token_id", None, minimum=0, maximum=vocab_size - 1)
-        for name, key in keys.items()
-    }
+    found = {name: token_id(given, key, vocab_size) for name, key in keys.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -138,6 +138,9 @@ def _splitting(given: Settings) -> Splitting:
     return found
 
 
+_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
+
+
 def _document(
     given: Settings,
     tokens: list[str],
@@ -146,8 +149,11 @@ def _document(
     usual: dict[str, int] | None = None,
     **parts: Any,
 ) -> dict[str, Any]:
+    # GGUF files do not say it: llama.cpp takes it from the name of the model too (``llama_vocab::impl::load``).
+    name = str(given.metadata.get("general.name", "")).lower()
+    strips = "phi-3" in name or "phi3" in name
     found = [
-        added(i, token, kind != USER)
+        added(i, token, kind != USER, strips and token not in _WITHOUT_RSTRIP)
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD))
     ]

@@ -151,6 +151,13 @@ def end_ids(
     return tuple(dict.fromkeys(index for index in found if index is not None))
 
 
+def padding_id(metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> int:
+    """The id of the padding token; 0 if the file names none."""
+    given = Settings(metadata, "tokenizer.ggml.", path)
+    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    return special_id(given, tokens, "padding") or 0
+
+
 def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
     """The complete ``tokenizer.json`` in a file's metadata."""
     text = Settings(metadata, path=path).text(HF_JSON)

@@ -113,7 +113,7 @@ def _kinds(names: str, *patterns: str, **more: bool) -> dict[str, Splitting]:
 SPLITTINGS: dict[str, Splitting] = {
     **_kinds(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais"
-        " trillion granite-docling", GPT2,
+        " trillion granite-docling modern-bert", GPT2,
     ),
     **_kinds("mpt olmo", GPT2, composes=True),
     **_kinds("starcoder refact smollm codeshell exaone minerva-7b", r"\p{N}", GPT2),

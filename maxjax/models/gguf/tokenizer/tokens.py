@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....errors import CheckpointFormatError
-from ..metadata import Settings
+from ..metadata import Settings, token_id
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -32,7 +32,7 @@ def token_types(given: Settings, count: int) -> list[int] | None:
 
 def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
     """The id of a special token; None if the file does not give it."""
-    return given.count(f"{key}_token_id", None, minimum=0, maximum=len(tokens) - 1)
+    return token_id(given, key, len(tokens))
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
@@ -52,14 +52,21 @@ def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
     return vocab
 
 
-def added(index: int, token: str, special: bool) -> dict[str, Any]:
-    """The entry of an added token, which the tokenizer looks for in the text before all other steps."""
+def added(index: int, token: str, special: bool, rstrip: bool = False) -> dict[str, Any]:
+    """The entry of an added token, which the tokenizer looks for in the text before all other steps.
+
+    Args:
+        index: its id.
+        token: its text.
+        special: whether it is left out of decoded texts.
+        rstrip: whether it takes the spaces behind it along.
+    """
     return {
         "id": index,
         "content": token,
         "single_word": False,
         "lstrip": False,
-        "rstrip": False,
+        "rstrip": rstrip,
         "normalized": False,
         "special": special,
     }

@@ -340,3 +340,22 @@ def test_whatever_a_file_says_only_our_errors_leave(architecture, keys, whole, t
             json.dumps(call(), default=str)
         except (CheckpointError, UnsupportedModelError) as error:
             assert "\n" not in str(error)
+
+
+def test_a_window_of_0_is_none():
+    """As llama.cpp's converter writes Phi-4."""
+    for window in (0, 8):
+        found = config("phi3", **{"attention.sliding_window": window})
+        assert found["sliding_window"] == (window or None)
+
+
+def test_attention_both_ways_is_read():
+    for causal in (True, False):
+        found = config(**{"attention.causal": causal})
+        assert found.get("is_causal", True) is causal
+
+
+def test_a_special_token_of_minus_one_is_none():
+    ids = {"tokenizer.ggml.padding_token_id": 2**32 - 1, "tokenizer.ggml.eos_token_id": 3}
+    found = config(extra=ids)
+    assert "pad_token_id" not in found and found["eos_token_id"] == 3

@@ -161,6 +161,27 @@ def test_ends_of_turns_are_control_tokens_whatever_the_file_says():
         end_ids(metadata)
 
 
+def test_special_tokens_of_phi_3_take_spaces_behind_them_along():
+    """The file does not say it, so that llama.cpp looks at the name of the model."""
+    metadata = through(files.byte_level("gpt2"), None, config={"eos_token_id": 1})
+    metadata[KEY + "tokens"] = [*metadata[KEY + "tokens"], "<|user|>", "<|endoftext|>"]
+    metadata[KEY + "token_type"] = [*metadata[KEY + "token_type"].tolist(), 3, 3]
+    user, end = (len(metadata[KEY + "tokens"]) - n for n in (2, 1))
+    plain = built(metadata).encode("<|user|>\n\na").ids
+    found = built(metadata | {"general.name": "Phi-3 mini"})
+    assert found.encode("<|user|>\n\na").ids == [user, plain[-1]] and len(plain) > 2
+    assert found.encode("<|endoftext|>\na").ids == [end, *built(metadata).encode("\na").ids]
+
+
+def test_the_pre_tokenizer_of_modernbert_is_that_of_gpt_2():
+    metadata = through(files.byte_level("gpt2"), None, config={"eos_token_id": 1})
+    for text in ODD:
+        assert (
+            built(metadata | {KEY + "pre": "modern-bert"}).encode(text).ids
+            == built(metadata | {KEY + "pre": "gpt-2"}).encode(text).ids
+        )
+
+
 # --- Llama's ------------------------------------------------------------------------------------
 
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
