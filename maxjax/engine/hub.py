@@ -27,7 +27,7 @@ from ..errors import (
     UserInputError,
     some,
 )
-from ..models.sentence_files import DENSE
+from ..models.sentence_files import dense_weights
 from ..progress import is_on
 from ..storage.directory import choose, no_weights
 from ..storage.formats import SUFFIXES
@@ -44,8 +44,7 @@ BESIDE = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
     "modules.json",
-    "sentence_*_config.json",
-    "config_sentence_transformers.json",
+    "*sentence_*.json",
     "[0-9]_*.json",
     "[0-9]_*/*.json",
     "maxjax_digests.json",
@@ -91,18 +90,7 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
     has_one = "tokenizer.json" in names or any(name.endswith(".gguf") for name in weights)
     patterns = BESIDE if has_one else (*BESIDE, *VOCABULARIES)
     small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    return sorted({*small, *weights, *_dense(names)})
-
-
-def _dense(names: Sequence[str]) -> list[str]:
-    """The weights of sentence-transformers' Dense modules: for each, in one format."""
-    folders = {
-        name.rpartition("/")[0] for name in names if fnmatchcase(name, "[0-9]_Dense*/config.json")
-    }
-    found = (
-        [f"{folder}/{file}" for file in DENSE if f"{folder}/{file}" in names] for folder in folders
-    )
-    return [files[0] for files in found if files]
+    return sorted({*small, *weights, *dense_weights(names)})
 
 
 def place(repo: str, downloaded: Sequence[str], present: Sequence[str]) -> str:

@@ -58,9 +58,9 @@ class NemotronHConfig(DecoderConfig):
     n_groups: int = setting(default=8, minimum=1, held="axis", also=("mamba_n_groups",))
     ssm_state_size: int = setting(default=128, minimum=1, held="axis")
     conv_kernel: int = setting(default=4, minimum=2, held="axis", also=("mamba_d_conv",))
-    use_conv_bias: bool = setting(default=True)
+    use_conv_bias: bool = setting(default=True, also=("mamba_conv_bias",))
     use_bias: bool = setting(default=False)
-    time_step_min: float = setting(default=0.001)
+    time_step_min: float = setting(default=0.001, also=("mamba_dt_min",))
     rope: Any = own(None)
     kinds: tuple = own(())
 
@@ -95,12 +95,7 @@ class NemotronHConfig(DecoderConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The kinds of the layers, which may be given as letters, and settings under their older keys."""
-        older = {
-            "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv",
-            "time_step_min": "mamba_dt_min", "use_conv_bias": "mamba_conv_bias",
-        }  # fmt: skip
-        found = {name: raw.get(old) for name, old in older.items() if raw.get(old) is not None}
+        """The kinds of the layers, which may be given as letters."""
         kinds, letters = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
         kinds = raw.get("layer_types") if kinds is None else kinds
         if kinds is None and letters is not None:
@@ -115,7 +110,7 @@ class NemotronHConfig(DecoderConfig):
         for key in _OF_EXPERTS:  # read, so that no warning names them: no layer has experts
             raw.get(key)
         return {
-            **found, "kinds": tuple(_KINDS[kind] for kind in kinds), "attention_bias": False,
+            "kinds": tuple(_KINDS[kind] for kind in kinds), "attention_bias": False,
             "num_hidden_layers": len(kinds), "sliding_window": None,
         }  # fmt: skip
 

@@ -7,8 +7,9 @@ sentence-transformers 5.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -199,6 +200,22 @@ def _dense(place: Path) -> Dense | str:
                 )
         arrays = {name: np.asarray(table.read(name)).astype(np.float32) for name in has}
     return Dense.of(arrays["linear.weight"], arrays.get("linear.bias"), _FUNCTIONS[kind])
+
+
+def dense_weights(names: Sequence[str]) -> list[str]:
+    """The files with the weights of a repository's Dense modules, of each in one format.
+
+    Example:
+        >>> dense_weights(["2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"])
+        ['2_Dense/model.safetensors']
+    """
+    folders = [
+        name.rpartition("/")[0] for name in names if fnmatchcase(name, "[0-9]_Dense*/config.json")
+    ]
+    there = [
+        [f"{folder}/{file}" for file in DENSE if f"{folder}/{file}" in names] for folder in folders
+    ]
+    return [files[0] for files in there if files]
 
 
 def _similarity(name: str | None) -> str:
