@@ -5,6 +5,7 @@ Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -98,7 +99,7 @@ class DeepseekV2Config(DeepseekV3Config):
 
     max_position_embeddings: int = setting(default=2048, minimum=1)
     num_experts: int = setting(
-        "n_routed_experts", default=64, held="axis", also=("num_local_experts",)
+        "n_routed_experts", default=64, held="axis", also=("num_local_experts", "num_experts")
     )
     num_experts_per_tok: int = setting(default=6, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1407, minimum=1, held="axis")
@@ -122,7 +123,7 @@ class DeepseekV2Config(DeepseekV3Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """RoPE of neighbouring features."""
-        return super().ropes({**raw, "rope_interleave": True}, context)
+        return super().ropes(ChainMap({"rope_interleave": True}, raw), context)  # type: ignore[arg-type]
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

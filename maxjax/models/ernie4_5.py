@@ -22,9 +22,10 @@ class Ernie45Config(DecoderConfig):
 
     model_type = "ernie4_5"
 
-    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "rope_theta": 5e5}
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128,
+    }  # fmt: skip
 
-    head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=131_072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     tie_word_embeddings: bool = setting(default=True)

@@ -42,8 +42,12 @@ class Ernie45MoEConfig(MoEConfig):
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
     tie_word_embeddings: bool = setting(default=True)
-    num_experts: int = setting("moe_num_experts", default=64, minimum=1, held="axis")
-    num_experts_per_tok: int = setting("moe_k", default=6, minimum=1, held="axis")
+    num_experts: int = setting(
+        "moe_num_experts", default=64, minimum=1, held="axis", also=("num_experts",)
+    )
+    num_experts_per_tok: int = setting(
+        "moe_k", default=6, minimum=1, held="axis", also=("num_experts_per_tok",)
+    )
     moe_intermediate_size: int | None = setting(default=1536, minimum=1, held="axis")
     first: int = setting("moe_layer_start_index", default=1)
     interval: int = setting("moe_layer_interval", default=1, minimum=1)

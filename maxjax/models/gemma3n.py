@@ -26,7 +26,13 @@ from .decoder.attention import Cached, Step
 from .decoder.block import TopMLP
 from .decoder.config import own
 from .decoder.model import DecoderFamily
-from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer, SharingModel
+from .gemma_sharing import (
+    BARE_OF_LAYERS,
+    SharingConfig,
+    SharingDecoder,
+    SharingLayer,
+    SharingModel,
+)  # fmt: skip
 from .gguf.architectures.gemma import GEMMA3N_GGUF
 from .multimodal import SIGHT
 
@@ -171,5 +177,6 @@ class Gemma3n(SharingDecoder):
 
 
 GEMMA3N = Gemma3n.family = DecoderFamily.of(
-    Gemma3n, Gemma3nConfig, "Gemma3nForCausalLM", "Gemma3nTextModel", sight=SIGHT, gguf=GEMMA3N_GGUF
-)
+    Gemma3n, Gemma3nConfig, "Gemma3nForCausalLM", "Gemma3nTextModel", sight=SIGHT, gguf=GEMMA3N_GGUF,
+    bare=BARE_OF_LAYERS,
+)  # fmt: skip

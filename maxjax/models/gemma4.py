@@ -7,6 +7,7 @@ Source: transformers' ``modeling_gemma4``.
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -27,7 +28,7 @@ from .decoder.layer_sizes import first_sizes, sizes_of_full
 from .decoder.norm import norm
 from .decoder.rope import both_ropes
 from .decoder.scaled_experts import ExpertsBeside, ScaledExperts
-from .gemma_sharing import SharingConfig, SharingDecoder, SharingLayer
+from .gemma_sharing import BARE_OF_LAYERS, SharingConfig, SharingDecoder, SharingLayer
 from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
 
@@ -47,6 +48,7 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
     """
 
     model_type = "gemma4_text"
+    has_layer_sizes = True
     unsaid: ClassVar[Mapping[str, Any]] = {
         **SharingConfig.unsaid, "vocab_size": 262_144, "num_hidden_layers": 30
     }  # fmt: skip
@@ -87,8 +89,8 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
                 "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
             },
         }  # fmt: skip
-        raw = {**raw, "rope_parameters": raw.get("rope_parameters") or default}
-        return both_ropes(raw, context, 1e6, 1e4)
+        given = {"rope_parameters": raw.get("rope_parameters") or default}
+        return both_ropes(ChainMap(given, raw), context, 1e6, 1e4)  # type: ignore[arg-type]
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,6 +173,7 @@ GEMMA4 = Gemma4.family = Gemma4Family.of(
     Gemma4, Gemma4Config, "Gemma4ForCausalLM", "Gemma4TextModel",
     renamed=tuple((f".{name}", f".moe.{name}") for name in _ROUTER),
     experts="moe.experts.#.*.weight",
+    bare=BARE_OF_LAYERS,
     together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),
     sight=SIGHT,
     gguf=GEMMA4_GGUF,

@@ -27,12 +27,17 @@ from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import own
-from .decoder.model import Decoder, DecoderModel
+from .decoder.model import BARE, Decoder, DecoderModel
 from .decoder.norm import norm, unit_rms
 from .gemma import Gemma3Config
 
 # The cache group of the sliding layer whose keys and values other layers read.
 SHARED = "shared"
+# Files of a model without its head leave out the prefix of these tensors too.
+BARE_OF_LAYERS = (BARE[0], (
+    *BARE[1], "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
+    "altup_projections.", "altup_unembed_projections.",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ class GLM4MoEConfig(GroupedMoEConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    num_experts: int = setting("n_routed_experts", default=128, minimum=1, held="axis")
+    num_experts: int = setting(
+        "n_routed_experts", default=128, minimum=1, held="axis", also=("num_local_experts",)
+    )
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
     n_shared: int = setting("n_shared_experts", default=1, held="axis")

@@ -24,13 +24,21 @@ class GPTJConfig(DecoderConfig):
 
     model_type = "gptj"
 
-    hidden_size: int = setting("n_embd", default=4096, minimum=1, held="axis")
+    hidden_size: int = setting(
+        "n_embd", default=4096, minimum=1, held="axis", also=("hidden_size",)
+    )
     intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_layers: int = setting("n_layer", default=28, minimum=1, maximum=1000, held="layers")
-    num_heads: int = setting("n_head", default=16, minimum=1, held="axis")
+    num_layers: int = setting(
+        "n_layer", default=28, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
+    )
+    num_heads: int = setting(
+        "n_head", default=16, minimum=1, held="axis", also=("num_attention_heads",)
+    )
     num_kv_heads: int | None = own(None)
     head_dim: int | None = own(None)
-    max_position_embeddings: int = setting("n_positions", default=2048, minimum=1)
+    max_position_embeddings: int = setting(
+        "n_positions", default=2048, minimum=1, also=("max_position_embeddings",)
+    )
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     hidden_act: str = setting("activation_function", default="gelu_new")
     attention_bias: bool = own(False)
@@ -42,7 +50,8 @@ class GPTJConfig(DecoderConfig):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of the first ``rotary_dim`` features of each head."""
-        width = count_of(raw, "n_embd", 4096) / count_of(raw, "n_head", 16)
+        sizes = {name: cls.value(raw, name) for name in ("hidden_size", "num_heads")}
+        width = count_of(sizes, "hidden_size") / count_of(sizes, "num_heads")
         return {"rope": Rope(part=count_of(raw, "rotary_dim", 64) / width, interleaved=True)}
 
 

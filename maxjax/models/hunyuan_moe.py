@@ -33,7 +33,9 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
 
     num_experts: int = setting(default=1, minimum=1, held="axis", also=("num_local_experts",))
     moe_intermediate_size: int | None = own(None)
-    num_experts_per_tok: int = setting("moe_topk", default=1, minimum=1, held="axis")
+    num_experts_per_tok: int = setting(
+        "moe_topk", default=1, minimum=1, held="axis", also=("num_experts_per_tok",)
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.intermediate_size)
@@ -47,7 +49,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
             UnsupportedModelError: layers differ or share keys and values, or the experts' shares are scaled.
         """
         found = {**super().derived(raw)}
-        for key in ("num_experts", "moe_topk"):
+        for key in ("num_experts", "moe_topk", "num_experts_per_tok"):
             value = raw.get(key)
             if isinstance(value, list) and value:
                 if any(one != value[0] for one in value):

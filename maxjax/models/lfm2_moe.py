@@ -5,6 +5,7 @@ Source: arXiv:2511.23404; transformers' ``modeling_lfm2_moe``.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -50,7 +51,7 @@ class LFM2MoEConfig(LFM2Config, MoEConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """:meth:`LFM2Config.derived` without adjusting the MLP's size; and the layers with experts."""
-        found = super().derived({**raw, "block_auto_adjust_ff_dim": False})
+        found = super().derived(ChainMap({"block_auto_adjust_ff_dim": False}, raw))  # type: ignore[arg-type]
         return {**found, "sparse": after_dense(raw, layers_of(raw), key="num_dense_layers")}
 
 

@@ -5,6 +5,7 @@ Source: transformers' ``modeling_qwen3_5`` and ``modeling_qwen3_5_moe``.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ class Qwen35MoEConfig(Qwen3NextConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Every layer has experts, and the shares of the chosen experts are normalised."""
         dense = dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"))
-        return {**super().derived({**raw, **dense}), "norm_topk_prob": True}
+        return {**super().derived(ChainMap(dense, raw)), "norm_topk_prob": True}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

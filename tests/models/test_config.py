@@ -11,12 +11,24 @@ from maxjax.errors import (
     CheckpointMissingError,
     UnsupportedModelError,
 )
+from maxjax.models.cohere import Cohere2Config
 from maxjax.models.config import ModelConfig, read_object, setting
 from maxjax.models.deberta_v2 import DebertaV2Config
+from maxjax.models.decoder.rope import Rope
+from maxjax.models.deepseek import DeepseekV2Config
+from maxjax.models.ernie4_5 import Ernie45Config
+from maxjax.models.ernie4_5_moe import Ernie45MoEConfig
+from maxjax.models.gemma4 import Gemma4Config
+from maxjax.models.glm4_moe import GLM4MoEConfig
 from maxjax.models.gpt_neo import GPTNeoConfig
+from maxjax.models.gptj import GPTJConfig
 from maxjax.models.gte import GteConfig
+from maxjax.models.hunyuan_moe import HunyuanMoEConfig
+from maxjax.models.lfm2_moe import LFM2MoEConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
+from maxjax.models.mistral import MistralConfig
 from maxjax.models.modernbert import ModernBertConfig
+from maxjax.models.qwen3_5 import Qwen35MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +123,7 @@ def test_infinity_is_let_through_where_nobody_looks(tmp_path):
 
 
 DECODER = {
+    "num_key_value_heads": 2,
     "vocab_size": 8,
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -141,3 +154,47 @@ def test_null_is_absent_in_families_too():
     assert GteConfig.from_dict(DECODER | ntk | {"rope_theta": None}) == GteConfig.from_dict(
         DECODER | ntk
     )
+
+
+@pytest.mark.parametrize("layers", [6, 12, 30])
+@pytest.mark.parametrize("width", [4, 8])
+def test_sizes_of_single_layers_as_transformers_writes_them(layers, width):
+    """With zeros before short numbers; what all layers share is not there."""
+    full = range(5, layers, 6)
+    sizes = {} if width == 8 else {f"{i:0{len(str(full[-1]))}}": {"head_dim": width} for i in full}
+    settings = {"head_dim": 8, "num_hidden_layers": layers, "per_layer_config": sizes, "num_key_value_heads": 2,
+                "hidden_size_per_layer_input": 0}  # fmt: skip
+    found = Gemma4Config.from_dict(DECODER | settings)
+    assert found.global_head_dim == width
+    assert [i for i, near in enumerate(found.slides) if not near] == list(full)
+    with pytest.raises(UnsupportedModelError, match="per_layer_config"):
+        MistralConfig.from_dict(DECODER | {"per_layer_config": {"0": {"sliding_window": 4}}})
+    MistralConfig.from_dict(DECODER | {"per_layer_config": {}})
+
+
+HALF = Rope(part=0.5, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "found"),
+    [
+        (HunyuanMoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts_per_tok": 4}),
+        (Ernie45MoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts": 8, "num_experts_per_tok": 4}),
+        (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
+        (DeepseekV2Config, {"num_experts": 8}, {"num_experts": 8}),
+        (GPTJConfig, {"rotary_dim": 2}, {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "rope": HALF}),
+        (Ernie45Config, {"head_dim": None}, {"width": 4}),
+        (Ernie45Config, {}, {"width": 128}),
+        (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None}, {"num_layers": 2}),
+    ],
+)  # fmt: skip
+def test_names_and_defaults_of_transformers(config, settings, found):
+    made = config.from_dict(DECODER | settings)
+    assert {name: getattr(made, name) for name in found} == found
+
+
+@pytest.mark.parametrize("config", [DeepseekV2Config, LFM2MoEConfig, Gemma4Config, Qwen35MoEConfig])
+def test_settings_that_nobody_reads_are_told_in_every_family(config, caplog):
+    kinds = {"layer_types": ["conv", "full_attention"]} if config is LFM2MoEConfig else {}
+    config.from_dict(DECODER | kinds | {"clip_qkv": 8.0, "hidden_size_per_layer_input": 0})
+    assert "clip_qkv" in caplog.text

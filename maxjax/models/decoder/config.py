@@ -60,6 +60,8 @@ class DecoderConfig(ModelConfig):
 
     # Keys that files of the family may have and that transformers does not use either.
     unused: ClassVar[Collection[str]] = ()
+    # Whether the family reads ``per_layer_config``.
+    has_layer_sizes: ClassVar[bool] = False
     # Whether all models of the family are causal; files of other families may have ``is_causal: false``.
     causal_only: ClassVar[bool] = True
     # Settings, by key, that are the same in every model of the family, whatever a file says.
@@ -200,6 +202,10 @@ class DecoderConfig(ModelConfig):
             method = method.get("quant_method") if isinstance(method, Mapping) else None
             raise UnsupportedModelError(
                 f"'quantization_config' (quant_method {str(method)[:60]!r})"
+            )
+        if raw.get("per_layer_config") and not cls.has_layer_sizes:
+            raise UnsupportedModelError(
+                f"'per_layer_config', settings of single layers, of a {cls.model_type or cls.__name__}"
             )
         raw = {**cls.unsaid, **raw}
         looked = Looked(raw)

@@ -11,6 +11,8 @@ from ...errors import UnsupportedModelError
 def first_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The renamed sizes of the first layer in ``per_layer_config``; empty if that is missing or invalid.
 
+    Sizes that it does not have are those of all layers.
+
     Args:
         raw: content of the file.
         names: key in ``per_layer_config`` → the key that the result has.
@@ -23,7 +25,15 @@ def first_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
         sizes = _first(raw.get("per_layer_config") or {})
     except ValueError:  # sizes_of_full reports it
         return {}
-    return {names[key]: value for key, value in sizes.items() if key in names}
+    found = {names[key]: value for key, value in sizes.items() if key in names}
+    return _of_all(raw, names) | found
+
+
+def _of_all(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The sizes of all layers, which hold where ``per_layer_config`` is there and names no others."""
+    if raw.get("per_layer_config") is None:
+        return {}
+    return {name: raw[key] for key, name in names.items() if raw.get(key) is not None}
 
 
 def _first(given: Any) -> Mapping[str, Any]:
@@ -51,10 +61,11 @@ def sizes_of_full(
     """
     given = raw.get("per_layer_config")
     if not given:
-        return {}
+        return _of_all(raw, names)
     sizes = _first(given)
-    full = {str(i) for i, near in enumerate(slides) if not near}
+    full = [i for i, near in enumerate(slides) if not near]
     known = not set(sizes) - set(names) and all(one == sizes for one in given.values())
-    if not known or set(given) != full:
+    # transformers fills the numbers up with zeros: "05" beside "11".
+    if not known or sorted(int(key) if str(key).isdecimal() else -1 for key in given) != full:
         raise UnsupportedModelError("'per_layer_config' of other layers than those that see all")
-    return {names[key]: value for key, value in sizes.items()}
+    return _of_all(raw, names) | {names[key]: value for key, value in sizes.items()}
