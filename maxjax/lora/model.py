@@ -115,6 +115,7 @@ def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
 
     Raises:
         UserInputError: the model has LoRA weights already.
+        NotImplementedError: ``adapters`` names experts.
     """
     if has_lora(model):
         raise UserInputError(
@@ -127,6 +128,13 @@ def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
         for one in targets(new)
         for name, weight in zip(one.names, one.base_names, strict=True)
     }
+    for one in targets(new):
+        if one.in_mixture == "expert" and (
+            named := [name for name in one.names if name in adapters]
+        ):
+            raise NotImplementedError(
+                f"LoRA weights of experts are not supported, and there are some for '{named[0]}'"
+            )
     new = unstack_unequal(new, kinds)
     for one in targets(new):
         if (adapter := adapters.get(one.names[0])) is not None:

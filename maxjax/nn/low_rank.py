@@ -148,6 +148,24 @@ class LowRank(Module):
         rows, columns = map(int, getattr(self.weight, "logical_shape", self.weight.shape))
         return rows, columns
 
+    def updated_weight(self, weight: Any, what: str) -> Any:
+        """The weight ``[out, in]`` with the layer's update, for operations that multiply by parts of it.
+
+        Args:
+            weight: the weight as an operand of kernels, which is returned if there is no update.
+            what: the operation, for the message.
+
+        Raises:
+            NotImplementedError: the update is one of DoRA.
+        """
+        if self.lora_A is None or self.lora.merged:
+            return weight
+        if self.lora.dora:
+            self.refuse_update(f"{what}, and DoRA,")
+        a, b = (jnp.asarray(unwrap(one)).astype(jnp.float32) for one in (self.lora_A, self.lora_B))
+        dense = jnp.asarray(weight)
+        return (dense.astype(jnp.float32) + self.lora.scale * (b @ a)).astype(dense.dtype)
+
     def refuse_update(self, what: str) -> None:
         """Checks that the layer has no update, for operations that do not support updates.
 

@@ -1,6 +1,7 @@
 """LoRA weights in stacks, on meshes, over blocks: what they add, what is trained, what a merge gives."""
 
 import copy
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from maxjax import lora, nn
 from maxjax.errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
+from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
 from maxjax.nn.quantized import QuantizedLinear, QuantLayout, QuantTensor
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
@@ -440,3 +442,62 @@ def test_over_the_tensors_of_a_quantised_format():
     np.testing.assert_allclose(dora(x), stack[1](x), rtol=1e-5)
     with pytest.raises(NotImplementedError, match="several tensors of a quantised format"):
         lora.merge(tuned)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_latent_attention_multiplies_by_the_updated_weight(dora):
+    config = DeepseekV3Config.from_dict(LATENT)
+    model = maxjax.init(DeepseekV3(config), jax.random.key(0))
+    new = maxjax.lora.add(model, "kv_b_proj", rank=2, dora=dora, key=jax.random.key(1))
+    ids = jnp.arange(6)[None]
+    if dora:
+        with pytest.raises(NotImplementedError, match="DoRA"):
+            new(ids)
+        return
+    new = jax.tree.map_with_path(
+        lambda path, x: jnp.full_like(x, 0.1) if "lora_B" in jax.tree_util.keystr(path) else x, new
+    )
+    found = new(ids)
+    assert float(jnp.abs(found - model(ids)).max()) > 1e-3
+    np.testing.assert_allclose(found, maxjax.lora.merge(new)(ids), atol=2e-5)
+    kept = maxjax.lora.merge(new, keep=True)
+    np.testing.assert_allclose(kept(ids), found, atol=2e-5)
+    # Without patterns, all linear layers get weights.
+    assert maxjax.lora.add(model, rank=2, key=jax.random.key(1))(ids).shape == found.shape
+
+
+LATENT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+
+
+def test_adapters_of_experts_are_refused_where_they_are_loaded(tmp_path):
+    """PEFT's "all-linear" has them; they were ignored where layers were not stacked."""
+    model = maxjax.init(
+        Mixtral(
+            MixtralConfig(
+                64, 32, 48, num_layers=1, num_heads=2, num_experts=2, num_experts_per_tok=1
+            )
+        ),
+        jax.random.key(0),
+    )
+    model = model.unstack()
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    tensors = {
+        f"{name}.lora_A.weight": np.ones((2, 32), np.float32),
+        f"{name}.lora_B.weight": np.ones((48, 2), np.float32),
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["w1"],
+        "task_type": "CAUSAL_LM",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match="experts are not supported.*experts.0.w1"):
+        maxjax.lora.load(model, tmp_path)

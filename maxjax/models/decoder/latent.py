@@ -146,10 +146,10 @@ class LatentAttention(DecoderAttention):
 
     def _mapped(self, x: jax.Array, first: int, rows: int, transposed: bool) -> jax.Array:
         """Multiplies each head by ``rows`` of its N + V rows of the weight of ``kv_b_proj``, from ``first`` on."""
-        self.kv_b_proj.refuse_update("latent attention")
         weight = self.kv_b_proj.weight
         if isinstance(weight, Weight):
             weight = weight.stored.operand()
+        weight = self.kv_b_proj.updated_weight(weight, "latent attention")
         return head_products(x, weight, self.num_heads, first, rows, transposed)
 
     def sharding_rules(self) -> dict[str, Any]:

@@ -122,6 +122,10 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
         return _values(list(args), refused)
     if origin in (typing.Union, types.UnionType):
         return _union(what, args)
+    if (
+        origin in (dict, list, tuple) and not args
+    ):  # typing.Dict and others without types of their elements
+        return {"type": _CONTAINERS[origin]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(what, args[1])}
     if origin is list:
@@ -198,6 +202,6 @@ def _described(text: str) -> dict[str, Any]:
             f'{choices[0]!r} is no list in JSON: write (choices: ["a", "b"])'
         ) from error
     return {
-        "enum": [str(value).strip() for value in values],
+        "enum": [value.strip() if isinstance(value, str) else value for value in values],
         "description": text[: choices.start()].strip(),
     }

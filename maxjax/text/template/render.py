@@ -120,6 +120,8 @@ def plain(value: Any) -> Any:
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
+    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
+        return plain(dump())  # an object of Pydantic, such as a tool call of OpenAI's client
     if isinstance(value, (list, tuple)):
         return (
             type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]

@@ -57,6 +57,8 @@ def read_tokenizer_files(directory: Path) -> Files | None:
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
         document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
+        if _with_normalizer(document, settings):
+            text = json.dumps(document)
     else:
         vocabulary = read_vocabulary(directory, settings)
         if vocabulary is None:
@@ -77,6 +79,32 @@ def read_tokenizer_files(directory: Path) -> Files | None:
         _set_post_processor(changed, vocabulary, settings, beside)
     is_unchanged = vocabulary is None and changed is backend and not is_changed
     return Files(changed, beside.named, settings, special_map, document if is_unchanged else None)
+
+
+# The tokenizers whose settings of the normaliser transformers takes from ``tokenizer_config.json``.
+_BERTS = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
+_NORMALIZER = {
+    "do_lower_case": "lowercase", "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}  # fmt: skip
+
+
+def _with_normalizer(document: Any, settings: Mapping[str, Any]) -> bool:
+    """Changes a BERT tokenizer's normaliser to what ``tokenizer_config.json`` says; returns whether it differed."""
+    normalizer = document.get("normalizer") if isinstance(document, dict) else None
+    named = settings.get("tokenizer_class")
+    if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
+        return False
+    if not isinstance(named, str) or named.removesuffix("Fast") not in _BERTS:
+        return False
+    given = {
+        new: settings[old]
+        for old, new in _NORMALIZER.items()
+        if isinstance(settings.get(old), bool)
+    }
+    changed = any(normalizer.get(name) != value for name, value in given.items())
+    normalizer.update(given)
+    return changed
 
 
 def backend_of(text: str, path: Any) -> Any:

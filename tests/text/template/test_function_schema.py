@@ -1,12 +1,13 @@
 """The schema of a function is that of transformers; its strings were compared with transformers 5.24."""
 
 import enum
-from typing import Any, Literal, Optional
+from typing import Any, Dict, List, Literal, Optional, Tuple  # noqa: UP035
 
 import pytest
 
 from maxjax.errors import UserInputError
 from maxjax.text.template.function_schema import function_schema
+from maxjax.text.template.render import plain
 from tests.oracles.recorded import transformers
 
 
@@ -160,3 +161,34 @@ def unknown(x: "Nothing"):  # noqa: F821
 def test_what_cannot_be_described(function, text):
     with pytest.raises(UserInputError, match=text):
         function_schema(function)
+
+
+def bare(a: List, b: Dict, c: Tuple, d: list, e: Optional[List] = None):  # noqa: UP006, UP045
+    """Does.
+
+    Args:
+        a: one (choices: [1, 2])
+        b: two
+        c: three
+        d: four
+        e: five
+    """
+
+
+def test_types_without_their_elements_and_numbers_to_choose_from():
+    found = function_schema(bare)["function"]["parameters"]["properties"]
+    assert {name: one["type"] for name, one in found.items()} == {
+        "a": "array", "b": "object", "c": "array", "d": "array", "e": "array",
+    }  # fmt: skip
+    assert found["a"]["enum"] == [1, 2]
+
+
+def test_objects_of_pydantic_are_their_content():
+    class Call:
+        def model_dump(self):
+            return {"name": "f", "arguments": {"x": (1, 2)}}
+
+    assert plain({"tool_calls": [Call()]}) == {
+        "tool_calls": [{"name": "f", "arguments": {"x": (1, 2)}}]
+    }
+    assert plain(Call) == "<type>"

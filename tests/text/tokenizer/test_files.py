@@ -490,3 +490,23 @@ def test_what_is_written_counts_more_than_what_lies_there(tmp_path, gpt2):
     assert again.files() == before.files() and again.eos_ids == before.eos_ids
     assert "<old>" not in again._backend.get_vocab()
     assert ask_of(other, "eos_token", lambda: oracle_of(other).eos_token) == "<y>"
+
+
+@pytest.mark.parametrize(
+    "change", [{"do_lower_case": False}, {"strip_accents": False}, {"tokenize_chinese_chars": False}, {}],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast"])
+def test_settings_of_berts_normaliser_beside_its_tokenizer(minilm, tmp_path, kind, change):
+    for name in ("tokenizer.json", "vocab.txt", "config.json"):
+        if (minilm / name).exists():
+            (tmp_path / name).write_bytes((minilm / name).read_bytes())
+    settings = json.loads((minilm / "tokenizer_config.json").read_text())
+    settings = {
+        k: v for k, v in settings.items() if k not in ("strip_accents", "tokenize_chinese_chars")
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"tokenizer_class": kind} | change)
+    )
+    text = "H\u00e9llo W\u00f6rld \u4f60\u597d caf\u00e9"
+    theirs = lambda: transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert load_tokenizer(tmp_path).encode(text) == recorded(theirs)
