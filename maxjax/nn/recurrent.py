@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..dtype import DType
+from ..dtype import DType, promote
 from ..graph.device import DeviceRef
 from ..graph.value import unwrap
 from ..graph.weight.weight import Weight
@@ -237,7 +237,9 @@ class _Sequence(_Recurrent):
             new = self._step(now, state, end)
             return new, new[0]
 
-        state = varying_with(state, from_x)
+        state = tuple(
+            one.astype(promote(one.dtype, from_x.dtype).np) for one in varying_with(state, from_x)
+        )
         final, h = jax.lax.scan(step, state, from_x, reverse=end.endswith("_reverse"))
         return h.swapaxes(0, 1), final
 

@@ -40,7 +40,7 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
         An array of the shape and dtype of ``x``, computed in float32 and rounded once.
 
     Raises:
-        ValueError: ``D`` is not twice the number of angles.
+        ValueError: ``D`` is not twice the number of angles, or ``x`` holds integers.
     """
     x, cos, sin = unwrap(x), unwrap(cos), unwrap(sin)
     half = cos.shape[-1]
@@ -48,6 +48,8 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
         raise ValueError(
             f"rope over {2 * half} features takes [..., tokens, heads, {2 * half}], not {x.shape}"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"rope takes floats, not {x.dtype}: cast the input to a float first")
     wide = x.astype(jnp.float32)
     # An axis for the heads and leading axes of length 1 make the broadcast explicit.
     cos, sin = (a.reshape((1,) * (x.ndim - a.ndim - 1) + (*a.shape[:-1], 1, half))

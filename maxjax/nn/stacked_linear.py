@@ -128,13 +128,24 @@ class StackedLinear(LowRank):
         columns = strategy.sharded_axis == 1
         for i, part in enumerate(found):
             if not (columns or strategy.is_replicate):
-                ranges = [even_range(size, i, len(found)) for size in self.out_dims]
-                part.out_dims = tuple(stop - start for start, stop in ranges)
+                part.out_dims = self._part_dims(part, i)
             if columns and i and self.has_bias:
                 part.has_bias = False
                 for one in [part] if self.stacked else [getattr(part, n) for n in self.names]:
                     one.bias = None
         return found
+
+    def _part_dims(self, part: StackedLinear, i: int) -> tuple[int, ...]:
+        """The rows that part ``i`` has of each linear layer."""
+        if not self.stacked:
+            return tuple(int(getattr(part, name).weight.shape[0]) for name in self.names)
+        strategy = self.sharding_strategy
+        assert strategy is not None
+        ranges = strategy.shard.ranges(sum(self.out_dims), i, strategy.num_devices)
+        if len(ranges) == len(self.out_dims):
+            return tuple(stop - start for start, stop in ranges)
+        found = [even_range(size, i, strategy.num_devices) for size in self.out_dims]
+        return tuple(stop - start for start, stop in found)
 
     @property
     def stacked_weight(self) -> TensorValue:

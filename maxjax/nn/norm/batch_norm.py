@@ -12,6 +12,7 @@ from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ..layer import Module
+from .norms import check_floats
 
 
 class BatchNorm(Module):
@@ -146,6 +147,7 @@ class BatchNorm(Module):
                 + ("" if self.ranks is None else f" of {' or '.join(map(str, self.ranks))} axes")
                 + f", not {array.shape}"
             )
+        check_floats(self, array)
         return array
 
     def initializer(self, name: str) -> Any:

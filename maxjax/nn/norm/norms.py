@@ -176,6 +176,7 @@ class ConstantLayerNorm(Module):
             ValueError: the last axes are not ``dims``.
         """
         array = jnp.asarray(x)
+        check_floats(self, array)
         if array.shape[-len(self.dims) :] != self.dims:
             raise ValueError(
                 f"ConstantLayerNorm over {self.dims} was given an array of shape {array.shape}"
@@ -233,6 +234,7 @@ class GroupNorm(Replicated, Module):
             ValueError: axis 1 is not ``num_channels`` long.
         """
         array = jnp.asarray(x)
+        check_floats(self, array)
         shape = array.shape
         if array.ndim < 2 or shape[1] != self.num_channels:
             raise ValueError(
@@ -263,7 +265,23 @@ def _like(x: Any, y: jax.Array) -> Any:
     return TensorValue(y) if wraps(x) else y
 
 
+def check_floats(what: Any, x: jax.Array) -> None:
+    """Checks that an input holds floats: a result of integers would be rounded to the type of the input.
+
+    Args:
+        what: the layer, or the name of the operation.
+        x: the input.
+
+    Raises:
+        ValueError: it holds integers or bools.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        name = what if isinstance(what, str) else type(what).__name__
+        raise ValueError(f"{name} takes floats, not {x.dtype}: cast the input to a float first")
+
+
 def _check_last_axis(layer: Module, x: jax.Array, length: int) -> None:
+    check_floats(layer, x)
     if x.ndim < 1 or x.shape[-1] != length:
         raise ValueError(
             f"{type(layer).__name__} over {length} values was given an array of shape {x.shape}, "
