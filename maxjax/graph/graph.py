@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -22,7 +22,7 @@ from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .buffer import BufferValue
 from .kind import returning_values
-from .reroll import reroll
+from .reroll import constants_of, reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
 from .tensor_type import BufferType, TensorType, Type
@@ -82,6 +82,8 @@ class GraphWeight:
         # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
         filler = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
         self.stand_in = np.broadcast_to(np.full((), filler, dtype), (1, *self.shape))
+        # Whether JAX has only taken it as a leaf of a pytree, and may not have used it.
+        self.is_leaf = False
 
     @property
     def address(self) -> int:
@@ -193,6 +195,7 @@ class Graph(Rendered, metaclass=_Meta):
                                 f"not {type(kind).__name__}")  # fmt: skip
         self.jaxpr: Any = None
         self.entries: list[GraphWeight] = []
+        self._takes_leaves = False
         self._by_weight: dict[int, GraphWeight] = {}
         self._by_name: dict[str, GraphWeight] = {}
         # Weights that were requested by name only: they get values from a registry alone.
@@ -256,6 +259,8 @@ class Graph(Rendered, metaclass=_Meta):
                 self.jaxpr = reroll(
                     writer.switch((*(self._outputs or ()), *(x.value for x in buffers)))
                 )
+                used = constants_of(self.jaxpr)
+                self.entries = [e for e in self.entries if not e.is_leaf or e.address in used]
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.
@@ -339,9 +344,20 @@ class Graph(Rendered, metaclass=_Meta):
                                  "it in a Graph")  # fmt: skip
             entry = GraphWeight(weight)
             self._check_names(entry)
+            entry.is_leaf = self._takes_leaves
             self._by_weight[id(weight)] = entry
             self.entries.append(entry)
+        entry.is_leaf = entry.is_leaf and self._takes_leaves
         return entry.tracer()
+
+    @contextlib.contextmanager
+    def taking_leaves(self) -> Iterator[None]:
+        """A context in which JAX takes the weights of pytrees, of which it may not use all."""
+        before, self._takes_leaves = self._takes_leaves, True
+        try:
+            yield
+        finally:
+            self._takes_leaves = before
 
     def _check_names(self, entry: GraphWeight) -> None:
         """Refuses two Weights of one name, unless both have values: the name would be ambiguous."""

@@ -27,6 +27,24 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
+def constants_of(closed: Any) -> set[int]:
+    """The addresses of the NumPy constants of a closed jaxpr and of all jaxprs in it."""
+    found = {np.asarray(c).ctypes.data for c in closed.consts if not isinstance(c, jax.Array)}
+    waiting = [closed.jaxpr]
+    while waiting:
+        for equation in waiting.pop().eqns:
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+                if hasattr(value, "consts"):
+                    found |= constants_of(value)
+                elif _is_jaxpr(value):
+                    waiting.append(value)
+    return found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "consts")
+
+
 def as_function(
     jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> Callable[..., Any]:

@@ -445,3 +445,50 @@ def test_a_jitted_function_that_keeps_a_stand_in_gives_no_numbers():
     for dtype in DType:
         if dtype.is_float():
             Graph("g", lambda x, d=dtype: x + Weight("v", d, (2, 3), CPU).cast("float32"), [F23])
+
+
+# -- weights that JAX takes as pytrees
+
+
+class Scaled(Module):
+    """A layer that gives JAX its weight, and layers of its own, as pytrees."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.log = weight("log", (3,))
+        self.inner = Inner()
+
+    def __call__(self, x):
+        array = getattr(x, "value", x)
+        if self.kind == "weight":
+            return array * jnp.exp(self.log)
+        if self.kind == "jit":
+            return jax.jit(lambda inner, x: inner(x))(self.inner, array)
+        if self.kind == "scan":
+            return jax.lax.scan(lambda h, _: (self.inner(h), None), array, length=1)[0]
+        return array * sum(jax.tree.leaves(jax.tree.map(lambda v: 2 * v, self.inner)))
+
+
+class Inner(Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.never = weight("w", (3,)), weight("never", (3,))
+
+    def __call__(self, x):
+        return getattr(x, "value", x) * jnp.square(self.w)
+
+
+@pytest.mark.parametrize("kind", ["weight", "jit", "scan", "tree"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_programs_read_weights_that_jax_takes_as_pytrees(kind, loaded):
+    model = Scaled(kind)
+    values = lambda n: {name: jnp.full(3, float(n)) for name in ("log", "inner.w", "inner.never")}
+    if loaded:
+        model.load_state_dict(values(0.5))
+    program = model.compile(TensorType("float32", (3,), CPU))
+    for n in (1, 2):
+        model.load_state_dict(values(n))
+        found = program(jnp.ones(3))
+        expected = {"weight": np.exp(n), "jit": n * n, "scan": n * n, "tree": 4 * n}[kind]
+        np.testing.assert_allclose(np.asarray(getattr(found, "value", found)), expected, rtol=1e-6)

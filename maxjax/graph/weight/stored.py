@@ -53,6 +53,21 @@ def standing_for(weight: Any) -> Any:
     return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
 
 
+def leaf_for_jax(weight: Any) -> Any:
+    """The leaf of a Weight or StackedWeight as a pytree; in a Graph being built, what stands for it there.
+
+    So ``jnp.exp(weight)`` in a Graph reads the value that the program is called with.
+    """
+    if not RUNNING.graphs:
+        return weight._leaf
+    try:
+        with RUNNING.graphs[-1].taking_leaves():
+            standing = standing_for(weight)
+    except ValueError:  # a Graph cannot have it, for example two weights of one name
+        standing = None
+    return weight._leaf if standing is None else standing
+
+
 def operand_of(stored: Any, found: Any) -> Any:
     """The operand for ``kernels.matmul`` from the array of a Weight or StackedWeight."""
     packing = stored.packing
@@ -404,10 +419,10 @@ def register(cls: type) -> None:
     """Registers a class of Weights as pytrees."""
 
     def flatten_with_keys(w: Any):
-        return ((jax.tree_util.GetAttrKey("value"), w._leaf),), _Definition(w)
+        return ((jax.tree_util.GetAttrKey("value"), leaf_for_jax(w)),), _Definition(w)
 
     def flatten(w: Any):
-        return (w._leaf,), _Definition(w)
+        return (leaf_for_jax(w),), _Definition(w)
 
     def unflatten(definition: _Definition, leaves: Any) -> Any:
         return definition.around(leaves[0], is_made_by_vjp())

@@ -18,7 +18,8 @@ from jax.core import Tracer
 from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
 from ...graph.weight.gradient import is_made_by_vjp
-from ...graph.weight.stored import around, leaf_of
+from ...graph.weight.running import RUNNING
+from ...graph.weight.stored import around, leaf_for_jax, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
@@ -438,6 +439,8 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
         leaves = cache.refresh()
     if cache.assigned:
         cache_of(module)
+    if RUNNING.graphs:
+        leaves = tuple(map(leaf_for_jax, cache.weights))
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
     return leaves, Valued(cache.definition) if KIND.values else cache.treedef
