@@ -22,7 +22,7 @@ from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .buffer import BufferValue
 from .kind import returning_values
-from .reroll import constants_of, reroll
+from .reroll import constants_of, hidden_constants, reroll
 from .subgraph import Subgraph
 from .symbolic import Scope, naming, sizes_of
 from .tensor_type import BufferType, TensorType, Type
@@ -261,6 +261,13 @@ class Graph(Rendered, metaclass=_Meta):
                 )
                 used = constants_of(self.jaxpr)
                 self.entries = [e for e in self.entries if not e.is_leaf or e.address in used]
+                hidden = hidden_constants(self.jaxpr)
+                if closed := [entry.names[0] for entry in self.entries if entry.address in hidden]:
+                    raise NotImplementedError(
+                        f"Graph '{self.name}': a function of jax.jit inside scan, cond or another loop closes over "
+                        f"the weight '{closed[0]}': leave out that jax.jit, or pass the weight or its layer as an "
+                        "argument"
+                    )
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.

@@ -30,14 +30,29 @@ def is_literal(atom: Any) -> bool:
 def constants_of(closed: Any) -> set[int]:
     """The addresses of the NumPy constants of a closed jaxpr and of all jaxprs in it."""
     found = {np.asarray(c).ctypes.data for c in closed.consts if not isinstance(c, jax.Array)}
-    waiting = [closed.jaxpr]
-    while waiting:
-        for equation in waiting.pop().eqns:
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-                if hasattr(value, "consts"):
-                    found |= constants_of(value)
-                elif _is_jaxpr(value):
-                    waiting.append(value)
+    return found | _of_equations(closed.jaxpr)
+
+
+def hidden_constants(closed: Any) -> set[int]:
+    """The addresses of NumPy constants of jaxprs inside primitives other than ``jit``, which are not replaced."""
+    found: set[int] = set()
+    for equation in closed.jaxpr.eqns:
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+        for value in filter(_is_jaxpr, inner):
+            if is_jit(equation):
+                found |= hidden_constants(value)
+            else:
+                found |= constants_of(value) if hasattr(value, "consts") else _of_equations(value)
+    return found
+
+
+def _of_equations(jaxpr: Any) -> set[int]:
+    """The addresses of the NumPy constants of all closed jaxprs in an open one."""
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                found |= constants_of(value) if hasattr(value, "consts") else _of_equations(value)
     return found
 
 

@@ -489,6 +489,36 @@ def test_programs_read_weights_that_jax_takes_as_pytrees(kind, loaded):
     program = model.compile(TensorType("float32", (3,), CPU))
     for n in (1, 2):
         model.load_state_dict(values(n))
-        found = program(jnp.ones(3))
+        [found] = program(jnp.ones(3))
         expected = {"weight": np.exp(n), "jit": n * n, "scan": n * n, "tree": 4 * n}[kind]
-        np.testing.assert_allclose(np.asarray(getattr(found, "value", found)), expected, rtol=1e-6)
+        np.testing.assert_allclose(found.to_numpy(), np.full(3, expected), rtol=1e-6)
+
+
+class Looped(Module):
+    """A loop over a function of ``jax.jit``, which closes over a weight or gets it."""
+
+    def __init__(self, closes):
+        super().__init__()
+        self.closes, self.w = closes, weight("w", (3,))
+
+    def __call__(self, x):
+        array, run = getattr(x, "value", x), jax.jit(lambda w, h: h * getattr(w, "value", w))
+        if self.closes:
+            run = jax.jit(lambda _, h: jnp.asarray(h * jnp.asarray(self.w)))
+        step = lambda h, _: (run(self.w, h), None)
+        return jax.lax.scan(step, array, length=2)[0]
+
+
+def test_a_jitted_function_in_a_loop_that_closes_over_a_weight():
+    spec = TensorType("float32", (3,), CPU)
+    model = Looped(False)
+    model.load_state_dict({"w": np.float32([1, 2, 3])})
+    [found] = model.compile(spec)(jnp.ones(3))
+    np.testing.assert_array_equal(found.to_numpy(), [1, 4, 9])
+    model = Looped(True)
+    model.load_state_dict({"w": np.float32([1, 2, 3])})
+    with pytest.raises(
+        NotImplementedError, match="closes over the weight 'w': leave out that jax.jit"
+    ):
+        model.compile(spec)
+    np.testing.assert_array_equal(model(jnp.ones(3)), [1, 4, 9])
