@@ -191,6 +191,15 @@ def from_numpy(x: np.ndarray) -> jax.Array:
     Raises:
         ValueError: its integers do not fit.
     """
+    return jnp.asarray(fitting(x))
+
+
+def fitting(x: np.ndarray) -> np.ndarray:
+    """The array itself, whose integers fit in JAX's type for them.
+
+    Raises:
+        ValueError: its integers do not fit.
+    """
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype != x.dtype and dtype.kind in "iu" and x.size:
         low, high = bounds(dtype)
@@ -199,7 +208,7 @@ def from_numpy(x: np.ndarray) -> jax.Array:
                 f"unsafe cast: integers from {x.min()} to {x.max()} do not fit in {dtype}; set jax_enable_x64 to "
                 "use 64-bit types"
             )
-    return jnp.asarray(x)
+    return x
 
 
 @functools.cache

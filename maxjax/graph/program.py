@@ -22,6 +22,7 @@ from ..rendering.row import Row
 from .buffer import BufferValue
 from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
+from .operands import fitting
 from .placement.arrays import default_device
 from .rebinding import check
 from .reroll import as_function, is_jit, is_literal
@@ -181,7 +182,7 @@ def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any]
 def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
     array = unwrap(array) if isinstance(array, Weight) else array
-    array = array if isinstance(array, jax.Array) else np.array(array)
+    array = array if isinstance(array, jax.Array) else fitting(np.array(array))
     wanted, stored = entry.stand_in.dtype, entry.weight.stored
     shape = entry.shape[len(stored.spans) :]
     if stored.layout is not None:
@@ -449,4 +450,6 @@ def _input(i: int, value: Any, kind: Type, sizes: dict[str, int]) -> Any:
         known = f" with {sizes}" if sizes else ""
         raise ValueError(f"Input at position {i}: {DType.of(value.dtype)} {tuple(value.shape)} does not match expected "
                          f"type {kind.dtype} {kind.shape!r}{known}")  # fmt: skip
+    if isinstance(value, np.ndarray):
+        value = fitting(value)
     return value if value.dtype == dtype.np else value.astype(dtype.np)

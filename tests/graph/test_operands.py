@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue, Weight, ops
+from maxjax.graph import DeviceRef, Graph, Model, TensorType, TensorValue, Weight, ops
+from maxjax.graph.weights import load_weights
 
 CPU = DeviceRef.CPU()
 F = jnp.ones((6, 5))
@@ -194,3 +196,23 @@ def test_operators_that_a_dtype_lacks():
     assert (quotient == 3).value.all() and (rest == 1).value.all()
     with pytest.raises(ValueError, match="each of the 1 axes"):
         x.permute([0, 1])
+
+
+def test_integers_that_do_not_fit_are_refused_wherever_they_come_in(tmp_path):
+    wide = np.array([2**40 + 5])
+    w = Weight("w", "int64", (1,), DeviceRef.CPU())
+    with pytest.raises(ValueError, match="do not fit in int32"):
+        w.value = wide
+    kind = TensorType("int64", (1,), DeviceRef.CPU())
+    model = Model(Graph("g", lambda x: x + 1, [kind]))
+    with pytest.raises(ValueError, match="do not fit in int32"):
+        model(wide)
+    with pytest.raises(ValueError, match="do not fit in int32"):
+        Model(Graph("g", lambda x: x + w, [kind]), {"w": wide})
+    save_file({"a": wide}, tmp_path / "m.safetensors")
+    weights = load_weights(tmp_path / "m.safetensors")
+    for read in (lambda: weights.a.allocate() + 0, lambda: jnp.asarray(weights.a.data())):
+        with pytest.raises(ValueError, match="do not fit in int32"):
+            read()
+    w.value = wide % 100
+    assert int(w.value[0]) == int(wide[0] % 100)

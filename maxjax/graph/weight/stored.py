@@ -20,6 +20,7 @@ from ...dtype import DType
 from ...kernels import QuantArray, StackSlice
 from ...kernels.stack_slice import stack_of
 from ..kind import KIND
+from ..operands import fitting
 from ..placement.arrays import as_used, is_usable_in_place, put, relaid
 from ..placement.device_major import DeviceMajor
 from ..quantization import QuantizationEncoding
@@ -371,7 +372,7 @@ class StoredWeight:
     def read(self) -> jax.Array:
         """Reads the data that this weight was allocated from, which becomes its value."""
         # A copy: JAX on a CPU would share memory the user can write to.
-        host = np.array(self.weight._source)
+        host = fitting(np.array(self.weight._source))
         with jax.ensure_compile_time_eval():
             value = self.to_leaf(host)
             self.weight._put(value)

@@ -17,6 +17,7 @@ from ...dtype import DType
 from ...kernels import explicit
 from ..device import DeviceRef, on_device
 from ..kind import KIND
+from ..operands import fitting
 from ..placement.device_major import DeviceMajor
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
 from ..placement.strategy import shard_shape
@@ -312,7 +313,7 @@ class Weight(OfWeight, Methods):
         elif isinstance(value, jax.Array):
             self._set(value)
         elif isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__jax_array__"):
-            self._set(jnp.array(value))
+            self._set(jnp.array(fitting(value) if isinstance(value, np.ndarray) else value))
         else:
             raise TypeError(
                 f"the value of weight '{self.name}' must be an array of JAX or NumPy, not "

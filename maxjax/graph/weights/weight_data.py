@@ -25,6 +25,7 @@ from ...storage.boxes import whole
 from ...storage.entry import UnknownType
 from ...storage.files import aligned_empty
 from ...storage.parts import Part
+from ..operands import fitting
 from ..quantization import QuantizationEncoding
 from ..shape import Shape
 
@@ -300,7 +301,7 @@ class WeightData(Rendered):
     def __jax_array__(self) -> jax.Array:
         array = self.typed()
         # A copy, because JAX on a CPU would share the memory of the array that ``data`` returns.
-        return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+        return array if isinstance(array, jax.Array) else jnp.array(fitting(array), copy=True)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.typed(), dtype=dtype, copy=copy)
