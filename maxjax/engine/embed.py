@@ -103,9 +103,8 @@ def embed(
         )  # fmt: skip
         together.finish()
     if truncate_dim is None:
-        truncate_dim = (
-            pooling if isinstance(pooling, Pooling) else model.pooling or Pooling()
-        ).truncate_dim
+        given = pooling if isinstance(pooling, Pooling) else getattr(model, "pooling", None)
+        truncate_dim = None if given is None else given.truncate_dim
     return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
 
 

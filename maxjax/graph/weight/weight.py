@@ -6,12 +6,14 @@ The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ...dtype import DType
 from ...kernels import explicit
@@ -27,6 +29,7 @@ from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
 from .methods import Methods
 from .rows import OfWeight
+from .running import RUNNING
 from .stored import StoredWeight, register, standing_for
 from .transpose import TransposedValue, WeightTranspose
 
@@ -311,6 +314,12 @@ class Weight(OfWeight, Methods):
             self._sharding, self._layout = value.sharding, None
             self.stored.declare(DType.of(value.dtype), tuple(Shape(value.shape)))
         elif isinstance(value, jax.Array):
+            if isinstance(value, Tracer) and (path := RUNNING.path_of(self)) is not None:
+                warnings.warn(
+                    f"weight '{path}' gets a value while its module runs: under jax.jit it is lost after the trace. "
+                    "Return the new value instead",
+                    stacklevel=2,
+                )
             self._set(value)
         elif isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__jax_array__"):
             self._set(jnp.array(fitting(value) if isinstance(value, np.ndarray) else value))

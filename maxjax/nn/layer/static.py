@@ -62,6 +62,17 @@ class FrozenDict(dict):
         return (FrozenDict, (dict(self),))
 
 
+# JAX's functions take them as they take lists and dicts, and return those.
+jax.tree_util.register_pytree_node(
+    FrozenList, lambda held: (tuple(held), None), lambda _, items: list(items)
+)
+jax.tree_util.register_pytree_node(
+    FrozenDict,
+    lambda held: (tuple(held.values()), tuple(held)),
+    lambda names, items: dict(zip(names, items, strict=True)),
+)
+
+
 def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
     """The frozen copy of a static attribute, and a hashable key by which its content is compared.
 

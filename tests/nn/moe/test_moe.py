@@ -158,7 +158,9 @@ def test_what_is_refused():
         nn.MoEGate([CPU], 6, 4, 5, "float32")
     with pytest.raises(ValueError, match="softmax of chosen"):
         nn.MoEGate([CPU], 6, 4, 2, "float32", shares="softmaks")
-    with pytest.raises(ValueError, match="ep_size 2, where ep_batch_manager has 1 devices"):
+    with pytest.raises(
+        ValueError, match="ep_size is 2: it must be the number of devices of ep_batch_manager"
+    ):
         nn.MoE([CPU], 6, 4, 2, 8, ep_size=2)
     with pytest.raises(NotImplementedError, match="copies of 3"):
         nn.MoE([CPU], 6, 4, 2, 8, num_logical_experts=3)
