@@ -409,8 +409,17 @@ class Buffer:
         return np.array(self._array, dtype=dtype, copy=copy)
 
     def __jax_array__(self) -> jax.Array:
+        import jax
         import jax.numpy as jnp
 
+        held, dtype = self._array, jax.dtypes.canonicalize_dtype(self._array.dtype)
+        if dtype != held.dtype and dtype.kind in "iu" and held.size:
+            limits = np.iinfo(dtype)
+            if held.min() < limits.min or held.max() > limits.max:
+                raise ValueError(
+                    f"unsafe cast: integers from {held.min()} to {held.max()} do not fit in {dtype}; set "
+                    "jax_enable_x64 to use 64-bit types"
+                )
         # Copied, as JAX on a CPU would share aligned NumPy memory, and a Buffer is mutable.
         return jnp.array(self._array, copy=True)
 

@@ -160,7 +160,7 @@ def model_files(
             config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
     embedder: Any = model
-    if (pooling := getattr(embedder, "pooling", None)) is not None:
+    if isinstance(pooling := getattr(embedder, "pooling", None), Pooling):
         files |= sentence_files(pooling, embedder.config.hidden_size)
     generation = getattr(embedder, "generation", None)
     if isinstance(generation, GenerationDefaults) and (content := generation.to_file(config)):

@@ -37,17 +37,45 @@ def module_arrays(
             such weights are skipped.
     """
     layers: dict[int, list[Any]] = {}
+    whole: dict[int, str] | None = None
     for name, weight in module.raw_state_dict().items():
+        if (home := weight.stored.home) is not None and hasattr(home[0].leaf, "shape"):
+            stack = home[0]
+            if not is_per_layer(
+                stack, stack.leaf
+            ):  # one array for all layers, under the name of the leaf
+                if whole is None:
+                    definition, holders = module._mx_definition()
+                    whole = {id(h): n for n, h in zip(definition.names, holders, strict=True)}
+                if (own := whole.pop(id(stack), None)) is not None:
+                    yield own, own_value(storable(title, own, stack.leaf)), weight
+                continue
         leaf = weight.stored.leaf
         if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
             leaf = weight.stored.read()
         if not hasattr(leaf, "dtype") and holes and not jax.tree.leaves(leaf):
             continue
+        if not hasattr(leaf, "dtype") and len(jax.tree.leaves(leaf)) > 0:
+            raise UserInputError(
+                f"{title}: in place of the weight '{name}' there is a tree of arrays, which cannot be saved"
+            )
         if not hasattr(leaf, "dtype") or type(leaf) is jax.ShapeDtypeStruct:
             raise UserInputError(
                 f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
             )
         yield name, own_value(storable(title, name, _value(weight, layers))), weight
+
+
+def is_per_layer(holder: Any, leaf: Any) -> bool:
+    """Whether the leaf of a Weight has its shape, or that of a stack the axes of the layers.
+
+    Leaves of an optimiser's state may have others: those of L-BFGS have an axis of updates, those of Adafactor
+    one element.
+    """
+    stored = holder.stored
+    shape, lead = tuple(leaf.shape), tuple(stored.lead)
+    size = len(tuple(stored.dims)) + (stored.layout is not None)
+    return shape[: len(lead)] == lead and len(shape) - len(lead) <= size
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
@@ -59,7 +87,7 @@ def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
             layers[id(home[0])] = unstacked(home[0])
         value = layers[id(home[0])][home[1]]
     else:
-        value = stored.value
+        value = stored.value if is_per_layer(weight, stored.leaf) else stored.leaf
     declared = stored.dtype.np
     narrowed = value.dtype != declared and jax.dtypes.canonicalize_dtype(declared) == value.dtype
     if narrowed and getattr(value, "is_fully_addressable", True):

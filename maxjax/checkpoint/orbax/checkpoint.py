@@ -374,9 +374,13 @@ class CheckpointManager(Rendered):
         Raises:
             CheckpointError: the step could not be saved.
         """
-        response, self._response = self._response, None
+        response = self._response
         if response is not None:
-            response.result()
+            try:
+                response.result()
+            finally:  # after an interrupt it is not over, and the next call tells how it ended
+                if response.done():
+                    self._response = None
 
     def _mx_title(self, row: Row) -> str:
         try:

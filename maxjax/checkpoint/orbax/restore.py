@@ -22,8 +22,9 @@ from ...graph.weights import WeightData
 from ...graph.weights.device_reads import Destination, read_destinations
 from ...nn.layer import Module
 from ...progress import reading
+from .arrays import is_per_layer
 from .open import Saved
-from .tree import ONLY, PLAIN, is_key, is_module, key_text
+from .tree import ONLY, PLAIN, is_key, is_module, key_text, plain_value
 
 
 @dataclass(eq=False)
@@ -48,6 +49,23 @@ class LeafTarget(Destination):
         shape = self.shape if self.axis is None else self.shape[self.levels :]
         return shape if self.layout is None else (math.prod(shape[:2]), *shape[2:])
 
+    def fitting(self, number: int, array: np.ndarray) -> np.ndarray:
+        """The integers in the leaf's dtype.
+
+        Raises:
+            CheckpointMismatchError: one does not fit.
+        """
+        if array.dtype == self.dtype:
+            return array
+        if array.size and array.dtype.kind in "iu":
+            limits, least, most = np.iinfo(self.dtype), int(array.min()), int(array.max())
+            if least < limits.min or most > limits.max:
+                raise CheckpointMismatchError(
+                    f"holds integers from {least} to {most}, which do not fit {self.dtype}",
+                    tensor=self.names[number],
+                )
+        return array.astype(self.dtype)
+
     def array(self) -> Any:
         """The leaf: an array of the example's kind."""
         if not isinstance(self.example, (np.ndarray, np.generic)):
@@ -64,21 +82,31 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafT
         like: array that is stored for the leaf, if not the leaf itself (the data of a random key).
     """
     held = leaf if like is None else like
-    return LeafTarget(
+    dtype = np.dtype(held.dtype)
+    if not isinstance(held, (np.ndarray, np.generic)):  # JAX has no 64 bits by default
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    target = LeafTarget(
         name,
         tuple(held.shape),
-        np.dtype(held.dtype),
+        dtype,
         [],
         sharding_of(held),
         example=leaf,
         names=[name],
         finish=finish,
     )
+    if dtype != held.dtype:
+        target.declared = np.dtype(held.dtype)
+    if dtype.kind in "iu":
+        target.convert, target.elementwise = target.fitting, True
+    return target
 
 
 def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
     """The target for a leaf of a Module: a Weight's, or that of a stack of several layers."""
     stored, target = holder.stored, of_leaf(prefix + name, leaf)
+    if not is_per_layer(holder, leaf):
+        return target
     target.names = [prefix + one for one in stored.names(name)]
     target.name, target.layout = target.names[0], stored.layout
     target.axis, target.levels = (0, len(stored.spans)) if stored.spans else (None, 1)
@@ -204,8 +232,9 @@ class Fitting:
             value = saved.table.read(name)[()].item()
         else:
             return self._missing(name, leaf)
-        if type(value) is not type(leaf):
-            kinds = type(leaf).__name__, type(value).__name__
+        wanted = type(plain_value(leaf))
+        if type(value) is not wanted:
+            kinds = wanted.__name__, type(value).__name__
             self.problems.append(f"'{name}' is of type {kinds[0]}, in the checkpoint {kinds[1]}")
         return value
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from ...errors import CheckpointError, UserInputError
 from ...lockstep import Lockstep
+from ...storage.orbax.paths import is_orbax
+from ...storage.orbax.paths import steps as orbax_steps
 from ...storage.save.durable import save_failed
 from ...storage.save.staging import Staging
 
@@ -83,7 +85,15 @@ class NewStep:
             if steps:
                 last = os.path.join(root, str(steps[-1]))
                 staging.keeps(f"The checkpoint that was there before is intact: {last}.")
-            self.number = (steps[-1] + 1 if steps else 0) if step is None else step
+            # Another program may have written steps before, under names such as 00000500.
+            named = [n for n in os.listdir(root) if "_" in n and n.rpartition("_")[2].isdecimal()]
+            if foreign := [name for name in named if is_orbax(os.path.join(root, name))]:
+                hint = "Save into another directory: steps with two kinds of names in one are not read."
+                raise save_failed(
+                    f"there are steps with other names: {foreign[0]}", root, errno.EEXIST, hint
+                )
+            newest = max(orbax_steps(root), default=-1)
+            self.number = max(newest, *steps, -1) + 1 if step is None else step
             if os.path.lexists(os.path.join(root, str(self.number))):
                 hint = "Save another step, or delete this one first: steps are not overwritten."
                 path = os.path.join(root, str(self.number))

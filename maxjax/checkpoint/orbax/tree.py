@@ -147,17 +147,27 @@ def key_text(key: Any) -> str:
     return str(key)
 
 
+def plain_value(leaf: Any) -> Any:
+    """A number or text as a value of Python's own type, not of a subclass such as an IntEnum or a Completion."""
+    kind = next(kind for kind in PLAIN if isinstance(leaf, kind))
+    if type(leaf) is kind:
+        return leaf
+    return str.__str__(leaf) if kind is str else getattr(kind, f"__{kind.__name__}__", kind)(leaf)
+
+
 def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:
     """A leaf's value for the Item, and the value that orbax is given."""
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
     if isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer):
         if is_key(leaf):
-            return jax.random.key_data(leaf), leaf
+            data = own_value(jax.random.key_data(leaf))
+            return data, leaf if isinstance(data, jax.Array) else data
         value = np.array(leaf, order="C") if copy and isinstance(leaf, np.ndarray) else leaf
         value = own_value(storable(title, name, value))
         return value, value
     if isinstance(leaf, PLAIN):
+        leaf = plain_value(leaf)
         fits = isinstance(leaf, int) and -(1 << 63) <= leaf < 1 << 63
         return leaf, leaf if fits or isinstance(leaf, (float, str)) else None
     what = "it has no value" if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf).__name__

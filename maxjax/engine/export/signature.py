@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ...graph.operands import fitting
 from ...graph.symbolic import naming, to_size
 from ...graph.value import TensorValue, unwrap
 
@@ -196,6 +197,7 @@ class Arguments:
             if not (same or str(leaf.dtype) == kind.dtype) or not _same(leaf.shape, kind, sizes):
                 raise self._wrong(i, leaf, sizes)
             if not same:
+                leaf = leaf if isinstance(leaf, jax.Array) else fitting(np.asarray(leaf))
                 leaves[i] = leaf.astype(self.dtypes[i])
         if self._derived:
             self._check_derived(leaves, sizes)

@@ -105,11 +105,13 @@ def resolve(path: str) -> str:
     """
     _check_finished(path)
     _listed(path)
-    if _is_checkpoint(path):
+    if _has_marks(path):
         return path
     found = _steps(path)
     if found:
         return os.path.join(path, found[max(found)])
+    if _is_checkpoint(path):  # after the steps, beside which there may be other trees
+        return path
     if broken := _unfinished(path):
         raise _incomplete(os.path.join(path, broken[-1]))
     names = _listed(path)
@@ -205,7 +207,7 @@ def _items(checkpoint: str) -> dict[str, str]:
 
 def _is_checkpoint(path: str) -> bool:
     """Whether a directory is a checkpoint or a tree: it has the marks, or contains trees."""
-    if any(os.path.lexists(os.path.join(path, mark)) for mark in ORBAX.marks):
+    if _has_marks(path):
         return True
     try:
         names = os.listdir(path)
@@ -218,6 +220,10 @@ def _is_checkpoint(path: str) -> bool:
         and os.path.lexists(os.path.join(path, name, TREE))
         for name in names[:1000]
     )
+
+
+def _has_marks(path: str) -> bool:
+    return any(os.path.lexists(os.path.join(path, mark)) for mark in ORBAX.marks)
 
 
 def _steps(root: str) -> dict[int, str]:

@@ -1,15 +1,26 @@
 """A step of orbax is a whole model: configuration and tokenizer lie in it, whoever opens it."""
 
+import enum
 import logging
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import maxjax
+from maxjax import nn
 from maxjax.checkpoint import CheckpointManager, convert, save, save_async
-from maxjax.errors import CheckpointMissingError, UserInputError
+from maxjax.errors import (
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+    UserInputError,
+)
+from maxjax.graph import DeviceRef
 from maxjax.storage.open import orbax_checkpoint
 
 TEXT = "12 + 34 = "
@@ -98,3 +109,117 @@ def test_a_step_without_a_configuration(tmp_path):
     with pytest.raises(CheckpointMissingError, match=r"config\.json") as caught:
         maxjax.build(maxjax.load_weights(tmp_path))
     assert str(tmp_path / "0") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda: optax.scale_by_lbfgs(memory_size=5), optax.adafactor, lambda: optax.adamw(1e-3),
+        lambda: optax.novograd(1e-3), lambda: optax.sgd(1e-3, momentum=0.9),
+    ],
+    ids=["lbfgs", "adafactor", "adamw", "novograd", "momentum"],
+)  # fmt: skip
+def test_states_of_optimisers_whose_leaves_are_not_those_of_layers(tmp_path, transform):
+    stack = nn.LayerStack([nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(3)])
+    model = maxjax.init(nn.Sequential([stack]), jax.random.key(0))
+    state = transform().init(model)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), state)
+    maxjax.checkpoint.save(tmp_path, model, state=state)
+    example = jax.tree.map(jnp.zeros_like, state)
+    found = maxjax.checkpoint.restore(tmp_path, model, state=example)["state"]
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
+def test_integers_that_do_not_fit_are_told(tmp_path):
+    wide = np.array([2**40, -1])
+    maxjax.checkpoint.save(tmp_path, None, data={"at": wide})
+    example = {"at": np.zeros(2, np.int64)}
+    np.testing.assert_array_equal(
+        maxjax.checkpoint.restore(tmp_path, None, data=example)["data"]["at"], wide
+    )
+    for other in (
+        jax.ShapeDtypeStruct((2,), np.int64),
+        jnp.zeros(2, jnp.int32),
+        np.zeros(2, np.uint8),
+    ):
+        with pytest.raises(CheckpointMismatchError, match="do not fit"):
+            maxjax.checkpoint.restore(tmp_path, None, data={"at": other}, cast=True)
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def test_leaves_of_subclasses_of_numbers_and_text_are_restored(tmp_path):
+    class Text(str):
+        def __str__(self):
+            return "another"
+
+    maxjax.checkpoint.save(
+        tmp_path, None, data={"text": Text("four"), "level": Level.LOW, "x": np.ones(2)}
+    )
+    example = {"text": Text(""), "level": Level.LOW, "x": np.zeros(2)}
+    found = maxjax.checkpoint.restore(tmp_path, None, data=example)["data"]
+    assert (found["text"], found["level"], type(found["text"])) == ("four", 1, str)
+
+
+def test_a_module_with_a_pooling_of_its_own_is_saved(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pooling, self.fc = "mean", nn.Linear(2, 2)
+
+        def __call__(self, x):
+            return self.fc(x)
+
+    model = maxjax.init(Net(), jax.random.key(0))
+    maxjax.checkpoint.save(tmp_path / "run", model)
+    maxjax.save_pretrained(model, tmp_path / "hf")
+
+
+def test_an_interrupted_wait_does_not_lose_the_error(tmp_path):
+    class Response:
+        over = False
+
+        def result(self):
+            if not self.over:
+                raise KeyboardInterrupt
+            raise CheckpointSaveError("the disk is full")
+
+        def done(self):
+            return self.over
+
+    manager = CheckpointManager(tmp_path)
+    manager._response = response = Response()
+    with pytest.raises(KeyboardInterrupt):
+        manager.wait_until_finished()
+    response.over = True
+    with pytest.raises(CheckpointSaveError, match="disk is full"):
+        manager.wait_until_finished()
+    manager.wait_until_finished()
+
+
+def test_steps_that_orbax_named_are_continued(tmp_path):
+    model = lambda seed: maxjax.init(nn.Linear(2, 2), jax.random.key(seed))
+    save(tmp_path, model(0), step=500)
+    (tmp_path / "500").rename(tmp_path / "00000500")
+    save(tmp_path, model(1))
+    assert (tmp_path / "501").is_dir()
+    found = model(2)
+    maxjax.checkpoint.restore(tmp_path, found)
+    np.testing.assert_array_equal(found.weight.value, model(1).weight.value)
+    # A tree of another name beside the steps is not taken for them.
+    save(tmp_path / "other", model(3), step=0)
+    (tmp_path / "other" / "0" / "model").rename(tmp_path / "init")
+    found = model(2)
+    maxjax.checkpoint.restore(tmp_path, found)
+    np.testing.assert_array_equal(found.weight.value, model(1).weight.value)
+
+
+def test_steps_with_prefixes_are_not_mixed(tmp_path):
+    model = maxjax.init(nn.Linear(2, 2), jax.random.key(0))
+    save(tmp_path, model, step=5)
+    (tmp_path / "5").rename(tmp_path / "step_5")
+    with pytest.raises(CheckpointSaveError, match="steps with other names: step_5"):
+        save(tmp_path, model)
