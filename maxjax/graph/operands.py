@@ -175,8 +175,11 @@ def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
     """The mean along an axis; of integers it is rounded toward zero, as in MAX."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.mean(x, axis, keepdims=keepdims)
-    total = jnp.sum(x, axis, keepdims=keepdims, dtype=x.dtype)
-    return jax.lax.div(total, jnp.full_like(total, x.shape[axis]))
+    # Sums of narrow integers do not fit into their own type.
+    total = jnp.sum(
+        x, axis, keepdims=keepdims, dtype=jnp.int32 if x.dtype.itemsize < 4 else x.dtype
+    )
+    return jax.lax.div(total, jnp.full_like(total, x.shape[axis])).astype(x.dtype)
 
 
 def bounds(dtype: Any) -> tuple[int, int]:

@@ -37,7 +37,10 @@ class _Places:
         self.positions = places + _array(cache.cache_lengths).astype(jnp.int32)[self.rows]
         self.page_size = cache.kv_blocks.value.shape[3]
         table = _array(cache.lookup_table).astype(jnp.int32)
-        self.pages = table[self.rows, self.positions // self.page_size]
+        page = self.positions // self.page_size
+        # Padding behind the last sequence, and tokens without a page, are stored nowhere.
+        inside = (self.rows < table.shape[0]) & (page < table.shape[1])
+        self.pages = jnp.where(inside, table[self.rows, page], cache.kv_blocks.value.shape[0])
         self.slots = self.positions % self.page_size
 
     def index(self, layer: Any, kind: int) -> tuple[Any, ...]:

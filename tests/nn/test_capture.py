@@ -459,3 +459,22 @@ def test_looking_up(model):
         "  model.layers.{0..2}.mlp   float32[3,2,5,16]",
         "  model.layers.1            float32[2,5,16]",
     ]
+
+
+def test_layers_after_other_axes_are_reduced():
+    stack = nn.LayerStack([nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(6)])
+    net = maxjax.init(stack, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+    _, found = maxjax.captured(lambda m, x: m.scan(x), "*")(net, x)
+    layer = found["3"]
+    last = jax.tree.map(lambda a: a[..., -1, :], found)
+    np.testing.assert_array_equal(last["3"], layer[-1])
+    np.testing.assert_array_equal(last["[12]"], jnp.stack([found["1"][-1], found["2"][-1]]))
+    summed = jax.tree.map(lambda a: a.sum(0), found)
+    with pytest.raises(UserInputError, match="no longer have their axis of layers"):
+        summed["3"]
+
+
+def test_a_class_of_characters_may_be_negated():
+    assert match("layers.[!0]", ["layers.0", "layers.1", "layers.2"]) == ["layers.1", "layers.2"]
+    assert match("layers.[!3].mlp", ["layers.3.mlp", "layers.4.mlp"]) == ["layers.4.mlp"]

@@ -282,3 +282,15 @@ def test_a_module_with_a_cache():
     model.load_state_dict({"qkv.weight": W[0], "norm.weight": np.ones(E, np.float32)})
     got = model(TensorValue(TEXTS[2]), jnp.array([0, 2], jnp.uint32), eager(0))
     assert isinstance(got, TensorValue) and got.shape == (2, H, D)
+
+
+def test_padding_and_tokens_without_a_page_are_stored_nowhere():
+    offsets, number = jnp.array([0, 2], jnp.uint32), jnp.uint32(0)
+    keys = jnp.arange(1.0, 5.0)[:, None, None] * jnp.ones((4, K, D))
+    cache = eager(0)
+    kernels.store_k_cache_ragged(cache, keys, offsets, number)  # of four rows two are padding
+    held = np.asarray(cache.kv_blocks.value)[:, 0, 0, :, 0, 0]
+    assert held[TABLE[0, 0]].tolist() == [1, 2, 0, 0] and held.sum() == 3
+    cache = eager(2 * PAGE)  # its pages are full
+    kernels.store_k_cache_ragged(cache, keys[:1], jnp.array([0, 1], jnp.uint32), number)
+    assert np.asarray(cache.kv_blocks.value).sum() == 0

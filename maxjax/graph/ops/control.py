@@ -95,9 +95,9 @@ def while_loop(
         return _checked(_as_list(body(*map(TensorValue, values))), types, "while_loop")
 
     flag = condition(values)
-    if isinstance(flag, Tracer):
-        return [TensorValue(x) for x in jax.lax.while_loop(condition, step, values)]
-    while flag:
+    while isinstance(flag, Tracer) or flag:
+        if isinstance(flag, Tracer):  # perhaps only now, if the body uses a traced value
+            return [TensorValue(x) for x in jax.lax.while_loop(condition, step, values)]
         values = step(values)
         flag = condition(values)
     return [TensorValue(x) for x in values]

@@ -290,7 +290,11 @@ def masked_scatter(input: Any, mask: Any, updates: Any, out_dim: Any = None) -> 
     _same_dtype(x, new, "masked_scatter")
     mask = jnp.broadcast_to(mask, x.shape)
     order = jnp.cumsum(mask.reshape(-1)).reshape(x.shape) - 1
-    return jnp.where(mask, jnp.take(new.reshape(-1), jnp.maximum(order, 0)), x)
+    none = jnp.nan if jnp.issubdtype(new.dtype, jnp.inexact) else 0
+    flat = jnp.concatenate(
+        [new.reshape(-1), jnp.full(1, none, new.dtype)]
+    )  # there may be no updates
+    return jnp.where(mask, jnp.take(flat, jnp.maximum(order, 0)), x)
 
 
 @lift

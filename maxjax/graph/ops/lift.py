@@ -146,7 +146,8 @@ def integers(x: Any, op: str) -> jax.Array:
     x = array(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{op} takes indices of an integer dtype, not {x.dtype}")
-    return x
+    # The numbers of rows that are computed beside them may not fit into less than 32 bits.
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
 def binary_operands(a: Any, b: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..symbolic import to_sizes
-from .lift import array, floating, lift, pair, same
+from .lift import array, floating, lift, pair, rounded, same, wide
 
 
 class _Windows(NamedTuple):
@@ -94,6 +94,7 @@ def avg_pool2d(
         ValueError: the input is not an image, or is smaller than the kernel.
     """
     x = floating(input, "avg_pool2d")
+    dtype, x = x.dtype, wide(x)
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
     total = sum(windows.slices(windows.pad(x, 0)), start=jnp.zeros((), x.dtype))
     ones = jnp.ones((1, *x.shape[1:3], 1), x.dtype)
@@ -107,7 +108,7 @@ def avg_pool2d(
         count = sum(windows.slices(unpadded.pad(ones, 0)), start=jnp.zeros((), x.dtype))
     else:
         count = sum(windows.slices(windows.pad(ones, 0)), start=jnp.zeros((), x.dtype))
-    return total / count
+    return rounded(total / count, dtype)
 
 
 @lift

@@ -8,7 +8,10 @@ push themselves on the stacks while they run; nothing is registered at import.
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
+
+from jax.core import Tracer
 
 from .epoch import EPOCH
 
@@ -40,6 +43,15 @@ class Running(threading.local):
     def path_of(self, weight: Any) -> str | None:
         """The path of a Weight below the outermost running Module; None if it is not below it."""
         return self.names_below(self.modules[0]).names.get(id(weight)) if self.modules else None
+
+    def warn_of_lost(self, weight: Any, value: Any) -> None:
+        """Warns if a Weight below a running Module gets a traced value, which is lost after the trace."""
+        if isinstance(value, Tracer) and (path := self.path_of(weight)) is not None:
+            warnings.warn(
+                f"weight '{path}' gets a value while its module runs: under jax.jit it is lost after the trace. "
+                "Return the new value instead",
+                stacklevel=3,
+            )
 
     def name_of(self, weight: Any) -> str:
         """The name of a Weight in a program.

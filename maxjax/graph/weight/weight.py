@@ -6,14 +6,12 @@ The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from ...dtype import DType
 from ...kernels import explicit
@@ -314,12 +312,7 @@ class Weight(OfWeight, Methods):
             self._sharding, self._layout = value.sharding, None
             self.stored.declare(DType.of(value.dtype), tuple(Shape(value.shape)))
         elif isinstance(value, jax.Array):
-            if isinstance(value, Tracer) and (path := RUNNING.path_of(self)) is not None:
-                warnings.warn(
-                    f"weight '{path}' gets a value while its module runs: under jax.jit it is lost after the trace. "
-                    "Return the new value instead",
-                    stacklevel=2,
-                )
+            RUNNING.warn_of_lost(self, value)
             self._set(value)
         elif isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__jax_array__"):
             self._set(jnp.array(fitting(value) if isinstance(value, np.ndarray) else value))

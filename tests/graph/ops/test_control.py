@@ -112,3 +112,8 @@ def test_transfer_to():
     ops.assert_same_device(X, X)
     with pytest.raises(ValueError, match="there on"):
         ops.assert_same_device(X, there=moved)
+
+
+def test_a_loop_whose_later_values_are_traced():
+    run = lambda w: ops.while_loop(jnp.ones(()), lambda v: v < 100.0, lambda v: v * w)[0].value
+    np.testing.assert_array_equal(jax.vmap(run)(jnp.array([2.0, 3.0])), [128, 243])

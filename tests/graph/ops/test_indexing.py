@@ -219,3 +219,19 @@ ONE = np.array([[0, 1]])
 def test_what_does_not_go(op, error, says):
     with pytest.raises(error, match=says):
         op()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_numbers_of_rows_do_not_wrap_in_narrow_types(dtype):
+    indices = np.zeros((300, 1), dtype)
+    found = ops.scatter(np.zeros((300, 4), np.float32), np.ones((300, 1), np.float32), indices)
+    np.testing.assert_array_equal(np.asarray(found)[:, 0], np.ones(300))
+    values = np.arange(600.0, dtype=np.float32).reshape(300, 2)
+    found = ops.gather_nd(values, np.ones((300, 1), dtype), batch_dims=1)
+    np.testing.assert_array_equal(found, values[:, 1])
+
+
+def test_no_updates_are_enough_for_a_mask_of_nothing():
+    x = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    mask = np.zeros((3, 2), bool)
+    np.testing.assert_array_equal(ops.masked_scatter(x, mask, np.zeros((0, 2), np.float32)), x)

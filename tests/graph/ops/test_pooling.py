@@ -1,5 +1,6 @@
 """Pooling and fold against torch, which has channels first: the oracles permute."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -90,3 +91,15 @@ def test_what_does_not_go():
         ops.fold(normal(1, 4, 5), (3, 3), (2, 2))
     with pytest.raises(ValueError, match=r"\(1, 3, 4\)"):
         ops.fold(normal(1, 3, 4), (3, 3), (2, 2))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_means_of_16_bits_are_rounded_once(dtype):
+    x = np.random.default_rng(0).random((1, 17, 17, 1)).astype(np.float32)
+    given = jnp.asarray(x).astype(dtype)
+    found = ops.avg_pool2d(given, (17, 17))
+    assert found.dtype == dtype
+    expected = np.asarray(given).astype(np.float64).mean()
+    np.testing.assert_allclose(float(found[0, 0, 0, 0]), expected, rtol=2**-8)
+    large = jnp.full((1, 2, 2, 1), 60000.0, dtype)
+    assert float(ops.avg_pool2d(large, (2, 2))[0, 0, 0, 0]) == float(large[0, 0, 0, 0])

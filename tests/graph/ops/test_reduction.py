@@ -142,3 +142,10 @@ def test_extremes_along_a_named_size(dtype):
     got = InferenceSession().load(graph).execute(x)
     for one, want in zip(got, (x.max(0, keepdims=True), x.min(0, keepdims=True)), strict=True):
         np.testing.assert_array_equal(one.to_numpy(), want)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
+def test_means_of_narrow_integers_do_not_wrap(dtype):
+    x = np.full((2, 300), 100, dtype)
+    found = ops.mean(x, axis=1)
+    assert found.dtype == dtype and (np.asarray(found) == 100).all()

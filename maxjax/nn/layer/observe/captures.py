@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -142,16 +143,11 @@ class Captures(Mapping[str, Any]):
         if found is not None:
             row: int = found
             leaves, tree = jax.tree.flatten(tuple(run.tree for run in runs))
-            ranks = self._ranks[home]
+            ranks, count = self._ranks[home], len(runs[0].numbers)
             runs = jax.tree.unflatten(
                 tree,
                 [
-                    _applied(
-                        lambda a, rank=rank: jax.lax.index_in_dim(
-                            a, row, a.ndim - rank, keepdims=False
-                        ),
-                        a,
-                    )
+                    _applied(partial(_row_of, row, count, rank), a)
                     for a, rank in zip(leaves, ranks, strict=True)
                 ],
             )
@@ -177,7 +173,7 @@ class Captures(Mapping[str, Any]):
         ranks = iter(self._ranks[home])
         own = 0 if row is None else 1  # a slice does not have the axis of layers
         return jax.tree.map(
-            lambda *a: _applied(_stacked(a[0].ndim - (next(ranks) - own)), *a), *values
+            lambda *a: _applied(_stacked(max(a[0].ndim - (next(ranks) - own), 0)), *a), *values
         )
 
     def __repr__(self) -> str:
@@ -221,6 +217,19 @@ def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]
 def _is_stacked(runs: Any) -> bool:
     # Trees of a transformation's arguments, such as out_axes, may have any leaves.
     return isinstance(runs, tuple) and bool(runs) and isinstance(runs[0], StackedValues)
+
+
+def _row_of(row: int, count: int, rank: int, array: jax.Array) -> jax.Array:
+    """A layer's part of an array of all layers, which had so many axes when it was captured.
+
+    Transformations add axes in front of that of the layers; what was reduced since took axes behind it.
+    """
+    axis = max(array.ndim - rank, 0)
+    if array.ndim <= axis or array.shape[axis] != count:
+        raise UserInputError(
+            "the captured arrays no longer have their axis of layers: take the layer before you reduce them"
+        )
+    return jax.lax.index_in_dim(array, row, axis, keepdims=False)
 
 
 def _stacked(axis: int) -> Callable[..., Any]:

@@ -100,6 +100,7 @@ def _part(part: str) -> str:
     known = {"?": "[^.]"}
     return "".join(
         "[^.]*" if set(piece) == {"*"}
+        else "[^." + piece[2:] if piece.startswith("[!")
         else known.get(piece, piece) if piece[:1] in ("?", "[") and piece[-1:] in ("?", "]")
         else re.escape(piece)
         for piece in pieces
