@@ -169,7 +169,7 @@ def test_whoever_comes_late_does_not_go_on_alone(together, monkeypatch):
     first, late = together(body, 2)
     assert isinstance(first, PeerLostError) and isinstance(late, PeerLostError)
     assert "adding: process 1 has not reached this point in 0.1 s" in str(first)
-    assert "did not wait" in str(late) or "has not reached" in str(late)
+    assert "came too late" in str(late) or "has not reached" in str(late)
 
 
 def test_a_lost_process_is_named(together):

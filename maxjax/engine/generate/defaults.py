@@ -63,7 +63,10 @@ class GenerationDefaults:
         """
         given = {} if self.file is None else json.loads(self.file)
         if self.read == self._values:
-            known = set(self.eos_ids) <= set(eos_token_ids(config or {}))
+            ends = eos_token_ids(config or {})
+            known = not ends or set(self.eos_ids) <= set(
+                ends
+            )  # without any they are the tokenizer's
             return given if self.file is not None or known else {"eos_token_id": list(self.eos_ids)}
         chosen, off = self.sampling, Sampling()
         found: dict[str, Any] = {}

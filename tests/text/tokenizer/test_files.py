@@ -430,7 +430,7 @@ def test_minilm_by_its_words(minilm, tmp_path):
 
 @pytest.mark.parametrize(
     "settings, said",
-    [({"tokenizer_class": "WhisperTokenizer"}, "WhisperTokenizer"), ({}, "no class"), (FAST, "PreTrained"),
+    [({"tokenizer_class": "WhisperTokenizer"}, "WhisperTokenizer"), ({}, "not name its class"), (FAST, "PreTrained"),
      ({"tokenizer_class": "BertTokenizer"}, "BertTokenizer"), ({"tokenizer_class": ["x"]}, "x")],
 )  # fmt: skip
 def test_a_class_that_is_not_known(tmp_path, gpt2, settings, said):

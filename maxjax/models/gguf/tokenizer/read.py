@@ -143,6 +143,8 @@ def end_ids(
     """
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    if not tokens:  # the tokenizer is beside the file
+        return ()
     found = [special_id(given, tokens, key) for key in ("eos", "eot", "eom")]
     ends = ENDS
     if {"<|return|>", "<|call|>"} <= set(tokens):  # gpt-oss: <|end|> ends a part
@@ -155,7 +157,7 @@ def padding_id(metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | No
     """The id of the padding token; 0 if the file names none."""
     given = Settings(metadata, "tokenizer.ggml.", path)
     tokens = given.items("tokens", str, []) if given.has("tokens") else []
-    return special_id(given, tokens, "padding") or 0
+    return special_id(given, tokens, "padding") or 0 if tokens else 0
 
 
 def _kept(metadata: Mapping[str, Any], path: Any) -> dict[str, Any]:
