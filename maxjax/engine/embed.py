@@ -109,7 +109,7 @@ def embed(
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.ndarray:

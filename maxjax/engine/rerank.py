@@ -154,7 +154,7 @@ def _default_activation(model: Any) -> str:
     kind = name.rpartition(".")[2] if isinstance(name, str) else None
     if kind in ("Identity", "Sigmoid"):
         return "linear" if kind == "Identity" else "sigmoid"
-    if kind is not None:
+    if isinstance(name, str):
         raise UnsupportedModelError(
             f"the model's scores need the activation function {name[:80]!r}, which is not supported: pass "
             "activation='sigmoid' or 'linear'"

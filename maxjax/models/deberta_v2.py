@@ -131,7 +131,7 @@ class DebertaV2Pooler(Pooler):
 
     def __init__(self, config: DebertaV2Config, types: Types):
         super().__init__(config, types)
-        self.activation = config.pooler_hidden_act
+        self.activation = config.pooler_hidden_act  # type: ignore[misc]
 
 
 class DebertaV2Model(Encoder):

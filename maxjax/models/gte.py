@@ -57,7 +57,7 @@ class GteConfig(EncoderConfig):
 
 def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number among RoPE's settings, from 1 to 1e9."""
-    value = default if given.get(key) is None else given[key]
+    value: Any = default if given.get(key) is None else given[key]
     if type(value) not in (int, float) or not 1 <= value <= 1e9:
         raise ValueError(f"'{key}' with 'rope_scaling' of type 'ntk' is {str(value)[:60]}")
     return float(value)

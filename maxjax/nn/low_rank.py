@@ -158,13 +158,14 @@ class LowRank(Module):
         Raises:
             NotImplementedError: the update is one of DoRA.
         """
-        if self.lora_A is None or self.lora.merged:
+        lora = self.lora
+        if self.lora_A is None or lora is None or lora.merged:
             return weight
-        if self.lora.dora:
+        if lora.dora:
             self.refuse_update(f"{what}, and DoRA,")
         a, b = (jnp.asarray(unwrap(one)).astype(jnp.float32) for one in (self.lora_A, self.lora_B))
         dense = jnp.asarray(weight)
-        return (dense.astype(jnp.float32) + self.lora.scale * (b @ a)).astype(dense.dtype)
+        return (dense.astype(jnp.float32) + lora.scale * (b @ a)).astype(dense.dtype)
 
     def refuse_update(self, what: str) -> None:
         """Checks that the layer has no update, for operations that do not support updates.

@@ -152,7 +152,14 @@ def plain_value(leaf: Any) -> Any:
     kind = next(kind for kind in PLAIN if isinstance(leaf, kind))
     if type(leaf) is kind:
         return leaf
-    return str.__str__(leaf) if kind is str else getattr(kind, f"__{kind.__name__}__", kind)(leaf)
+    own: Any = {
+        str: str.__str__,
+        bytes: bytes,
+        bool: bool,
+        int: int.__int__,
+        float: float.__float__,
+    }
+    return own.get(kind, kind)(leaf)
 
 
 def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:

@@ -69,6 +69,7 @@ class GenerationDefaults:
             )  # without any they are the tokenizer's
             return given if self.file is not None or known else {"eos_token_id": list(self.eos_ids)}
         chosen, off = self.sampling, Sampling()
+        biases: Any = chosen.logit_bias
         found: dict[str, Any] = {}
         if not chosen.is_greedy:
             found = {"do_sample": True, "temperature": chosen.temperature, "top_k": chosen.top_k}
@@ -79,11 +80,7 @@ class GenerationDefaults:
             for name in ("top_p", "min_p", "repetition_penalty", "min_new_tokens")
             if getattr(chosen, name) != getattr(off, name)
         }
-        found |= (
-            {"sequence_bias": [[[i], bias] for i, bias in chosen.logit_bias]}
-            if chosen.logit_bias
-            else {}
-        )
+        found |= {"sequence_bias": [[[i], bias] for i, bias in biases]} if chosen.logit_bias else {}
         found |= {"suppress_tokens": list(chosen.banned)} if chosen.banned else {}
         found |= {"max_new_tokens": self.max_new_tokens} if self.max_new_tokens else {}
         found |= {"max_length": self.max_length} if self.max_length else {}

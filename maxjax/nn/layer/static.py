@@ -63,13 +63,11 @@ class FrozenDict(dict):
 
 
 # JAX's functions take them as they take lists and dicts, and return those.
+_plain_list: Any = lambda _, items: list(items)
+_plain_dict: Any = lambda names, items: dict(zip(names, items, strict=True))
+jax.tree_util.register_pytree_node(FrozenList, lambda held: (tuple(held), None), _plain_list)
 jax.tree_util.register_pytree_node(
-    FrozenList, lambda held: (tuple(held), None), lambda _, items: list(items)
-)
-jax.tree_util.register_pytree_node(
-    FrozenDict,
-    lambda held: (tuple(held.values()), tuple(held)),
-    lambda names, items: dict(zip(names, items, strict=True)),
+    FrozenDict, lambda held: (tuple(held.values()), tuple(held)), _plain_dict
 )
 
 
