@@ -134,8 +134,8 @@ def save_again_and_again(job: dict[str, Any]) -> None:
     k, kind, path, nbytes = job["k"], job["kind"], job["path"], job["nbytes"]
     make_model(k, nbytes)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    say(started=k)
     try:
+        say(started=k)  # an interrupt may come before this returns
         while True:
             model = make_model(k, nbytes)
             save(kind, path, k, model, nbytes)
