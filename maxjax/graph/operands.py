@@ -322,9 +322,9 @@ def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
     parts = [part for part in parts if part is not None]
     counts = [_axes(part) for part in parts]
     used, gaps = sum(counts), sum(part is Ellipsis for part in parts)
-    if used > len(shape) or gaps > 1:
-        if gaps > 1:
-            raise ValueError(f"... occurs twice in the index of a tensor of shape {tuple(shape)}")
+    if gaps > 1:
+        raise ValueError(f"... occurs twice in the index of a tensor of shape {tuple(shape)}")
+    if used > len(shape):
         raise ValueError(
             f"{used} indices for the {len(shape)} axes of a tensor of shape {tuple(shape)}"
         )

@@ -8,7 +8,7 @@ the layer's weights from stacked ones, :func:`reroll` restores the loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,33 +27,32 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def constants_of(closed: Any) -> set[int]:
-    """The addresses of the NumPy constants of a closed jaxpr and of all jaxprs in it."""
-    found = {np.asarray(c).ctypes.data for c in closed.consts if not isinstance(c, jax.Array)}
-    return found | _of_equations(closed.jaxpr)
+def constants_of(program: Any) -> set[int]:
+    """The addresses of the NumPy constants of a jaxpr, closed or open, and of all jaxprs in it."""
+    own = getattr(program, "consts", ())
+    found = {np.asarray(c).ctypes.data for c in own if not isinstance(c, jax.Array)}
+    return found.union(
+        *(constants_of(value) for one in _equations(program) for value in _inner(one))
+    )
 
 
 def hidden_constants(closed: Any) -> set[int]:
     """The addresses of NumPy constants of jaxprs inside primitives other than ``jit``, which are not replaced."""
     found: set[int] = set()
-    for equation in closed.jaxpr.eqns:
-        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-        for value in filter(_is_jaxpr, inner):
-            if is_jit(equation):
-                found |= hidden_constants(value)
-            else:
-                found |= constants_of(value) if hasattr(value, "consts") else _of_equations(value)
+    for equation in _equations(closed):
+        read = hidden_constants if is_jit(equation) else constants_of
+        found = found.union(*map(read, _inner(equation)))
     return found
 
 
-def _of_equations(jaxpr: Any) -> set[int]:
-    """The addresses of the NumPy constants of all closed jaxprs in an open one."""
-    found: set[int] = set()
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                found |= constants_of(value) if hasattr(value, "consts") else _of_equations(value)
-    return found
+def _equations(program: Any) -> Any:
+    """The equations of a jaxpr, closed or open."""
+    return getattr(program, "jaxpr", program).eqns
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """The jaxprs, closed and open, that a primitive has as its parameters."""
+    return filter(_is_jaxpr, jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr))
 
 
 def _is_jaxpr(value: Any) -> bool:

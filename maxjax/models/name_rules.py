@@ -37,17 +37,9 @@ TABLE = (
     ("head", "values", TENSOR, "lm_head output embed_out"),
 )  # fmt: skip
 # The names of embedding tables, of tables that are never tied to the head, and of heads.
-TABLES = (
-    "embed_tokens",
-    "word_embeddings",
-    "wte",
-    "tok_embeddings",
-    "embed_in",
-    "shared",
-    "embeddings",
-)
+TABLES = (*(name for row in TABLE if row[0] == "table" for name in row[3].split()), "embeddings")
 UNTIED_TABLES = ("embed_tokens_per_layer",)
-HEADS = ("lm_head", "output", "embed_out")
+HEADS = tuple(name for row in TABLE if row[0] == "head" for name in row[3].split())
 # Tensors that hold all experts of a layer: they are split between experts, along the first axis.
 STACKED_EXPERTS = "experts.gate_up_proj* experts.down_proj*"
 # Models whose linear layers have weights [inputs, outputs], and the names of these layers.

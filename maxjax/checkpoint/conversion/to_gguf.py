@@ -197,8 +197,9 @@ def _new_gguf(
     gguf_settings(model, path)  # a setting says more than a tensor that has no place
     family = find_family(config, path=path)
     tensors = family.apart(unwrapped(found.tensors))
-    dropped = [name for name in tensors if family.name(name) is None]  # as when the model is loaded
-    tensors = {name: data for name, data in tensors.items() if name not in set(dropped)}
+    # As when the model is loaded. A dict keeps the order of the names.
+    dropped = dict.fromkeys(name for name in tensors if family.name(name) is None)
+    tensors = {name: data for name, data in tensors.items() if name not in dropped}
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)
     made = gguf_tensors(config, tensors, path=path)
