@@ -177,11 +177,11 @@ def test_logits_are_never_whole(small, monkeypatch):
 def test_one_program_for_all_windows(small):
     model, tokenizer = small
     program: Any = module._losses
-    before = program._cache_size()
+    program.clear_cache()  # programs of earlier tests could leave JAX's cache while this one counts
     perplexity(model, tokenizer, text_of(61), context=14, stride=6, batch_size=4)
-    assert program._cache_size() == before + 1
+    assert program._cache_size() == 1
     perplexity(model, tokenizer, text_of(200), context=14, stride=3, batch_size=4)
-    assert program._cache_size() == before + 1
+    assert program._cache_size() == 1
 
 
 @pytest.mark.default("axes0-AxisType.Auto")

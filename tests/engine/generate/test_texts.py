@@ -351,7 +351,15 @@ def test_a_text_that_begins_with_the_token_of_a_beginning(model):
 # --- how it runs -------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_programs():
+    """JAX keeps 4,096 programs of all functions: those of earlier tests could leave while a test counts."""
+    decode_programs.prefill.clear_cache()
+    decode_programs.decode.clear_cache()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_programs")
 def test_how_much_is_compiled(theirs, directory):
     """One program for each bucket of prompts, and one that decodes, however it is called."""
     model = ours(directory)
@@ -375,6 +383,7 @@ def test_how_much_is_compiled(theirs, directory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_programs")
 def test_another_temperature_is_no_other_program(theirs, directory):
     """Numbers of a Sampling are arguments; which of them are used is part of the program."""
     model = ours(directory)
