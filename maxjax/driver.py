@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from .absent import absent as _absent
-from .dtype import DType
+from .dtype import DType, misfit
 
 if TYPE_CHECKING:
     import jax
@@ -412,14 +412,11 @@ class Buffer:
         import jax
         import jax.numpy as jnp
 
-        held, dtype = self._array, jax.dtypes.canonicalize_dtype(self._array.dtype)
-        if dtype != held.dtype and dtype.kind in "iu" and held.size:
-            limits = np.iinfo(dtype)
-            if held.min() < limits.min or held.max() > limits.max:
-                raise ValueError(
-                    f"unsafe cast: integers from {held.min()} to {held.max()} do not fit in {dtype}; set "
-                    "jax_enable_x64 to use 64-bit types"
-                )
+        dtype = jax.dtypes.canonicalize_dtype(self._array.dtype)
+        if (found := misfit(self._array, dtype)) is not None:
+            raise ValueError(
+                f"unsafe cast: {found} do not fit in {dtype}; set jax_enable_x64 to use 64-bit types"
+            )
         # Copied, as JAX on a CPU would share aligned NumPy memory, and a Buffer is mutable.
         return jnp.array(self._array, copy=True)
 

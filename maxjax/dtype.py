@@ -317,6 +317,19 @@ def _from_text(text: str) -> DType:
     return found
 
 
+def misfit(array: np.ndarray, dtype: NumpyDType) -> str | None:
+    """The range of an array's numbers, as "integers from -1 to 300", if an integer dtype cannot hold them; else None.
+
+    Example:
+        >>> misfit(np.asarray([-1, 300]), np.dtype(np.uint8)), misfit(np.arange(3), np.dtype(np.uint8))
+        ('integers from -1 to 300', None)
+    """
+    if not array.size or array.dtype == dtype or not DType.of(dtype).is_integral():
+        return None
+    limits, least, most = ml_dtypes.iinfo(dtype), int(array.min()), int(array.max())
+    return f"integers from {least} to {most}" if least < limits.min or most > limits.max else None
+
+
 def promote(a: Any, b: Any) -> DType:
     """The type of the result of an operation on ``a`` and ``b``; the order does not matter.
 

@@ -91,16 +91,15 @@ def _few_dialects() -> None:
     mlir.make_ir_context, mlir.lower_jaxpr_to_module = context, lowered
 
 
-def _no_places_in_programs() -> None:
-    """Leaves the lines of Python and the names of scopes out of programs, which nobody profiles here.
+def _no_lines_in_programs() -> None:
+    """Leaves the lines of Python out of programs, which nobody profiles here.
 
     And devices of a program's results are listed without an iterator: the exception of C++ that ends it takes
     0.2 ms where thousands of programs have registered their frames.
     """
-    ir: Any = importlib.import_module("jax._src.lib.mlir.ir")
     mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
     shardings: Any = importlib.import_module("jax._src.sharding_impls")
-    mlir.source_info_to_location = lambda *_: ir.Location.unknown()
+    mlir._traceback_to_location = lambda *_: mlir.ir.Location.unknown()
     shardings.GSPMDSharding._device_assignment = property(lambda self: self._devices[:])
 
 
@@ -183,7 +182,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compile_cache.enable()
     if not ALL and version("jax").startswith("0.10."):
         _few_dialects()
-        _no_places_in_programs()
+        _no_lines_in_programs()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtype import DType, promote
+from ..dtype import DType, misfit, promote
 from .shape import StaticDim
 from .symbolic import to_sizes
 
@@ -204,13 +204,10 @@ def fitting(x: np.ndarray) -> np.ndarray:
         ValueError: its integers do not fit.
     """
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    if dtype != x.dtype and dtype.kind in "iu" and x.size:
-        low, high = bounds(dtype)
-        if x.min() < low or x.max() > high:
-            raise ValueError(
-                f"unsafe cast: integers from {x.min()} to {x.max()} do not fit in {dtype}; set jax_enable_x64 to "
-                "use 64-bit types"
-            )
+    if (found := misfit(x, dtype)) is not None:
+        raise ValueError(
+            f"unsafe cast: {found} do not fit in {dtype}; set jax_enable_x64 to use 64-bit types"
+        )
     return x
 
 

@@ -53,13 +53,14 @@ def module_arrays(
         leaf = weight.stored.leaf
         if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
             leaf = weight.stored.read()
-        if not hasattr(leaf, "dtype") and holes and not jax.tree.leaves(leaf):
-            continue
-        if not hasattr(leaf, "dtype") and len(jax.tree.leaves(leaf)) > 0:
+        is_array = hasattr(leaf, "dtype")
+        if not is_array and jax.tree.leaves(leaf):
             raise UserInputError(
                 f"{title}: in place of the weight '{name}' there is a tree of arrays, which cannot be saved"
             )
-        if not hasattr(leaf, "dtype") or type(leaf) is jax.ShapeDtypeStruct:
+        if not is_array and holes:
+            continue
+        if not is_array or type(leaf) is jax.ShapeDtypeStruct:
             raise UserInputError(
                 f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
             )

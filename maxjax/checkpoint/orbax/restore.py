@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...dtype import DType
+from ...dtype import DType, misfit
 from ...errors import CheckpointMismatchError, closest, some
 from ...graph.placement.arrays import sharding_of
 from ...graph.weights import WeightData
@@ -57,13 +57,10 @@ class LeafTarget(Destination):
         """
         if array.dtype == self.dtype:
             return array
-        if array.size and array.dtype.kind in "iu":
-            limits, least, most = np.iinfo(self.dtype), int(array.min()), int(array.max())
-            if least < limits.min or most > limits.max:
-                raise CheckpointMismatchError(
-                    f"holds integers from {least} to {most}, which do not fit {self.dtype}",
-                    tensor=self.names[number],
-                )
+        if (found := misfit(array, self.dtype)) is not None:
+            raise CheckpointMismatchError(
+                f"holds {found}, which do not fit {self.dtype}", tensor=self.names[number]
+            )
         return array.astype(self.dtype)
 
     def array(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...dtype import DType
+from ...dtype import DType, misfit
 from ...errors import CheckpointMismatchError
 from ...graph.placement.arrays import put
 from ...graph.weights import WeightData
@@ -100,13 +100,10 @@ class Filling:
         dtype = np.dtype(self.target.dtype)
         if array.dtype == dtype:
             return array
-        if dtype.kind in "iu" and array.size:
-            limits, least, most = np.iinfo(dtype), int(array.min()), int(array.max())
-            if least < limits.min or most > limits.max:
-                raise CheckpointMismatchError(
-                    f"holds integers from {least} to {most}, which do not fit {dtype}",
-                    tensor=self.sources[number][0],
-                )
+        if (found := misfit(array, dtype)) is not None:
+            raise CheckpointMismatchError(
+                f"holds {found}, which do not fit {dtype}", tensor=self.sources[number][0]
+            )
         data = WeightData(array, self.target.name, DType.of(array.dtype), array.shape)
         return data.astype(DType.of(dtype)).data
 

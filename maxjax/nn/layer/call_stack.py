@@ -8,8 +8,9 @@ names.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ class Names:
         return {id(weight): name for name, _, weight, _ in reversed(self._walk.places)}
 
 
+_OWN = "maxjax.nn.layer."
 _WARNED: set[tuple[str, type]] = set()
 # The types of arguments that contain no other values.
 _PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
@@ -80,6 +82,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         running.traced = _is_traced(module, args, kwargs)
         if running.traced:
             _warn_if_captured(module)
+    elif not running.traced and args and isinstance(args[0], Tracer):
+        _warn_if_captured(module, in_eager=True)
     scope = _scope_name(module) if running.traced and not outermost else None
     running.modules.append(module)
     if outermost and not outer_values:
@@ -144,8 +148,14 @@ def layer_name(layer: Any) -> str | None:
     return None if prefix is None else prefix.rstrip(".")
 
 
-def _warn_if_captured(module: Any) -> None:
-    """Warns if weights are constants of a traced program, which would not see later values."""
+def _warn_if_captured(module: Any, in_eager: bool = False) -> None:
+    """Warns if weights are constants of a traced program, which would not see later values.
+
+    Args:
+        module: the Module that is called.
+        in_eager: whether a Module that is not traced calls it. Then the program is kept only if JAX got the
+            Module itself as the function, and not a new lambda.
+    """
     if RUNNING.graphs:
         return  # there the weights are arguments of the program
     values = weight_values(module)
@@ -154,18 +164,41 @@ def _warn_if_captured(module: Any) -> None:
     if not any(isinstance(value, jax.Array) for value in values):
         return
     # Under jit even a new constant is a tracer; under an eager vmap or grad it is not.
-    if isinstance(jax.numpy.zeros(()), Tracer):
-        name = type(module).__name__
-        warn_once(
-            "captured",
-            module,
+    if not isinstance(jax.numpy.zeros(()), Tracer) or (in_eager and not _called_by_jax()):
+        return
+    name = type(module).__name__
+    if in_eager:
+        message = (
+            f"a layer of type {name} was given to JAX as the function: JAX keeps its program for this layer, with "
+            f"its weights as constants, and will not see later changes. Write jax.checkpoint(lambda x: layer(x)), "
+            f"and so for lax.cond and lax.switch"
+        )
+    else:
+        message = (
             f"{name} runs inside jax.jit with weights that are not arguments: they become constants of "
             f"the compiled program, which will not see later changes. Write "
-            f"jax.jit(lambda m, x: m(x))(model, x)",
+            f"jax.jit(lambda m, x: m(x))(model, x)"
         )
+    warn_once("captured", module, message)
+
+
+def _called_by_jax() -> bool:
+    """Whether JAX's own code has called the Module, not a lambda, such as the one that is in ``lax.map``."""
+    callers = (name for name in _callers(sys._getframe()) if not name.startswith(_OWN))
+    name = next(callers, "")
+    return name.startswith("jax.") and not name.endswith(".loops")
+
+
+def _callers(frame: Any) -> Iterator[str]:
+    """The names of the modules whose functions are running, from this frame outward."""
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
 
 
 def warn_once(kind: str, module: Any, message: str) -> None:
     if (kind, type(module)) not in _WARNED:
         _WARNED.add((kind, type(module)))
-        warnings.warn(message, stacklevel=4)
+        callers = enumerate(_callers(sys._getframe()), 1)
+        others = (i for i, name in callers if not name.startswith((_OWN, "jax.")))
+        warnings.warn(message, stacklevel=next(others, 1))

@@ -507,8 +507,9 @@ def test_captured_weights_warn_once_with_the_right_line():
         pass
 
     m, x = fill(Own()), jnp.ones(3)
-    with pytest.warns(UserWarning, match=r"jax.jit\(lambda m, x: m\(x\)\)"):
+    with pytest.warns(UserWarning, match=r"jax.jit\(lambda m, x: m\(x\)\)") as found:
         jax.jit(lambda x: m(x))(x)
+    assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda x: m(x) + 1)(x)
@@ -522,6 +523,44 @@ def test_captured_weights_warn_once_with_the_right_line():
         jax.vmap(lambda x: n(x))(jnp.ones((2, 3)))
         jax.grad(lambda x: n(x).sum())(x)
         jax.jit(lambda n, x: n(x))(n, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_kept"),
+    [
+        (lambda f, x: jax.checkpoint(f)(x), True),
+        (lambda f, x: jax.lax.cond(True, f, f, x), True),
+        (lambda f, x: jax.lax.switch(0, [f, f], x), True),
+        (lambda f, x: jax.checkpoint(lambda x: f(x))(x), False),
+        (lambda f, x: jax.lax.map(f, x[None])[0], False),
+        (lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0], False),
+        (lambda f, x: jax.vmap(f)(x[None])[0], False),
+        (lambda f, x: jax.vjp(f, x)[0], False),
+    ],
+)
+def test_a_layer_given_to_jax_as_a_function_warns_if_its_program_is_kept(call, is_kept):
+    class Own(Lin):
+        def __init__(self):
+            super().__init__(3, 3)
+
+    class Net(Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Own()
+
+        def __call__(self, x):
+            return call(self.layer, x)
+
+    net, x = fill(Net()), jnp.ones(3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        net(x)
+    assert [(w.filename, "given to JAX" in str(w.message)) for w in found] == [
+        (__file__, True)
+    ] * is_kept
+    net.load_state_dict({"layer.weight": jnp.full((3, 3), 2.0)})
+    assert is_kept or net(x).tolist() == [6, 6, 6]  # what the warning is about
+    assert jax.jit(lambda net, x: net(x))(net, x).tolist() == [6, 6, 6]
 
 
 def test_named_scopes_use_full_names():

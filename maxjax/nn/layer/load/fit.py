@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from ....driver import Buffer, DLPackArray
-from ....dtype import DType
+from ....dtype import DType, misfit
 from ....errors import differs
 from ....graph.placement.arrays import put, sharding_of
 from ....graph.placement.stacking import without_leading
@@ -313,12 +313,11 @@ def convert(one: Fit, array: Any) -> Any:
     if array.dtype == target:
         return array
     if one.dtype.is_integral():
-        limits = np.iinfo(target)
         host = np.asarray(array)
-        if host.size and (int(host.min()) < limits.min or int(host.max()) > limits.max):
+        if (found := misfit(host, target)) is not None:
             raise ValueError(
-                f"weight '{one.name}' holds integers from {host.min()} to {host.max()}, which do not fit "
-                f"{target} (JAX runs in 32 bits unless jax_enable_x64 is set)"
+                f"weight '{one.name}' holds {found}, which do not fit {target} (JAX runs in 32 bits unless "
+                "jax_enable_x64 is set)"
             )
         return host.astype(target)
     if isinstance(array, np.ndarray):
