@@ -4,6 +4,7 @@ A sum of different dtypes or a silently broadcast rank is an error in the librar
 `tests/conformance` and the doctests run under JAX's defaults, as a user's program does.
 """
 
+import atexit
 import gc
 import hashlib
 import importlib
@@ -33,8 +34,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 DEVICES = 8
 PROGRAMS_OF_A_CONTEXT = 100
+FILES_BETWEEN_COLLECTIONS = 5
 MEMORY_FOR_FILES = 12 << 30
 ROOT = Path(__file__).resolve().parent.parent
+
+
+_files = itertools.count()
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -134,6 +139,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_sessionfinish() -> None:
     """Stores the oracles' answers that ``--oracles=write`` recorded."""
     recorded.finish()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Lets a process of xdist end without first freeing its programs one by one, which takes seconds."""
+    if hasattr(config, "workerinput") and "jax" in sys.modules:
+        atexit.unregister(importlib.import_module("jax._src.api").clean_up)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -245,10 +256,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_a_file_leaves() -> Iterator[None]:
-    """Excludes what a file's tests leave in caches from later garbage collections."""
+    """Excludes what the tests of some files leave in caches from later garbage collections."""
     yield
-    gc.collect()
-    gc.freeze()
+    if next(_files) % FILES_BETWEEN_COLLECTIONS == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

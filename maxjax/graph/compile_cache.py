@@ -15,8 +15,10 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ DEFAULT = {"", "1", "on", "true", "yes"}
 # jax_compilation_cache_max_size: it reads the whole directory before each write (18 ms at 500
 # entries, 350 ms at 10000), and one entry left half-written ends all further writes.
 MAX_BYTES = 4 << 30
+SECONDS_BETWEEN_CHECKS = 3600
 # Option → JAX's default, and the value that keeps everything, however small.
 _THRESHOLDS = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.0),
@@ -72,7 +75,7 @@ def enable() -> str | None:
     The environment variable ``MAXJAX_COMPILE_CACHE`` is ``0`` for no cache, or the directory to
     use instead of ``maxjax/compile`` in the user's cache directory (``$XDG_CACHE_HOME``,
     ``~/.cache``; ``~/Library/Caches`` on macOS). It has a folder of mode 0700 for each version of JAX and
-    kind of processor. At most 4 GiB are kept, checked once per process.
+    kind of processor. At most 4 GiB are kept, checked when a process starts, once an hour.
 
     Compiled code is executed. Therefore a directory that belongs to another user, or that others may
     write to, is not used; the logger ``maxjax`` warns about it. There is also no cache if the directory
@@ -214,8 +217,15 @@ def _first_block(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _delete_excess(base: Path) -> None:
-    """Deletes empty entries, and the least recently used ones until at most MAX_BYTES are left."""
-    entries = []
+    """Deletes empty entries, and the least recently used ones until at most MAX_BYTES are left.
+
+    Not again within SECONDS_BETWEEN_CHECKS, as all entries are looked at: 0.4 s if there are 50,000.
+    """
+    mark, entries = base / "checked", []
+    with suppress(FileNotFoundError):
+        if abs(time.time() - mark.stat().st_mtime) < SECONDS_BETWEEN_CHECKS:
+            return
+    mark.touch()
     for path in base.glob("jax*-jaxlib*/*-cache"):
         try:
             status = path.lstat()

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jaxlib.version
@@ -120,6 +121,7 @@ def test_damaged_entries_are_compiled_anew(tmp_path, home):
         else:
             path.unlink()
             path.mkdir()
+    os.utime(base / "checked", (1e9, 1e9))
     second = run(PROGRAM, environment)
     assert second["hits"] == 0 and second["same"]
     assert all(path.stat().st_size for path in entries)  # the empty one was written anew
@@ -365,4 +367,22 @@ def test_the_longest_unused_go_first(monkeypatch, tmp_path):
     (tmp_path / "others-cache").write_bytes(bytes(1000))
     compile_cache._delete_excess(tmp_path)
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["jit_f-0-cache", "jit_f-1-cache", "notes", "others-cache"]
+    assert left == ["checked", "jit_f-0-cache", "jit_f-1-cache", "notes", "others-cache"]
+
+
+def test_entries_are_counted_once_an_hour(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 0)
+    entry = tmp_path / "jax1-jaxlib1-x86_64-0" / "jit_f-0-cache"
+    entry.parent.mkdir()
+    compile_cache._delete_excess(tmp_path)
+    entry.write_bytes(b"1")
+    compile_cache._delete_excess(tmp_path)
+    assert entry.exists()
+    before = time.time() - compile_cache.SECONDS_BETWEEN_CHECKS - 1
+    os.utime(tmp_path / "checked", (before, before))
+    compile_cache._delete_excess(tmp_path)
+    assert not entry.exists()
+    entry.write_bytes(b"1")
+    os.utime(tmp_path / "checked", (4e9, 4e9))  # by a clock that was wrong
+    compile_cache._delete_excess(tmp_path)
+    assert not entry.exists()
