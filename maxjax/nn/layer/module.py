@@ -133,7 +133,11 @@ class Module(OfModule, Layer, StateDict, ABC):
         @wraps(call)
         def wrapped(self: Module, /, *args: Any, **kwargs: Any) -> Any:
             if hooks.is_plain():
-                return call_stack.run(self, call, args, kwargs)
+                outputs = call_stack.run(self, call, args, kwargs)
+                # A hook may have been added during the call.
+                return (
+                    hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
+                )
             return calls.run(self, call, args, kwargs)
 
         return wrapped

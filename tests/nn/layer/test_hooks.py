@@ -64,6 +64,26 @@ def test_a_hook_added_inside_a_hook_runs_in_the_same_call():
     assert seen == ["first", "second"]
 
 
+def test_a_hook_added_during_a_call_runs_for_the_layers_that_are_running():
+    seen = []
+
+    class Adds(Module):
+        def __call__(self, x):
+            add_layer_hook(lambda layer, *rest: seen.append(type(layer).__name__))
+            return x
+
+    class Outer(Module):
+        def __init__(self):
+            super().__init__()
+            self.adds = Adds()
+
+        def __call__(self, x):
+            return self.adds(x)
+
+    Outer()(1)
+    assert seen == ["Adds", "Outer"]
+
+
 def test_hooks_fire_in_all_threads_and_for_lists_and_layers():
     seen = []
     add_layer_hook(lambda layer, *rest: seen.append(type(layer).__name__))
