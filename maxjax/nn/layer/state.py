@@ -200,7 +200,7 @@ class _Match:
                 return [f"The value of '{name}' is None"]
             if like := closest(name, map(str, self.unexpected)):
                 return [f"For '{name}', did you mean '{like}'?"]
-        like = closest(missing[0], self.keys)
+        like = closest(missing[0], map(str, self.keys))
         return [f"For '{missing[0]}', did you mean '{like}'?"] if like else []
 
 

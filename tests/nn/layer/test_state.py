@@ -129,6 +129,11 @@ def test_what_is_no_state_dict():
             m.load_state_dict(given)
 
 
+def test_keys_that_are_no_strings_are_unexpected():
+    with pytest.raises(ValueError, match=r"weights: b\.w; .*did you mean 'a\.w'.* state_dict: 3$"):
+        model().load_state_dict({"a.w": ONES, 3: ONES})
+
+
 def test_lenient_loading_reports():
     m = model()
     with pytest.raises(ValueError, match="The value of 'b.w' is None"):
