@@ -190,7 +190,7 @@ def _duplicate(name: str, first: str, second: str) -> str:
     return (
         f"Duplicate weight name '{name}': '{first}' and '{second}' would have the same full name in the "
         "state dict. One of the modules on these paths leaves its own attribute name out "
-        "(_omit_module_attr_name): rename one of the weights or attributes"
+        "(_omit_module_attr_name), or a Weight's name has a dot: rename one of the weights or attributes"
     )
 
 

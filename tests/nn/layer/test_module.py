@@ -101,6 +101,12 @@ def test_two_weights_of_one_name():
         m.weight = Weight("b", "float32", (1,), CPU)
 
 
+def test_a_name_with_a_dot_that_is_also_a_path():
+    model = Hold(x=Weight("b.weight", "float32", (2,), CPU), b=Lin())
+    with pytest.raises(ValueError, match=r"Duplicate weight name 'b\.weight'.* name has a dot"):
+        model.raw_state_dict()
+
+
 def test_replacing_keeps_the_order():
     m = Pair()
     m.replace_module("a", Lin(9))
