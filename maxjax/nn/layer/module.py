@@ -362,9 +362,29 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     # -- graphs
 
-    def trace(self, *input_types: TensorType, name: str | None = None) -> Graph:
-        """Traces this Module for arguments of these types; returns a Graph, named after the class by default."""
-        return Graph(name or type(self).__qualname__, self, input_types)
+    def trace(
+        self,
+        *input_types: TensorType,
+        name: str | None = None,
+        module: Any = None,
+        custom_extensions: Iterable[Any] = (),
+        is_device_graph: bool = False,
+    ) -> Graph:
+        """Traces this Module for arguments of these types; returns a Graph.
+
+        Args:
+            input_types: type of each argument of ``__call__``.
+            name: name of the Graph, by default that of the class.
+            module, custom_extensions: options of MAX that maxjax lacks.
+            is_device_graph: option of MAX, ignored.
+
+        Raises:
+            NotImplementedError: ``module`` or ``custom_extensions`` are given.
+        """
+        del is_device_graph
+        title = name or type(self).__qualname__
+        options = {"module": module, "custom_extensions": custom_extensions}
+        return Graph(title, self, input_types, **options)
 
     def compile(
         self,
@@ -373,6 +393,9 @@ class Module(OfModule, Layer, StateDict, ABC):
         weights: Mapping[str, Any] | None = None,
         name: str | None = None,
         donate: Sequence[int] = (),
+        module: Any = None,
+        custom_extensions: Iterable[Any] = (),
+        is_device_graph: bool = False,
     ) -> Model:
         """Compiles this Module for arguments of given types, before or after its weights are loaded.
 
@@ -385,8 +408,11 @@ class Module(OfModule, Layer, StateDict, ABC):
                 have a value. By default the program uses the values at the time of a call.
             name: name of the program, by default that of the class.
             donate: indices of arguments whose memory the results may reuse, such as a cache.
+            module, custom_extensions: options of MAX that maxjax lacks.
+            is_device_graph: option of MAX, ignored.
 
         Raises:
+            NotImplementedError: ``module`` or ``custom_extensions`` are given.
             TypeError: a spec is neither a type nor an array.
             ValueError: ``weights`` has a value of the wrong type, or lacks a weight without a value.
 
@@ -400,13 +426,14 @@ class Module(OfModule, Layer, StateDict, ABC):
             >>> print(program(jnp.ones((4, 3)))[0])
             [3. 3.]
         """
-        del session
+        del session, is_device_graph
         compile_cache.enable()
         title = name or type(self).__qualname__
+        options = {"module": module, "custom_extensions": custom_extensions}
         if specs and all(isinstance(spec, TensorType) for spec in specs):
-            return Model(Graph(title, self, specs), weights, donate)
+            return Model(Graph(title, self, specs, **options), weights, donate)
         trees = Trees(title, self, specs)
-        return Program(Graph(title, trees, trees.types), trees, weights, donate)
+        return Program(Graph(title, trees, trees.types, **options), trees, weights, donate)
 
     def build_subgraph(
         self,

@@ -164,6 +164,15 @@ def test_specs_of_every_kind():
         model.compile("x")
 
 
+@pytest.mark.parametrize("method", ["trace", "compile"])
+def test_the_options_of_max(method):
+    spec = TensorType("float32", (2, 4), CPU)
+    make = getattr(nn.Linear(4, 2, "float32", CPU), method)
+    make(spec, name="net", module=None, custom_extensions=(), is_device_graph=False)
+    with pytest.raises(NotImplementedError, match="custom_extensions"):
+        make(spec, custom_extensions=["kernels.mojopkg"])
+
+
 def test_named_sizes():
     model = nn.Linear(4, 2, "float32", CPU)
     program = model.compile([TensorType("float32", ("batch", 4), CPU)][0])
