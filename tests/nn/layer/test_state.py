@@ -208,6 +208,21 @@ def test_alignment_zero_means_the_weights_own():
     assert m.w.align == 1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [OnlyDLPack, lambda a: WeightData(OnlyDLPack(a), "x", "float32", (2, 3)),
+     pytest.param(lambda a: torch.from_numpy(a), marks=pytest.mark.oracle)],
+    ids=["dlpack", "WeightData", "torch"],
+)  # fmt: skip
+def test_alignment_of_arrays_of_other_libraries(make):
+    raw = np.zeros(64, np.float32)
+    start = (-raw.ctypes.data) % 64 // 4 + 1
+    value = make(raw[start : start + 6].reshape(2, 3))
+    with pytest.raises(ValueError, match="'w' .*alignment=64"):
+        Hold(w=weight()).load_state_dict({"w": value}, weight_alignment=64)
+    Hold(w=weight()).load_state_dict({"w": value})
+
+
 def test_a_loaded_shape_is_given_back():
     m = Hold(w=weight(shape=()))
     m.load_state_dict({"w": WeightData.from_numpy(np.ones(1, np.float32), "x")})

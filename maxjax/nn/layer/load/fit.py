@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....driver import Buffer, DLPackArray
+from ....driver import DLPackArray
 from ....dtype import DType, misfit
 from ....errors import differs
 from ....graph.placement.arrays import put, sharding_of
@@ -191,8 +191,10 @@ def _address(value: Any) -> int | None:
         if not value.is_loaded:
             return None  # it will be read into newly allocated memory
         value = value.data
-    if isinstance(value, Buffer):
-        value = np.asarray(value)
+    if hasattr(value, "data_ptr"):  # a tensor of torch
+        return value.data_ptr() if value.device.type == "cpu" and value.numel() else None
+    if not isinstance(value, (jax.Array, np.generic)):
+        value = host_or_jax(value)
     return value.ctypes.data if isinstance(value, np.ndarray) and value.size else None
 
 
