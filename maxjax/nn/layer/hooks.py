@@ -128,7 +128,9 @@ def layer_prehook(fn: Prehook) -> Iterator[None]:
 
 def remove(hook: Hook | Prehook) -> None:
     """Removes one hook or prehook; others stay."""
-    _HOOKS[:] = [other for other in _HOOKS if other is not hook]
+    global _HOOKS
+    # A new list, so that a dispatch that is running skips no hook of the old one.
+    _HOOKS = [other for other in _HOOKS if other is not hook]
     _PREHOOKS[:] = [other for other in _PREHOOKS if other is not hook]
     structure_changed()
 
@@ -178,6 +180,8 @@ def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, ou
     """Runs the hooks for a call that has returned, and returns the final outputs."""
     bound = bind(layer, call, args, kwargs)
     for hook in _HOOKS:  # the live list: a hook may clear it or append to it
+        if not any(other is hook for other in _HOOKS):
+            continue  # an earlier hook has removed it
         replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
         if replaced is not None:
             outputs = replaced

@@ -1,5 +1,6 @@
 """Hooks: binding, order, replacement, and that compiled programs without them are left alone."""
 
+import contextlib
 import threading
 
 import jax
@@ -10,7 +11,13 @@ import pytest
 from maxjax.graph import DeviceRef, Weight
 from maxjax.nn import Layer, LayerList, Module
 from maxjax.nn.hooks import print_hook as hooks
-from maxjax.nn.layer import add_layer_hook, add_layer_prehook, clear_hooks, layer_prehook
+from maxjax.nn.layer import (
+    add_layer_hook,
+    add_layer_prehook,
+    clear_hooks,
+    layer_hook,
+    layer_prehook,
+)
 
 
 class Add(Module):
@@ -62,6 +69,21 @@ def test_a_hook_added_inside_a_hook_runs_in_the_same_call():
     add_layer_hook(first)
     loaded()(1.0)
     assert seen == ["first", "second"]
+
+
+def test_a_hook_that_removes_itself_or_a_later_one_leaves_the_others():
+    seen, mine = [], contextlib.ExitStack()
+
+    def once(*args):
+        seen.append("once")
+        mine.close()
+
+    mine.enter_context(layer_hook(once))
+    add_layer_hook(lambda *a: seen.append("next"))
+    mine.enter_context(layer_hook(lambda *a: seen.append("later")))
+    loaded()(1.0)
+    loaded()(1.0)
+    assert seen == ["once", "next", "next"]
 
 
 def test_a_hook_added_during_a_call_runs_for_the_layers_that_are_running():
