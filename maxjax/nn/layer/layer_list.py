@@ -226,6 +226,20 @@ class LayerList(Module, _Of[L], stands_for=list):
         del layers[i]
         self._renew(layers)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.isdecimal():
+            super().__setattr__(name, value)
+        elif int(name) == len(self):
+            self.append(value)
+        else:
+            self[int(name)] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name.isdecimal() and name in vars(self):
+            del self[int(name)]
+        else:
+            super().__delattr__(name)
+
     def _ipython_key_completions_(self) -> list[int]:
         return list(range(len(self)))
 

@@ -41,6 +41,19 @@ def test_every_change_renumbers():
     assert sizes(layers) == [7, 8, 4, 5] and list(layers.sublayers) == ["0", "1", "2", "3"]
 
 
+def test_attributes_with_numbers_are_items():
+    layers = LayerList(Lin(i) for i in (1, 2, 3))
+    delattr(layers, "0")
+    setattr(layers, "1", Lin(7))
+    setattr(layers, "2", Lin(8))
+    assert sizes(layers) == [2, 7, 8] and [int(layer.w.shape[0]) for layer in layers] == [2, 7, 8]
+    with pytest.raises(IndexError):
+        setattr(layers, "9", Lin())
+    with pytest.raises(AttributeError, match="'3'"):
+        delattr(layers, "3")
+    assert list(layers.raw_state_dict()) == ["0.w", "1.w", "2.w"]
+
+
 def test_it_is_a_sequence():
     one, two = Lin(), Lin()
     layers = LayerList((one, two))
