@@ -91,6 +91,8 @@ class LayerList(Module, _Of[L], stands_for=list):
 
     def _renew(self, layers: list[Any]) -> None:
         """Replaces the content by ``layers``, registered under 0, 1, …."""
+        if self._mx_in_stack:
+            raise TypeError(self._mx_refusal("layers"))
         layers = [self._item(layer) for layer in layers]
         for name in [name for name in vars(self) if name.isdigit()]:
             self._forget(name)

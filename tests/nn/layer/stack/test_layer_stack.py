@@ -595,6 +595,21 @@ def test_treedefs_of_different_stacks_differ():
 # -- as a list that cannot be changed
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda xs: xs.append(Lin()), lambda xs: xs.pop(), lambda xs: setattr(xs, "0", Lin())],
+)
+def test_a_list_in_a_layer_cannot_be_changed(change):
+    stack = LayerList(Block(xs=[Lin(), Lin()]) for _ in range(3)).stack()
+    names = list(stack.raw_state_dict())
+    for i in (0, 2):
+        with pytest.raises(TypeError, match="one of a LayerStack.*unstack"):
+            change(stack[i].xs)
+    assert list(stack.raw_state_dict()) == names
+    layers = stack.unstack()
+    change(layers[2].xs)
+
+
 @pytest.mark.parametrize("make", [lambda: linears(4).stack(), lambda: rebuilt(linears(4).stack())])
 def test_it_reads_like_a_list(make):
     stack = make()
