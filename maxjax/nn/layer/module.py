@@ -509,7 +509,15 @@ class Module(OfModule, Layer, StateDict, ABC):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mx_cache": None, "_mx_assigned": {}, "_mx_marks": ()}
+        # The keys of static values hold types that cannot be pickled, such as that of functions.
+        statics = dict.fromkeys(self._mx_statics)
+        return {
+            **vars(self),
+            "_mx_statics": statics,
+            "_mx_cache": None,
+            "_mx_assigned": {},
+            "_mx_marks": (),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -449,7 +449,7 @@ def test_leaves_are_not_looked_at():
 
 def test_copies_and_pickles():
     m = fill(tied(False))
-    m.config, m.rows = Config(3), slice(1, 3)
+    m.config, m.rows, m.act, m.most = Config(3), slice(1, 3), fill, functools.partial(max, 1)
     for clone in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         assert clone.head.weight is clone.embed.weight and clone.head.weight is not m.head.weight
         assert jax.tree.structure(clone) == jax.tree.structure(m)
