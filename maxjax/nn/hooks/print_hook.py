@@ -32,7 +32,7 @@ class PrintHook:
 
     Args:
         export_path: MAX's option to write values to files; it is not supported and logs a warning.
-        filter: names of the layers to print, or a predicate of a layer's name; None or an empty list prints all.
+        filter: name or names of the layers to print, or a predicate of a name; None or an empty list prints all.
 
     The constructor installs the hook, which stays until :meth:`remove`; that removes only this hook.
     Under ``jax.jit`` it prints once, while tracing, and shows types instead of values. TensorValues, as in a Graph, are
@@ -62,7 +62,7 @@ class PrintHook:
         self._known: dict[int, _Known] = {}
         self._named: list[Layer] = []
         self._unnamed: Counter[str] = Counter()
-        self._filter = filter or None
+        self._filter = ([filter] if isinstance(filter, str) else filter) or None
         self._step = 0
         self._printed: dict[int, int] = {}
         add_layer_hook(self)

@@ -171,6 +171,16 @@ def test_print_hook(capsys):
     assert len(_HOOKS) == 1  # remove() takes away its own only
 
 
+def test_print_hook_with_one_name(capsys):
+    m = LayerList([loaded(), loaded()])
+    hook = hooks.PrintHook(filter="model.1")
+    hook.name_layers(m)
+    m(jnp.float32(1))
+    hook.remove()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["model.1-input_0 = 2.0", "model.1-output = 3.0"]
+
+
 def test_print_hook_names_layers_without_a_name_by_class(capsys):
     hook, (a, b) = hooks.PrintHook(filter=[]), (loaded(), loaded())
     for layer in (a, b, a):
