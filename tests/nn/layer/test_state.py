@@ -10,9 +10,9 @@ import safetensors.numpy
 from maxjax.driver import Buffer
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointMismatchError
-from maxjax.graph import DeviceRef, Shape, Weight
+from maxjax.graph import DeviceRef, Graph, Shape, TensorType, Weight
 from maxjax.graph.weights import WeightData, load_weights
-from maxjax.nn import Module
+from maxjax.nn import LayerList, Module
 from tests.oracles.recorded import torch
 
 CPU = DeviceRef.CPU()
@@ -235,6 +235,32 @@ def test_gptq_and_packed_shapes_change_the_structure():
     before = jax.tree.structure(m)
     m.load_state_dict({"w": WeightData.from_numpy(np.zeros((4, 3), np.uint8), "x")})
     assert m.w.shape == [4, 3] and jax.tree.structure(m) != before
+
+
+def test_a_state_dict_inside_a_graph_or_jit_has_arrays_and_leaves_arrays():
+    class Scale(Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.s = weight(), weight((), name="s")
+
+        def __call__(self, x):
+            return x * self.w * self.s
+
+    one = WeightData.from_numpy(np.ones(1, np.float32), "x")
+    lists = [LayerList(Scale() for _ in range(2)) for _ in range(4)]
+    models = [m.stack() if i < 2 else m for i, m in enumerate(lists)]
+    for model in models[::2]:
+        model.load_state_dict({f"{i}.{n}": {"w": ONES, "s": one}[n] for i in (0, 1) for n in "ws"})
+    values = []
+    for model in models:
+        with Graph("g", input_types=[TensorType("float32", (2, 3), CPU)]) as graph:
+            values.extend(model.state_dict().values())
+            graph.output(model(graph.inputs[0].tensor))
+            values.extend(model.state_dict().values())
+        assert len(graph.entries) in (2, 4)  # the weights of the Graph, not constants
+        jax.jit(lambda model=model: values.extend(model.state_dict().values()))()
+        values.extend(model.state_dict().values())
+    assert not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def test_state_dict_zeros():
