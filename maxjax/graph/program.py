@@ -187,6 +187,13 @@ def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     shape = entry.shape[len(stored.spans) :]
     if stored.layout is not None:
         shape = tuple(int(d) for d in stored.dims)
+    weight = entry.find(name)
+    if (
+        weight is not None
+        and weight.stored.form is None
+        and array.shape == weight.stored.loaded_shape
+    ):
+        array = array.reshape(shape)  # as the state dict has it: (1,) for ()
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
                          f"but the graph expects {wanted} {shape}")  # fmt: skip

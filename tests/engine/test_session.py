@@ -6,7 +6,7 @@ import safetensors.numpy
 
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, Weight
-from maxjax.graph.weights import load_weights
+from maxjax.graph.weights import WeightData, load_weights
 from maxjax.nn import Module
 
 KIND = TensorType("float32", ["batch", 3], DeviceRef.CPU())
@@ -29,6 +29,24 @@ def test_a_state_dict_is_a_registry():
     for n in (1, 4):
         x = np.ones((n, 3), np.float32)
         np.testing.assert_allclose(compiled.execute(x)[0].to_numpy(), x @ value.T)
+
+
+def test_a_scalar_that_was_loaded_with_one_element_is_in_the_registry():
+    class Scale(Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = Weight("scale", "float32", (), DeviceRef.CPU())
+
+        def __call__(self, x):
+            return x * self.scale
+
+    model = Scale()
+    model.load_state_dict({"scale": WeightData.from_numpy(np.full(1, 3, np.float32), "scale")})
+    values = model.state_dict()
+    assert values["scale"].shape == (1,)
+    graph = Graph("scale", model, input_types=[KIND])
+    compiled = InferenceSession().load(graph, weights_registry=values)
+    np.testing.assert_array_equal(compiled(np.ones((1, 3), np.float32))[0], [[3, 3, 3]])
 
 
 def test_allocated_weights_are_a_registry(tmp_path):
