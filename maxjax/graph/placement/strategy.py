@@ -241,7 +241,8 @@ class ShardingStrategy(Rendered):
     Args:
         num_devices: number of parts that ``Weight.shard`` makes. On a mesh, the size of the mesh axis counts.
         shard: rule ``f(weight, i, num_devices)`` that returns the part of device ``i``. The
-            constructors use rules that are data; ``Weight.shard`` accepts any function.
+            constructors use rules that are data; ``Weight.shard`` accepts any function, and gives it the weight as a
+            TensorValue.
 
     Example:
         >>> from maxjax.graph import ShardingStrategy
@@ -474,7 +475,9 @@ class Shardable(Protocol):
         ...
 
 
-def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> tuple[Any, ...]:
+def shard_shape(
+    strategy: ShardingStrategy, shape: tuple[Any, ...], i: int, dtype: Any = jnp.float32
+) -> tuple[Any, ...]:
     """The shape of the part for device ``i`` of a weight of this shape; no values are needed.
 
     Sizes may be symbolic, except that of the axis that is split. A rule that is a user's function is traced with them,
@@ -492,5 +495,6 @@ def shard_shape(strategy: ShardingStrategy, shape: tuple[Any, ...], i: int) -> t
         size = sum(stop - start for start, stop in rule.ranges(extent, i, strategy.num_devices))
         return (*shape[:axis], size, *shape[axis + 1 :])
     sizes = to_sizes(dims, sizes_of(str(name) for name in dims.parameters).values())
-    part = jax.eval_shape(lambda w: strategy(w, i), jax.ShapeDtypeStruct(sizes, jnp.float32))
+    whole = jax.ShapeDtypeStruct(sizes, jax.dtypes.canonicalize_dtype(dtype))
+    part = jax.eval_shape(lambda w: strategy(w, i), whole)
     return tuple(size if isinstance(size, int) else to_dim(size) for size in part.shape)

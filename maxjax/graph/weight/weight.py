@@ -26,6 +26,7 @@ from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
 from .methods import Methods
+from .part import with_values
 from .rows import OfWeight
 from .running import RUNNING
 from .stored import StoredWeight, register, standing_for
@@ -437,7 +438,7 @@ class Shard(Weight):
     def __init__(self, host: Weight, i: int, device: DeviceRef):
         strategy, self.host = host.sharding_strategy, host
         sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
-        shape = shard_shape(strategy, sizes, i)
+        shape = shard_shape(with_values(strategy), sizes, i, host.dtype.np)
         encoding = host.quantization_encoding
         super().__init__(
             f"{host.name}[{i}]", host.dtype, shape, device, encoding, host.align, strategy
@@ -470,7 +471,7 @@ class Shard(Weight):
         return self.host.dtype
 
     def _as_array(self) -> jax.Array:
-        part = self._sharding_strategy(self.host._as_array(), self.shard_idx)
+        part = with_values(self._sharding_strategy)(self.host._as_array(), self.shard_idx)
         return on_device(part, self.device)
 
     def _put(self, leaf: Any) -> None:

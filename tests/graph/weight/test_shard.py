@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxjax import nn
+from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
 from maxjax.nn import Module
@@ -209,6 +210,27 @@ def test_nor_do_layers_take_more_devices(layer):
 def test_sizes_of_other_axes_may_be_symbolic(strategy, shape, shapes):
     w = weight(strategy, None, shape)
     assert [s.shape for s in w.shard([CPU] * 2)] == shapes
+
+
+@pytest.mark.parametrize(
+    ("rule", "part"),
+    [
+        (lambda w, i, n: w[i : i + w.rank].permute([1, 0]), VALUE[1:3].T),
+        (lambda w, i, n: w.transpose(0, 1)[i:], VALUE.T[1:]),
+        (lambda w, i, n: w[i].cast(DType.float16).unsqueeze(0), VALUE[1:2]),
+        (lambda w, i, n: ops.chunk(w, 5)[i] if w.dtype.is_float() else w, VALUE[1:2]),
+        (lambda w, i, n: jnp.concatenate([w[i:], w[:i]]), np.roll(VALUE, -1, 0)),
+    ],
+)
+def test_a_rule_that_is_a_function_has_the_methods_of_max(rule, part):
+    w = weight(ShardingStrategy(2, rule), None)
+    shard = w.shard([CPU] * 2)[1]
+    assert shard.shape == part.shape
+    with Graph("parts") as graph:
+        graph.output(shard + 0)
+    assert graph.output_types[0].shape == part.shape
+    w.value = jnp.asarray(VALUE)
+    np.testing.assert_array_equal(shard.value, part)
 
 
 def test_setting_a_strategy_or_none_declares_the_cpu():
