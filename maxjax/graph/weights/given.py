@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from ...driver import Buffer
 from ...dtype import DType
 from ...errors import UserInputError
-from .weight_data import WeightData
+from .weight_data import WeightData, from_library
 
 
 def dtype_of(value: Any) -> DType:
@@ -56,13 +55,4 @@ def host_or_jax(value: Any) -> Any:
         return value
     if isinstance(value, (Buffer, np.generic)):
         return np.asarray(value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous()
-        # As bytes: NumPy does not know torch's bf16 and fp8.
-        flat = value.reshape(-1).view(torch.uint8).numpy()
-        return flat.view(dtype_of(value).np).reshape(tuple(value.shape))
-    try:
-        return np.from_dlpack(value)
-    except (TypeError, RuntimeError, BufferError, AttributeError):
-        return jax.dlpack.from_dlpack(value)
+    return from_library(value)

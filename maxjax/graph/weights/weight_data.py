@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -363,9 +364,28 @@ as_leaf(WeightData)
 def _host(data: Any) -> np.ndarray:
     if isinstance(data, np.ndarray):
         return data
-    if hasattr(data, "__array__"):
+    if hasattr(data, "__array__") and not is_torch(data):
         return np.asarray(data)
-    return np.asarray(np.from_dlpack(data))
+    return np.asarray(from_library(data))
+
+
+def is_torch(data: Any) -> bool:
+    """Whether it is a tensor of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor)
+
+
+def from_library(data: Any) -> Any:
+    """A tensor of torch, or any other DLPack array, as a NumPy array, or as a jax.Array if NumPy has no such dtype."""
+    if is_torch(data):
+        data = data.detach().cpu().contiguous()
+        # As bytes: NumPy does not know torch's bf16 and fp8.
+        flat = data.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return flat.view(DType.of(data.dtype).np).reshape(tuple(data.shape))
+    try:
+        return np.from_dlpack(data)
+    except (TypeError, RuntimeError, BufferError, AttributeError):
+        return jax.dlpack.from_dlpack(data)
 
 
 def read_all(items: list[WeightData]) -> dict[int, np.ndarray]:

@@ -164,6 +164,25 @@ def test_dlpack_both_ways(dtype):
         np.testing.assert_array_equal(np.from_dlpack(back), array)
 
 
+class Other:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_dtypes_that_numpy_does_not_import():
+    array = jnp.array([1, 2], jnp.bfloat16)
+    d = WeightData(Other(array), "n", DType.bfloat16, (2,))
+    assert d.astype("float32").data.tolist() == [1, 2] and d.to_buffer().dtype is DType.bfloat16
+
+
 def test_of_a_jax_array():
     d = WeightData(jnp.ones(2, jnp.bfloat16), "n", "bfloat16", (2,))
     assert d.astype("float32").data.tolist() == [1, 1]
