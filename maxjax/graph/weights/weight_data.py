@@ -91,9 +91,9 @@ class WeightData(Rendered):
         data: array: NumPy, JAX, a Buffer, or any DLPack array. A ``jax.ShapeDtypeStruct`` is a
             placeholder for missing data.
         name: full name.
-        dtype: element type, which is trusted: bytes of another type of the same width (bfloat16 stored
-            as uint16) are interpreted as this one.
-        shape: shape, which is trusted.
+        dtype: element type, which is trusted: bytes of another type (bfloat16 stored as uint16, or as twice
+            as many uint8) are interpreted as this one.
+        shape: shape, which is trusted too: an array of another shape is reshaped if it has as many bytes.
         quantization_encoding: block format of quantised bytes.
 
     Attributes:
@@ -112,8 +112,8 @@ class WeightData(Rendered):
     # Fields, because MAX's adapters of weights call dataclasses.replace; it reads the data.
     data: Any  # pyright: ignore[reportRedeclaration]
     name: str
-    dtype: DType
-    shape: Shape
+    dtype: DType  # pyright: ignore[reportRedeclaration]
+    shape: Shape  # pyright: ignore[reportRedeclaration]
     quantization_encoding: QuantizationEncoding | None
 
     def __init__(
@@ -126,8 +126,8 @@ class WeightData(Rendered):
     ):
         self._data = data
         self.name = name
-        self.dtype = DType.of(dtype)
-        self.shape = Shape(shape)
+        self._dtype = DType.of(dtype)
+        self._shape = Shape(shape)
         self.quantization_encoding = quantization_encoding
         self.source: DataSource | None = None
         # After reading, blocks of this encoding are decoded, then casts are applied.
@@ -145,7 +145,7 @@ class WeightData(Rendered):
     ) -> WeightData:
         unknown = isinstance(dtype, UnknownType)
         self = cls(None, name, DType.uint8 if unknown else dtype, tuple(shape), encoding)
-        self.dtype = dtype  # an UnknownType is kept; using it raises its error
+        self._dtype = dtype  # an UnknownType is kept; using it raises its error
         self.source = source
         return self
 
@@ -176,6 +176,26 @@ class WeightData(Rendered):
     def data(self, data: Any) -> None:
         self._data = data
         self.source, self.decodes, self.casts = None, None, ()
+
+    @property
+    def dtype(self) -> DType:
+        """The element type. Setting it interprets the bytes as another type; unread data is read first."""
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype: DType) -> None:
+        _ = self.data
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The shape. Setting it reshapes the array; unread data is read first."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: Iterable[Any]) -> None:
+        _ = self.data
+        self._shape = Shape(shape)
 
     @property
     def is_loaded(self) -> bool:
@@ -273,13 +293,16 @@ class WeightData(Rendered):
         return new
 
     def typed(self) -> Any:
-        """The array in the dtype of the metadata."""
-        data = self.data
-        if isinstance(data, jax.Array) and data.dtype == self.dtype.np:
-            return data
-        array = _host(data)
-        if array.dtype != self.dtype.np and array.dtype.itemsize == self.dtype.np.itemsize:
-            array = np.ascontiguousarray(array).view(self.dtype.np)
+        """The array in the dtype and the shape of the metadata, if it has the bytes for them."""
+        data, dtype = self.data, self.dtype.np
+        array = data if isinstance(data, jax.Array) and data.dtype == dtype else _host(data)
+        if Shape.is_static(self.shape) and array.shape != (shape := tuple(map(int, self.shape))):
+            if array.size * array.dtype.itemsize == math.prod(shape) * dtype.itemsize:
+                if array.dtype != dtype:
+                    array = np.ascontiguousarray(array).reshape(-1).view(dtype)
+                return array.reshape(shape)
+        if array.dtype != dtype and array.dtype.itemsize == dtype.itemsize:
+            array = np.ascontiguousarray(array).view(dtype)
         return array
 
     def to_buffer(self) -> Buffer:

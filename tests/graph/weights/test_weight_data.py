@@ -131,6 +131,14 @@ def test_bits_labelled_otherwise_and_encodings():
         raw.astype("float32").data.tolist() == [1.5, -2.0]
         and np.asarray(raw).dtype == ml_dtypes.bfloat16
     )
+    # As many bytes, in elements of another width: a GGUF file's bfloat16 as MAX's reader gives it.
+    rows = np.array([[0xC0, 0x3F, 0x00, 0xC0]], np.uint8)
+    wide = WeightData(rows, "r", DType.bfloat16, (1, 2))
+    assert wide.astype("float32").data.tolist() == [[1.5, -2.0]] and wide.data is rows
+    other = data(np.arange(6, dtype=np.float32).reshape(2, 3))
+    other.shape = (3, 2)
+    assert other.astype("int32").data.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert np.asarray(other).shape == jnp.asarray(other).shape == (3, 2)
     packed = WeightData(
         np.zeros(4, np.uint8), "q", DType.uint8, Shape((4,)), QuantizationEncoding.Q4_0
     )

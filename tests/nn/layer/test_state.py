@@ -346,3 +346,22 @@ def test_shape_class_of_a_weight_data():
     m = Hold(w=weight(dtype="bfloat16"))
     m.load_state_dict({"w": data})
     assert m.w.shape == [2, 3]
+
+
+def test_the_metadata_of_a_weight_data_counts(path):
+    m = Hold(w=weight((3, 2)))
+    values = np.arange(6, dtype=np.float32)
+    for array in (values.reshape(2, 3), jnp.asarray(values), values.view(np.uint8)):
+        m.load_state_dict({"w": WeightData(array, "w", DType.float32, (3, 2))})
+        assert m.w.value.shape == (3, 2) and m.w.value.tolist() == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match=r"'w' says .* shape \(3, 2\), but its data is .* \(4,\)"):
+        m.load_state_dict({"w": WeightData(values[:4], "w", DType.float32, (3, 2))})
+    # The same where the metadata of a tensor in a file is changed.
+    for dtype, shape in ((DType.float32, (3, 2)), (DType.int32, (2, 3))):
+        data = load_weights(path)["a.w"].data()
+        assert not data.is_loaded
+        data.dtype, data.shape = dtype, shape
+        n = Hold(w=weight(shape, dtype))
+        n.load_state_dict({"w": data})
+        want = GOOD["a.w"].view(dtype.np).reshape(shape)
+        np.testing.assert_array_equal(n.w.value, want, strict=True)

@@ -97,9 +97,27 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         fitted.loaded_shape = tuple(int(d) for d in shape)
     elif problem := _shape_problem(shape, declared):
         return differs(name, f"{problem}.")
+    if problem := _content_problem(name, data):
+        return problem
     if override and data.quantization_encoding is not None:
         fitted.encoding = data.quantization_encoding
     return fitted
+
+
+def _content_problem(name: str, data: WeightData) -> str | None:
+    """The problem if data in memory cannot have the shape that its metadata says; otherwise None."""
+    expected = tuple(map(int, data.shape))
+    if not data.is_loaded or isinstance(data.data, jax.ShapeDtypeStruct):
+        return None
+    if tuple(getattr(data.data, "shape", ())) == expected:
+        return None
+    array = data.typed()
+    if tuple(array.shape) == expected:
+        return None
+    return (
+        f"The WeightData of weight '{name}' says {data.dtype} and shape {expected}, but its data is "
+        f"{array.dtype} of shape {tuple(array.shape)}"
+    )
 
 
 def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
