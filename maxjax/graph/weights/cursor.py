@@ -24,6 +24,7 @@ from ...storage import TensorTable, open_checkpoint
 from ...storage.limits import in_force
 from ...storage.parts import Part, read_parts
 from ...storage.save.beside import Beside
+from ...storage.save.outgoing import nibbles
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
@@ -397,13 +398,14 @@ class SafetensorWeights(Weights):
 
         Args:
             dtype: ignored, as in MAX: bytes are uint8.
+
+        Raises:
+            ValueError: it is float4 with an odd last axis, whose rows are not whole bytes.
         """
         del dtype
-        data = self.data()
-        sizes = [int(d) for d in data.shape] or [1]
-        sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
-        weight = Weight(self.name, DType.uint8, sizes, DeviceRef.CPU())
-        weight.stored.source = self._family.allocated[self.name] = _Bytes(data)
+        data = _Bytes(self.data())
+        weight = Weight(self.name, DType.uint8, data.shape, DeviceRef.CPU())
+        weight.stored.source = self._family.allocated[self.name] = data
         return weight
 
 
@@ -415,15 +417,22 @@ class _Bytes(WeightData):
     """The bytes of another WeightData, read on access."""
 
     def __init__(self, data: WeightData):
-        sizes = [int(d) for d in data.shape] or [1]
-        sizes[-1] = sizes[-1] * data.dtype.size_in_bits // 8
-        super().__init__(None, data.name, DType.uint8, sizes)
+        *rows, last = [int(d) for d in data.shape] or [1]
+        last, rest = divmod(last * data.dtype.size_in_bits, 8)
+        if rest:
+            raise ValueError(
+                f"'{data.name}': rows of {list(data.shape)!r} {data.dtype!r} values are not whole bytes"
+            )
+        super().__init__(None, data.name, DType.uint8, [*rows, last])
         self._of = data
 
     @property
     def data(self) -> Any:
-        array = np.ascontiguousarray(np.asarray(self._of.typed()))
-        return np.atleast_1d(array).view(np.uint8)
+        array = np.asarray(self._of.typed())
+        if self._of.dtype is DType.float4_e2m1fn:  # one byte per value in memory
+            packed = np.frombuffer(b"".join(nibbles([array])), np.uint8)
+            return packed.reshape([int(d) for d in self.shape])
+        return np.atleast_1d(np.ascontiguousarray(array)).view(np.uint8)
 
     @property
     def is_loaded(self) -> bool:

@@ -210,6 +210,7 @@ def test_narrow_and_empty_tensors(tmp_path):
     header, blob = {}, b""
     for name, dtype, shape, raw in (
         ("bf", "BF16", [2], b"\x80\x3f\xc0\xbf"), ("f8", "F8_E4M3", [2], b"\x38\xb8"), ("e", "F32", [0, 3], b""),
+        ("f4", "F4", [2, 4], b"\x21\x43\x65\x07"), ("odd", "F4", [2, 3], b"\x21\x43\x65"),
     ):  # fmt: skip
         header[name] = {
             "dtype": dtype,
@@ -226,6 +227,10 @@ def test_narrow_and_empty_tensors(tmp_path):
     ).tolist() == [1, -1]
     assert w.e.data().data.shape == (0, 3)
     assert w.f8.allocate(dtype="float32").dtype is DType.float32
+    packed = w.f4.allocate_as_bytes()
+    assert packed.shape == [2, 2] and np.asarray(packed).tolist() == [[0x21, 0x43], [0x65, 0x07]]
+    with pytest.raises(ValueError, match="'odd': rows of .* not whole bytes"):
+        w.odd.allocate_as_bytes()
 
 
 # --- a mapping, and an array -------------------------------------------------------------------
