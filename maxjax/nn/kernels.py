@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..absent import absent as _absent
 from ..dtype import DType
 from ..graph.ops import rms_norm, top_k
-from ..graph.ops.lift import lift
+from ..graph.ops.lift import integers, lift
 from ..graph.value import TensorValue
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant as MHAMaskVariant
@@ -221,11 +221,17 @@ def scatter_nd_skip_oob_indices(input: Any, updates: Any, indices: Any) -> Any:
         input: array ``[…]``.
         updates: N slices ``[N, …]`` of the input.
         indices: indices ``[N, k]`` along the first k axes; negative ones count from the end.
+
+    Raises:
+        ValueError: the indices are not integers.
     """
-    depth = indices.shape[-1]
+    depth, indices = indices.shape[-1], integers(indices, "scatter_nd_skip_oob_indices")
     sizes = jnp.broadcast_to(jnp.array(input.shape[:depth], indices.dtype), indices.shape)
-    inside = jnp.all((indices >= -sizes) & (indices < sizes), axis=-1, keepdims=True)
-    there = jnp.where(inside, jnp.where(indices < 0, indices + sizes, indices), sizes)
+    inside = indices < sizes
+    if jnp.issubdtype(indices.dtype, jnp.signedinteger):  # -sizes of an unsigned dtype would wrap
+        inside = inside & (indices >= -sizes)
+        indices = jnp.where(indices < 0, indices + sizes, indices)
+    there = jnp.where(jnp.all(inside, axis=-1, keepdims=True), indices, sizes)
     return input.at[tuple(there[..., i] for i in range(depth))].set(updates, mode="drop")
 
 
