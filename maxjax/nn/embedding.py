@@ -86,9 +86,7 @@ class Embedding(LowRank):
         return self._result(indices)
 
     def _result(self, indices: Any) -> Any:
-        rows = jnp.asarray(indices)
-        if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise ValueError(f"an Embedding takes integers as indices, not {rows.dtype}")
+        rows = _integers(indices)
         if can_be_in_place(self.weight, rows) and rows.size <= int(self.weight.logical_shape[0]):
             found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:
@@ -143,6 +141,14 @@ class Embedding(LowRank):
         )
 
 
+def _integers(indices: Any) -> jax.Array:
+    """The indices of an Embedding as an array of 32 bits or more: fewer may not hold the number of rows."""
+    rows = jnp.asarray(indices)
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(f"an Embedding takes integers as indices, not {rows.dtype}")
+    return rows.astype(jnp.int32) if rows.dtype.itemsize < 4 else rows
+
+
 class VocabParallelEmbedding(Embedding):
     """An Embedding whose rows are split over the devices. Arguments in MAX's order.
 
@@ -192,11 +198,16 @@ class VocabParallelEmbedding(Embedding):
             return [self._result(indices)]
         self.refuse_update("signal_buffers")
         each = distributed_broadcast(indices, buffers)
-        rows, start = [], 0
+        rows, start, size = [], 0, int(self.weight.logical_shape[0])
         for shard, places in zip(self.distributed_embeddings, each, strict=True):
             count = int(shard.weight.shape[0])
-            inside = (places.value >= start) & (places.value < start + count)
-            found = unwrap(shard._result(jnp.where(inside, places.value - start, 0)))
-            rows.append(TensorValue(jnp.where(inside[..., None], found, 0)))
+            at = _integers(places)
+            at = jnp.where(at < 0, at + size, at)
+            # An index outside the whole table is one outside each shard, which gives NaN.
+            beyond = (at < 0) | (at >= size)
+            inside = (at >= start) & (at < start + count)
+            local = jnp.where(inside, at - start, jnp.where(beyond, count, 0)).astype(at.dtype)
+            found = unwrap(shard._result(local))
+            rows.append(TensorValue(jnp.where((inside | beyond)[..., None], found, 0)))
             start += count
         return all_summed(rows, buffers)

@@ -143,3 +143,16 @@ def test_a_table_of_several_devices_gives_each_of_them_all_rows(count):
         np.testing.assert_array_equal(one.value, rows[[0, 2, 3, 4]])
     with pytest.raises(ValueError, match="signal buffers"):
         table(jnp.array([0]), [None] * 3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_unusual_indices_into_a_table_of_several_devices(count):
+    table = VocabParallelEmbedding(400, 2, "float32", [CPU] * count)
+    rows = np.arange(800.0, dtype=np.float32).reshape(400, 2)
+    table.load_state_dict({"weight": rows})
+    for dtype in ("int8", "uint8", "uint32"):
+        (found, *_) = table(TensorValue(jnp.array([3, 100], dtype)), [None] * count)
+        np.testing.assert_array_equal(found.value, rows[[3, 100]])
+    (found, *_) = table(TensorValue(jnp.array([-1, 400, -401, 199])), [None] * count)
+    nan = [np.nan] * 2
+    np.testing.assert_array_equal(found.value, [rows[399], nan, nan, rows[199]])
