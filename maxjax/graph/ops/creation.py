@@ -55,7 +55,11 @@ def constant(value: Any, dtype: Any = None, device: Any = None) -> TensorValue:
         raise TypeError(
             f"ops.constant takes a number, lists of numbers or an array, not {type(value).__name__}"
         )
-    found = jnp.from_dlpack(value) if not hasattr(value, "dtype") else value
+    found = value
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | jax.Array | TensorValue):
+        from ..weights.given import host_or_jax  # torch's arrays too, in all of its dtypes
+
+        found = host_or_jax(value)
     kind = DType.of(found.dtype)
     if dtype is not None and DType.of(dtype) is not kind and canonical(dtype) != found.dtype:
         raise ValueError(

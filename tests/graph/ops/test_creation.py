@@ -42,6 +42,27 @@ def test_constant(args, want):
     np.testing.assert_array_equal(np.asarray(got).astype(want.dtype), want)
 
 
+class Foreign:
+    """An array of another library, which only DLPack can read, as torch's bfloat16."""
+
+    dtype = "torch.bfloat16"
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_constant_of_another_library_in_bfloat16():
+    got = ops.constant(Foreign(jnp.array([1.5, -2.0], jnp.bfloat16)), DType.bfloat16, CPU)
+    assert got.dtype == DType.bfloat16
+    assert np.asarray(got.value).tolist() == [1.5, -2.0]
+
+
 def test_a_constant_is_a_copy():
     x = np.ones(64, np.float32)
     got = ops.constant(x)
