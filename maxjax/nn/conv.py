@@ -15,6 +15,7 @@ import jax
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
+from ..graph.ops.convolution import check_not_empty
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from .layer import Module
@@ -51,7 +52,7 @@ class _Conv(Replicated, Module):
         """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same axes with O channels.
 
         Raises:
-            ValueError: ``x`` has the wrong number of axes or channels.
+            ValueError: ``x`` has the wrong number of axes or channels, or is smaller than the kernel.
         """
         array, axes = unwrap(x), len(self.stride)
         places, channels = _PLACES[-axes:], 1 if self.permute else -1
@@ -65,6 +66,7 @@ class _Conv(Replicated, Module):
             dimension_numbers=(ends, f"OI{places}" if self.permute else f"{places}IO", ends),
             feature_group_count=self.num_groups,
         )  # fmt: skip
+        check_not_empty(y, array, kernel, ends)
         y = plus_bias(y, self.bias, channels)
         return TensorValue(y) if wraps(x) else y
 

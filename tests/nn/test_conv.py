@@ -141,3 +141,7 @@ def test_what_is_refused():
         nn.Conv2d(3, 4, 6, "float32", permute=True)(jnp.ones((1, 5, 7, 4)))
     with pytest.raises(ValueError, match=r"Conv1D takes \[N, W, 4\]"):
         nn.Conv1D(3, 4, 6, "float32")(jnp.ones((5, 4)))
+    with pytest.raises(ValueError, match=r"larger than the input \(1, 4, 2\)"):
+        init(nn.Conv1D(5, 4, 6, "float32", padding=1, permute=True), jax.random.key(0))(
+            jnp.ones((1, 4, 2))
+        )

@@ -121,13 +121,21 @@ def _convolve(
         dimension_numbers=(image, kernel, image),
         feature_group_count=groups,
     )  # fmt: skip
-    if any(
-        same(y.shape[i], 0) and not same(x.shape[i], 0) for i in map(image.index, "DHW"[-axes:])
-    ):
+    check_not_empty(y, x, w, image)
+    return _add_bias(y, bias, image)
+
+
+def check_not_empty(y: jax.Array, x: jax.Array, w: jax.Array, image: str) -> None:
+    """Checks that the filters ``w`` fit into the input ``x`` at least once: JAX gives an empty result ``y`` otherwise.
+
+    Raises:
+        ValueError: they do not.
+    """
+    spatial = [i for i, letter in enumerate(image) if letter not in "NC"]
+    if any(same(y.shape[i], 0) and not same(x.shape[i], 0) for i in spatial):
         raise ValueError(
             f"convolution: the filters {w.shape} are larger than the input {x.shape} with its padding"
         )
-    return _add_bias(y, bias, image)
 
 
 @lift
