@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, ClassVar
 
 import jax
@@ -232,14 +233,15 @@ class _Sequence(_Recurrent):
         """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""
         # One matmul for the inputs of all steps.
         from_x = self._inputs(x, end).swapaxes(0, 1)
+        # In the dtype that holds all of them, which a step keeps: a scan requires that.
+        dtype = reduce(promote, (one.dtype for one in (from_x, *state))).np
+        from_x = from_x.astype(dtype)
+        state = tuple(one.astype(dtype) for one in varying_with(state, from_x))
 
         def step(state: State, now: jax.Array) -> tuple[State, jax.Array]:
             new = self._step(now, state, end)
             return new, new[0]
 
-        state = tuple(
-            one.astype(promote(one.dtype, from_x.dtype).np) for one in varying_with(state, from_x)
-        )
         final, h = jax.lax.scan(step, state, from_x, reverse=end.endswith("_reverse"))
         return h.swapaxes(0, 1), final
 

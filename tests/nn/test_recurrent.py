@@ -90,3 +90,11 @@ def test_a_sequence_is_its_steps_and_can_be_cut():
     assert all(float(jnp.abs(w.value).max()) <= bound for w in lstm.raw_state_dict().values())
     grads = jax.jit(jax.grad(lambda m: (m(x)[0] ** 2).sum()))(lstm)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_a_cell_state_wider_than_the_hidden_state():
+    lstm = maxjax.init(nn.LSTM(INPUTS, H, dtype="bfloat16"), jax.random.key(0))
+    x, h = jnp.ones((2, 3, INPUTS), jnp.bfloat16), jnp.zeros((1, 2, H), jnp.bfloat16)
+    y, (last, c) = lstm(x, (h, h.astype(jnp.float32)))
+    assert y.dtype == last.dtype == c.dtype == jnp.float32
+    np.testing.assert_allclose(y, lstm(x)[0].astype(jnp.float32), atol=0.02)
