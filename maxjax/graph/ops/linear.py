@@ -14,7 +14,18 @@ import jax.numpy as jnp
 
 from ..operands import check_product, common, same_dtype, same_rank
 from ..weight.transpose import TransposedValue, WeightTranspose
-from .lift import array, axis_of, binary_operands, floating, lift, narrow, pairwise, same
+from .lift import (
+    array,
+    axis_of,
+    binary_operands,
+    floating,
+    lift,
+    narrow,
+    pairwise,
+    rounded,
+    same,
+    wide,
+)
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
@@ -133,7 +144,7 @@ def irfft(
     input_is_complex: bool = False,
     buffer_size_mb: int = 512,
 ) -> Any:
-    """The inverse Fourier transform along an axis, for the spectrum of a real signal.
+    """The inverse Fourier transform along an axis, for the spectrum of a real signal; of 16-bit floats in float32.
 
     Args:
         input_tensor: first half of the spectrum: complex, or only its real part, or with
@@ -145,12 +156,13 @@ def irfft(
     Raises:
         ValueError: there is no such axis or normalisation.
     """
-    x = array(input_tensor)
+    x = floating(input_tensor, "irfft")
+    dtype, x = jnp.finfo(x.dtype).dtype, wide(x)  # the dtype of the real result
     if input_is_complex:
         x = jax.lax.complex(x[..., 0], x[..., 1])
     elif not jnp.iscomplexobj(x):
-        x = floating(x, "irfft")
         x = jax.lax.complex(x, jnp.zeros_like(x))
     norm = str(getattr(normalization, "value", normalization)).lower()
     axis = axis_of(axis, x.ndim, "irfft")
-    return jnp.fft.irfft(x, None if n is None else operator.index(n), axis, norm=norm)
+    y = jnp.fft.irfft(x, None if n is None else operator.index(n), axis, norm=norm)
+    return rounded(y, dtype)

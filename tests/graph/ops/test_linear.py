@@ -116,3 +116,17 @@ def test_irfft(n, norm):
         lambda x: np.fft.irfft(x, n, 0, norm),
         real,
     )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_irfft_of_16_bit_floats(dtype):
+    real, imaginary = (normal(3, 4, seed=seed).astype(dtype) for seed in (0, 1))
+    got = ops.irfft(jnp.asarray(real))
+    assert got.dtype == dtype
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), np.fft.irfft(real.astype(np.float32)), atol=0.01
+    )
+    pairs = jnp.stack([jnp.asarray(real), jnp.asarray(imaginary)], -1)
+    got = ops.irfft(pairs, input_is_complex=True).astype(jnp.float32)
+    spectrum = real.astype(np.float32) + 1j * imaginary.astype(np.float32)
+    np.testing.assert_allclose(got, np.fft.irfft(spectrum), atol=0.01)
