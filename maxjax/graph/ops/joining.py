@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from ..shape import Dim
 from ..symbolic import to_size, to_sizes
 from ..value import TensorValue
 from .lift import array, axis_of, binary_operands, integers, lift, same
@@ -153,6 +154,8 @@ def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: An
     if axis is None:
         x, axis = x.reshape(-1), 0
     axis = axis_of(axis, x.ndim, "repeat_interleave")
+    if isinstance(repeats, Dim):
+        repeats = to_size(repeats)
     if isinstance(repeats, int):
         if repeats < 1:
             raise ValueError(f"repeat_interleave: the number must be positive, not {repeats}")
@@ -161,8 +164,9 @@ def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: An
         raise ValueError(
             "repeat_interleave: a tensor of repeats needs out_dim, the length of the result"
         )
+    repeats = integers(repeats, "repeat_interleave")
     length = to_size(out_dim, x.shape) if not isinstance(out_dim, str) else _total(repeats, out_dim)
-    return jnp.repeat(x, integers(repeats, "repeat_interleave"), axis, total_repeat_length=length)
+    return jnp.repeat(x, repeats, axis, total_repeat_length=length)
 
 
 def _total(repeats: jax.Array, name: str) -> Any:

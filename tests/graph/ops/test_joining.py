@@ -45,6 +45,10 @@ def test_repeats_in_a_tensor(out_dim):
     counts = np.array([1, 2])
     got = ops.repeat_interleave(X, counts, axis=0, out_dim=out_dim)
     np.testing.assert_array_equal(got, np.repeat(X, counts, 0))
+    got = ops.repeat_interleave(X, [1, 2], axis=0, out_dim=out_dim)
+    np.testing.assert_array_equal(got, np.repeat(X, counts, 0))
+    got = ops.repeat_interleave(X, Dim(2), axis=0)
+    np.testing.assert_array_equal(got, np.repeat(X, 2, 0))
     if out_dim == 3:
         got = jax.jit(lambda x, n: ops.repeat_interleave(x, n, 0, 3))(X, counts)
         np.testing.assert_array_equal(got, np.repeat(X, counts, 0))
