@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax import nn
 from tests.oracles.recorded import recorded, torch
 
@@ -68,3 +69,9 @@ def test_a_causal_mask_and_another_both_count():
         layer(x, mask=jnp.ones((B, T)), is_causal=True)
     with pytest.raises(ValueError, match="not a multiple"):
         nn.MultiHeadAttention(7, 2)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)])
+def test_no_sequences_and_no_tokens(shape):
+    layer = maxjax.init(nn.MultiHeadAttention(8, 2), jax.random.key(0))
+    assert layer(jnp.ones(shape)).shape == shape

@@ -106,7 +106,8 @@ class MultiHeadAttention(Module):
         key = query if key is None else key
         value = key if value is None else value
         q, k, v = (
-            a.reshape(*a.shape[:-1], self.num_heads, -1) for a in self._projected(query, key, value)
+            a.reshape(*a.shape[:-1], self.num_heads, self.embed_dim // self.num_heads)
+            for a in self._projected(query, key, value)
         )
         if is_causal:
             t, s = q.shape[1], k.shape[1]
