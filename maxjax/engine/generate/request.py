@@ -78,7 +78,9 @@ class Request:
                 )
             check_unicode(prompt, which)
             ids = self.tokenizer.encode(prompt) if prompt else []
-            if (first := self.tokenizer.bos_id) is not None and ids[:2] == [first, first]:
+            first = self.tokenizer.bos_id
+            is_twice = first is not None and ids[:2] == [first, first]
+            if is_twice and self.tokenizer.encode("")[:1] == [first]:
                 ids = ids[1:]  # the text begins with it already, as rendered chat templates do
         else:
             ids = _ids(prompt, which)

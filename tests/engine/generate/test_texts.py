@@ -348,6 +348,13 @@ def test_a_text_that_begins_with_the_token_of_a_beginning(model):
         assert found.prompt_tokens == tuple(tokenizer.encode("ab"))
 
 
+def test_a_text_that_begins_with_two_of_them(model):
+    """A tokenizer that adds none of its own takes none away."""
+    tokenizer = Tokenizer(one_character_each()._backend, special_tokens={"bos_token": "x"})
+    found = maxjax.generate(model, tokenizer, "xxab", max_new_tokens=1)
+    assert found.prompt_tokens == tuple(tokenizer.encode("xxab"))
+
+
 # --- how it runs -------------------------------------------------------------------------------
 
 
