@@ -84,6 +84,7 @@ class Tokenizer:
         beside: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         # A file may contain the padding and truncation that were used in training.
+        self._truncated_side: str = (backend.truncation or {}).get("direction", "right")
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -104,6 +105,8 @@ class Tokenizer:
         settings = self._beside.get(CONFIG, {})
         if settings.get("split_special_tokens") is True:
             self._backend.encode_special_tokens = True
+        if settings.get("truncation_side") in ("left", "right"):
+            self._truncated_side = settings["truncation_side"]
         # A model whose files do not list token types among its inputs has seen type 0 only.
         inputs = settings.get("model_input_names")
         self._has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
@@ -165,7 +168,8 @@ class Tokenizer:
         Args:
             texts: any number of texts, which may be empty.
             max_length: the largest number of tokens of a text, special tokens included; longer texts
-                are truncated. By default no text is truncated.
+                are truncated, at the end or where ``truncation_side`` of the files says. By default no
+                text is truncated.
             special: whether special tokens are added around each text.
 
         Raises:
@@ -207,7 +211,7 @@ class Tokenizer:
         least = self._backend.num_special_tokens_to_add(is_pair) + 1
         if max_length < least:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
-        self._backend.enable_truncation(max_length)
+        self._backend.enable_truncation(max_length, direction=self._truncated_side)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of one text. The errors are those of :meth:`tokens`."""
@@ -252,6 +256,8 @@ class Tokenizer:
             settings["pad_token"] = self._backend.id_to_token(self.pad_id)
             if self.max_length is not None:
                 settings["model_max_length"] = self.max_length
+        if self._truncated_side == "left":  # which the tokenizer.json alone may have said
+            settings["truncation_side"] = "left"
         if self.chat_templates and self._lists_templates():
             settings["chat_template"] = self._written_templates()
         for name, token in self.special_tokens.items():  # the defaults of a class are in no file

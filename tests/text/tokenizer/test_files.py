@@ -479,6 +479,28 @@ def test_broken_pairs(tmp_path, gpt2, name, content):
     assert caught.value.path == str(tmp_path / name)
 
 
+LEFT = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Left"}
+
+
+@pytest.mark.parametrize(
+    ("truncation", "settings", "is_left"),
+    [
+        (None, {"truncation_side": "left"}, True),
+        (LEFT, {}, True),
+        (LEFT, {"truncation_side": "right"}, False),
+        (None, {}, False),
+    ],
+)
+def test_the_side_that_is_truncated(tmp_path, gpt2, truncation, settings, is_left):
+    """As in transformers: what tokenizer_config.json says, else tokenizer.json, else the end."""
+    put(tmp_path, tokenizer=gpt2 | {"truncation": truncation}, tokenizer_config=FAST | settings)
+    found = load_tokenizer(tmp_path)
+    ids = found.encode(TEXTS[0])
+    expected = ids[-3:] if is_left else ids[:3]
+    for one in (found, load_tokenizer(written(found, tmp_path / "again"))):
+        assert one.tokens([TEXTS[0]], max_length=3)[0].ids == expected != ids
+
+
 def test_what_is_written_counts_more_than_what_lies_there(tmp_path, gpt2):
     """As in a directory that another model was saved in before."""
     one, other = tmp_path / "a", tmp_path / "b"
