@@ -67,7 +67,7 @@ class Tokenizer:
             ("clean_up_tokenization_spaces" of the files).
         chat_templates: the Jinja chat templates by name; the unnamed one is "default".
         special_tokens: the special tokens by their names in ``tokenizer_config.json``, e.g.
-            "bos_token" → "<s>".
+            "bos_token" → "<s>", also those of the model itself, such as "image_token".
         eos_ids: the ids of the tokens that end a text or an answer, by the tokenizer's files.
     """
 
@@ -260,9 +260,11 @@ class Tokenizer:
             settings["truncation_side"] = "left"
         if self.chat_templates and self._lists_templates():
             settings["chat_template"] = self._written_templates()
-        for name, token in self.special_tokens.items():  # the defaults of a class are in no file
-            given = settings.get(name)
-            if token != (given.get("content") if isinstance(given, Mapping) else given):
+        for name in SPECIAL:  # the defaults of a class are in no file
+            token, given = self.special_tokens.get(name), settings.get(name)
+            if token is not None and token != (
+                given.get("content") if isinstance(given, Mapping) else given
+            ):
                 settings[name] = token
         # With this entry, an old added_tokens.json is ignored, here and in transformers.
         settings["added_tokens_decoder"] = self._added()
@@ -359,7 +361,7 @@ def tokenizer_in(directory: Path) -> Tokenizer | None:
         pad_id=pad_id or 0,
         max_length=_max_length(settings, directory / CONFIG),
         chat_templates=read_templates(directory, settings),
-        special_tokens={name: found.named[name] for name in SPECIAL if name in found.named},
+        special_tokens=found.named,
         beside={CONFIG: settings, MAP: found.special_map},
     )
 

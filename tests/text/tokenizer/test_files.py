@@ -278,6 +278,21 @@ def test_added_tokens_in_a_chat_template(tiny):
     assert again == "<think>1" and tokenizer.encode(text)[0] == tokenizer.encode(again)[0] == LAST
 
 
+def test_tokens_of_the_model_itself_in_a_chat_template(tmp_path, gpt2):
+    """transformers gives templates those too, by the names that they have in the files."""
+    template = "{{ image_token }}{{ mask_it }}{{ eos_token }}{{ messages[0].content }}"
+    settings = {
+        "image_token": "<x>",
+        "extra_special_tokens": {"mask_it": "<y>"},
+        "eos_token": "<|end|>",
+    }
+    put(tmp_path, tokenizer=gpt2, tokenizer_config=FAST | settings | {"chat_template": template})
+    found = load_tokenizer(tmp_path)
+    for one in (found, load_tokenizer(written(found, tmp_path / "again"))):
+        text = maxjax.apply_chat_template(one, [{"role": "user", "content": "a"}])
+        assert text == "<x><y><|end|>a"
+
+
 def test_added_tokens_are_saved(tiny, tmp_path):
     model, tokenizer = maxjax.load(tiny)
     maxjax.save_pretrained(model, tmp_path / "b", tokenizer=tokenizer)
