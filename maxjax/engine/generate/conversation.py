@@ -190,7 +190,8 @@ class Conversation(Rendered):
     def _mx_title(self, row: Row) -> str:
         model = type(self._request.model).__name__
         last = f", last: {_beginning(self.messages[-1])}" if self.messages else ""
-        left = f", {counted(self._start, 'message')} left out" if self._start else ""
+        out = self._start - self._system_length()
+        left = f", {counted(out, 'message')} left out" if out > 0 else ""
         return f"Conversation({model}, {counted(len(self.messages), 'message')}{left}{last})"
 
     def _mx_html(self) -> str:

@@ -138,9 +138,10 @@ def test_room_is_made_by_the_oldest_turns(models, read, kind):
     chat = maxjax.Conversation(model, characters(), opening, max_new_tokens=5, chunk=16)
     turns = [c * 40 for c in "abc"]
     for text in turns:
-        assert chat.make_room(text) == 0
+        assert chat.make_room(text) == 0 and "left out" not in repr(chat)
         "".join(chat.say(text))
     left_out = chat.make_room("e" * 40)
+    assert f", {left_out} messages left out" in repr(chat)
     assert left_out > 0 and left_out % 2 == 0
     assert chat.make_room("e" * 40) == 0  # done
     found = "".join(chat.say("e" * 40))
