@@ -79,11 +79,12 @@ class _Chat:
         defaults = getattr(opened.model, "generation", None) or GenerationDefaults()
         self._sampling = chosen_sampling(defaults, None, values)
         self._seed, key = chosen_key(options, self._sampling)
+        is_limited = defaults.max_new_tokens is not None or defaults.max_length is not None
         self._options, self._model = options, opened.model
         self._loaded: float | None = opened.seconds
         self._conversation = Conversation(
             opened.model, opened.tokenizer, opening,
-            max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or _MAX_NEW_TOKENS,
+            max_new_tokens=options.max_new_tokens or (None if is_limited else _MAX_NEW_TOKENS),
             stop=options.stop, key=key, chunk=options.chunk,
             cache_dtype=options.cache_dtype,
             template_kwargs=template_variables(options, opened.tokenizer), **values,

@@ -113,6 +113,14 @@ def test_a_full_context_leaves_the_oldest_out(chat, said, tmp_path):
     assert messages[0] == {"role": "system", "content": "be"}
 
 
+def test_the_largest_length_in_the_files(tmp_path):
+    """Each byte of the prompt that the template makes is a token."""
+    directory = write_model(tmp_path / "short", max_length=20)
+    prompt = len("u:hi\na:")
+    code, out, err = in_process("chat", "--model", directory, "--stats", stdin="hi\n")
+    assert code == 0 and f"after {20 - prompt} tokens: the largest length was reached" in err
+
+
 def test_variables_of_the_template(chat, said, tmp_path):
     model = write_model(tmp_path / "m", template="{{ messages[0].content }}{{ effort }}")
     arguments = (
