@@ -199,5 +199,11 @@ def _in_template(
             f"{type(model).__name__} is a decoder: pass template=, the text that it reads, with "
             "{query} and {document} in it"
         )
-    texts = [template.format(query=query, document=document) for document in documents]
+    try:
+        texts = [template.format(query=query, document=document) for document in documents]
+    except (
+        ValueError,
+        LookupError,
+    ) as error:  # a text has no such format, or another field is in it
+        raise UserInputError(f"template is not a format string of two texts: {error}") from None
     return tokenizer.tokens(texts, special=False)

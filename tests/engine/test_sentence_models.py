@@ -152,6 +152,8 @@ def test_a_decoder_reranks_by_its_answer(tmp_path):
         ({"answers": ("a", "b"), "template": "{query}"}, "template="),
         ({"answers": ("a", "b"), "template": "{query.x} {document}"}, "template="),
         ({"answers": ("a", "b"), "template": "{"}, "format"),
+        ({"answers": ("a", "b"), "template": "{query}{document:d}"}, "format"),
+        ({"answers": ("a", "b"), "template": "{query}{document:{width}}"}, "format"),
         ({"answers": ("aa", "b"), "template": "{query}{document}"}, "one"),
         ({"activation": "tanh"}, "activation"),
         ({"batch_size": 0}, "batch_size"),
