@@ -67,7 +67,7 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--truncate-dim",
-        type=int,
+        type=positive,
         metavar="N",
         help="keep the first N numbers of each vector (for models trained for it)",
     )

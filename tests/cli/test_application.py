@@ -105,6 +105,7 @@ def test_version():
         ("inspect", "--nosuch", "x"),
         ("embed", "text"),
         ("embed", "--model", "x", "--batch-size", "0", "text"),
+        ("embed", "--model", "x", "--truncate-dim", "0", "text"),
         ("embed", "--model", "x", "--dtype", "int8", "text"),
     ],
 )
