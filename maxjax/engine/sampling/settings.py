@@ -302,9 +302,11 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise _refused("logit_bias", values, expected)
         token, bias = _token("logit_bias", pair[0]), pair[1]
-        banning = isinstance(bias, float) and bias == -math.inf
+        banning = isinstance(bias, Real) and bias == -math.inf
         text = f"for token {token} it must be a float32 number or minus infinity"
-        found[token] = bias if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
+        found[token] = (
+            -math.inf if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
+        )
     return tuple(sorted(found.items()))
 
 

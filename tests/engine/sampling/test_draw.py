@@ -636,6 +636,11 @@ WRONG = [
 ]
 
 
+def test_a_bias_may_be_a_numpy_number():
+    bias = Sampling(logit_bias={1: np.float32(-INF), np.int64(2): np.float16(0.5)}).logit_bias
+    assert bias == ((1, -INF), (2, 0.5)) and {type(number) for _, number in bias} == {float}
+
+
 def test_wrong_values_are_named():
     for name, value, range_ in WRONG:
         with pytest.raises(UserInputError) as caught:
