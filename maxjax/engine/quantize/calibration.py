@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def calibrate(
 
     Raises:
         UserInputError: the model is not a decoder, is not loaded, or has inputs that are not
-            finite; or there is no text, or no tokenizer for it.
+            finite; or there is no text, no tokenizer for it, or a token id outside the vocabulary.
+        TypeError: a token id is not an integer.
 
     Example:
         >>> import maxjax
@@ -65,6 +67,11 @@ def calibrate(
         )
     check_loaded(model)
     chunks = _chunks(tokenizer, texts, length)
+    size = model.config.vocab_size
+    if wrong := [token for ids in chunks for token in ids if not 0 <= token < size]:
+        raise UserInputError(
+            f"the texts have the token id {wrong[0]}, which is outside the model's vocabulary of {size} tokens"
+        )
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     run = jax.jit(_sums)
@@ -94,7 +101,7 @@ def _chunks(tokenizer: Any, texts: Any, length: int) -> list[list[int]]:
                 raise UserInputError("texts need a tokenizer; without one, give lists of token ids")
             ids += tokenizer.encode(text)
         else:
-            ids += [int(token) for token in text]
+            ids += [index(token) for token in text]
     if length < 1:
         raise UserInputError(f"length is {length}: a chunk has at least one token")
     if not ids:

@@ -258,6 +258,11 @@ def test_what_cannot_be_calibrated(tiny, tmp_path):
     model, tokenizer = tiny
     with pytest.raises(UserInputError, match="there are no tokens"):
         maxjax.calibrate(model, tokenizer, [])
+    for wrong in (-1, model.config.vocab_size):
+        with pytest.raises(UserInputError, match=f"token id {wrong}, which is outside the model's"):
+            maxjax.calibrate(model, None, [[1, wrong]])
+    with pytest.raises(TypeError, match="float"):
+        maxjax.calibrate(model, None, [[1, 1.5]])
     with pytest.raises(UserInputError, match="length is 0: a chunk has at least one token"):
         maxjax.calibrate(model, tokenizer, "text", length=0)
     with pytest.raises(UserInputError, match="texts need a tokenizer"):
