@@ -196,7 +196,7 @@ def trained_tensors(
     found = {
         tensor: own
         for tensor, own in base_tensors(model, names).items()
-        if tensor.rpartition(".")[0].endswith(settings.trained or ("\0",))
+        if _is_within(tensor, settings.trained)
         or (settings.bias != "none" and own.endswith(".bias"))
     }
     if is_tied(model) and isinstance(model, PretrainedModel):
@@ -207,6 +207,12 @@ def trained_tensors(
                     "this model: not supported", path=path, tensor=tensor,
                 )  # fmt: skip
     return found
+
+
+def _is_within(tensor: str, modules: tuple[str, ...]) -> bool:
+    """Whether a tensor is in a module whose name has one of these endings, or in a part of that module."""
+    parts = tensor.removeprefix(_FRONT).split(".")
+    return any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts)))
 
 
 def is_tied(model: Module) -> bool:

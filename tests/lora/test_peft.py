@@ -268,3 +268,18 @@ def test_modules_to_save_replace_those_of_the_base_model(llama, tmp_path):
     tied.load_state_dict(values)
     with pytest.raises(CheckpointMismatchError, match="one weight"):
         lora.load(tied, tmp_path)
+
+
+def test_a_module_to_save_may_hold_others(llama, tmp_path):
+    model, path, _ = llama
+    tensors = safetensors.numpy.load_file(path / "adapter_model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if "layers.1.mlp" not in name}
+    config = json.loads((path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(config | {"modules_to_save": ["layers.1.mlp"]})
+    )
+    name = "model.layers.1.mlp.up_proj.weight"
+    trained = np.asarray(model.raw_state_dict()[name].value) + 1
+    tensors |= {f"base_model.model.{name}": trained}
+    safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    np.testing.assert_array_equal(lora.load(model, tmp_path).raw_state_dict()[name].value, trained)
