@@ -136,7 +136,8 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     with load_weights(file) as weights:
         with weights._beside.files() as folder:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
-        data = dict(weights._named_data())
+        # With bias="all" PEFT also writes what a module of modules_to_save was before the training.
+        data = {n: one for n, one in weights._named_data() if ".original_module." not in n}
         layers = by_layer(model, data, os.fspath(file))
         tables = any(part.startswith("lora_embedding") for _, part, _ in layers.values())
         if settings.tied and tables and is_tied(model):

@@ -175,7 +175,9 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
     weights, aliases = model._mx_names()
     found = {}
     for tensor in names:
-        plain = tensor.removeprefix(_FRONT).replace(".base_layer.", ".")
+        plain = tensor.removeprefix(_FRONT)
+        for wrapper in (".base_layer.", ".modules_to_save."):
+            plain = plain.replace(wrapper, ".")
         own = plain if not isinstance(model, PretrainedModel) else model.family.name(plain)
         own = own if own is None else aliases.get(own, own)
         if own not in weights and isinstance(model, PretrainedModel):

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 import maxjax
-from maxjax import lora
+from maxjax import lora, nn
 from maxjax.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -283,3 +283,19 @@ def test_a_module_to_save_may_hold_others(llama, tmp_path):
     tensors |= {f"base_model.model.{name}": trained}
     safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
     np.testing.assert_array_equal(lora.load(model, tmp_path).raw_state_dict()[name].value, trained)
+
+
+def test_biases_of_modules_to_save_that_peft_writes_twice_load(tmp_path):
+    model = maxjax.init(
+        nn.Sequential([nn.Linear(4, 8), nn.Linear(8, 2, has_bias=True)]), jax.random.key(0)
+    )
+    lora.save(tmp_path, lora.add(model, "0", rank=2, key=jax.random.key(1)))
+    file, front = tmp_path / "adapter_model.safetensors", "base_model.model.1."
+    tensors, trained = safetensors.numpy.load_file(file), np.array([3, 4], np.float32)
+    tensors |= {f"{front}bias": trained, f"{front}modules_to_save.bias": trained}
+    tensors |= {f"{front}original_module.bias": np.asarray(model[1].bias.value)}
+    safetensors.numpy.save_file(tensors, file)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings |= {"bias": "all", "modules_to_save": ["1"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    np.testing.assert_array_equal(lora.load(model, tmp_path)[1].bias.value, trained)
