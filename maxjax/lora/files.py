@@ -32,6 +32,7 @@ from .peft import (
     biases,
     by_layer,
     config_of,
+    head_weights,
     is_tied,
     read_settings,
     tensor,
@@ -45,7 +46,8 @@ M = TypeVar("M", bound=Module)
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
     """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
-    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`). If the
+    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`) and the
+    ``score`` layer of a decoder with a classification head, without which PEFT does not open the files. If the
     directory already holds an adapter, that one stays valid until the new one is complete. If several processes
     share the model's mesh, all of them must make the call.
 
@@ -91,7 +93,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         }
         data |= {
             theirs: weight_data(full, weights[full], gathering)
-            for full, theirs in biases(model, found).items()
+            for full, theirs in (biases(model, found) | head_weights(model, found)).items()
         }
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, base))

@@ -269,6 +269,17 @@ def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
     }
 
 
+def head_weights(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
+    """PEFT's names of the weights of a decoder's ``score``, keyed by the model's names; none if it has LoRA weights.
+
+    PEFT takes this head for trained in every adapter for classification, and opens none without it.
+    """
+    adapted = any("score" in one.names for one in chosen)
+    if adapted or not isinstance(model, PretrainedModel) or getattr(model, "score", None) is None:
+        return {}
+    return {n: f"{_FRONT}{n}" for n in model.raw_state_dict() if n.startswith("score.")}
+
+
 def bias_of(chosen: Iterable[TargetLayer]) -> str:
     """PEFT's setting ``bias`` of the chosen layers: which biases are trained."""
     return next((one.layer.lora.bias for one in chosen), "none")
@@ -289,15 +300,13 @@ def config_of(
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
     number = lambda value: int(value) if float(value).is_integer() else value
     config = getattr(model, "hf_config", None) or {}
-    task = None
+    task, head = None, head_weights(model, chosen)
     if isinstance(model, PretrainedModel):
         has = lambda head: getattr(model, head, None) is not None
-        task = (
-            "CAUSAL_LM" if has("lm_head") else "SEQ_CLS" if has("score") else "FEATURE_EXTRACTION"
-        )
+        task = "CAUSAL_LM" if has("lm_head") else None if has("score") else "FEATURE_EXTRACTION"
     return {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": "SEQ_CLS" if head else task,
         "base_model_name_or_path": base or config.get("_name_or_path"),
         "inference_mode": True,
         "r": rank,
@@ -311,7 +320,7 @@ def config_of(
         "bias": bias_of(chosen),
         "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if head else None,
     }
 
 

@@ -299,3 +299,18 @@ def test_biases_of_modules_to_save_that_peft_writes_twice_load(tmp_path):
     settings |= {"bias": "all", "modules_to_save": ["1"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     np.testing.assert_array_equal(lora.load(model, tmp_path)[1].bias.value, trained)
+
+
+def test_an_adapter_for_classification_has_the_head_that_peft_asks_for(llama, tmp_path):
+    model = llama[0]
+    values = {n: w.value for n, w in model.raw_state_dict().items() if n != "lm_head.weight"}
+    values["score.weight"] = np.ones((3, 24), np.float32)
+    config = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    scored = maxjax.models.build(values, model.hf_config | config)
+    scored.load_state_dict(values)
+    lora.save(tmp_path, lora.add(scored, "q_proj", rank=2, key=jax.random.key(0)))
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    tensors = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    np.testing.assert_array_equal(tensors["base_model.model.score.weight"], values["score.weight"])
+    lora.load(scored, tmp_path)
