@@ -296,6 +296,8 @@ class WeightData(Rendered):
         """The array in the dtype and the shape of the metadata, if it has the bytes for them."""
         data, dtype = self.data, self.dtype.np
         array = data if isinstance(data, jax.Array) and data.dtype == dtype else _host(data)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
         if Shape.is_static(self.shape) and array.shape != (shape := tuple(map(int, self.shape))):
             if array.size * array.dtype.itemsize == math.prod(shape) * dtype.itemsize:
                 if array.dtype != dtype:

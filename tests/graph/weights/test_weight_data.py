@@ -11,6 +11,7 @@ from maxjax.dtype import DType
 from maxjax.graph import Shape
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData
+from maxjax.interop import trees
 
 
 def data(array, name="n"):
@@ -32,6 +33,14 @@ def test_metadata():
         hash(d)
     with pytest.raises(ValueError, match="<U1"):
         data(np.array(["a"]))
+
+
+def test_values_in_the_other_byte_order():
+    array = np.arange(6, dtype=np.dtype(np.float32).newbyteorder("S")).reshape(2, 3)
+    expected = np.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(jnp.asarray(data(array)), expected)
+    np.testing.assert_array_equal(data(array).astype("bfloat16").data, expected)
+    np.testing.assert_array_equal(trees.load({"n": jnp.zeros((2, 3))}, {"n": array})["n"], expected)
 
 
 def test_complex_values_are_not_made_real():
