@@ -79,7 +79,7 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafT
         like: array that is stored for the leaf, if not the leaf itself (the data of a random key).
     """
     held = leaf if like is None else like
-    dtype = np.dtype(held.dtype)
+    dtype = own = np.dtype(held.dtype).newbyteorder("=")
     if not isinstance(held, (np.ndarray, np.generic)):  # JAX has no 64 bits by default
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     target = LeafTarget(
@@ -92,8 +92,8 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafT
         names=[name],
         finish=finish,
     )
-    if dtype != held.dtype:
-        target.declared = np.dtype(held.dtype)
+    if dtype != own:
+        target.declared = own
     if dtype.kind in "iu":
         target.convert, target.elementwise = target.fitting, True
     return target
@@ -175,7 +175,7 @@ class Fitting:
             if isinstance(leaf, Module):
                 self._module(way, leaf)
             else:
-                self.top.append(self._leaf(way or ONLY, leaf))
+                self.top.append(self._leaf(way if path else ONLY, leaf))
         unexpected = sorted(self.saved.names - self.used)
         if self.strict and unexpected:
             self.problems.append(f"nothing in the example is called {some(unexpected)}")

@@ -275,6 +275,14 @@ def test_leaves_of_all_kinds(tmp_path):
         assert np.array_equal(jax.random.key_data(one), jax.random.key_data(other))
 
 
+def test_an_empty_key_and_the_other_byte_order(tmp_path):
+    other = np.arange(3, dtype=np.dtype(np.float32).newbyteorder("S"))
+    save(tmp_path, None, tree={"": other}, nested={"a": {"": jnp.ones(2)}})
+    found = restore(tmp_path, None, tree={"": other}, nested={"a": {"": jnp.zeros(2)}})
+    np.testing.assert_array_equal(found["tree"][""], other)
+    np.testing.assert_array_equal(found["nested"]["a"][""], np.ones(2))
+
+
 def test_arrays_go_where_the_example_says(tmp_path):
     array = jnp.arange(64.0).reshape(8, 8)
     save(tmp_path, None, x=array)
