@@ -39,7 +39,7 @@ from .paths import TreeLocation, locate, other_step
 from .paths import is_orbax as is_orbax
 from .paths import orbax_items as orbax_items
 from .paths import steps as steps
-from .store import Store
+from .store import Store, prefix
 from .zarr import DRIVERS, ArrayDescription, check_chunks, check_write_shape, read_description
 
 # The maximum bytes that zstd can expand one byte to.
@@ -161,7 +161,7 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
             )
         drivers.append(present[0])
         end = DRIVERS[present[0]]
-        requests.append((leaf.name, f"{leaf.name}/{end}" if leaf.name else end))
+        requests.append((leaf.name, prefix(leaf.name) + end))
     found = []
     described = store.descriptions(requests)
     for leaf, driver, (path, source) in zip(leaves, drivers, described, strict=True):
@@ -174,16 +174,17 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
 
 
 def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
-    """Name of an array → its keys, without the name as prefix."""
+    """Name of an array → its keys, without the prefix of the name."""
     found: dict[str, set[str]] = {name: set() for name in names}
     for key in keys:
         if "" in names:
             found[""].add(key)
-        # The name itself may contain slashes.
+        # The name itself may contain slashes, and end with one.
         at = key.find("/")
         while at >= 0:
-            if key[:at] in names:
-                found[key[:at]].add(key[at + 1 :])
+            for name in (key[:at], key[: at + 1]):
+                if name in names:
+                    found[name].add(key[at + 1 :])
             at = key.find("/", at + 1)
     return found
 

@@ -144,6 +144,16 @@ class Database:
         return CheckpointFormatError(problem, path=self.directory, hint=_HINT)
 
 
+def prefix(name: str) -> str:
+    """The prefix of the keys of an array, as tensorstore makes it from the array's name.
+
+    Example:
+        >>> prefix("a/b"), prefix("a/"), prefix("")
+        ('a/b/', 'a/', '')
+    """
+    return name if not name or name.endswith("/") else f"{name}/"
+
+
 def _owner(key: str | None) -> str | None:
     """The name of the array that a key of a chunk or description belongs to, as far as it is known.
 
@@ -211,11 +221,11 @@ class Store:
 
     def _kvstore_spec(self, name: str = "") -> dict[str, Any]:
         """tensorstore's specification of the key-value store below a name."""
-        name = f"{name}/" if name else ""
+        front = prefix(name)
         if not self.is_ocdbt:
-            return {"driver": "file", "path": f"{self.directory}/{name}"}
+            return {"driver": "file", "path": f"{self.directory}/{front}"}
         base = {"driver": "file", "path": f"{self.directory}/"}
-        return {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#ocdbt"}
+        return {"driver": "ocdbt", "base": base, "path": front, "cache_pool": "cache_pool#ocdbt"}
 
     def keys(self) -> list[str]:
         """All keys: those of the database, or the names of the files."""

@@ -283,6 +283,13 @@ def test_an_empty_key_and_the_other_byte_order(tmp_path):
     np.testing.assert_array_equal(found["nested"]["a"][""], np.ones(2))
 
 
+def test_names_that_end_with_a_slash(tmp_path):
+    tree = {"a/": jnp.ones(2), "a//b": jnp.zeros(3), "b": jnp.ones(1), "b//": jnp.full(2, 3)}
+    save(tmp_path, None, tree=tree)
+    found = restore(tmp_path, None, tree=jax.tree.map(jnp.zeros_like, tree))["tree"]
+    assert all((found[name] == tree[name]).all() for name in tree)
+
+
 def test_arrays_go_where_the_example_says(tmp_path):
     array = jnp.arange(64.0).reshape(8, 8)
     save(tmp_path, None, x=array)
