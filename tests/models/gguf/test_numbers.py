@@ -78,3 +78,18 @@ def test_tensors_that_do_not_fit(folder, tmp_path, wrong):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises((CheckpointFormatError, CheckpointMismatchError), match=NAME):
         maxjax.convert(tmp_path, tmp_path / "model.gguf")
+
+
+def test_a_plain_rope_stays_plain(folder, tmp_path):
+    """A configuration without settings of RoPE means that of Llama 3.1."""
+    safetensors.numpy.save_file(
+        safetensors.numpy.load_file(folder / "model.safetensors"), tmp_path / "model.safetensors"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "gguf" / "model.gguf"
+    file.parent.mkdir()
+    maxjax.convert(tmp_path, file)
+    before, after = (maxjax.load(one)[0].config.rope for one in (tmp_path, file))
+    assert before == after and before.scaling is None
