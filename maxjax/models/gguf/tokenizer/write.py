@@ -163,7 +163,10 @@ def gguf_tokenizer_metadata(
     """
     settings, config = settings or {}, config or {}
     if tokenizer is None:
-        found: dict[str, Any] = {"model": "none"} | special_ids({}, {}, config, SPECIAL)
+        ids = special_ids({}, {}, config, SPECIAL)
+        # Defaults of transformers may be beyond a small vocabulary.
+        kept = {key: i for key, i in ids.items() if vocab_size is None or i < vocab_size}
+        found: dict[str, Any] = {"model": "none"} | kept
     else:
         model = typed(tokenizer, "model", dict, path)
         kind = model.get("type") or ("BPE" if "merges" in model else None)

@@ -349,3 +349,10 @@ def test_whatever_a_file_says_only_our_errors_leave(kind, change, settings):
         b"".join(plan_gguf(found, []).pieces())
     except (CheckpointError, NotImplementedError) as error:
         assert "\n" not in str(error)
+
+
+def test_ids_beyond_the_vocabulary_are_left_out():
+    """As transformers' defaults are for a small model without a tokenizer."""
+    config = {"bos_token_id": 3, "eos_token_id": [151329, 4], "pad_token_id": 99}
+    found = gguf_tokenizer_metadata(None, config=config, vocab_size=99)
+    assert found == {f"{KEY}model": "none", f"{KEY}bos_token_id": 3}
