@@ -201,9 +201,7 @@ def _in_template(
         )
     try:
         texts = [template.format(query=query, document=document) for document in documents]
-    except (
-        ValueError,
-        LookupError,
-    ) as error:  # a text has no such format, or another field is in it
+    except (ValueError, LookupError) as error:
+        # A text has no such format, or the template has another field.
         raise UserInputError(f"template is not a format string of two texts: {error}") from None
     return tokenizer.tokens(texts, special=False)
