@@ -58,7 +58,7 @@ kernels: __init__
 graph: symbolic
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
 graph: tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
-graph/weight: epoch gradient running span rows stored transpose methods part weight stacked __init__
+graph/weight: epoch gradient running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load __init__ weights host_reads same device_reads gathering writing
 graph: subgraph reroll graph
 graph/ops: lift arithmetic buffers collectives allgather allreduce reducescatter random control convolution

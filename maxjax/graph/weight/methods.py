@@ -1,4 +1,4 @@
-"""Methods that MAX's values and jax.Array both have, and compute differently.
+"""Methods that MAX's values and jax.Array both have, and compute differently; and rules of sharding that call them.
 
 MAX's methods keep a reduced axis with length 1, and reduce the last axis by default. A Weight has MAX's methods where
 its operators return TensorValues (``kind.py``), and those of jax.Array elsewhere.
@@ -10,7 +10,8 @@ import functools
 from typing import Any
 
 from ..kind import KIND
-from ..value import TensorValue
+from ..placement.strategy import ShardingStrategy, _Ranges
+from ..value import TensorValue, unwrap
 
 
 def _method(name: str) -> Any:
@@ -52,3 +53,20 @@ class Methods(TensorValue):
         if KIND.values or (len(axes) == 2 and self.rank >= 2):
             return super().transpose(*axes)
         return self._as_array().transpose(*axes)
+
+
+def with_values(strategy: ShardingStrategy) -> ShardingStrategy:
+    """The strategy; if its rule is a user's function, one that passes it a TensorValue, as MAX does.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> strategy = ShardingStrategy(2, lambda weight, i, n: weight.permute([1, 0])[i])
+        >>> with_values(strategy)(jnp.ones((3, 2)), 0).shape
+        (3,)
+    """
+    rule = strategy.shard
+    if isinstance(rule, _Ranges):
+        return strategy
+    return ShardingStrategy(
+        strategy.num_devices, lambda array, i, n: unwrap(rule(TensorValue(array), i, n))
+    )

@@ -25,8 +25,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
-from .methods import Methods
-from .part import with_values
+from .methods import Methods, with_values
 from .rows import OfWeight
 from .running import RUNNING
 from .stored import StoredWeight, register, standing_for

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from ...graph.value import TensorValue
 from ..layer import hooks
 from ..layer.hooks import Layer, add_layer_hook
-from ..layer.module import recursive_named_layers
+from ..layer.walk import recursive_named_layers
 
 _LOG = logging.getLogger("maxjax")
 

@@ -19,13 +19,13 @@ from .layer_list import LayerList as LayerList
 from .layer_list import MissingLayer as MissingLayer
 from .layer_list import Sequential as Sequential
 from .module import Module as Module
-from .module import recursive_named_layers as recursive_named_layers
 from .observe.frames import is_tapped as is_tapped
 from .observe.frames import tap as tap
 from .stack.expert_stack import ExpertStack as ExpertStack
 from .stack.layer_stack import LayerStack as LayerStack
 from .stack.per_layer import PerLayer as PerLayer
 from .state import LoadResult as LoadResult
+from .walk import recursive_named_layers as recursive_named_layers
 
 # The name of Module before MAX 25; model code still imports it.
 LayerV2 = Module

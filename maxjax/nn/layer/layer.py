@@ -6,4 +6,4 @@ from .hooks import add_layer_hook as add_layer_hook
 from .hooks import clear_hooks as clear_hooks
 from .layer_list import LayerList as LayerList
 from .module import Module as Module
-from .module import recursive_named_layers as recursive_named_layers
+from .walk import recursive_named_layers as recursive_named_layers

@@ -134,10 +134,9 @@ class Module(OfModule, Layer, StateDict, ABC):
         def wrapped(self: Module, /, *args: Any, **kwargs: Any) -> Any:
             if hooks.is_plain():
                 outputs = call_stack.run(self, call, args, kwargs)
-                # A hook may have been added during the call.
-                return (
-                    hooks.dispatch(self, call, args, kwargs, outputs) if hooks._HOOKS else outputs
-                )
+                if hooks._HOOKS:  # added during the call
+                    return hooks.dispatch(self, call, args, kwargs, outputs)
+                return outputs
             return calls.run(self, call, args, kwargs)
 
         return wrapped
@@ -362,29 +361,9 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     # -- graphs
 
-    def trace(
-        self,
-        *input_types: TensorType,
-        name: str | None = None,
-        module: Any = None,
-        custom_extensions: Iterable[Any] = (),
-        is_device_graph: bool = False,
-    ) -> Graph:
-        """Traces this Module for arguments of these types; returns a Graph.
-
-        Args:
-            input_types: type of each argument of ``__call__``.
-            name: name of the Graph, by default that of the class.
-            module, custom_extensions: options of MAX that maxjax lacks.
-            is_device_graph: option of MAX, ignored.
-
-        Raises:
-            NotImplementedError: ``module`` or ``custom_extensions`` are given.
-        """
-        del is_device_graph
-        title = name or type(self).__qualname__
-        options = {"module": module, "custom_extensions": custom_extensions}
-        return Graph(title, self, input_types, **options)
+    def trace(self, *input_types: TensorType, name: str | None = None, **options: Any) -> Graph:
+        """Traces this Module for arguments of these types; the options are those of :class:`Graph`."""
+        return Graph(name or type(self).__qualname__, self, input_types, **options)
 
     def compile(
         self,
@@ -393,9 +372,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         weights: Mapping[str, Any] | None = None,
         name: str | None = None,
         donate: Sequence[int] = (),
-        module: Any = None,
-        custom_extensions: Iterable[Any] = (),
-        is_device_graph: bool = False,
+        **options: Any,
     ) -> Model:
         """Compiles this Module for arguments of given types, before or after its weights are loaded.
 
@@ -408,11 +385,10 @@ class Module(OfModule, Layer, StateDict, ABC):
                 have a value. By default the program uses the values at the time of a call.
             name: name of the program, by default that of the class.
             donate: indices of arguments whose memory the results may reuse, such as a cache.
-            module, custom_extensions: options of MAX that maxjax lacks.
-            is_device_graph: option of MAX, ignored.
+            options: those of :class:`maxjax.graph.Graph`.
 
         Raises:
-            NotImplementedError: ``module`` or ``custom_extensions`` are given.
+            NotImplementedError: an option of MAX is given that maxjax lacks.
             TypeError: a spec is neither a type nor an array.
             ValueError: ``weights`` has a value of the wrong type, or lacks a weight without a value.
 
@@ -426,12 +402,11 @@ class Module(OfModule, Layer, StateDict, ABC):
             >>> print(program(jnp.ones((4, 3)))[0])
             [3. 3.]
         """
-        del session, is_device_graph
+        del session
         compile_cache.enable()
-        title = name or type(self).__qualname__
-        options = {"module": module, "custom_extensions": custom_extensions}
         if specs and all(isinstance(spec, TensorType) for spec in specs):
-            return Model(Graph(title, self, specs, **options), weights, donate)
+            return Model(self.trace(*specs, name=name, **options), weights, donate)
+        title = name or type(self).__qualname__
         trees = Trees(title, self, specs)
         return Program(Graph(title, trees, trees.types, **options), trees, weights, donate)
 
@@ -510,14 +485,8 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The keys of static values hold types that cannot be pickled, such as that of functions.
-        statics = dict.fromkeys(self._mx_statics)
-        return {
-            **vars(self),
-            "_mx_statics": statics,
-            "_mx_cache": None,
-            "_mx_assigned": {},
-            "_mx_marks": (),
-        }
+        state = {**vars(self), "_mx_cache": None, "_mx_assigned": {}, "_mx_marks": ()}
+        return {**state, "_mx_statics": dict.fromkeys(self._mx_statics)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -527,13 +496,3 @@ class Module(OfModule, Layer, StateDict, ABC):
         vars(self)["_mx_statics"] = statics = {}
         for name in state["_mx_statics"]:
             vars(self)[name], statics[name] = freeze(state[name], f"{type(self).__name__}.{name}")
-
-
-def recursive_named_layers(parent: Module, prefix: str = "") -> Iterable[tuple[str, Module]]:
-    """Yields (name, Module) for ``parent`` and every Module in it, once each, breadth first.
-
-    A name is the attribute path below ``prefix``, without a trailing dot; that of ``parent`` is ``prefix``.
-    """
-    walk = Walk(parent)
-    for path, module in zip(walk.paths, walk.modules, strict=True):
-        yield ".".join(filter(None, (prefix, path.rstrip(".")))), module

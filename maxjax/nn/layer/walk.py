@@ -6,6 +6,7 @@ The parts of a layer are the layers that ``shard`` returns; they are views of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -314,3 +315,13 @@ def _origins(item: Any) -> set[int]:
     if item._mx_is_container:
         return {id(item)}
     return {id(host_of(shard)) for one in _below(item) for shard in one._mx_shards.values()}
+
+
+def recursive_named_layers(parent: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yields (name, Module) for ``parent`` and every Module in it, once each, breadth first.
+
+    A name is the attribute path below ``prefix``, without a trailing dot; that of ``parent`` is ``prefix``.
+    """
+    walk = Walk(parent)
+    for path, module in zip(walk.paths, walk.modules, strict=True):
+        yield ".".join(filter(None, (prefix, path.rstrip(".")))), module

@@ -17,7 +17,7 @@ import pytest
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
-from maxjax.nn.layer import module as module_file
+from maxjax.nn.layer import recursive_named_layers
 
 CPU = DeviceRef.CPU()
 
@@ -214,8 +214,8 @@ def test_named_modules():
 
 def test_recursive_named_layers():
     m = Hold(blk=Hold(p=Lin()))
-    assert [n for n, _ in module_file.recursive_named_layers(m)] == ["", "blk", "blk.p"]
-    assert [n for n, _ in module_file.recursive_named_layers(m, "x")] == ["x", "x.blk", "x.blk.p"]
+    assert [n for n, _ in recursive_named_layers(m)] == ["", "blk", "blk.p"]
+    assert [n for n, _ in recursive_named_layers(m, "x")] == ["x", "x.blk", "x.blk.p"]
 
 
 # -- static attributes
