@@ -8,7 +8,6 @@ it, a view like the Weights.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import weakref
@@ -30,7 +29,7 @@ from ..shape import Shape
 from .epoch import structure_changed, values_changed
 from .rows import OfStack
 from .span import Span
-from .stored import around, is_value, operand_of, standing_for
+from .stored import around, copied, is_value, operand_of, outside_traces, standing_for
 from .weight import Weight
 
 
@@ -312,7 +311,7 @@ class StackedWeight(OfStack):
             home, start = self._home
             home.put_many({start + i: leaf for i, leaf in leaves.items()})
             return
-        with _LOCK:
+        with _LOCK, outside_traces(self._own, *self._parts.values(), *leaves.values()):
             empty = any(not is_value(v) for v in leaves.values())
             if self.is_whole and not empty:
                 places = np.unravel_index(np.array(list(leaves), np.int32), self.lead)
@@ -479,10 +478,9 @@ class StackedWeight(OfStack):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackedWeight:
         new = memo[id(self)] = object.__new__(type(self))
-        kept = ("_template", "spans", "_split")
-        state = {k: v if k in kept else copy.deepcopy(v, memo)
-                 for k, v in vars(self).items() if k not in ("_views", "_inner")}  # fmt: skip
-        new.__setstate__(state)
+        state = {k: v for k, v in vars(self).items() if k not in ("_views", "_inner")}
+        parts = self._parts.values()
+        new.__setstate__(copied(state, ("_template", "spans", "_split"), memo, self.leaf, *parts))
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -9,6 +9,9 @@ the leaf of many Weights, has the same names: what is declared is then that of o
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -31,6 +34,26 @@ from .running import RUNNING
 
 # The leaf of a Weight or StackedWeight; flattening a Module reads each.
 leaf_of = attrgetter("_leaf")
+
+
+def outside_traces(*leaves: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which arrays that are computed from leaves belong to no running trace, unless a leaf is traced."""
+    is_traced = any(isinstance(stack_of(leaf), Tracer) for leaf in leaves)
+    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+
+
+def copied(
+    attributes: Mapping[str, Any], shared: Collection[str], memo: dict[int, Any], *leaves: Any
+) -> dict[str, Any]:
+    """Deep copies of the attributes of a Weight or StackedWeight that holds these leaves.
+
+    Not copied are shared attributes, and placeholders, which are immutable; their shardings cannot be copied.
+    """
+    with outside_traces(*leaves):
+        return {
+            k: v if k in shared or type(v) is jax.ShapeDtypeStruct else copy.deepcopy(v, memo)
+            for k, v in attributes.items()
+        }
 
 
 def around(holder: Any, leaf: Any, name: str | None, is_gradient: bool = False) -> Any:

@@ -5,7 +5,6 @@ The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ from .epoch import structure_changed, values_changed
 from .methods import Methods, with_values
 from .rows import OfWeight
 from .running import RUNNING
-from .stored import StoredWeight, register, standing_for
+from .stored import StoredWeight, copied, outside_traces, register, standing_for
 from .transpose import TransposedValue, WeightTranspose
 
 # Attributes that a copy shares with the Weight.
@@ -314,8 +313,11 @@ class Weight(OfWeight, Methods):
         elif isinstance(value, jax.Array):
             RUNNING.warn_of_lost(self, value)
             self._set(value)
-        elif isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__jax_array__"):
-            self._set(jnp.array(fitting(value) if isinstance(value, np.ndarray) else value))
+        elif isinstance(value, (np.ndarray, np.generic)):
+            with outside_traces():
+                self._set(jnp.array(fitting(np.asarray(value))))
+        elif hasattr(value, "__jax_array__"):
+            self._set(jnp.array(value))
         else:
             raise TypeError(
                 f"the value of weight '{self.name}' must be an array of JAX or NumPy, not "
@@ -336,7 +338,8 @@ class Weight(OfWeight, Methods):
         if other:
             self.stored.refuse_in_stack("another dtype")
         if self._sharding is not None:
-            value = self.stored.to_leaf(value)
+            with outside_traces(value):
+                value = self.stored.to_leaf(value)
         self._put(value)
         self._loaded_shape = None
         if other:
@@ -409,8 +412,7 @@ class Weight(OfWeight, Methods):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
         new = memo[id(self)] = object.__new__(type(self))
-        state = {k: v if k in _SHARED else copy.deepcopy(v, memo) for k, v in vars(self).items()}
-        new.__setstate__(state)
+        new.__setstate__(copied(vars(self), _SHARED, memo, self._leaf))
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -438,10 +440,8 @@ class Shard(Weight):
         strategy, self.host = host.sharding_strategy, host
         sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
         shape = shard_shape(with_values(strategy), sizes, i, host.dtype.np)
-        encoding = host.quantization_encoding
-        super().__init__(
-            f"{host.name}[{i}]", host.dtype, shape, device, encoding, host.align, strategy
-        )
+        super().__init__(f"{host.name}[{i}]", host.dtype, shape, device,
+                         host.quantization_encoding, host.align, strategy)  # fmt: skip
         self.shard_idx = i
 
     def of(self, host: Weight | None) -> Shard:

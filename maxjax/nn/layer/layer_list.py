@@ -228,14 +228,6 @@ class LayerList(Module, _Of[L], stands_for=list):
         del layers[i]
         self._renew(layers)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.isdecimal():
-            super().__setattr__(name, value)
-        elif int(name) == len(self):
-            self.append(value)
-        else:
-            self[int(name)] = value
-
     def __delattr__(self, name: str) -> None:
         if name.isdecimal() and name in vars(self):
             del self[int(name)]

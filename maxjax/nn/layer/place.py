@@ -30,6 +30,7 @@ from ...graph.placement.specs import (
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
+from ...graph.weight.stored import outside_traces
 from ...graph.weight.weight import Weight
 from .walk import Walk
 
@@ -80,10 +81,10 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
             sharding = NamedSharding(mesh, spec, memory_kind=kind)
             todo.append((holder, name, sharding, why, layout, split))
     # Either all weights are placed or none: a device may run out of memory at any of them.
-    moved = [
-        holder.stored.moved(sharding, layout, name, split)
-        for holder, name, sharding, _, layout, split in todo
-    ]
+    moved = []
+    for holder, name, sharding, _, layout, split in todo:
+        with outside_traces(holder.stored.leaf):
+            moved.append(holder.stored.moved(sharding, layout, name, split))
     for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
         holder.stored.settle(sharding, why, layout, leaf, split)
     structure_changed()

@@ -7,21 +7,19 @@ collects all problems; it reads and converts all values; it stores them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from ...errors import CheckpointMismatchError, closest, releasing
 from ...graph.shape import Shape
 from ...graph.weight.stacked import StackedWeight
+from ...graph.weight.stored import outside_traces
 from ...graph.weight.weight import Weight
 from ...graph.weights import Weights
 from ...graph.weights.same import same_content
-from ...kernels.stack_slice import StackSlice
 from ...progress import reading, task
 from .load.fit import Fit, bytes_to_read, fit
 from .load.memory import check_room
@@ -76,10 +74,10 @@ class StateDict:
                     raise ValueError(
                         f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()"
                     )
-                with _outside_traces(weight.stored.leaf):
+                with outside_traces(weight.stored.leaf):
                     weight.stored.put(_zeros(name, weight))
             weight.stored.finalise(name)
-            with _outside_traces(weight.stored.leaf):
+            with outside_traces(weight.stored.leaf):
                 values[name] = weight.stored.filed(weight.stored.value)
         return values
 
@@ -231,12 +229,6 @@ def _zeros(name: str, weight: Weight) -> jax.Array:
             "its symbolic dimensions have no size before a value is loaded"
         )
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight.stored.leaf_sharding)
-
-
-def _outside_traces(leaf: Any) -> contextlib.AbstractContextManager[Any]:
-    """Where arrays that are computed from a leaf belong to no trace that is running, unless the leaf is traced."""
-    is_traced = isinstance(leaf.stack if type(leaf) is StackSlice else leaf, Tracer)
-    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
 
 
 def _load(

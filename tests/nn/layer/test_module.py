@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.graph import DeviceRef, Weight
+from maxjax.graph import DeviceRef, Graph, TensorType, Weight
 from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
 from maxjax.nn.layer import recursive_named_layers
@@ -459,6 +459,37 @@ def test_copies_and_pickles():
     shallow = copy.copy(m)
     shallow.extra = Lin()
     assert "extra" not in m.sublayers and shallow.head is m.head
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_placed_model_without_values_is_copied(stacked):
+    model = Hold(a=Lin(), xs=LayerList([Lin(), Lin()]))
+    model.xs = model.xs.stack() if stacked else model.xs
+    clone = copy.deepcopy(model.to(CPU))
+    assert clone.a.weight.sharding == model.a.weight.sharding is not None
+    fill(clone)
+    assert model.a.weight.value is None and clone.xs[1].weight.value is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.a.weight, "value", np.ones((2, 3), np.float32)),
+        lambda m: m.to(CPU),
+        lambda m: setattr(m, "a", copy.deepcopy(m.a)),
+        lambda m: setattr(m, "xs", m.xs.stack()),
+        lambda m: m.xs.stack()[1].weight.__setattr__("value", np.ones((2, 3), np.float32)),
+        lambda m: setattr(m, "xs", m.xs.stack().unstack()),
+    ],
+    ids=["value", "to", "deepcopy", "stack", "value in stack", "unstack"],
+)
+def test_a_change_inside_a_graph_or_jit_leaves_arrays(change):
+    kind = TensorType("float32", (3,), CPU)
+    for run in (lambda f: Graph("g", lambda x: f() or x, [kind]), lambda f: jax.jit(f)()):
+        model = fill(Hold(a=Lin(), xs=LayerList([Lin(), Lin()])))
+        run(lambda model=model: change(model) and None)
+        for weight in model.raw_state_dict().values():
+            assert weight.value.shape == (2, 3) and not isinstance(weight.value, jax.core.Tracer)
 
 
 def test_symbolic_weights_flatten_once_loaded():

@@ -16,6 +16,7 @@ from ....graph.weight.epoch import structure_changed
 from ....graph.weight.running import RUNNING
 from ....graph.weight.span import Span
 from ....graph.weight.stacked import StackedWeight
+from ....graph.weight.stored import outside_traces
 from ....graph.weight.weight import Weight
 from .. import hooks
 from ..call_stack import run
@@ -90,7 +91,8 @@ class LayerStack(LayerList, is_stack=True):
         stacks: list[StackedWeight] = []
         try:
             for span, group in groups:
-                stacks.append(StackedWeight.of(group, span))
+                with outside_traces(*(holder.stored.leaf for holder in group)):
+                    stacks.append(StackedWeight.of(group, span))
                 stacks[-1].adopt(group)
         except BaseException:  # JAX may fail to stack values: then no layer is changed
             for stack in stacks:
@@ -124,7 +126,8 @@ class LayerStack(LayerList, is_stack=True):
         dissolved: list[StackedWeight] = []
         try:
             for stack in self._mx_stacks:
-                stack.dissolve()
+                with outside_traces(stack.leaf):
+                    stack.dissolve()
                 dissolved.append(stack)
         except BaseException:  # for example, not enough memory: then nothing is changed
             for stack in dissolved:
