@@ -93,8 +93,8 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         fitted.loaded_shape = tuple(map(int, shape))
     elif weight.quantization_encoding is not None or packed and form is None:
         fitted.dims = tuple(Shape(shape))
-    elif list(shape) != list(declared) and _loose(shape) == _loose(declared):
-        fitted.loaded_shape = tuple(int(d) for d in shape)
+    elif list(held := _held(data, shape)) != list(declared) and _loose(held) == _loose(declared):
+        fitted.loaded_shape = tuple(int(d) for d in held)
     elif problem := _shape_problem(shape, declared):
         return differs(name, f"{problem}.")
     if problem := _content_problem(name, data):
@@ -102,6 +102,11 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
     if override and data.quantization_encoding is not None:
         fitted.encoding = data.quantization_encoding
     return fitted
+
+
+def _held(data: WeightData, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shape of the array, if it is in memory: an earlier load may have made that of the metadata another."""
+    return tuple(getattr(data.data, "shape", shape)) if data.is_loaded else shape
 
 
 def _content_problem(name: str, data: WeightData) -> str | None:
