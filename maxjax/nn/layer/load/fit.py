@@ -120,7 +120,7 @@ def _content_problem(name: str, data: WeightData) -> str | None:
     if tuple(array.shape) == expected:
         return None
     return (
-        f"The WeightData of weight '{name}' says {data.dtype} and shape {expected}, but its data is "
+        f"The WeightData of weight '{name}' says {data.dtype!r} and shape {expected}, but its data is "
         f"{array.dtype} of shape {tuple(array.shape)}"
     )
 
