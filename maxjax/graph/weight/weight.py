@@ -325,13 +325,12 @@ class Weight(OfWeight, Methods):
             )
 
     def _set(self, value: Any) -> None:
-        shape = value.shape
-        if all(isinstance(d, StaticDim) for d in self._dims) and tuple(shape) != tuple(
-            int(d) for d in self._dims
-        ):
+        shape = tuple(value.shape)
+        declared = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
+        known = [d if isinstance(d, int) else n for d, n in zip(declared, shape, strict=False)]
+        if len(shape) != len(declared) or list(shape) != known:
             raise ValueError(
-                f"the value of weight '{self.name}' must have shape "
-                f"{tuple(int(d) for d in self._dims)}, not {tuple(shape)}"
+                f"the value of weight '{self.name}' must have shape {declared}, not {shape}"
             )
         dtype = DType.of(value.dtype)
         other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np

@@ -232,6 +232,16 @@ def test_value_of_another_shape_or_kind():
     assert w.value is None
 
 
+def test_a_value_has_the_known_sizes_of_a_symbolic_shape():
+    w = Weight("w", "float32", ("n", 3), CPU)
+    for shape in ((2,), (2, 4), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"'w' must have shape \('n', 3\), not"):
+            w.value = jnp.ones(shape)
+    assert w.value is None
+    w.value = jnp.ones((5, 3))
+    assert w.value.shape == (5, 3) and w.shape == ["n", 3]
+
+
 def test_value_of_another_dtype_is_its_dtype():
     w = Weight("w", "float32", (2,), CPU)
     w.value = jnp.ones(2, jnp.bfloat16)
