@@ -130,6 +130,12 @@ def placed(row: Row, state: LeafState, sharding: Any, layout: Any = None) -> Pla
     return PlacedRow(row, state, sharding, per_device)
 
 
+def leaf_in_memory(weight: Any) -> Any:
+    """The leaf of a Weight; of a shard whose weight is not read yet, its placeholder."""
+    host = getattr(weight, "host", None)
+    return weight._own if host is not None and host.stored.is_lazy else weight.stored.leaf
+
+
 def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     """The row of a Weight.
 
@@ -139,7 +145,7 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     """
     stored = weight.stored
     home, packing, encoding = stored.home, stored.packing, stored.encoding
-    leaf = stored.leaf if home is None or not of_all else home[0].leaf
+    leaf = leaf_in_memory(weight) if home is None or not of_all else home[0].leaf
     state = state_of(leaf)
     if state.foreign and leaf is not None:
         return array_row(name, leaf)
@@ -151,7 +157,7 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     if leaf is None:  # sizes that are not known yet, or an empty place in a tree
         state = LeafState("", "NoneType", "None") if known else LeafState(LAZY)
     if state.note == LAZY:
-        if stored.source is not None:
+        if (getattr(weight, "host", None) or weight).stored.source is not None:
             state = LeafState(UNREAD)
         elif home is not None and of_all and (held := _loaded(home[0])):
             state = LeafState(f"{held} of {home[0].count} layers loaded")
@@ -292,8 +298,9 @@ class OfWeight(Rendered):
         stored = self.stored
         extra = f", {stored.encoding}" if stored.encoding is not None else ""
         extra += ", a gradient" if stored.is_gradient else ""
-        if not stored.is_lazy:
-            state = state_of(stored.leaf)
+        leaf = leaf_in_memory(self)
+        if leaf is not None and type(leaf) is not jax.ShapeDtypeStruct:
+            state = state_of(leaf)
             extra += f", {state.text or state.foreign or state.note or 'loaded'}"
         if device_count(self.sharding) > 1:
             extra += f", {spec_text(self.sharding)}"

@@ -12,6 +12,7 @@ from maxjax import nn
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, Shardable, ShardingStrategy, TensorType, Weight, ops
+from maxjax.graph.weights import load_weights
 from maxjax.nn import Module
 
 CPU = DeviceRef.CPU()
@@ -231,6 +232,17 @@ def test_a_rule_that_is_a_function_has_the_methods_of_max(rule, part):
     assert graph.output_types[0].shape == part.shape
     w.value = jnp.asarray(VALUE)
     np.testing.assert_array_equal(shard.value, part)
+
+
+def test_displays_do_not_read_the_weight(tmp_path):
+    np.savez(tmp_path / "m.npz", w=VALUE)
+    w = load_weights(tmp_path / "m.npz").w.allocate()
+    w.sharding_strategy = ShardingStrategy.rowwise(2)
+    part = w.shard([CPU] * 2)[1]
+    assert repr(part) == "Weight(w[1], DType.float32, [Dim(2), Dim(2)], cpu:0)"
+    assert "not read yet" in part._repr_html_() and w.value is None
+    np.testing.assert_array_equal(part, VALUE[3:])
+    assert repr(part).endswith(", loaded)")
 
 
 def test_setting_a_strategy_or_none_declares_the_cpu():
