@@ -144,12 +144,7 @@ class Linear(LowRank):
             [['weight[0]', 'bias[0]'], ['weight[1]']]
         """
         self.refuse_update("shard()")
-        found = sharded(self, devices)
-        strategy = self.sharding_strategy
-        summed = strategy is not None and strategy.sharded_axis not in (0, None)
-        for part in found[1:] if summed else ():
-            part.bias = None
-        return found
+        return sharded(self, devices)
 
     def initializer(self, name: str) -> Any:
         """Normal weights with variance 1/in_dim; a zero bias."""

@@ -129,10 +129,8 @@ class StackedLinear(LowRank):
         for i, part in enumerate(found):
             if not (columns or strategy.is_replicate):
                 part.out_dims = self._part_dims(part, i)
-            if columns and i and self.has_bias:
+            if columns and i:
                 part.has_bias = False
-                for one in [part] if self.stacked else [getattr(part, n) for n in self.names]:
-                    one.bias = None
         return found
 
     def _part_dims(self, part: StackedLinear, i: int) -> tuple[int, ...]:

@@ -1463,6 +1463,16 @@ def test_vmap(explicit):
     close(run(fill(block()).to(mesh_of({"model": 4}, explicit)), x), run(fill(block()), x))
 
 
+@pytest.mark.parametrize("features", [6, 7])
+def test_the_parts_of_an_mlp_add_its_last_bias_once(features):
+    mlp = fill(nn.MLP("float32", None, 4, features, [CPU], has_bias=True))
+    mlp.sharding_strategy = ShardingStrategy.tensor_parallel(3)
+    parts = mlp.shard([CPU] * 3)
+    assert [part.down_proj.bias is None for part in parts] == [False, True, True]
+    (x,) = floats(2, 4)
+    close(sum(part(x) for part in parts), mlp(x))
+
+
 def test_parts_name_their_shards_and_gates_and_convolutions_are_replicated():
     mlp = nn.MLP("float32", None, 4, 6, [CPU])
     mlp.sharding_strategy = ShardingStrategy.tensor_parallel(2)

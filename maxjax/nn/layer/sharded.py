@@ -16,6 +16,8 @@ from ...graph.placement.strategy import ShardingStrategy
 def sharded(module: Any, devices: Iterable[DeviceRef], without: Container[str] = ()) -> list[Any]:
     """One copy of the layer for each device, whose weights are the shards of the layer's weights.
 
+    Of a layer in it whose weight is split by columns, only the first copy has the bias.
+
     Args:
         without: names of child layers that are left out, because the caller assigns them.
 
@@ -89,7 +91,16 @@ def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
                 setattr(new, attr, copies[id(child)])
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
+        if i and _is_summed(module):
+            new.bias = None
     return copies[id(modules[0])]
+
+
+def _is_summed(module: Any) -> bool:
+    """Whether the results of the copies of a layer must be summed, so that only one may have the bias."""
+    if not {"weight", "bias"} <= module._mx_locals.keys():
+        return False
+    return module.weight.sharding_strategy.sharded_axis not in (0, None)
 
 
 def strategy_by(last: Any) -> ShardingStrategy | None:
