@@ -14,7 +14,7 @@ from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.specs import Split
-from ..graph.placement.strategy import Segment, ShardingStrategy, even_range
+from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
@@ -125,7 +125,7 @@ class StackedLinear(LowRank):
         self.refuse_update("shard()")
         found, strategy = sharded(self, devices), self.sharding_strategy
         assert strategy is not None  # sharded refuses a weight without one
-        columns = strategy.sharded_axis == 1
+        columns = strategy.sharded_axis in (1, -1)
         for i, part in enumerate(found):
             if not (columns or strategy.is_replicate):
                 part.out_dims = self._part_dims(part, i)
@@ -140,10 +140,11 @@ class StackedLinear(LowRank):
         strategy = self.sharding_strategy
         assert strategy is not None
         ranges = strategy.shard.ranges(sum(self.out_dims), i, strategy.num_devices)
-        if len(ranges) == len(self.out_dims):
-            return tuple(stop - start for start, stop in ranges)
-        found = [even_range(size, i, strategy.num_devices) for size in self.out_dims]
-        return tuple(stop - start for start, stop in found)
+        starts = [sum(self.out_dims[:j]) for j in range(len(self.out_dims))]
+        return tuple(
+            sum(max(min(stop, first + size) - max(start, first), 0) for start, stop in ranges)
+            for first, size in zip(starts, self.out_dims, strict=True)
+        )
 
     @property
     def stacked_weight(self) -> TensorValue:

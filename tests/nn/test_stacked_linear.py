@@ -79,10 +79,30 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
     np.testing.assert_allclose(
         np.concatenate([np.concatenate(one, -1) for one in each], -1), y, rtol=1e-6
     )
-    layer.sharding_strategy = ShardingStrategy.columnwise(2)
-    parts = layer.shard([CPU, CPU])
-    found = sum(part(x[:, 2 * i : 2 * i + 2]) for i, part in enumerate(parts))
-    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+    for columns in (ShardingStrategy.columnwise(2), ShardingStrategy.axiswise(-1, 2)):
+        layer.sharding_strategy = columns
+        parts = layer.shard([CPU, CPU])
+        assert [part.out_dims for part in parts] == [layer.out_dims] * 2
+        found = sum(part(x[:, 2 * i : 2 * i + 2]) for i, part in enumerate(parts))
+        np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        (ShardingStrategy.rowwise(2), [(4, 0, 0), (0, 2, 2)]),
+        (ShardingStrategy.rowwise(3), [(3, 0, 0), (1, 2, 0), (0, 0, 2)]),
+        (ShardingStrategy.gate_up(2, 0), [(2, 2, 0), (2, 0, 2)]),
+    ],
+)
+def test_parts_of_one_weight_have_the_rows_that_their_strategy_gives(strategy, sizes):
+    layer, _ = filled(nn.StackedLinear(4, [4, 2, 2], NAMES, "float32", CPU, True, True))
+    layer.sharding_strategy = strategy
+    parts, x = layer.shard([CPU] * len(sizes)), random(3, 4)
+    assert [part.out_dims for part in parts] == sizes
+    apart = zip(*(part.apart(x) for part in parts), strict=True)
+    for found, want in zip(apart, layer.apart(x), strict=True):
+        np.testing.assert_allclose(np.concatenate(found, -1), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
