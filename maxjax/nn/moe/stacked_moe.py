@@ -257,10 +257,11 @@ class StackedMoE(Module):
         Raises:
             ValueError: ``sharding_strategy`` is not set.
         """
-        found = sharded(self, devices)
+        found, strategy = sharded(self, devices), self._strategy
+        assert strategy is not None  # sharded refuses a weight without one
         for i, part in enumerate(found):
-            start, stop = even_range(self.moe_dim, i, len(found))
-            part.moe_dim, part.tp_size = stop - start, len(found)
+            start, stop = even_range(self.moe_dim, i, strategy.num_devices)
+            part.moe_dim, part.tp_size = stop - start, strategy.num_devices
         return found
 
 

@@ -58,6 +58,8 @@ def test_stacked_experts_are_those_by_themselves(form, bias, first):
     assert [part.moe_dim for part in parts] == [F // 2] * 2
     found = sum(part(TensorValue(jnp.asarray(x))).value for part in parts)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    # Fewer devices get the first parts.
+    np.testing.assert_array_equal(layer.shard([CPU])[0](x), parts[0](x))
 
 
 def test_shared_experts_are_added_and_quantised_ones_refused():
