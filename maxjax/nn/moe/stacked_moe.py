@@ -16,7 +16,7 @@ from ...absent import absent as _absent
 from ...dtype import DType
 from ...graph import ops
 from ...graph.device import DeviceRef
-from ...graph.placement.strategy import ShardingStrategy, even_range
+from ...graph.placement.strategy import Segment, ShardingStrategy, even_range
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ..layer import Module
@@ -238,8 +238,9 @@ class StackedMoE(Module):
         in_turn = self.gate_up_format is GateUpFormat.INTERLEAVED
 
         def both(axis: int) -> ShardingStrategy:
-            axiswise, halves = ShardingStrategy.axiswise, ShardingStrategy.gate_up
-            return axiswise(axis, n) if in_turn else halves(n, axis)
+            pairs = [Segment.head_aware(self.moe_dim, 2)]  # a gate and its up are not separated
+            segmented, halves = ShardingStrategy.segmented, ShardingStrategy.gate_up
+            return segmented(n, axis, pairs) if in_turn else halves(n, axis)
 
         self.gate.sharding_strategy = whole
         self._gate_up_weight.sharding_strategy = both(2)

@@ -58,6 +58,11 @@ def test_stacked_experts_are_those_by_themselves(form, bias, first):
     assert [part.moe_dim for part in parts] == [F // 2] * 2
     found = sum(part(TensorValue(jnp.asarray(x))).value for part in parts)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    # Sizes that do not divide.
+    layer.sharding_strategy = ShardingStrategy.tensor_parallel(F - 1)
+    found = sum(part(x) for part in layer.shard([CPU] * (F - 1)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    layer.sharding_strategy = ShardingStrategy.tensor_parallel(2)
     # Fewer devices get the first parts.
     np.testing.assert_array_equal(layer.shard([CPU])[0](x), parts[0](x))
 
