@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -95,6 +96,13 @@ def dividends(a: Any, b: Any) -> tuple[Any, Any]:
     of = tensors[0].dtype
     a, b = (x.astype(dtype) if hasattr(x, "dtype") else float(number(x, of)) for x in (a, b))
     return a, b
+
+
+def divides_integers(function: Any, a: Any, b: Any) -> bool:
+    """Whether two tensors of integers are divided: JAX gives float32 for narrow ones also with jax_enable_x64."""
+    return function is operator.truediv and all(
+        hasattr(x, "dtype") and x.dtype.kind in ("i", "u") for x in (a, b)
+    )
 
 
 def _is_integer(x: Any) -> bool:

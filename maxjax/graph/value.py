@@ -25,6 +25,7 @@ from .operands import (
     check_indices,
     check_product,
     dividends,
+    divides_integers,
     from_numpy,
     mean,
     promoted,
@@ -398,7 +399,7 @@ def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     x = a._array if type(a) is TensorValue else a
     y = b._array if type(b) is TensorValue else b
     try:
-        if _promotes_alike(x, y):
+        if _promotes_alike(x, y) and not divides_integers(function, x, y):
             return wrap(function(x, y))  # the usual case, which must be fast in eager code
         if not (_is_operand(a) and _is_operand(b)):
             return NotImplemented

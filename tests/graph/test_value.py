@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef, Dim, Shape, TensorType, TensorValue, Weight
+from maxjax.graph import DeviceRef, Dim, Shape, TensorType, TensorValue, Weight, ops
 
 A = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 X = TensorValue(jnp.asarray(A))
@@ -215,3 +215,12 @@ def test_under_tracing_it_shows_its_type():
 def test_a_size_beside_0_cannot_be_inferred():
     with pytest.raises(ValueError, match="reshape"):
         TensorValue(A).reshape((0, -1))
+
+
+def test_integers_divided_by_integers_with_64_bits():
+    with jax.enable_x64(True):
+        x = TensorValue(jnp.array([1, 2], jnp.int32))
+        for found in (x / x, x / 3, x / x.cast("int8"), ops.div(x, x)):
+            assert found.dtype is DType.float64
+        third = TensorValue(jnp.array([1], jnp.int8)) / TensorValue(jnp.array([3], jnp.int8))
+        assert third.to_numpy()[0] == 1 / 3
