@@ -2,12 +2,13 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax import nn
-from maxjax.graph import TensorValue
+from maxjax import init, nn
+from maxjax.graph import ShardingStrategy, TensorValue
 from tests.nn.layers import CPU, call, filled, random, same_everywhere
 
 
@@ -92,3 +93,14 @@ def test_for_its_parts_it_creates_no_linear_layers():
     assert not layer.raw_state_dict() and (layer.hidden_dim, layer.feed_forward_length) == (6, 8)
     layer.gate_proj = nn.Linear(6, 8)
     assert list(layer.raw_state_dict()) == ["gate_proj.weight"]
+
+
+def test_results_of_shards_sum_to_the_result_with_its_bias_once():
+    layer = init(nn.MLP("float32", None, 3, 8, [CPU], has_bias=True), jax.random.key(0))
+    layer.down_proj.bias.value = jnp.array([1.0, 10.0, 100.0])
+    x = jnp.ones((2, 3))
+    want = layer(x)
+    layer.sharding_strategy = ShardingStrategy.tensor_parallel(2)
+    first, second = layer.shard([CPU, CPU])
+    np.testing.assert_allclose(first(x) + second(x), want, rtol=1e-5)
+    assert first.down_proj.bias is not None and second.down_proj.bias is None
