@@ -343,7 +343,7 @@ def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
 
 
 def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> None:
-    """Checks that an index, or a NumPy array of them, is in range if the size of the axis is known.
+    """Checks that an index, or a list or NumPy array of them, is in range if the size of the axis is known.
 
     Raises:
         ValueError: it is out of range.
@@ -351,6 +351,8 @@ def check_inside(index: Any, shape: Sequence[Any], axis: int, op: str = "") -> N
     size = shape[axis]
     if not isinstance(size, int):
         return
+    if isinstance(index, list) and all(type(i) is int for i in index):
+        index = np.asarray(index, np.int64)
     if isinstance(index, np.ndarray):
         if not index.size or index.dtype.kind not in "iu":
             return

@@ -116,6 +116,15 @@ def test_what_is_said():
         x @ x
 
 
+def test_the_indices_of_a_list_lie_inside():
+    x = TensorValue(F)
+    for index in ([0, 6], [-7], (slice(None), [0, 5])):
+        with pytest.raises(ValueError, match="is outside axis"):
+            x[index]
+    assert x[[0, -6]].to_numpy().tolist() == np.asarray(F)[[0, -6]].tolist()
+    assert x[[True] + [False] * 5].shape == [1, 5]
+
+
 def test_an_index_of_a_weight_lies_inside_too():
     w = Weight("w", "float32", (6, 5), CPU)
     w.value = F
