@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ..shape import Dim
@@ -259,6 +260,7 @@ def _check_index(index: Any, size: Any, axis: int) -> None:
 
 
 def _outside(index: Any, size: Any, end: bool) -> bool:
-    if not (isinstance(index, int) and isinstance(size, int)):
+    index = to_size(index) if isinstance(index, Dim) else index
+    if not (isinstance(index, int | np.integer) and isinstance(size, int)):
         return False
     return not -size <= index <= size - (not end)

@@ -137,6 +137,8 @@ def test_slice_at_a_tensor():
         (lambda x: ops.slice_tensor(x, [5]), ValueError, "5 is outside axis 0"),
         (lambda x: ops.slice_tensor(x, [..., 3]), ValueError, "3 is outside axis 1"),
         (lambda x: ops.slice_tensor(x, [slice(0, 5)]), ValueError, "5 is outside axis 0"),
+        (lambda x: ops.slice_tensor(x, [slice(0, Dim(5))]), ValueError, "5 is outside axis 0"),
+        (lambda x: ops.slice_tensor(x, [..., Dim(3)]), ValueError, "3 is outside axis 1"),
         (lambda x: ops.slice_tensor(x, [0, 0, 0]), ValueError, "3 indices"),
         (lambda x: ops.slice_tensor(x, [jnp.array([1, 0])]), ValueError, "scalar"),
     ],
