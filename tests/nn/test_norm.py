@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef, TensorValue
+from maxjax.graph import DeviceRef, TensorValue, ops
 from maxjax.nn.norm import ConstantLayerNorm, GroupNorm, LayerNorm, RMSNorm
 from tests.nn.layers import call
 from tests.oracles.recorded import recorded, torch, transformers
@@ -241,8 +241,11 @@ def test_group_norm(shape, groups, affine):
 
 
 def test_group_norm_refuses():
-    with pytest.raises(ValueError, match="4 is not a multiple of num_groups 3"):
-        GroupNorm(3, 4)
+    for groups in (3, 0):
+        with pytest.raises(ValueError, match=f"4 is not a multiple of num_groups {groups}"):
+            GroupNorm(groups, 4)
+    with pytest.raises(ValueError, match="0 groups do not divide"):
+        ops.group_norm(jnp.ones((1, 4)), jnp.ones(4), jnp.ones(4), 0, 1e-5)
     with pytest.raises(ValueError, match="4 channels"):
         GroupNorm(2, 4)(jnp.ones((2, 7, 4)))
     with pytest.raises(ValueError, match=r"\(8,\)"):

@@ -81,7 +81,7 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
     """
     x = floating(input, "group_norm")
     channels = x.shape[1] if x.ndim > 1 else 0
-    if x.ndim < 2 or not same(channels % num_groups, 0):
+    if x.ndim < 2 or num_groups < 1 or not same(channels % num_groups, 0):
         raise ValueError(
             f"group_norm: {num_groups} groups do not divide the channels of [N, C, ...] = {x.shape}"
         )

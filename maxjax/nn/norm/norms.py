@@ -217,7 +217,7 @@ class GroupNorm(Replicated, Module):
         device: DeviceRef | None = None,
     ):
         super().__init__()
-        if num_channels % num_groups:
+        if num_groups < 1 or num_channels % num_groups:
             raise ValueError(
                 f"num_channels {num_channels} is not a multiple of num_groups {num_groups}"
             )
