@@ -123,6 +123,7 @@ def test_multihead_attention(stacked):
     close(layer(x), attention_of(x, values, 2, False), atol=1e-5)
     causal = layer(TensorValue(x), mask_variant=MHAMaskVariant.CAUSAL_MASK)
     close(causal.value, attention_of(x, values, 2, True), atol=1e-5)
+    assert layer(x[:0]).shape == (0, 5, 8) and layer(x[:, :0]).shape == (2, 0, 8)
     if stacked:
         return
     over_two = MultiheadAttention(2, 8, [CPU, CPU], qkv_has_bias=True)

@@ -106,14 +106,14 @@ class MultiheadAttention(Module):
     def _compute_qkv(self, x: Any, qkv_proj: Any = None) -> tuple[Any, Any, Any]:
         """``[B, T, E]`` → queries, keys and values ``[B, T, H, D]``; a subclass may override it."""
         y = (qkv_proj or self.qkv_proj)(x)
-        y = ops.reshape(y, [*y.shape[:2], 3, -1, self.head_dim])
+        y = ops.reshape(y, [*y.shape[:2], 3, y.shape[2] // (3 * self.head_dim), self.head_dim])
         return y[:, :, 0], y[:, :, 1], y[:, :, 2]
 
     def _apply_attention(self, q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
         """The result of attention, ``[B, T, H D]``; a subclass may override it."""
         mask = kwargs.get("mask_variant", MHAMaskVariant.NULL_MASK)
         y = flash_attention_gpu(q, k, v, mask, self.scale)
-        return ops.reshape(y, [*y.shape[:2], -1])
+        return ops.reshape(y, [*y.shape[:2], y.shape[2] * y.shape[3]])
 
     def __call__(self, x: Any, signal_buffers: Any = None, **kwargs: Any) -> Any:
         """``[B, T, E]`` → the same shape; a TensorValue for a TensorValue.
