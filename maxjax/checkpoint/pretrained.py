@@ -163,7 +163,8 @@ def model_files(
     if isinstance(pooling := getattr(embedder, "pooling", None), Pooling):
         files |= sentence_files(pooling, embedder.config.hidden_size)
     generation = getattr(embedder, "generation", None)
-    if isinstance(generation, GenerationDefaults) and (content := generation.to_file(config)):
+    content = generation.to_file(config) if isinstance(generation, GenerationDefaults) else None
+    if content is not None:  # an empty file replaces settings in config.json
         files[FILE] = json_bytes(content)
     return files
 

@@ -67,7 +67,9 @@ class GenerationDefaults:
             known = not ends or set(self.eos_ids) <= set(
                 ends
             )  # without any they are the tokenizer's
-            return given if self.file is not None or known else {"eos_token_id": list(self.eos_ids)}
+            if self.file is not None:
+                return given
+            return None if known else {"eos_token_id": list(self.eos_ids)}
         chosen, off = self.sampling, Sampling()
         biases: Any = chosen.logit_bias
         found: dict[str, Any] = {}

@@ -294,6 +294,19 @@ def test_settings_of_generation_are_saved(directory, theirs, tmp_path, has_file)
     assert found.generation.eos_ids == changed.eos_ids
 
 
+def test_settings_that_say_nothing_are_saved(directory, theirs, tmp_path):
+    """They replace those in config.json, which would be read again without a file."""
+    model, _ = maxjax.load(directory)
+    config = model.hf_config | {"eos_token_id": None, "do_sample": True, "temperature": 0.5}
+    read = read_defaults(tmp_path, config)
+    for name, found in (("a", read), ("b", dataclasses.replace(read, sampling=Sampling()))):
+        model.generation = found
+        maxjax.save_pretrained(model, tmp_path / name, config=config)
+        again, _ = maxjax.load(tmp_path / name)
+        assert again.generation.sampling == found.sampling
+    assert read.sampling.temperature == 0.5 and not (tmp_path / "a/generation_config.json").exists()
+
+
 def test_the_longest_text_of_a_checkpoint(model, monkeypatch):
     """``max_length`` counts the prompt."""
     monkeypatch.setattr(model, "generation", GenerationDefaults(max_length=12), raising=False)
