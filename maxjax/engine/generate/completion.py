@@ -89,7 +89,7 @@ class PartialCompletion:
         tokenizer: the tokenizer that decodes the tokens; None for an answer without text.
         prompt: the token ids of the prompt.
         eos_ids: the token ids that end the answer; they have no text.
-        stops: the stop strings.
+        stops: the stop strings; one that is a special token ends the answer at that token.
 
     Attributes:
         done: whether an end-of-text token or a stop string has ended the answer.
@@ -101,6 +101,7 @@ class PartialCompletion:
     ):
         self._prompt, self._eos = prompt, frozenset(eos_ids)
         self._tokenizer, self._stop_strings = tokenizer, stops
+        self._stop_tokens = _special_tokens(tokenizer, stops)
         self._most: int | None = None
         self._restart()
 
@@ -146,6 +147,9 @@ class PartialCompletion:
         if token in self._eos:
             self.done, self._stop = True, token
             return ""
+        if token in self._stop_tokens:  # it has no text in which the stop string would be found
+            self.done, self._stop = True, self._stop_tokens[token]
+            return ""
         text = "" if self._stream is None else self._stream.push(token)
         return self._before_stop(text)
 
@@ -162,7 +166,8 @@ class PartialCompletion:
         if self.flushed:
             return ""
         self.flushed = True
-        text = "" if self._stream is None or isinstance(self._stop, str) else self._stream.flush()
+        is_cut = self._stops is not None and self._stops.stopped is not None
+        text = "" if self._stream is None or is_cut else self._stream.flush()
         text = self._before_stop(text)
         if self._stops is not None:
             text += self._stops.flush()
@@ -176,6 +181,17 @@ class PartialCompletion:
             finish_reason="length" if self._stop is None else "stop",
             logprobs=self.logprobs or None,
         )  # fmt: skip
+
+
+def _special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
+    """Those of the texts that are special tokens, by their ids."""
+    if tokenizer is None:
+        return {}
+    ids = {tokenizer._backend.token_to_id(text): text for text in texts}
+    if ids.keys() <= {None}:
+        return {}
+    added = tokenizer._backend.get_added_tokens_decoder()
+    return {i: text for i, text in ids.items() if i in added and added[i].special}
 
 
 def _logprob(written: DispatchTokens, row: int, i: int) -> TokenLogprob:

@@ -307,6 +307,20 @@ def test_settings_that_say_nothing_are_saved(directory, theirs, tmp_path):
     assert read.sampling.temperature == 0.5 and not (tmp_path / "a/generation_config.json").exists()
 
 
+def test_a_stop_string_that_is_a_special_token(model, expected):
+    """It has no text, and ends the answer all the same, as in transformers."""
+    tokens = expected[2]
+    at = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    tokenizer = characters()
+    tokenizer._backend.add_special_tokens([chr(33 + tokens[at])])
+    options = {"max_new_tokens": 20, "stop": ["zzz", chr(33 + tokens[at])]}
+    found = maxjax.generate(model, tokenizer, PROMPTS[2], **options)
+    assert found.tokens == tuple(tokens[: at + 1]) and found == text_of(tokens[:at])
+    assert (found.finish_reason, found.stop) == ("stop", chr(33 + tokens[at]))
+    stream = maxjax.stream(model, tokenizer, PROMPTS[2], **options)
+    assert "".join(stream) == found and stream.completion.tokens == found.tokens
+
+
 def test_the_longest_text_of_a_checkpoint(model, monkeypatch):
     """``max_length`` counts the prompt."""
     monkeypatch.setattr(model, "generation", GenerationDefaults(max_length=12), raising=False)
