@@ -48,9 +48,9 @@ class Request:
             defaults = GenerationDefaults(eos_ids=tuple(ends))
         self.model, self.tokenizer = model, tokenizer
         self.sampling = chosen_sampling(defaults, sampling, values)
-        _check_choice(self.sampling, model.config.vocab_size)
         given = defaults.eos_ids if eos_ids is None else eos_ids
-        self.eos_ids = eos_token_ids({"eos_token_id": given})
+        self.eos_ids = eos_token_ids({"eos_ids": given}, "eos_ids")
+        _check_choice(self.sampling, self.eos_ids, model.config.vocab_size)
         self.stops = defaults.stop if stop is None else _stops(stop)
         if self.stops and tokenizer is None:
             raise UserInputError("stop= needs a tokenizer: without one there is no text to search")
@@ -171,16 +171,22 @@ def _stops(stop: Any) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _check_choice(sampling: Sampling, size: int) -> None:
-    """Raises an error for ids outside the vocabulary, or if every token is banned."""
+def _check_choice(sampling: Sampling, eos_ids: Sequence[int], size: int) -> None:
+    """Raises an error for ids outside the vocabulary, or if every token is excluded."""
     biases = dict(sampling.logit_bias)
     for name, tokens in (("logit_bias", biases), ("banned", sampling.banned)):
         wrong = max(tokens, default=0)
         if wrong >= size:
             raise UserInputError(f"{name} names token {wrong}: the vocabulary has {size} tokens")
     never = {token for token, bias in biases.items() if bias == -math.inf}
-    if len(never.union(sampling.banned)) >= size:
+    never.update(sampling.banned)
+    if len(never) >= size:
         raise UserInputError("banned and logit_bias exclude every token of the vocabulary")
+    ends = [token for token in eos_ids if token < size]
+    if sampling.min_new_tokens and len(never.union(ends)) >= size:
+        raise UserInputError(
+            "banned and logit_bias exclude every token but those that end a text, which min_new_tokens delays"
+        )
 
 
 def _key_data(key: Any) -> Any:

@@ -221,8 +221,8 @@ class Sampling:
         )
 
 
-def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The token ids of ``eos_token_id``, which may be one, several or none.
+def eos_token_ids(config: Mapping[str, Any], name: str = "eos_token_id") -> tuple[int, ...]:
+    """The token ids of the setting ``name``, which may be one, several or none.
 
     Raises:
         UserInputError: a value is not a token id.
@@ -231,8 +231,8 @@ def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
         >>> eos_token_ids({"eos_token_id": [128009, 128001]})
         (128001, 128009)
     """
-    ids = _given(config, "eos_token_id", ())
-    return _tokens("eos_token_id", [ids] if isinstance(ids, Integral) else ids)
+    ids = _given(config, name, ())
+    return _tokens(name, [ids] if isinstance(ids, Integral) else ids)
 
 
 # --- checks ---------------------------------------------------------------------------------
