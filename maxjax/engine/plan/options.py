@@ -13,6 +13,7 @@ from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.placement.mesh import AXES, axis_name
 from ...models.weights import named_dtype
+from ...nn.kv_cache.cache import check_cache_dtype
 
 _UNITS = {"B": 1} | {
     f"{prefix}{end}": base**power
@@ -82,7 +83,9 @@ def read_dtype(option: str, dtype: Any) -> DType | None:
     # PyTorch's tools call float16 "fp16".
     name = re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype
     found = named_dtype(option, name)
-    if not found.is_float() and option == "dtype":
+    if option == "cache_dtype":
+        check_cache_dtype(found)
+    elif not found.is_float():
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found
 

@@ -99,8 +99,7 @@ class KVCache(Rendered):
         _count("batch", batch)
         _count("capacity", capacity)
         kind = DType.of(dtype)
-        if not (kind.is_float() or kind == DType.int8):
-            raise UserInputError(f"a KV cache holds floats or int8, not {kind.name}")
+        check_cache_dtype(kind)
         rows = any(layers and isinstance(k, KeysValues) for layers, k, _ in groups.values())
         if kind == DType.int8 and not rows:
             raise UserInputError(
@@ -333,6 +332,19 @@ def _full(length: int, count: int, capacity: int, row: int | None) -> UserInputE
         f"the KV cache{which} holds {length} tokens and has no room for {count} more: its capacity "
         f"is {capacity}. cache.grow({length + count}) makes room"
     )
+
+
+def check_cache_dtype(dtype: DType) -> None:
+    """Raises an error for a dtype that keys and values cannot have.
+
+    Raises:
+        UserInputError: it is neither a float of at least 8 bits nor int8.
+    """
+    # XLA packs two 4-bit floats into a byte, which no kernel for CPUs reads or writes.
+    if not (dtype.is_float() and dtype.size_in_bits >= 8 or dtype == DType.int8):
+        raise UserInputError(
+            f"a KV cache holds floats of at least 8 bits or int8, not {dtype.name}"
+        )
 
 
 def _count(name: str, value: Any) -> int:

@@ -357,6 +357,12 @@ def test_the_cache_of_a_module():
     assert plan(Tower(), dtype="bf16", batch=6, length=7).cache_bytes_per_device == whole // 2
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int64", "float4_e2m1fn"])
+def test_what_a_cache_does_not_hold(dtype):
+    with pytest.raises(UserInputError, match=f"floats of at least 8 bits or int8, not {dtype}"):
+        plan(Tower(), batch=6, length=7, cache_dtype=dtype)
+
+
 def test_what_of_a_cache_does_not_divide_is_said():
     found = plan(Tower(), {"data": 4, "model": 4}, batch=6, length=7)
     assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7 // 4
