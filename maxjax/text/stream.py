@@ -5,6 +5,7 @@ A piece that was returned does not change any more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -89,7 +90,11 @@ class _Steps:
 
 
 class _Window:
-    """The fallback for other decoders: decodes the last tokens with and without the new one."""
+    """The fallback for other decoders: decodes the last tokens with and without the new one.
+
+    If a token changes the text of those before it, which was returned already, what differs from it is
+    returned too: a stream may have a few characters that ``decode`` has not, but it lacks none.
+    """
 
     def __init__(self, tokenizer: Any, skip_special: bool):
         self._decode = lambda ids: tokenizer._decoded(ids, skip_special)
@@ -99,17 +104,34 @@ class _Window:
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._start : self._given])
-        now = self._decode(self._ids[self._start :])
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT) or not now.startswith(before):
+        before, now = self._part(self._given), self._part(len(self._ids))
+        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
             return ""
         self._start, self._given = self._given, len(self._ids)
-        self._shown += now[len(before) :]
-        return now[len(before) :]
+        new = _after(before, now)
+        self._shown += new
+        return new
 
     def flush(self) -> str:
         text = self._decode(self._ids)
-        return text[len(self._shown) :] if text.startswith(self._shown) else ""
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        return _after(self._part(self._given), self._part(len(self._ids)))
+
+    def _part(self, end: int) -> str:
+        """The text of the window's tokens before ``end``."""
+        ids = self._ids[self._start : end]
+        try:
+            return self._decode(ids) if ids else ""
+        except (
+            UserInputError
+        ):  # the package's Strip fails for a text that is shorter than what it strips
+            return ""
+
+
+def _after(before: str, now: str) -> str:
+    """What follows in ``now`` after the beginning that it has in common with ``before``."""
+    return now[len(os.path.commonprefix([before, now])) :]
 
 
 class StopStrings:

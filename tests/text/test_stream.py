@@ -148,6 +148,17 @@ def test_a_decoder_that_is_not_known_still_gives_the_text():
         assert not any("\ufffd" in piece for piece in found)
 
 
+def test_a_decoder_that_is_not_known_loses_no_text():
+    """Also where a token changes the text before it, or a part of the text is too short to be stripped."""
+    space = decoders.Replace(tokenizers.Regex("▁"), " ")
+    made = Tokenizer(words(decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse()])))
+    ids = [made._backend.token_to_id(word) for word in ("a", "<0x+F>", "<0xE2>", "##d", "▁c", "a")]
+    assert made.decode(ids) == "a\ufffd\ufffd##d ca"
+    assert "".join(pieces(made, ids)) == "a\x0f\ufffd\ufffd##d ca"  # the byte 0x0F was given before
+    made = Tokenizer(words(decoders.Sequence([decoders.Fuse(), space, decoders.Strip(" ", 1, 2)])))
+    assert "".join(pieces(made, ids)) == made.decode(ids) == "a<0x+F><0xE2>##d ca"
+
+
 def test_ids_that_are_none():
     tokenizer = Tokenizer(MADE["words"]())
     for wrong in (-1, 2**32, 2**70):
