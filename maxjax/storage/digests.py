@@ -52,6 +52,8 @@ DIRECTORY = "."
 VERSION, ALGORITHM = 1, "crc32"
 # Maximum records of a file: the present file, and the new one of each interrupted replacement.
 MAX_RECORDS = 8
+# In place of a byte of a name that is not UTF-8.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CRC = re.compile("[0-9a-f]{8}")
 # Matches a name that is not a plain relative path below the directory.
 _OUTSIDE = re.compile(r"^/|^$|\\|\0|(^|/)\.")
@@ -96,11 +98,13 @@ class Digests:
 def to_bytes(files: Mapping[str, Sequence[Record]]) -> bytes:
     """The content of a ``maxjax_digests.json``: the same bytes for the same records.
 
+    Files whose names are not UTF-8, which JSON cannot hold, are left out.
+
     Example:
         >>> to_bytes({"m.gguf": [Record(9, {"w": 255})]})
         b'{"algorithm":"crc32","files":{"m.gguf":[{"size":9,"tensors":{"w":"000000ff"}}]},"version":1}'
     """
-    listed = {name: list(map(_as_json, records)) for name, records in files.items()}
+    listed = {n: list(map(_as_json, records)) for n, records in files.items() if _is_utf8(n)}
     document = {"version": VERSION, "algorithm": ALGORITHM, "files": listed}
     return json.dumps(document, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 
@@ -117,7 +121,11 @@ def _as_json(record: Record) -> dict[str, Any]:
 
 
 def _hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
-    return {name: f"{crc:08x}" for name, crc in sums.items()}
+    return {name: f"{crc:08x}" for name, crc in sums.items() if _is_utf8(name)}
+
+
+def _is_utf8(name: str) -> bool:
+    return name.isascii() or not _SURROGATE.search(name)
 
 
 def parse(

@@ -640,6 +640,20 @@ def test_names_that_are_none(small, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["small.safetensors"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are Unicode")
+def test_names_that_are_not_utf_8(small, tmp_path):
+    folder, name = tmp_path / "source", os.fsdecode(b"\xe9")
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(small.read_bytes())
+    (folder / "config.json").write_text("{}")
+    (folder / f"{name}.txt").write_text("x")
+    convert(folder, tmp_path / name)
+    assert (tmp_path / name / f"{name}.txt").is_file()
+    convert(tmp_path / name, tmp_path / f"{name}.safetensors")
+    with load_weights(tmp_path / f"{name}.safetensors") as weights:
+        assert list(weights.items())
+
+
 def test_orbax_where_it_would_not_be_opened(small, tmp_path):
     run = convert(small, tmp_path / "run", to="orbax")
     with pytest.raises(UserInputError, match=r"run/0 is a step: name the directory of .*/run$"):
