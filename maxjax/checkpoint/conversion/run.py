@@ -25,6 +25,7 @@ from ...models.weights import main_dtype
 from ...progress import short, task
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
+from ...storage.orbax.paths import is_orbax
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
 from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
@@ -137,13 +138,21 @@ def _format(target: Path, to: str | None) -> str:
         raise UserInputError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
     if to is not None and end is not None and end != to:
         raise UserInputError(f"{target} is the name of a {end} file, and {to} was asked for")
-    if target.suffix.lower() in {*SUFFIXES, *UNREADABLE} and end is None and not target.is_dir():
+    if (
+        target.suffix.lower() in {*SUFFIXES, *UNREADABLE}
+        and end is None
+        and not os.path.isdir(target)
+    ):
         raise UserInputError(
             f"{target}: {target.suffix} files are not written: name a .safetensors or .gguf file, or "
             "a directory"
         )
+    if end is None and os.path.exists(target) and not os.path.isdir(target):
+        raise UserInputError(
+            f"{target} is a file: name a directory, or a .safetensors or .gguf file"
+        )
     kind = to or end or "safetensors"
-    if kind == "gguf" and (end is None or target.is_dir()):
+    if kind == "gguf" and (end is None or os.path.isdir(target)):
         raise UserInputError(f"{target}: name a file for GGUF, for example {target / 'model.gguf'}")
     return kind
 
@@ -206,19 +215,21 @@ def _replaced_files(target: Path, kind: str, others: Iterable[str]) -> list[str]
     """The files at the destination that would be replaced, or no longer be what is opened there."""
     if kind == "orbax" or not os.path.lexists(target):
         return []
-    if not target.is_dir():
+    if not os.path.isdir(target):
         return [f"'{target.name}'"]
     names = sorted(entry.name for entry in target.iterdir() if not entry.name.startswith("."))
     weights = [n for n in names if Path(n).suffix.lower() in SUFFIXES or n.endswith(".index.json")]
     replaced = [name for name in others if os.path.lexists(target / name)]
-    return [f"'{name}'" for name in dict.fromkeys([*weights, *replaced])]
+    found = [f"'{name}'" for name in dict.fromkeys([*weights, *replaced])]
+    # Safetensors files would be opened instead of it.
+    return ["an orbax checkpoint", *found] if is_orbax(target) else found
 
 
 def _is_source(source: list[str], path: Path, target: Path) -> bool:
     """Whether the destination is the source, one of its files, or the directory that holds it."""
-    if not target.exists():
+    if not os.path.exists(target):
         return False
-    if not target.is_dir():
+    if not os.path.isdir(target):
         return any(os.path.samefile(file, target) for file in source if os.path.exists(file))
     place = os.path.realpath(target)
     places = [os.path.realpath(name) for name in (path, *source)]
@@ -230,7 +241,7 @@ def _lost(
     found: Opened, target: Path, source: list[str], dtype: DType | None, encoding: str | None
 ) -> str | None:
     """What would be lost of the source if it were replaced, as a clause; None for nothing."""
-    if not target.is_dir() and len(source) > 1:
+    if not os.path.isdir(target) and len(source) > 1:
         return "is made of several files, of which this is one"
     if encoding is not None:
         return f"quantize={encoding!r} would lose bits of its values"
@@ -261,7 +272,7 @@ def _to_safetensors(
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     result = result_of(target, "safetensors", outgoing)
     outgoing = watched(outgoing, watch)
-    if target.suffix.lower() == ".safetensors" and not target.is_dir():
+    if target.suffix.lower() == ".safetensors" and not os.path.isdir(target):
         ordered = outgoing if found.as_given else in_order(outgoing)
         nbytes = result.nbytes + len(header(ordered, found.metadata))
         pieces = partial(file_pieces, metadata=found.metadata)
@@ -288,11 +299,11 @@ def _to_orbax(
     found: Opened, data: Mapping[str, WeightData], target: Path, watch: Watch
 ) -> Converted:
     """Write the tensors as the next step of a directory of orbax checkpoints."""
-    if (target / COMMITTED).exists():
+    if os.path.exists(target / COMMITTED):
         raise UserInputError(
             f"{target} is a step: name the directory of the steps, {target.parent}"
         )
-    if (target / SINGLE).exists() or (target / INDEX).exists():
+    if os.path.exists(target / SINGLE) or os.path.exists(target / INDEX):
         raise UserInputError(
             f"{target} holds a safetensors checkpoint, which would be opened instead of any orbax "
             "step there: name another directory"

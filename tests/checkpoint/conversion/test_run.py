@@ -894,6 +894,23 @@ def test_a_destination_that_is_there_is_not_replaced(wide, models, tmp_path):
         convert(folder, tmp_path / "dangling.safetensors")
 
 
+def test_steps_of_orbax_are_not_hidden_by_safetensors(small, tmp_path):
+    run = tmp_path / "run"
+    convert(small, run, to="orbax")
+    with pytest.raises(UserInputError, match="there is an orbax checkpoint already"):
+        convert(small, run)
+    assert not (run / "model.safetensors").exists()
+    convert(small, run, overwrite=True)
+    assert (run / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_a_file_where_a_directory_is_to_be(small, tmp_path, to):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserInputError, match="file is a file: name a directory"):
+        convert(small, tmp_path / "file", to=to, overwrite=True)
+
+
 def test_a_step_of_orbax_replaces_none(tmp_path):
     path, arrays = _safetensors(tmp_path)
     run = convert(path, tmp_path / "run", to="orbax")
