@@ -127,7 +127,9 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             not supported; the message names the setting.
     """
     directory = Path(path)
-    file = next((directory / n for n in (WEIGHTS, OLD_WEIGHTS) if (directory / n).is_file()), None)
+    file = next(
+        (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None
+    )
     if file is None:
         raise CheckpointMissingError(
             f"no {WEIGHTS}", path=directory, hint=f"An adapter is a directory with it and {CONFIG}."

@@ -13,6 +13,7 @@ from flax import nnx
 
 import maxjax
 from maxjax.checkpoint import CheckpointManager, convert, restore, save
+from maxjax.errors import CheckpointMissingError
 from maxjax.graph.weights import GGUFWeights, SafetensorWeights
 from maxjax.interop import nnx as interop
 from maxjax.storage import open_checkpoint, open_regular
@@ -99,3 +100,17 @@ def test_what_is_no_path(path):
     for take in (maxjax.load, maxjax.load_tokenizer, open_regular, lambda p: save(p, None, x=1)):
         with pytest.raises(TypeError, match="path|Path"):
             take(path)
+
+
+def test_a_name_that_no_file_can_have(tmp_path, tiny):
+    model = maxjax.init(maxjax.nn.Sequential([maxjax.nn.Linear(2, 2)]), jax.random.key(0))
+    for write in (
+        lambda path: maxjax.save_pretrained(model, path),
+        lambda path: save(path, model),
+        lambda path: convert(tiny, path),
+        lambda path: convert(tiny, f"{path}.safetensors"),
+    ):
+        with pytest.raises(CheckpointMissingError, match="NUL"):
+            write(f"{tmp_path}/a\0b")
+    with pytest.raises(CheckpointMissingError):
+        maxjax.lora.load(model, tmp_path / ("a" * 300))

@@ -14,6 +14,16 @@ from ...errors import CheckpointError, CheckpointMissingError, CheckpointSaveErr
 from ..files import os_error
 
 
+def require_name(path: str) -> None:
+    """Refuses a path that no file can have.
+
+    Raises:
+        CheckpointMissingError: a NUL character is in it.
+    """
+    if "\0" in path:
+        raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+
+
 def require_writable(path: str) -> None:
     """Refuses a path that cannot be written to, before anything is computed.
 
@@ -21,8 +31,7 @@ def require_writable(path: str) -> None:
         CheckpointMissingError: the directory of the path does not exist.
         CheckpointSaveError: the path is a directory or not a regular file.
     """
-    if "\0" in path:
-        raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+    require_name(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:

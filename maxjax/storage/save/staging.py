@@ -24,7 +24,14 @@ from typing import Any, Self
 
 from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingError
 from .beside import WAITING
-from .durable import flush_folder, has_no_inodes, save_error, save_failed, write_new
+from .durable import (
+    flush_folder,
+    has_no_inodes,
+    require_name,
+    save_error,
+    save_failed,
+    write_new,
+)
 from .locks import FOLDER, lock
 
 _LOG = logging.getLogger("maxjax")
@@ -68,12 +75,13 @@ class Staging:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
+        self._locks: list[int] = []  # of the directory, of the folder
         self.shown = os.fspath(directory)
+        require_name(self.shown)
         self.directory = os.path.realpath(self.shown)
         exists = os.path.isdir(self.directory)
         self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""
         self._created: list[str] = []
-        self._locks: list[int] = []  # of the directory, of the folder
         # The name identifies process and host, before there is a file that does.
         name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
         self.folder = os.path.join(self.directory, name)
