@@ -30,8 +30,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 _OWN = ".maxjax-", ".tmp"
 # The names of trees, in order of preference, if a checkpoint has several and none is named.
 PREFERRED = ("model", "default", "state", "params")
-# A step may be called 100, 00000100 or step_100.
-_STEP = re.compile(r"(?:(.*)_)?(\d{1,18})", re.DOTALL | re.ASCII)
+# A step may be called 100, 00000100 or step_100. A file's name has at most 255 characters.
+_STEP = re.compile(r"(?:(.*)_)?(\d{1,255})", re.DOTALL | re.ASCII)
 # The file that orbax and flax wrote before _METADATA existed.
 _LEGACY = "checkpoint"
 

@@ -290,6 +290,13 @@ def test_names_that_end_with_a_slash(tmp_path):
     assert all((found[name] == tree[name]).all() for name in tree)
 
 
+def test_a_step_that_is_a_time_in_nanoseconds(tmp_path):
+    for step in (5, 1_790_000_000_000_000_000):
+        save(tmp_path, None, step=step, tree={"step": step})
+    assert restore(tmp_path, None, tree={"step": 0})["tree"]["step"] == step
+    assert save(tmp_path, None, tree={"step": 0}).name == str(step + 1)
+
+
 def test_arrays_go_where_the_example_says(tmp_path):
     array = jnp.arange(64.0).reshape(8, 8)
     save(tmp_path, None, x=array)
