@@ -34,6 +34,8 @@ from .steps import steps_in, whole_number
 from .tree import Item, model_item, tree_item
 
 PathLike = str | bytes | os.PathLike
+# Names in a step that orbax uses itself.
+_RESERVED = ("metrics", "AUTO", "_CHECKPOINT_DELETION", "_CHECKPOINT_METADATA", "_METADATA")
 # How often a restore starts again because the step that it was reading was deleted.
 _RETRIES = 3
 
@@ -160,6 +162,10 @@ def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[s
             f"the model is a {kind}: pass a Module, and other pytrees as keyword arguments"
         )
     for name, tree in items.items():
+        if name in _RESERVED:
+            raise UserInputError(
+                f"'{name}' cannot be the name of a tree: orbax uses it itself; use another name"
+            )
         if name == MODEL or not name.isidentifier():
             raise UserInputError(
                 f"'{name}' cannot be the name of a tree: use an identifier other than '{MODEL}'"

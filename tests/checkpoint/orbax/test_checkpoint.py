@@ -297,6 +297,11 @@ def test_a_step_that_is_a_time_in_nanoseconds(tmp_path):
     assert save(tmp_path, None, tree={"step": 0}).name == str(step + 1)
 
 
+def test_names_of_trees_that_orbax_uses_itself(tmp_path):
+    with pytest.raises(UserInputError, match="'metrics' cannot be the name of a tree: orbax uses"):
+        save(tmp_path, None, metrics={"loss": 1.0})
+
+
 def test_arrays_go_where_the_example_says(tmp_path):
     array = jnp.arange(64.0).reshape(8, 8)
     save(tmp_path, None, x=array)
