@@ -6,16 +6,25 @@ Format: Hugging Face PEFT, ``LoraConfig`` and ``get_peft_model_state_dict``.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, some
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointMismatchError,
+    UnsupportedModelError,
+    UserInputError,
+    some,
+)
 from ..models.family import PretrainedModel
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
+from ..text.tokenizer.patterns import check_pattern
 from .model import BIASES
 from .targets import TargetLayer, targets
 
@@ -89,6 +98,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
 
     Raises:
         CheckpointFormatError: the content is not PEFT's, or a value has the wrong type.
+        CheckpointLimitError: a pattern may take exponential time to match.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is not supported;
             the message names the setting.
     """
@@ -122,8 +132,19 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
                 f"rank {name!r} must be a positive integer", path=path, found=value
             )
     for name, value in [("lora_alpha", alpha), *alphas.items()]:
-        if type(value) not in (int, float):
-            raise CheckpointFormatError(f"alpha {name!r} must be a number", path=path, found=value)
+        # An integer may have too many digits for a float.
+        if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+            raise CheckpointFormatError(
+                f"alpha {name!r} must be a number", path=path, found=str(value)[:80]
+            )
+    for pattern in (*ranks, *alphas):
+        try:
+            check_pattern(pattern)
+        except UserInputError as error:
+            raise CheckpointLimitError(
+                f"rank_pattern or alpha_pattern has a regular expression that is refused: {error}",
+                path=path, hint="Name the layers without loops inside of loops.",
+            ) from None  # fmt: skip
     trained = config.get("modules_to_save") or []
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)

@@ -209,6 +209,8 @@ def llama(tmp_path_factory):
         ({"r": 3}, "another rank"),
         ({"lora_alpha": None}, "alpha 'lora_alpha' must be"),
         ({"rank_pattern": 1}, "must be objects"),
+        ({"lora_alpha": 10**400}, "alpha 'lora_alpha' must be"),
+        ({"alpha_pattern": {"(([a-z._0-9]+)+)+X": 1}}, "regular expression that is refused"),
     ],
 )
 def test_settings_that_cannot_be_read_are_named(llama, tmp_path, setting, says):
