@@ -21,6 +21,7 @@ from maxjax.errors import (
 )
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
+from maxjax.models import Ernie45MoE, Ernie45MoEConfig
 from maxjax.models.config import ModelConfig
 from maxjax.models.gguf import (
     ARCHITECTURES,
@@ -519,3 +520,18 @@ def test_the_kind_of_file(checkpoints):
     assert list(found)[0] == "general.architecture"
     found = gguf_metadata(config, tensors, dtype=DType.bfloat16)
     assert found["general.file_type"] == types.MOSTLY_BF16
+
+
+def test_the_least_sum_of_experts_shares_of_ernie_is_the_usual_one():
+    config = {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "vocab_size": 64,
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_norm_min": 1e-12,
+    }  # fmt: skip
+    model = Ernie45MoE(Ernie45MoEConfig.from_dict(config))
+    shapes = {n: tuple(map(int, one.shape)) for n, one in model.raw_state_dict().items()}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors = gguf_tensors(config, weights(arrays)).tensors
+    gguf_metadata(config, tensors)
+    with pytest.raises(UnsupportedModelError, match="'moe_norm_min' 0.01 in a GGUF file"):
+        gguf_metadata({**config, "moe_norm_min": 0.01}, tensors)
