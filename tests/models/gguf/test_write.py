@@ -36,6 +36,7 @@ from maxjax.models.gguf import (
 from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
+from maxjax.models.registry import FAMILIES
 from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.parts import Part
 from maxjax.storage.save.outgoing import outgoing
@@ -535,3 +536,23 @@ def test_the_least_sum_of_experts_shares_of_ernie_is_the_usual_one():
     gguf_metadata(config, tensors)
     with pytest.raises(UnsupportedModelError, match="'moe_norm_min' 0.01 in a GGUF file"):
         gguf_metadata({**config, "moe_norm_min": 0.01}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual"), [("nomic_bert", "silu"), ("jina_embeddings_v3", "gelu")]
+)
+def test_the_activation_of_an_encoder_is_llama_cpps(kind, usual):
+    family = next(one for one in FAMILIES if one.model_type == kind)
+    config = {
+        "architectures": list(family.architectures[:1]), "model_type": kind, "vocab_size": 64,
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5,
+    }  # fmt: skip
+    settings = family.config.from_dict(config)
+    made = family.make(settings, (), DType.float32, DType.float32)
+    shapes = {n: tuple(map(int, one.shape)) for n, one in made.raw_state_dict().items()}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors = gguf_tensors(config, weights(arrays)).tensors
+    assert gguf_metadata({**config, "hidden_act": usual}, tensors) == gguf_metadata(config, tensors)
+    with pytest.raises(UnsupportedModelError, match="'hidden_act' relu in a GGUF file"):
+        gguf_metadata({**config, "hidden_act": "relu"}, tensors)
