@@ -53,6 +53,7 @@ def metadata(config, **change):
         (OF_3N, {"laurel_rank": 8}, "'laurel_rank' 8 .*would be 64"),
         (OF_3N, {"hidden_size_per_layer_input": 8}, "'hidden_size_per_layer_input' 8"),
         (OF_3N, {"final_logit_softcapping": 5.0}, "'final_logit_softcapping' 5"),
+        (OF_3N, {"final_logit_softcapping": None}, "without 'final_logit_softcapping'"),
         (OF_3N, {"num_kv_shared_layers": 2}, "'num_kv_shared_layers' 2 .*from layer 20 on"),
         (OF_3N, {"activation_sparsity_pattern": [0.5] * 6}, "'activation_sparsity_pattern'"),
         (OF_3N, {"intermediate_size": [16] * 5 + [8]}, "'intermediate_size' that differs"),

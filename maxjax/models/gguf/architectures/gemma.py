@@ -220,6 +220,8 @@ def _read_3n(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
 def _write_3n(config: Any) -> dict[str, Any]:
     """The metadata keys that the converter writes; models that differ from llama.cpp's code are refused."""
     _check_near(config)
+    if config.logit_soft_cap is None:
+        raise unsupported("Gemma 3n without 'final_logit_softcapping' in a GGUF file", None)
     if (shared := config.num_kv_shared_layers) != max(config.num_layers - _FIRST_SHARING, 0):
         raise unsupported(
             f"'num_kv_shared_layers' {shared} in a GGUF file of 'gemma3n' (llama.cpp's layers share "
@@ -243,7 +245,7 @@ def _write_3n(config: Any) -> dict[str, Any]:
     return {
         "attention.shared_kv_layers": config.num_kv_shared_layers,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
-        "final_logit_softcapping": config.logit_soft_cap or 0.0,
+        "final_logit_softcapping": config.logit_soft_cap,
         "rope.freq_base_swa": config.local_rope.theta,
         _ENTRIES: config.vocab_size_per_layer_input,
         "altup.active_idx": config.altup_active_idx,
