@@ -8,10 +8,12 @@ deep learning, the kernel is not flipped: the layers compute a cross-correlation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
@@ -186,15 +188,15 @@ def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:
     Raises:
         ValueError: the count of numbers is neither 1 nor ``axes``.
     """
-    numbers = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(numbers) != axes:
-        raise ValueError(f"{what} is one number or {axes}, not {numbers}")
-    return numbers
+    numbers = tuple(value) if isinstance(value, Iterable) else (value,) * axes
+    if isinstance(value, str) or len(numbers) != axes:
+        raise ValueError(f"{what} is one number or {axes}, not {value!r}")
+    return tuple(operator.index(n) for n in numbers)
 
 
 def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
     """(before, after) for each axis, from one number, one for each axis, or two for each axis."""
-    if not isinstance(value, int) and len(value) == 2 * axes:
+    if isinstance(value, list | tuple | np.ndarray) and len(value) == 2 * axes:
         return tuple((int(value[2 * i]), int(value[2 * i + 1])) for i in range(axes))
     return tuple((n, n) for n in sizes(value, axes, "padding"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -66,10 +68,10 @@ class ConvTranspose1d(Module):
         self.kernel_length, self.in_channels, self.permute = length, in_channels, permute
         self.stride, self.dilation = _of_width(stride, 1), _of_width(dilation, 1)
         self.output_padding = _of_width(output_padding, 0)
-        pad = (0, 0, padding, padding) if isinstance(padding, int) else tuple(padding)
+        pad = tuple(padding) if isinstance(padding, Iterable) else (0, 0, padding, padding)
         if len(pad) != 4 or any(pad[:2]):
             raise ValueError(f"padding is one number or (0, 0, before, after), not {padding}")
-        self.padding = pad[2:]
+        self.padding = operator.index(pad[2]), operator.index(pad[3])
         device = device or DeviceRef.CPU()
         shape = (
             (in_channels, out_channels, length) if permute else (length, out_channels, in_channels)
@@ -109,8 +111,8 @@ class ConvTranspose1d(Module):
 
 def _of_width(value: int | tuple[int, int], neutral: int) -> int:
     """The size along the width, given as one number or as (height, width)."""
-    if isinstance(value, int):
-        return value
+    if not isinstance(value, Iterable):
+        return operator.index(value)
     if len(value) != 2 or value[0] != neutral:
         raise ValueError(f"sizes over one axis are one number or ({neutral}, number), not {value}")
     return value[1]

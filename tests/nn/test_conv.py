@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax import init, nn
+from maxjax.graph import Dim
 from tests.nn.layers import CPU, call, filled, random, same_everywhere
 from tests.oracles.recorded import recorded, torch
 
@@ -145,3 +146,14 @@ def test_what_is_refused():
         init(nn.Conv1D(5, 4, 6, "float32", padding=1, permute=True), jax.random.key(0))(
             jnp.ones((1, 4, 2))
         )
+    with pytest.raises(ValueError, match="padding is one number or 2, not 'same'"):
+        nn.Conv2d(3, 4, 6, "float32", padding="same")
+
+
+def test_sizes_that_are_not_python_numbers():
+    for two in (np.int64(2), Dim(2), np.array([2, 2]), [2, Dim(2)]):
+        layer = nn.Conv2d(two, 4, 6, "float32", stride=two, padding=two)
+        assert layer.filter.shape == [2, 2, 4, 6]
+        assert layer.stride == (2, 2) and layer.padding == ((2, 2), (2, 2))
+    layer = nn.ConvTranspose1d(3, 4, 6, "float32", stride=np.int64(2), padding=np.int64(1))
+    assert layer.stride == 2 and layer.padding == (1, 1)

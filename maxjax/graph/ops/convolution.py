@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..operands import same_dtype
-from .lift import array, lift, pair, same
+from .lift import array, lift, pair, same, sizing
 
 
 class ConvInputLayout(enum.Enum):
@@ -40,6 +40,7 @@ _FILTERS = {
 }  # fmt: skip
 
 
+@sizing("stride", "dilation", "padding")
 @lift
 def conv2d(
     x: Any,
@@ -77,6 +78,7 @@ def conv2d(
     )
 
 
+@sizing("stride", "dilation", "padding")
 @lift
 def conv3d(
     x: Any,
@@ -138,6 +140,7 @@ def check_not_empty(y: jax.Array, x: jax.Array, w: jax.Array, image: str) -> Non
         )
 
 
+@sizing("stride", "dilation", "padding", "output_paddings")
 @lift
 def conv2d_transpose(
     x: Any,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..symbolic import to_sizes
-from .lift import array, floating, lift, rounded, wide
+from .lift import array, floating, lift, rounded, sizing, wide
 
 
 class InterpolationMode(enum.Enum):
@@ -46,6 +46,7 @@ _ROUNDINGS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@sizing("shape")
 @lift
 def resize(
     input: Any, shape: Iterable[Any], interpolation: InterpolationMode = InterpolationMode.BILINEAR
@@ -66,6 +67,7 @@ def resize(
     return _RESIZERS[InterpolationMode(interpolation)](x, sizes)
 
 
+@sizing("size")
 @lift
 def resize_nearest(
     input: Any, size: Iterable[Any], coordinate_transform_mode: int = 0, round_mode: int = 0
@@ -91,6 +93,7 @@ def resize_nearest(
     return _resized(array(input), size, along, "resize_nearest")
 
 
+@sizing("size")
 @lift
 def resize_linear(
     input: Any, size: Iterable[Any], coordinate_transform_mode: int = 0, antialias: bool = False
@@ -129,6 +132,7 @@ def resize_linear(
     return rounded(_resized(wide(x), size, along, "resize_linear"), x.dtype)
 
 
+@sizing("size")
 @lift
 def resize_bicubic(input: Any, size: Iterable[Any]) -> Any:
     """Resizes a tensor by Keys' cubic convolution with ``a = -3/4``, as in torch.

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from ..shape import Dim
 from ..symbolic import to_size, to_sizes
 from ..value import TensorValue
-from .lift import array, axis_of, binary_operands, integers, lift, same
+from .lift import array, axis_of, binary_operands, integers, lift, same, sizing
 
 
 @lift
@@ -73,6 +73,7 @@ def _shapes(arrays: Sequence[jax.Array]) -> str:
     return ", ".join(str(x.shape) for x in arrays)
 
 
+@sizing("split_sizes")
 @lift
 def split(x: Any, split_sizes: Sequence[Any], axis: int = 0) -> Any:
     """Splits a tensor along an axis into a list of pieces of the given lengths.
@@ -109,6 +110,7 @@ def chunk(x: Any, chunks: int, axis: int = 0) -> Any:
     """
     x = array(x)
     axis = axis_of(axis, x.ndim, "chunk", IndexError)
+    chunks = to_size(chunks)
     if chunks < 1 or not same(x.shape[axis] % chunks, 0):
         raise ValueError(
             f"chunk: axis {axis} of length {x.shape[axis]} is not divisible by {chunks}"
@@ -124,6 +126,7 @@ def _pieces(x: jax.Array, sizes: Sequence[Any], axis: int) -> list[jax.Array]:
     return pieces
 
 
+@sizing("repeats")
 @lift
 def tile(x: Any, repeats: Iterable[Any]) -> Any:
     """Repeats the tensor ``repeats[i]`` times along axis ``i``.
@@ -183,6 +186,7 @@ def _total(repeats: jax.Array, name: str) -> Any:
 _PAD_MODES = ("constant", "reflect", "edge")
 
 
+@sizing("paddings")
 @lift
 def pad(
     input: Any,

@@ -65,6 +65,36 @@ def pairwise(function: _F) -> _F:
     return paired  # type: ignore[return-value]
 
 
+def sizing(*names: str) -> Callable[[_F], _F]:
+    """Decorator for an op whose arguments of these names are sizes or axes: an array of them becomes a list.
+
+    As operands, NumPy arrays would become arrays of JAX, whose numbers are not known while a program is traced.
+    """
+
+    def decorate(op: _F) -> _F:
+        parameters = list(inspect.signature(op).parameters)
+        places = [(parameters.index(name), name) for name in names]
+
+        @functools.wraps(op)
+        def sized(*args: Any, **kwargs: Any) -> Any:
+            given = list(args)
+            for place, name in places:
+                if place < len(given):
+                    given[place] = _listed(given[place])
+                elif name in kwargs:
+                    kwargs[name] = _listed(kwargs[name])
+            return op(*given, **kwargs)
+
+        return sized  # type: ignore[return-value]
+
+    return decorate
+
+
+def _listed(sizes: Any) -> Any:
+    known = isinstance(sizes, (np.ndarray, jax.Array)) and not isinstance(sizes, jax.core.Tracer)
+    return sizes.tolist() if known else sizes
+
+
 def creator(function: _F) -> _F:
     """Decorator for ops that create tensors, which always return TensorValues."""
 
@@ -204,6 +234,8 @@ def pair(value: Any, length: int, name: str, positive: bool = False) -> tuple[An
     Raises:
         ValueError: there are not ``length`` numbers, or one that must be positive is not.
     """
+    if isinstance(value, (str, float)):
+        raise ValueError(f"{name} takes one number or {length}, not {value!r}")
     values = (value,) * length if isinstance(value, (int, Dim)) else tuple(value)
     if len(values) != length or (positive and any(isinstance(n, int) and n < 1 for n in values)):
         kind = "positive numbers" if positive else "numbers"

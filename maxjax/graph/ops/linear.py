@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..operands import check_product, common, same_dtype, same_rank
+from ..symbolic import to_size
 from ..weight.transpose import TransposedValue, WeightTranspose
 from .lift import (
     array,
@@ -112,6 +113,7 @@ def band_part(
         ("num_lower", num_lower, row - column),
         ("num_upper", num_upper, column - row),
     ):
+        number = None if number is None else to_size(number)
         if number is None or number == -1:
             continue
         if number < 0:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..symbolic import to_sizes
-from .lift import array, floating, lift, pair, rounded, same, wide
+from .lift import array, floating, lift, pair, rounded, same, sizing, wide
 
 
 class _Windows(NamedTuple):
@@ -73,6 +73,7 @@ def _windows(
     return _Windows(kernel, strides, dilations, paddings, tuple(counts), tuple(ends))
 
 
+@sizing("kernel_size", "stride", "dilation", "padding")
 @lift
 def avg_pool2d(
     input: Any,
@@ -111,6 +112,7 @@ def avg_pool2d(
     return rounded(total / count, dtype)
 
 
+@sizing("kernel_size", "stride", "dilation", "padding")
 @lift
 def max_pool2d(
     input: Any,
@@ -143,6 +145,7 @@ def max_pool2d(
     return first
 
 
+@sizing("output_size", "kernel_size", "stride", "dilation", "padding")
 @lift
 def fold(
     input: Any,

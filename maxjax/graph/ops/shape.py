@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from ..operands import reshaped
 from ..rebinding import rebound
 from ..symbolic import to_sizes
-from .lift import array, axis_of, canonical, creator, lift, same
+from .lift import array, axis_of, canonical, creator, lift, same, sizing
 
 
+@sizing("shape")
 @lift
 def reshape(x: Any, shape: Iterable[Any]) -> Any:
     """The tensor in another shape with as many elements; one size may be -1, which is then computed.
@@ -33,6 +34,7 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
     return reshaped(array(x), shape)
 
 
+@sizing("dims")
 @lift
 def permute(x: Any, dims: Sequence[int]) -> Any:
     """The tensor with its axes in another order: axis ``i`` of the result is axis ``dims[i]``.
@@ -88,6 +90,7 @@ def squeeze(x: Any, axis: int) -> Any:
     return jnp.squeeze(x, axis)
 
 
+@sizing("shape", "out_dims")
 @lift
 def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = None) -> Any:
     """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes.
@@ -108,6 +111,7 @@ def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = 
     return jnp.broadcast_to(x, sizes)
 
 
+@sizing("shape")
 @lift
 def rebind(x: Any, shape: Iterable[Any], message: str = "", layout: Any = None) -> Any:
     """The tensor with the given sizes declared: numbers, names, or arithmetic over names.

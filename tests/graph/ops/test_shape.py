@@ -79,3 +79,31 @@ def test_shape_to_tensor():
     np.testing.assert_array_equal(got, [2, 3])
     np.testing.assert_array_equal(ops.shape_to_tensor([2, Dim(3)]), [2, 3])
     assert ops.shape_to_tensor([]).shape == [0]
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        (lambda x: ops.reshape(x, np.array([6, 4])), (6, 4)),
+        (lambda x: ops.permute(x, np.array([2, 0, 1])), (4, 2, 3)),
+        (lambda x: ops.broadcast_to(x, np.array([5, 2, 3, 4])), (5, 2, 3, 4)),
+        (lambda x: ops.rebind(x, shape=np.array([2, 3, 4])), (2, 3, 4)),
+        (lambda x: ops.pad(x, np.array([1, 0, 0, 0, 0, 2])), (3, 3, 6)),
+        (lambda x: ops.tile(x, np.array([1, 2, 1])), (2, 6, 4)),
+        (lambda x: ops.split(x, np.array([1, 2]), axis=1)[1], (2, 2, 4)),
+        (lambda x: ops.resize_linear(x, np.array([4, 3, 4])), (4, 3, 4)),
+        (
+            lambda x: ops.conv2d(x[None], CUBE[None, :, :2].mT, stride=np.array([1, 2])),
+            (1, 2, 1, 2),
+        ),
+        (
+            lambda x: ops.max_pool2d(x[None], np.array([2, 2]), padding=np.array([1, 1])),
+            (1, 3, 4, 4),
+        ),
+        (lambda x: ops.chunk(x, Dim(2))[0], (1, 3, 4)),
+        (lambda x: ops.band_part(x, Dim(1), Dim(0)), (2, 3, 4)),
+    ],
+)
+def test_sizes_in_arrays_and_dims(op, shape):
+    for one in (op, jax.jit(op)):
+        assert one(jnp.asarray(CUBE)).shape == shape
