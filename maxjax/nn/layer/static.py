@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...graph.dim import Dim
 from ...graph.value import TensorValue
 from ...graph.weight.transpose import WeightTranspose
 from ...graph.weight.weight import Weight
@@ -90,6 +91,8 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
         return _freeze_array(value, where)
     if isinstance(value, np.generic):  # compare bytes: -0.0 differs from 0.0, and nan equals itself
         return value, (kind, str(value.dtype), value.tobytes())
+    if isinstance(value, Dim):  # immutable; its class determines what it is made of
+        return value, (kind, value)
     if isinstance(value, jax.Array):
         raise TypeError(_array_refusal(where, "is an array"))
     if isinstance(value, (Layer, Weight, WeightTranspose)) and _is_tracked(value):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.graph import DeviceRef, Weight
+from maxjax.graph import DeviceRef, Dim, Weight
+from maxjax.graph.dim import StaticDim
 from maxjax.nn import Module
 
 
@@ -36,3 +37,15 @@ def test_a_value_that_a_running_module_loses_is_told():
     np.testing.assert_array_equal(held.mean.value, [1, 1])
     with pytest.warns(UserWarning, match="weight 'mean' gets a value while its module runs"):
         jax.jit(lambda held, x: held(x))(held, jnp.ones(2))
+
+
+def test_a_dim_is_a_static_attribute():
+    class Sized(Module):
+        def __init__(self, size):
+            super().__init__()
+            self.size = size
+
+    module = Sized(Dim(2))
+    assert module.size == 2 and isinstance(module.size, StaticDim)
+    same, other = (jax.tree.structure(Sized(Dim(size))) for size in (2, "a"))
+    assert jax.tree.structure(module) == same != other
