@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType, promote
 from ..graph.device import DeviceRef
-from ..graph.value import unwrap
+from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from ..kernels.operation import varying_with
@@ -85,6 +85,17 @@ class _Recurrent(Module):
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
+def _alike(from_x: jax.Array, state: State) -> tuple[jax.Array, State]:
+    """The gates and the state in the dtype that holds all of them, which a step keeps, as a scan requires."""
+    dtype = reduce(promote, (one.dtype for one in (from_x, *state))).np
+    return from_x.astype(dtype), tuple(one.astype(dtype) for one in state)
+
+
+def _returned(x: Any, results: Any) -> Any:
+    """The results, as TensorValues if the inputs ``x`` are one."""
+    return jax.tree.map(TensorValue, results) if wraps(x) else results
+
+
 class _LSTM(_Recurrent):
     gates, states = 4, 2
 
@@ -132,10 +143,10 @@ class _Cell(_Recurrent):
         Raises:
             ValueError: an argument has the wrong shape.
         """
-        x = self._checked(x, 2, self.input_size)
-        start = self._start(x, state, (x.shape[0], self.hidden_size))
-        new = self._step(self._inputs(x, ""), start, "")
-        return new if self.states > 1 else new[0]
+        array = self._checked(x, 2, self.input_size)
+        start = self._start(array, state, (array.shape[0], self.hidden_size))
+        new = self._step(*_alike(self._inputs(array, ""), start), "")
+        return _returned(x, new if self.states > 1 else new[0])
 
 
 class LSTMCell(_LSTM, _Cell):
@@ -214,29 +225,26 @@ class _Sequence(_Recurrent):
         Raises:
             ValueError: an argument has the wrong shape.
         """
-        x = self._checked(x, 3, self.input_size)
+        y = self._checked(x, 3, self.input_size)
         every = [end for number in range(self.num_layers) for end in self._ends(number)]
-        start = self._start(x, state, (len(every), x.shape[0], self.hidden_size))
+        start = self._start(y, state, (len(every), y.shape[0], self.hidden_size))
         last: list[State] = []
         for number in range(self.num_layers):
             outputs = []
             for end in self._ends(number):
                 own = tuple(one[len(last)] for one in start)
-                h, final = self._run(x, own, end)
+                h, final = self._run(y, own, end)
                 outputs.append(h)
                 last.append(final)
-            x = jnp.concatenate(outputs, -1)
+            y = jnp.concatenate(outputs, -1)
         states = tuple(jnp.stack(one) for one in zip(*last, strict=True))
-        return x, states if self.states > 1 else states[0]
+        return _returned(x, (y, states if self.states > 1 else states[0]))
 
     def _run(self, x: jax.Array, state: State, end: str) -> tuple[jax.Array, State]:
         """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""
         # One matmul for the inputs of all steps.
         from_x = self._inputs(x, end).swapaxes(0, 1)
-        # In the dtype that holds all of them, which a step keeps: a scan requires that.
-        dtype = reduce(promote, (one.dtype for one in (from_x, *state))).np
-        from_x = from_x.astype(dtype)
-        state = tuple(one.astype(dtype) for one in varying_with(state, from_x))
+        from_x, state = _alike(from_x, varying_with(state, from_x))
 
         def step(state: State, now: jax.Array) -> tuple[State, jax.Array]:
             new = self._step(now, state, end)

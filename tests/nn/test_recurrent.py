@@ -7,6 +7,7 @@ import pytest
 
 import maxjax
 from maxjax import nn
+from maxjax.graph import TensorValue
 from tests.oracles.recorded import recorded, torch
 
 INPUTS, H = 3, 5
@@ -98,3 +99,19 @@ def test_a_cell_state_wider_than_the_hidden_state():
     y, (last, c) = lstm(x, (h, h.astype(jnp.float32)))
     assert y.dtype == last.dtype == c.dtype == jnp.float32
     np.testing.assert_allclose(y, lstm(x)[0].astype(jnp.float32), atol=0.02)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_a_narrow_state_under_strict_promotion(kind):
+    cell = maxjax.init(kind(INPUTS, H), jax.random.key(0))
+    h = jnp.ones((2, H), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        new = cell(jnp.ones((2, INPUTS)), (h, h) if kind is nn.LSTMCell else h)
+    assert all(one.dtype == jnp.float32 for one in jax.tree.leaves(new))
+
+
+def test_tensor_values_give_tensor_values():
+    x = TensorValue(jnp.ones((2, 4, INPUTS)))
+    y, (h, c) = maxjax.init(nn.LSTM(INPUTS, H), jax.random.key(0))(x)
+    new = maxjax.init(nn.GRUCell(INPUTS, H), jax.random.key(0))(x[:, 0])
+    assert all(isinstance(one, TensorValue) for one in (y, h, c, new))
