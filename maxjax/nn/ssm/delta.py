@@ -77,13 +77,14 @@ def delta_chunks(
         ((1, 5, 2, 4), (1, 2, 4, 4))
     """
     batch, length, heads, _ = q.shape
-    size = min(CHUNK, -(-length // _BLOCK) * _BLOCK)
+    size = min(CHUNK, -(-length // _BLOCK) * _BLOCK) or _BLOCK
     pad = -length % size
+    count = (length + pad) // size
     # Chunks are the leading axis, tokens of a chunk follow the heads: [n, B, H, C, ...].
     chunks = []
     for a in (q, k, v, g[..., None], beta[..., None]):
         a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
-        a = a.reshape(batch, -1, size, heads, a.shape[-1])
+        a = a.reshape(batch, count, size, heads, a.shape[-1])
         chunks.append(a.transpose(1, 0, 3, 2, 4))
     q, k, v, g, beta = chunks
     decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
@@ -105,7 +106,7 @@ def delta_chunks(
 
     each = (values, reads, within, q * since, k * until, since[..., -1:, :])
     state, y = jax.lax.scan(chunk, varying_with(state.astype(jnp.float32), each), each)
-    y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, y.shape[-1])
+    y = y.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, y.shape[-1])
     return y[:, :length], state
 
 

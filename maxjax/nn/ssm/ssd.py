@@ -73,13 +73,14 @@ def ssd_chunks(
         ((1, 5, 4, 3), (1, 4, 3, 6))
     """
     batch, length, heads, width = x.shape
-    groups, size = b.shape[2], min(CHUNK, length)
+    groups, size = b.shape[2], min(CHUNK, length) or 1
     each, pad = heads // groups, -length % size
+    count = (length + pad) // size
     # Chunks are the leading axis, tokens of a chunk follow the groups: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
     chunks = []
     for a in (x, g[..., None], b, c):
         a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
-        a = a.reshape(batch, -1, size, *a.shape[2:]).transpose(1, 0, 3, 2, 4)
+        a = a.reshape(batch, count, size, *a.shape[2:]).transpose(1, 0, 3, 2, 4)
         chunks.append(a)
     x, g, b, c = chunks
     x, g = (a.reshape(*a.shape[:2], groups, each, *a.shape[3:]) for a in (x, g))
@@ -94,8 +95,8 @@ def ssd_chunks(
         new = jnp.einsum("bgjn,bghjp->bghpn", b, x * until)
         return state * since[..., -1:, :] + new, y
 
-    state = state.astype(jnp.float32).reshape(batch, groups, each, width, -1)
+    state = state.astype(jnp.float32).reshape(batch, groups, each, width, b.shape[-1])
     state, y = jax.lax.scan(chunk, varying_with(state, x, g, b, c), (x, g, b, c))
-    y = y.reshape(y.shape[0], batch, heads, size, width).transpose(1, 0, 3, 2, 4)
-    y = y.reshape(batch, -1, heads, width)[:, :length]
-    return y, state.reshape(batch, heads, width, -1)
+    y = y.reshape(count, batch, heads, size, width).transpose(1, 0, 3, 2, 4)
+    y = y.reshape(batch, count * size, heads, width)[:, :length]
+    return y, state.reshape(batch, heads, width, b.shape[-1])

@@ -73,3 +73,11 @@ def test_a_first_state_that_is_the_same_within_shard_map():
     np.testing.assert_allclose(
         jax.jit(run)(*tokens), delta_chunks(*tokens, 0 * state)[0], atol=2e-5
     )
+
+
+def test_no_tokens_and_no_sequences():
+    for batch, length in ((1, 0), (0, 3)):
+        k, v = jnp.zeros((batch, length, 2, 4)), jnp.zeros((batch, length, 2, 3))
+        start = jnp.ones((batch, 2, 4, 3))
+        y, state = delta_chunks(k, k, v, k[..., 0], k[..., 0], start)
+        assert y.shape == v.shape and (state == start).all()

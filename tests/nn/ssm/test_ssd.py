@@ -77,3 +77,11 @@ def test_a_first_state_that_is_the_same_within_shard_map():
     )  # fmt: skip
     found = jax.jit(run)(x, g, b, c)
     np.testing.assert_allclose(found, ssd_chunks(x, g, b, c, 0 * state)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens_and_no_sequences():
+    for batch, length in ((1, 0), (0, 3)):
+        x, b = jnp.zeros((batch, length, 4, 3)), jnp.zeros((batch, length, 2, 6))
+        start = jnp.ones((batch, 4, 3, 6))
+        y, state = ssd_chunks(x, x[..., 0], b, b, start)
+        assert y.shape == x.shape and (state == start).all()
