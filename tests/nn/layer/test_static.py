@@ -45,6 +45,9 @@ def test_a_dim_is_a_static_attribute():
             super().__init__()
             self.size = size
 
+        def __call__(self, x):
+            return x
+
     module = Sized(Dim(2))
     assert module.size == 2 and isinstance(module.size, StaticDim)
     same, other = (jax.tree.structure(Sized(Dim(size))) for size in (2, "a"))

@@ -1,6 +1,7 @@
 """Mamba 2's recurrence: in chunks as step by step and as in float64, and padding that changes nothing."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
