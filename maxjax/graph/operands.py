@@ -180,14 +180,42 @@ def alike(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
-    """The mean along an axis; of integers it is rounded toward zero, as in MAX."""
+    """The mean along an axis; of integers it is rounded toward zero, as in MAX.
+
+    Raises:
+        ValueError: the axis of a tensor of integers is empty.
+    """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.mean(x, axis, keepdims=keepdims)
+    count = x.shape[axis]
+    if same(count, 0):
+        raise ValueError(
+            f"integers have no mean along axis {axis} of shape {x.shape}, which is empty"
+        )
     # Sums of narrow integers do not fit into their own type.
-    total = jnp.sum(
-        x, axis, keepdims=keepdims, dtype=jnp.int32 if x.dtype.itemsize < 4 else x.dtype
-    )
-    return jax.lax.div(total, jnp.full_like(total, x.shape[axis])).astype(x.dtype)
+    wide = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    if isinstance(count, int) and count << 8 * x.dtype.itemsize > 2**31:
+        found = _wide_mean(wide, axis, count)
+        return (jnp.expand_dims(found, axis) if keepdims else found).astype(x.dtype)
+    total = jnp.sum(wide, axis, keepdims=keepdims, dtype=wide.dtype)
+    return jax.lax.div(total, jnp.full_like(total, count)).astype(x.dtype)
+
+
+def _wide_mean(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The mean of integers whose sum may not fit into their dtype, along an axis that is removed.
+
+    A partial sum is ``quotient · count + remainder``, with the remainder from 0 to ``count - 1``. Quotients may
+    wrap, as the last one fits.
+    """
+    n = np.asarray(count, x.dtype)
+
+    def add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        over = a[1] >= n - b[1]
+        return a[0] + b[0] + over.astype(x.dtype), jnp.where(over, a[1] - (n - b[1]), a[1] + b[1])
+
+    zero = np.zeros((), x.dtype)
+    quotient, remainder = jax.lax.reduce((x // n, x % n), (zero, zero), add, (axis % x.ndim,))
+    return quotient + ((quotient < 0) & (remainder > 0)).astype(x.dtype)
 
 
 def bounds(dtype: Any) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Reductions, cumsum and softmax against torch; the axis stays with length 1."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -149,3 +150,19 @@ def test_means_of_narrow_integers_do_not_wrap(dtype):
     x = np.full((2, 300), 100, dtype)
     found = ops.mean(x, axis=1)
     assert found.dtype == dtype and (np.asarray(found) == 100).all()
+
+
+def test_mean_of_integers_whose_sum_does_not_fit():
+    high, low = 2**31 - 1, -(2**31)
+    for given, mean in (
+        ([high, high], high),
+        ([low, low, low + 2], low + 1),
+        ([high, low], 0),
+        ([-7, 2], -2),
+        ([7, -2], 2),
+    ):
+        assert ops.mean(jnp.array(given, jnp.int32)).tolist() == [mean]
+    assert ops.mean(jnp.full((2, 70000), -(2**15), jnp.int16)).tolist() == [[-(2**15)]] * 2
+    assert ops.mean(jnp.full((3, 2), 2**32 - 1, jnp.uint32), axis=0).tolist() == [[2**32 - 1] * 2]
+    with pytest.raises(ValueError, match="which is empty"):
+        ops.mean(jnp.zeros((2, 0), int))
