@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..operands import check_broadcast, dividends, number, same_rank
-from .lift import array, binary_operands, boolean, pairwise
+from .lift import array, binary_operands, boolean, numeric, pairwise
 
 
 @pairwise
@@ -36,8 +36,16 @@ def add(lhs: Any, rhs: Any) -> Any:
 
 @pairwise
 def sub(lhs: Any, rhs: Any) -> Any:
-    """``lhs - rhs``."""
-    return jnp.subtract(*binary_operands(lhs, rhs))
+    """``lhs - rhs``.
+
+    Raises:
+        ValueError: as for ``add``, or the operands are boolean.
+    """
+    a, b = binary_operands(lhs, rhs)
+    for x in (a, b):
+        if hasattr(x, "dtype"):
+            numeric(x, "sub")
+    return jnp.subtract(a, b)
 
 
 @pairwise
@@ -66,8 +74,16 @@ def mod(lhs: Any, rhs: Any) -> Any:
 
 @pairwise
 def pow(lhs: Any, rhs: Any) -> Any:
-    """``lhs`` to the power ``rhs``."""
+    """``lhs`` to the power ``rhs``.
+
+    Raises:
+        ValueError: as for ``add``, or ``rhs`` is a negative number and ``lhs`` a tensor of integers.
+    """
     if isinstance(rhs, int) and getattr(lhs, "dtype", jnp.bool_) != jnp.bool_:
+        if rhs < 0 and jnp.issubdtype(lhs.dtype, jnp.integer):
+            raise ValueError(
+                f"pow: a tensor of integers has no power of {rhs}; cast it to floats first"
+            )
         # JAX computes a known integer power by multiplication, with exact gradients.
         return jnp.power(lhs, number(rhs, lhs.dtype))
     return jnp.power(*binary_operands(lhs, rhs))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, boolean, canonical, floating, lift, rounded, wide
+from .lift import array, boolean, canonical, floating, lift, numeric, rounded, wide
 
 
 @lift
@@ -23,8 +23,12 @@ def abs(x: Any) -> Any:
 
 @lift
 def negate(x: Any) -> Any:
-    """``-x``."""
-    return jnp.negative(array(x))
+    """``-x``.
+
+    Raises:
+        ValueError: the tensor is boolean.
+    """
+    return jnp.negative(numeric(x, "negate"))
 
 
 @lift

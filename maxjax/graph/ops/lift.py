@@ -167,6 +167,18 @@ def boolean(x: Any, op: str) -> jax.Array:
     return x
 
 
+def numeric(x: Any, op: str) -> jax.Array:
+    """The operand of an op for numbers only, as an array.
+
+    Raises:
+        ValueError: it is a tensor of booleans.
+    """
+    x = array(x)
+    if x.dtype == jnp.bool_:
+        raise ValueError(f"{op} takes a tensor of numbers, not of booleans; cast it first")
+    return x
+
+
 def integers(x: Any, op: str) -> jax.Array:
     """The indices of an op, as an array.
 

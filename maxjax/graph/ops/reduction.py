@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import operands
-from .lift import array, axis_of, binary_operands, floating, lift, pairwise, rounded, wide
+from .lift import array, axis_of, binary_operands, floating, lift, numeric, pairwise, rounded, wide
 
 
 @lift
@@ -152,7 +152,5 @@ def logsoftmax(value: Any, axis: int = -1) -> Any:
 
 
 def _numbers(x: Any, axis: int, op: str) -> tuple[jax.Array, int]:
-    x = array(x)
-    if x.dtype == jnp.bool_:
-        raise ValueError(f"{op} takes a tensor of numbers, not of booleans; cast it first")
+    x = numeric(x, op)
     return x, axis_of(axis, x.ndim, op)

@@ -141,3 +141,12 @@ def test_numbers_that_do_not_fit():
     assert ops.add(INTS.astype(np.int8), 100).dtype == np.int8
     assert ops.equal(INTS > 0, 1).dtype == bool
     assert ops.mul(A, 1).dtype == np.float32
+
+
+def test_what_integers_and_booleans_have_not_is_a_value_error():
+    booleans = jnp.array([True, False])
+    for op in (lambda: ops.sub(booleans, booleans), lambda: ops.negate(booleans)):
+        with pytest.raises(ValueError, match="numbers, not of booleans"):
+            op()
+    with pytest.raises(ValueError, match="no power of -1"):
+        ops.pow(jnp.array([1, 2]), -1)
