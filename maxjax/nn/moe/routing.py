@@ -120,16 +120,25 @@ class Routing:
         Args:
             scores: results of the router.
             bias: numbers ``[X]`` that are added for the choice only, not to the returned shares; or None.
+
+        Raises:
+            ValueError: ``shares`` is "softmax of near", and there are groups or a bias.
         """
         if bias is None and self.groups == 1:
             best, chosen = jax.lax.top_k(scores, self.count)
             shares = SHARES[self.shares](scores.astype(jnp.float32), best.astype(jnp.float32))
         else:
+            if self.shares == "softmax of near":
+                raise ValueError("the softmax of near scores has no groups of experts and no bias")
             scores = scores.astype(jnp.float32)
-            every = SHARES[self.shares](scores, scores)
+            of_all = self.shares.removesuffix(" of chosen")  # what experts are chosen by
+            every = SHARES[of_all](scores, scores)
             wanted = every if bias is None else every + _along(bias, every)
             chosen = jax.lax.top_k(self._in_groups(wanted), self.count)[1]
-            shares = jnp.take_along_axis(every, chosen, axis=-1)
+            if of_all == self.shares:
+                shares = jnp.take_along_axis(every, chosen, axis=-1)
+            else:
+                shares = SHARES[self.shares](scores, jnp.take_along_axis(scores, chosen, axis=-1))
         if self.normalised:
             total = jnp.sum(shares, axis=-1, keepdims=True)
             total = total + self.more if self.more else total

@@ -65,3 +65,15 @@ def test_the_chosen_and_their_shares(shares, biased, groups, chosen, best):
 def test_what_cannot_be_is_refused(settings, what):
     with pytest.raises(ValueError, match=what):
         Routing(**{"count": 2, **settings}).check(X)
+
+
+def test_softmax_of_chosen_with_a_bias_or_groups():
+    scores = jnp.array([[0.0, 1.0, 2.0, -1.0]])
+    for options, bias, chosen in (({}, [0, 0, 0, 0], [2, 1]), ({"groups": 2}, None, [2, 3])):
+        bias = bias if bias is None else jnp.array(bias)
+        found, shares = Routing(2, "softmax of chosen", **options)(scores, bias)
+        best = np.exp(np.asarray(scores)[0, chosen])
+        assert found.tolist() == [chosen]
+        np.testing.assert_allclose(shares[0], best / best.sum(), rtol=1e-6)
+    with pytest.raises(ValueError, match="softmax of near"):
+        Routing(2, "softmax of near")(scores, jnp.zeros(4))
