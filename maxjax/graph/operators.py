@@ -145,8 +145,8 @@ class Operators:
     def __abs__(self) -> Any:
         return self._result(abs(self._as_array()))
 
-    def __round__(self) -> Any:
-        return self._result(self._as_array().round())
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._result(self._as_array().round(digits or 0))
 
     # Methods of jax.Array that MAX's values do not have, for plain JAX code; they return plain arrays.
 

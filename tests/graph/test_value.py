@@ -43,6 +43,7 @@ METHODS = {
     "neg": (lambda x: -x, -A),
     "abs": (lambda x: abs(-x), A),
     "round": (lambda x: round(x / 4), np.round(A / 4)),
+    "round to a digit": (lambda x: round(x / 4, 1), np.round(A / 4, 1)),
     "invert": (lambda x: ~(x > 3), ~(A > 3)),
     "matmul": (lambda x: x @ x.T, A @ A.swapaxes(1, 2)),
     "matmul of ranks": (lambda x: x @ TensorValue(jnp.ones((4, 5))), A @ np.ones((4, 5))),
