@@ -82,9 +82,7 @@ def quantize_dynamic_scaled_float8(
     most = float(jnp.finfo(kind.np).max)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     if powers:
-        scales = jnp.exp2(
-            jnp.ceil(jnp.log2(jnp.maximum(largest, max(amax_floor, 1e-10 * most)) / most))
-        )
+        scales = _power_above(jnp.maximum(largest, max(amax_floor, 1e-10 * most)) / most)
     else:
         scales = (jnp.minimum(largest, scale_ub) / most).astype(of_scales.np).astype(jnp.float32)
     quantised = groups / jnp.where(scales == 0, 1, scales)[..., None]
@@ -232,6 +230,13 @@ def matmul_static_scaled_float8(
         raise ValueError("K dimension does not match for matmul")
     y = _product(input.astype(jnp.float32), weight.astype(jnp.float32), DType.float32)
     return (y * scale).astype(jnp.bfloat16)
+
+
+def _power_above(x: jax.Array) -> jax.Array:
+    """The least powers of two that are not below positive numbers in float32; log2 and exp2 are not exact."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    power = (bits + jnp.uint32(2**23 - 1)) & jnp.uint32(0x7F800000)
+    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(power, jnp.float32))
 
 
 def _has_blocks(inputs: InputScaleSpec, weights: WeightScaleSpec) -> bool:

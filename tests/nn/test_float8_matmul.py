@@ -58,6 +58,15 @@ def test_bounds_zeros_and_powers_of_two():
     assert np.asarray(powers[0], np.float32)[0].tolist() == [384.0, 0.125]
 
 
+def test_scales_are_exact_powers_of_two():
+    powers = np.ldexp(np.float32(1), np.arange(-32, 100))[:, None]
+    for x, least in ((powers, powers), (np.nextafter(powers, np.float32(np.inf)), 2 * powers)):
+        _, scales = kernels.quantize_dynamic_scaled_float8(
+            448 * jnp.asarray(x), *ROWS, scales_type=DType.float8_e8m0fnu
+        )
+        np.testing.assert_array_equal(scales[0].astype(jnp.float32), least[:, 0])
+
+
 @pytest.mark.parametrize("spec", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.parametrize("kind", [jnp.asarray, TensorValue])
 def test_products_are_those_of_the_numbers(spec, kind):
