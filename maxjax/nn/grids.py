@@ -51,6 +51,11 @@ def _in_blocks(x: jax.Array, h: int, w: int, rows: int, columns: int, op: str) -
     return apart.transpose(0, 2, 1, 3, 4).reshape(h * w, -1)
 
 
+def _joined(parts: list[jax.Array], x: jax.Array) -> jax.Array:
+    """The parts made of ``x``, concatenated; no rows if there are no grids."""
+    return jnp.concatenate(parts) if parts else x[:0]
+
+
 def _split(x: jax.Array, sizes: list[int], op: str) -> list[jax.Array]:
     if x.ndim != 2 or x.shape[0] != sum(sizes):
         raise ValueError(f"{op} takes [{sum(sizes)}, D] for its grids, not {list(x.shape)}")
@@ -91,12 +96,11 @@ def spatial_merge(
         if x.ndim != 2 or x.shape[1] != hidden_size:
             raise ValueError(f"{op} takes patches of {hidden_size} features, not {list(x.shape)}")
         parts = _split(x, [h * w for _, h, w in grids], op)
-        return jnp.concatenate(
-            [
-                jnp.tile(_in_blocks(part, h, w, merge_size, merge_size, op), (t, 1))
-                for part, (t, h, w) in zip(parts, grids, strict=True)
-            ]
-        )
+        found = [
+            jnp.tile(_in_blocks(part, h, w, merge_size, merge_size, op), (t, 1))
+            for part, (t, h, w) in zip(parts, grids, strict=True)
+        ]
+        return _joined(found, x)
 
     return _lifted(run, input)
 
@@ -133,7 +137,7 @@ def tpool_patch_merger(
         for part, (t, h, w) in zip(parts, grids, strict=True):
             mean = part.reshape(t, h * w, -1).astype(jnp.float32).mean(axis=0)
             found.append(_in_blocks(mean, h, w, kH, kW, op).astype(x.dtype))
-        return jnp.concatenate(found)
+        return _joined(found, x)
 
     return _lifted(run, input)
 
@@ -173,6 +177,6 @@ def learnable_2d_interp_pos_emb(x: Any, weight: Any, grid_thws: Any, time_weight
             if t > 1:
                 place = place + time_weight[:t, None].astype(jnp.float32)
             found.append((part.astype(jnp.float32) + place.reshape(part.shape)).astype(x.dtype))
-        return jnp.concatenate(found)
+        return _joined(found, x)
 
     return _lifted(run, x, weight, time_weight)

@@ -191,3 +191,13 @@ def test_hyper_connections_are_those_of_deepseek_v4():
     with pytest.raises(ValueError, match="power of 2"):
         kernels.hyper_connection_gates(jnp.zeros((1, 15)), jnp.zeros(15), jnp.ones(3), 3, 0.0, 1)
     assert maxjax.init(ours, jax.random.key(0))(TensorValue(x))[2].shape == [5, 6]
+
+
+def test_patches_of_no_grids():
+    x, none = jnp.zeros((0, 4), jnp.bfloat16), np.zeros((0, 3), np.int64)
+    for found in (
+        kernels.spatial_merge(x, none, 4, 2, out_rows=0),
+        kernels.tpool_patch_merger(x, none, 2, 2),
+        kernels.learnable_2d_interp_pos_emb(x, jnp.zeros((3, 3, 4)), none, jnp.zeros((2, 4))),
+    ):
+        assert found.shape == (0, 4) and found.dtype == jnp.bfloat16
