@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...rendering.rendered import boxed
@@ -89,7 +89,8 @@ class PartialCompletion:
         tokenizer: the tokenizer that decodes the tokens; None for an answer without text.
         prompt: the token ids of the prompt.
         eos_ids: the token ids that end the answer; they have no text.
-        stops: the stop strings; one that is a special token ends the answer at that token.
+        stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
+            a special token ends the answer at that token.
 
     Attributes:
         done: whether an end-of-text token or a stop string has ended the answer.
@@ -100,8 +101,10 @@ class PartialCompletion:
         self, tokenizer: Any, prompt: Sequence[int], eos_ids: Sequence[int], stops: Sequence[str]
     ):
         self._prompt, self._eos = prompt, frozenset(eos_ids)
-        self._tokenizer, self._stop_strings = tokenizer, stops
-        self._stop_tokens = _special_tokens(tokenizer, stops)
+        self._tokenizer = tokenizer
+        self._marks = _special_tokens(tokenizer, stops)
+        self._written = {_marked(s, self._marks): s for s in stops} if self._marks else {}
+        self._stop_strings = [*self._written, *stops]  # a special token may also be spelt out
         self._most: int | None = None
         self._restart()
 
@@ -147,10 +150,13 @@ class PartialCompletion:
         if token in self._eos:
             self.done, self._stop = True, token
             return ""
-        if token in self._stop_tokens:  # it has no text in which the stop string would be found
-            self.done, self._stop = True, self._stop_tokens[token]
-            return ""
         text = "" if self._stream is None else self._stream.push(token)
+        if token in self._marks:
+            mark = self._marks[token].mark
+            if mark in self._written:  # text that the stream holds back is before it
+                self.done, self._stop = True, self._written[mark]
+                return self._before_stop(text)
+            text += mark
         return self._before_stop(text)
 
     def _before_stop(self, text: str) -> str:
@@ -158,7 +164,13 @@ class PartialCompletion:
             return text
         text = self._stops.push(text)
         if self._stops.stopped is not None and not self.done:
-            self.done, self._stop = True, self._stops.stopped
+            self.done = True
+            self._stop = self._written.get(self._stops.stopped, self._stops.stopped)
+        return self._unmarked(text)
+
+    def _unmarked(self, text: str) -> str:
+        for one in self._marks.values():
+            text = text.replace(one.mark, "")
         return text
 
     def flush(self) -> str:
@@ -170,7 +182,7 @@ class PartialCompletion:
         text = "" if self._stream is None or is_cut else self._stream.flush()
         text = self._before_stop(text)
         if self._stops is not None:
-            text += self._stops.flush()
+            text += self._unmarked(self._stops.flush())
         self._pieces.append(text)
         return text
 
@@ -183,15 +195,30 @@ class PartialCompletion:
         )  # fmt: skip
 
 
-def _special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
-    """Those of the texts that are special tokens, by their ids."""
-    if tokenizer is None:
+class _Special(NamedTuple):
+    """A special token in a stop string, and the character that stands for it while stop strings are searched."""
+
+    content: str
+    mark: str
+
+
+def _special_tokens(tokenizer: Any, stops: Sequence[str]) -> dict[int, _Special]:
+    """The special tokens that stop strings contain, by their ids; the longest first."""
+    if tokenizer is None or not stops:
         return {}
-    ids = {tokenizer._backend.token_to_id(text): text for text in texts}
-    if ids.keys() <= {None}:
-        return {}
-    added = tokenizer._backend.get_added_tokens_decoder()
-    return {i: text for i, text in ids.items() if i in added and added[i].special}
+    joined = "\n".join(stops)
+    added = tokenizer._backend.get_added_tokens_decoder().items()
+    found = [(i, token.content) for i, token in added if token.special and token.content in joined]
+    found = sorted(found, key=lambda one: -len(one[1]))
+    # No text of a tokenizer has lone surrogates.
+    marks = (chr(i) for i in range(0xD800, 0xE000) if chr(i) not in joined)
+    return {i: _Special(content, mark) for (i, content), mark in zip(found, marks, strict=False)}
+
+
+def _marked(stop: str, marks: Mapping[int, _Special]) -> str:
+    for one in marks.values():
+        stop = stop.replace(one.content, one.mark)
+    return stop
 
 
 def _logprob(written: DispatchTokens, row: int, i: int) -> TokenLogprob:

@@ -321,6 +321,29 @@ def test_a_stop_string_that_is_a_special_token(model, expected):
     assert "".join(stream) == found and stream.completion.tokens == found.tokens
 
 
+def test_a_stop_string_with_a_special_token_in_it(model, expected):
+    """The token is found with the text around it, and is no text of the answer."""
+    tokens = expected[2]
+    at = next(i for i in range(3, 18) if tokens[i] not in tokens[:i])
+    special, after = chr(33 + tokens[at]), chr(33 + tokens[at + 1])
+    tokenizer = characters()
+    tokenizer._backend.add_special_tokens([special])
+    before = text_of(tokens[:at])
+    for stop, kept in [
+        (special + after, before),
+        (before[-1] + special + after, before[:-1]),
+        (special + "é", None),
+    ]:
+        options = {"max_new_tokens": 20, "stop": ["zzz", stop]}
+        found = maxjax.generate(model, tokenizer, PROMPTS[2], **options)
+        if kept is None:
+            assert found.stop is None and found == text_of(tokens[:20]).replace(special, "")
+        else:
+            assert found.tokens == tuple(tokens[: at + 2])
+            assert (found, found.stop) == (kept, stop)
+        assert "".join(maxjax.stream(model, tokenizer, PROMPTS[2], **options)) == found
+
+
 def test_the_longest_text_of_a_checkpoint(model, monkeypatch):
     """``max_length`` counts the prompt."""
     monkeypatch.setattr(model, "generation", GenerationDefaults(max_length=12), raising=False)
