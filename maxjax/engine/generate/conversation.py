@@ -77,7 +77,8 @@ class Conversation(Rendered):
         self._request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
         self._tokenizer, self._template = tokenizer, template
         self._template_kwargs = dict(template_kwargs or {})
-        self._start = 0  # the messages before this one are left out, except the system messages
+        # The last message that is left out. An index would be wrong once the caller changes the list.
+        self._left_out: dict[str, Any] | None = None
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
@@ -167,14 +168,15 @@ class Conversation(Rendered):
         for start in [before, *turns, len(self.messages)]:
             length = len(self._ids(message, start))
             if length + tokens <= longest or (start == len(self.messages) and length < longest):
-                self._start = start
+                if start > before:
+                    self._left_out = self.messages[start - 1]
                 return start - before
         return 0
 
     def reset(self) -> None:
         """Starts the chat again with the messages that it was made with."""
         self._interrupt()
-        self.messages, self._batch, self._start = list(self._opening), None, 0
+        self.messages, self._batch, self._left_out = list(self._opening), None, None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the messages as a JSON file, and replaces one that exists.
@@ -213,6 +215,12 @@ class Conversation(Rendered):
         return chat_tokens(
             self._tokenizer, messages, chat_template=self._template, **self._template_kwargs
         )
+
+    @property
+    def _start(self) -> int:
+        """The index of the first message that is not left out; system messages before it are not either."""
+        places = (i for i, one in enumerate(self.messages, 1) if one is self._left_out)
+        return 0 if self._left_out is None else next(places, 0)
 
     def _system_length(self) -> int:
         """The number of system messages at the beginning of the chat."""

@@ -171,6 +171,22 @@ def test_no_room_for_more_than_what_is_said(model):
     assert chat.make_room("x" * (255 - len(empty)), 100) == 2
 
 
+def test_the_caller_removes_messages_after_room_was_made(model):
+    """What is left out is known by its messages and not by their number, so that new ones are not left out."""
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=5, chunk=16)
+    for c in "abc":
+        "".join(chat.say(c * 40))
+    left_out = chat.make_room("e" * 60)
+    assert left_out == 2
+    del chat.messages[:1]
+    for seen in (chat.messages[1:], []):
+        asked = maxjax.apply_chat_template(characters(), [*seen, {"role": "user", "content": "f"}])
+        stream = chat.say("f")
+        assert stream.completion.prompt_tokens == tuple(characters().encode(asked))
+        stream.close()
+        chat.messages = []
+
+
 def test_variables_of_the_template(model):
     template = "{{ effort }}{{ messages[0].content }}"
     chat = maxjax.Conversation(
