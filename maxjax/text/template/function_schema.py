@@ -81,7 +81,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     found = {"name": name, "description": sections[""], "parameters": parameters}
     if "return" in hints and (result := _result(hints["return"])) is not None:
         returns = sections.get("Returns")
-        found["return"] = result if returns is None else {**result, "description": returns}
+        found["return"] = result if returns is None else {**result, "description": returns.strip()}
     return {"type": "function", "function": found}
 
 
@@ -167,10 +167,10 @@ def _union(what: str, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """The text before the first section as "", and each section by its name."""
+    """The text before the first section as "", and each section by its name, as it is indented."""
     before, *parts = _SECTION.split(text)
     named = zip(parts[::2], parts[1::2], strict=True)
-    return {"": before.strip(), **{name: inspect.cleandoc(body) for name, body in named}}
+    return {"": before.strip(), **dict(named)}
 
 
 def _arguments(section: str) -> dict[str, str]:

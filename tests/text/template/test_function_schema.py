@@ -43,6 +43,7 @@ def every_type(
 
     Returns:
         a text
+        on two lines
 
     Raises:
         ValueError: never
@@ -86,7 +87,10 @@ def test_every_type():
         function["name"] == "every_type"
         and function["description"] == "Gets things.\nOn two lines."
     )
-    assert function["return"] == {"type": "string", "description": "a text"}
+    assert function["return"] == {
+        "type": "string",
+        "description": "a text\n    on two lines",
+    }
     parameters = function["parameters"]
     assert parameters["required"] == ["unit", "numbers", "table", "pair"]
     assert parameters["properties"] == WANTED and list(parameters["properties"]) == list(WANTED)
