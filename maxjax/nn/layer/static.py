@@ -240,7 +240,7 @@ def _frozen_class(cls: type) -> type:
     if cls.__eq__ is not object.__eq__:
         # A dataclass __eq__ compares classes, and the copy must equal the original.
         body["__eq__"] = lambda self, other: (
-            isinstance(other, cls) and _fields(self) == _fields(other)
+            isinstance(other, cls) and _compared(self) == _compared(other)
         )
         body["__hash__"] = cls.__hash__
     return type(cls.__name__, (cls,), body)
@@ -259,6 +259,14 @@ def _field_names(value: Any) -> list[str]:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in _field_names(value)}
+
+
+def _compared(value: Any) -> dict[str, Any]:
+    """The fields that ``==`` compares: a dataclass may leave some out (``compare=False``)."""
+    left_out: set[str] = set()
+    if dataclasses.is_dataclass(value):
+        left_out = {f.name for f in dataclasses.fields(value) if not f.compare}
+    return {name: at for name, at in _fields(value).items() if name not in left_out}
 
 
 def _refreeze(cls: type, fields: dict[str, Any]) -> Any:

@@ -1,5 +1,7 @@
 """Static attributes of Modules as JAX sees them, and values that are assigned while a Module runs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,3 +54,16 @@ def test_a_dim_is_a_static_attribute():
     assert module.size == 2 and isinstance(module.size, StaticDim)
     same, other = (jax.tree.structure(Sized(Dim(size))) for size in (2, "a"))
     assert jax.tree.structure(module) == same != other
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    size: int
+    source: str = dataclasses.field(default="", compare=False)
+
+
+def test_a_field_that_is_not_compared():
+    model = Held()
+    model.settings = Settings(3, "a")
+    assert model.settings == Settings(3, "b") and Settings(3, "b") == model.settings
+    assert model.settings != Settings(4, "a")
