@@ -29,7 +29,11 @@ _LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
 
 
 def calibrate(
-    model: Module, tokenizer: Any, texts: str | Iterable[str | Sequence[int]], *, length: int = 512
+    model: Module,
+    tokenizer: Any,
+    texts: str | Iterable[str | Sequence[int]],
+    *,
+    length: int | None = None,
 ) -> Importance:
     """Computes a language model's importance matrix: mean squared inputs of its linear layers.
 
@@ -43,7 +47,8 @@ def calibrate(
         model: a decoder whose weights are loaded; weights may be sharded, stacked, or quantised.
         tokenizer: the model's tokenizer; None if ``texts`` are token ids.
         texts: one or more texts, or lists of token ids.
-        length: number of tokens in a chunk; chunks are run separately.
+        length: number of tokens in a chunk, by default 512, or the model's context length if that is
+            shorter; chunks are run separately.
 
     Returns:
         The matrix, by the checkpoint's names of the weights; ``save`` writes it in llama.cpp's
@@ -66,7 +71,7 @@ def calibrate(
             f"only language models are calibrated, and this is a {type(model).__name__}"
         )
     check_loaded(model)
-    chunks = _chunks(tokenizer, texts, length)
+    chunks = _chunks(tokenizer, texts, min(512, model.max_length) if length is None else length)
     size = model.config.vocab_size
     if wrong := [token for ids in chunks for token in ids if not 0 <= token < size]:
         raise UserInputError(

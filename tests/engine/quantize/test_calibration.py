@@ -254,6 +254,14 @@ def test_negative_counts_are_refused(tmp_path):
         load_importance(tmp_path / "m.gguf")
 
 
+def test_chunks_are_no_longer_than_the_context(tiny):
+    model, _ = tiny
+    longest = model.max_length
+    assert longest < 512
+    found = maxjax.calibrate(model, None, [[1] * (2 * longest)])
+    assert (found.chunks, found.chunk_size) == (2, longest)
+
+
 def test_what_cannot_be_calibrated(tiny, tmp_path):
     model, tokenizer = tiny
     with pytest.raises(UserInputError, match="there are no tokens"):
