@@ -16,7 +16,7 @@ from ...errors import UserInputError
 from ...graph.placement.arrays import put
 from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
-from ...models.weights import check_loaded
+from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import Watch
 from ...progress import compiling
@@ -75,6 +75,8 @@ class Batch:
         watch: Watch | None = None,
     ):
         check_model(model)
+        if cache_dtype is not None:
+            cache_dtype = named_dtype("cache_dtype", cache_dtype)
         if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
             raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
         chunk = int(chunk)

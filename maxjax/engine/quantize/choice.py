@@ -87,7 +87,7 @@ def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str
 def _wanted(model: Module, shapes: Mapping[str, Sequence[int]], to: str | None) -> dict[str, Any]:
     if to is None:
         return {}
-    choice = to.lower()
+    choice = to.lower() if isinstance(to, str) else ""
     if choice in MIXTURES and MIXTURES[choice].rules is not None and choice not in ("q6_k",):
         config = getattr(model, "hf_config", None)
         if config is None:
@@ -109,11 +109,16 @@ def type_of(name: str) -> str:
 
     Raises:
         NotImplementedError: weights of this type cannot stay quantised in memory, or there is none.
+        TypeError: it is not a str.
 
     Example:
         >>> type_of("q4_k")
         'Q4_K'
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"what weights are quantised to is a str such as 'q4_k', or None, not {type(name).__name__}"
+        )
     _check(name.upper(), name)
     return name.upper()
 

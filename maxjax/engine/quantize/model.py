@@ -80,6 +80,7 @@ def quantize(
             finite.
         NotImplementedError: weights cannot stay quantised in memory as this type, or are on devices
             of several processes.
+        TypeError: ``to`` or a type of ``patterns`` is neither a str nor None.
 
     If layers of a stack get different types, as in most mixtures, they are unstacked.
 

@@ -79,6 +79,7 @@ def test_what_is_no_prompt(loaded, prompts, error, says):
         ({"eos_ids": [2**40]}, UserInputError, "a token id"),
         ({"stop": 5}, TypeError, "a str or a list of str, not int"),
         ({"chunk": 16.0}, UserInputError, "chunk is 16.0"),
+        ({"cache_dtype": "nonsense"}, UserInputError, "cache_dtype='nonsense' is not a dtype"),
         ({"cache_dtype": "float4_e2m1fn"}, UserInputError, "floats of at least 8 bits or int8, not float4_e2m1fn"),
         ({"key": np.zeros(3, np.uint32), "temperature": 1.0}, UserInputError, "one key"),
         ({"banned": range(257)}, UserInputError, "exclude every token"),

@@ -267,6 +267,9 @@ def test_what_cannot_be_quantised(tiny):
             NotImplementedError, match=f"as '{to}'.*q4_0, q8_0, q4_k, .* convert --quantize"
         ):
             maxjax.quantize(model, to)
+    for options in ({"to": 5}, {"to": None, "patterns": {"*": 5}}):
+        with pytest.raises(TypeError, match="is a str such as 'q4_k', or None, not int"):
+            maxjax.quantize(model, **options)
     with pytest.raises(
         UserInputError, match="no weight .* has a name like \\*.q.weight; there are"
     ):
