@@ -82,7 +82,7 @@ def embed(
         is given.
 
     Raises:
-        TypeError: a text is not a str; or an argument is unknown, and the message suggests the right
+        TypeError: a text or the prompt is not a str; or an argument is unknown, and the message suggests the right
             name if it can.
         UserInputError: there is no tokenizer; a text is too long; the model's weights are not
             loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
@@ -93,7 +93,7 @@ def embed(
     """
     for name in unknown:
         raise unknown_argument("maxjax.embed", name, _ARGUMENTS)
-    if truncate_dim is not None and not _is_count(truncate_dim):
+    if truncate_dim is not None and not is_count(truncate_dim):
         raise UserInputError(f"truncate_dim is a number from 1 on, not {str(truncate_dim)[:60]}")
     with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
@@ -108,7 +108,7 @@ def embed(
     return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -140,6 +140,8 @@ def _embed(
             "the model's directory has no tokenizer.json. Put it there"
         )
     pooling = _pooling(model, batch_size, pooling)
+    if prompt is not None and not isinstance(prompt, str):
+        raise TypeError(f"prompt is a {type(prompt).__name__}, not a str")
     if prompt is None:
         prompt = pooling.before(prompt_name)
     elif prompt_name is not None:
@@ -149,7 +151,7 @@ def _embed(
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
     skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
     return pooled_rows(
-        model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=batch_size, limit=limit,
+        model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=int(batch_size), limit=limit,
         pooling=replace(pooling, normalize=normalize), skipped=skipped, facts={"truncate_dim": truncate_dim},
     )  # fmt: skip
 
@@ -321,6 +323,9 @@ def _encode(
             at = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
             mask = jnp.where(at >= skipped, mask, 0)
         pooled = pool(states.astype(dtype), mask, modes, normalize=normalize and not dense)
+        # Without special tokens an empty text has no token: its row is padding alone.
+        has_tokens = jnp.any(batch.attention_mask > 0, axis=1, keepdims=True)
+        pooled = jnp.where(has_tokens, pooled, 0)
     if dense:
         pooled = densified(pooled, dense, activations)
         pooled = normalized(pooled) if normalize else pooled
@@ -363,7 +368,7 @@ def _pooling(model: Any, batch_size: Any, given: Any) -> Pooling:
             "Pass a model of maxjax.load"
         )
     check_loaded(model)
-    if type(batch_size) is not int or batch_size < 1:
+    if not is_count(batch_size):
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     default = getattr(model, "pooling", None)
     if isinstance(given, str):

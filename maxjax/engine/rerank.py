@@ -20,7 +20,7 @@ from ..models.pooling import Pooling
 from ..models.sentence_files import CHAT_TEMPLATE
 from ..models.weights import check_loaded, shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
-from .embed import pooled_rows, text_limit
+from .embed import is_count, pooled_rows, text_limit
 
 _ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
 ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
@@ -67,8 +67,8 @@ def rerank(
         The scores, float32 ``[len(documents)]``.
 
     Raises:
-        TypeError: the query or a document is not a str; or an argument is unknown, and the message
-            suggests the right name if it can.
+        TypeError: the query, a document, the template or an answer is not a str; or an argument is unknown, and
+            the message suggests the right name if it can.
         UserInputError: there is no tokenizer; a pair is too long; the model has no head of one label, or
             is a decoder without ``template`` and ``answers``; the model's weights are not loaded.
         UnsupportedModelError: the files name an activation function or a chat template that maxjax does not have.
@@ -79,9 +79,11 @@ def rerank(
         raise unknown_argument("maxjax.rerank", name, _ARGUMENTS)
     if not isinstance(query, str):
         raise TypeError(f"query is a {type(query).__name__}, not a str")
+    if template is not None and not isinstance(template, str):
+        raise TypeError(f"template is a {type(template).__name__}, not a str")
     if activation is not None and activation not in ACTIVATIONS:
         raise UserInputError(f"activation must be 'sigmoid' or 'linear', not {activation!r}")
-    if type(batch_size) is not int or batch_size < 1:
+    if not is_count(batch_size):
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     with Lockstep("rerank", shardings_of(model)) as together, releasing():
         if not hasattr(model, "family"):
@@ -117,7 +119,7 @@ def rerank(
                 )
         found = pooled_rows(
             model, tokenizer, rows, together, ("reranking {:,} texts", " texts"),
-            batch_size=batch_size, limit=limit, pooling=Pooling(modes), head=True, **options,
+            batch_size=int(batch_size), limit=limit, pooling=Pooling(modes), head=True, **options,
         )  # fmt: skip
         together.finish()
     return ACTIVATIONS[activation](found[:, 0]).astype(np.float32)
@@ -169,7 +171,11 @@ def _answer_ids(
     model: Decoder, tokenizer: Tokenizer, answers: tuple[str, str] | None
 ) -> dict[str, Any]:
     """The token ids of the two answers, for ``pooled_rows``."""
-    if not isinstance(answers, tuple) or len(answers) != 2:
+    if answers is not None and not (
+        isinstance(answers, (tuple, list)) and all(isinstance(answer, str) for answer in answers)
+    ):
+        raise TypeError(f"answers is a tuple of two str, not {str(answers)[:60]}")
+    if answers is None or len(answers) != 2:
         raise UserInputError(
             f"{type(model).__name__} is a decoder: pass answers=, two texts of one token each, such as "
             "('yes', 'no'), and template="

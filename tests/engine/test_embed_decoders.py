@@ -11,7 +11,7 @@ import maxjax
 from maxjax.checkpoint import convert
 from maxjax.engine.embed import embed
 from maxjax.errors import CheckpointFormatError, UserInputError
-from maxjax.models.pooling import Pooling
+from maxjax.models.pooling import POOLINGS, Pooling
 from maxjax.models.sentence_files import pooling_files, read_pooling
 from tests.models.decoders import call, drawn, ids_of, one_character_each, oracle
 from tests.oracles.models import OracleModel, ask_of, opened
@@ -125,6 +125,16 @@ def test_without_files_it_must_be_said(tmp_path, capsys):
 
 
 PROMPTS = (("query", "??"), ("document", ""))
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_an_empty_text_without_any_token(mode):
+    """All its vector's numbers are 0, as for encoders, and not those of the padding."""
+    model, tokenizer = maxjax.load("tiny")
+    found = embed(model, tokenizer, ["", "1 + 1"], pooling=mode, batch_size=np.int64(2))
+    assert not found[0].any() and found[1].any()
+    with pytest.raises(TypeError, match="prompt is a int, not a str"):
+        embed(model, tokenizer, [""], pooling=mode, prompt=5)
 
 
 @pytest.mark.slow

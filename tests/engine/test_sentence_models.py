@@ -142,6 +142,12 @@ def test_a_decoder_reranks_by_its_answer(tmp_path):
     call = jax.jit(lambda model, ids, lengths: model(ids, lengths=lengths, last=True))
     logits = call(model, batch.input_ids, batch.attention_mask.sum(1))
     np.testing.assert_allclose(found, logits[:, a] - logits[:, b], rtol=1e-3, atol=1e-4)
+    options = {"template": "<s>{query} the {document}?", "batch_size": np.int64(32)}
+    again = maxjax.rerank(model, tokenizer, QUERY, TEXTS[:3], answers=["a", "b"], **options)
+    np.testing.assert_array_equal(again, found)
+    for wrong in ({"answers": (1, 2)}, {"answers": "ab"}, {"answers": ("a", "b"), "template": 5}):
+        with pytest.raises(TypeError, match="two str, not|template is a int, not a str"):
+            maxjax.rerank(model, tokenizer, QUERY, TEXTS, **{**options, **wrong})
 
 
 @pytest.mark.parametrize(
