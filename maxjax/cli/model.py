@@ -36,6 +36,11 @@ _SAMPLING = {
     "frequency_penalty": "subtract X from a token's logit each time it is in the answer (0: off)",
     "min_new_tokens": "do not end an answer before X tokens (0: off)",
 }
+# Words of the language of templates, which are no variables.
+_KEYWORDS = frozenset(
+    "and block break call continue defined elif else endblock endcall endfilter endfor endif endmacro endset filter "
+    "for from if import in include is macro none not or recursive set true false with endwith".split()
+)
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -169,7 +174,7 @@ def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str,
     found = dict(options.template_arg)
     words = set(re.findall(r"[A-Za-z_]\w*", " ".join(tokenizer.chat_templates.values())))
     for name in found.keys() - words:
-        like = closest(name, words)
+        like = closest(name, words - _KEYWORDS)
         hint = f": did you mean {like}?" if like else ""
         print(
             f"maxjax: warning: --template-arg {name} has no effect: the chat template does not"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,9 @@ EXPECTED = (
     FloatingPointError, MissingCompilerError,
 )  # fmt: skip
 
+# Arguments that messages name, and whose options have the same names.
+_ARGUMENT = re.compile(r"\b(max_new_tokens|context|stride|chunk|cache_dtype)=(?=\d|'|$)")
+
 
 def explain(error: Exception) -> str:
     """The error in one line.
@@ -30,12 +34,16 @@ def explain(error: Exception) -> str:
     Example:
         >>> explain(UserInputError("no such option"))
         'no such option'
+        >>> explain(UserInputError("context=600 is too large"))
+        '--context 600 is too large'
         >>> explain(FileNotFoundError(2, "No such file or directory", "a.txt"))
         'a.txt: No such file or directory'
         >>> explain(KeyError("x"))
         "unexpected KeyError: 'x' (--debug shows where)"
     """
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, UserInputError):
+        message = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} ", message).rstrip()
     if isinstance(error, OSError) and error.filename and message.startswith("[Errno"):
         message = f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, EXPECTED):

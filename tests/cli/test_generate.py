@@ -171,6 +171,8 @@ def test_variables_of_the_template(run, tmp_path):
     )
     found, err = prompt("--template-arg", "efort=low")
     assert found == ids("hi?") and "efort has no effect" in err and "did you mean effort?" in err
+    # A word of the template's language is no variable.
+    assert "did you mean" not in prompt("--template-arg", "iff=1")[1]
 
 
 @pytest.mark.slow
