@@ -313,6 +313,10 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
     if isinstance(what, Weights):
         return _value(what.data(), name)
     if not isinstance(what, (Weight, StackedWeight)):
+        if isinstance(what, (np.ndarray, np.generic)):
+            if what.dtype.kind in "OUSMm" or what.dtype.names is not None:
+                return None, f"{what.dtype}{list(what.shape)}", "its values are no numbers", ()
+            what = np.asarray(what, what.dtype.newbyteorder("="))  # JAX has one byte order
         array = unwrap(what)
         if isinstance(array, QuantArray):
             _check(array.blocks, name)

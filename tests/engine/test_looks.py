@@ -256,3 +256,16 @@ def test_what_cannot_be_drawn_says_so():
         jax.jit(maxjax.draw_sharding)(jnp.ones(2))
     with pytest.raises(ValueError, match="single array"):
         maxjax.draw_sharding(ShardingStrategy.tensor_parallel(2))
+
+
+def test_arrays_of_numpy_that_jax_does_not_have():
+    """The other byte order is read; texts, times, objects and records are named instead of an error of JAX."""
+    numbers = np.array([1, 2, 3])
+    found = maxjax.look(numbers.astype(">f4"))
+    assert (found.statistics.mean, found.statistics.max) == (2, 3)
+    others = {"text": np.array(["a"]), "time": np.array(["2020"], "M8[D]"), "object": np.array([{}]),
+              "record": np.zeros(2, [("a", "f4")])}  # fmt: skip
+    for one in others.values():
+        assert "its values are no numbers" in repr(maxjax.look(one))
+    table = repr(maxjax.look({**others, "numbers": numbers.astype(">i4")}))
+    assert table.count("its values are no numbers") == 4 and "int32[3]" in table
