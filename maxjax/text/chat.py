@@ -52,7 +52,7 @@ def apply_chat_template(
         UserInputError: there is no message or no template; the template rejects the messages, fails, or
             exceeds its time or memory; a function cannot be described; or the template does not show
             the last message, which is to be continued, as it is.
-        TypeError: a message is not a dict.
+        TypeError: a message is not a dict, or an argument has another type.
 
     Example:
         >>> class Tiny:
@@ -61,7 +61,7 @@ def apply_chat_template(
         >>> apply_chat_template(Tiny(), [{"role": "user", "content": "Hi"}])
         '<s>Hi'
     """
-    listed = _listed(messages)
+    listed = _listed("messages", messages, "dicts with 'role' and 'content'")
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
     template = _template_source(tokenizer, chat_template, tools)
@@ -122,6 +122,8 @@ def chat_tokens(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options
 def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     """The source of the template: by name, as given, or the tokenizer's default."""
     templates = tokenizer.chat_templates
+    if given is not None and not isinstance(given, str):
+        raise TypeError(f"chat_template must be a str, not {type(given).__name__}")
     if given is not None:
         return templates.get(given, given)
     if tools is not None and "tool_use" in templates:
@@ -140,13 +142,14 @@ def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
 
 
 def _schemas(tools: Any) -> list[Any]:
-    return [function_schema(one) if callable(one) else one for one in _listed(tools)]
+    listed = _listed("tools", tools, "functions or of their JSON schemas")
+    return [function_schema(one) if callable(one) else one for one in listed]
 
 
-def _listed(messages: Any) -> list[Any]:
-    if isinstance(messages, (str, bytes, Mapping)):
-        raise TypeError("messages must be a list of dicts with 'role' and 'content'")
-    return list(messages)
+def _listed(name: str, items: Any, kind: str) -> list[Any]:
+    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
+        raise TypeError(f"{name} must be a list of {kind}, not {type(items).__name__}")
+    return list(items)
 
 
 def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
@@ -161,7 +164,7 @@ def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
 def _dicts(name: str, items: Any) -> list[Any] | None:
     if items is None:
         return None
-    items = _listed(items)
+    items = _listed(name, items, "dicts")
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict")

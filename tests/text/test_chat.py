@@ -310,6 +310,12 @@ def test_tools_that_are_none(tokenizer):
         apply_chat_template(tokenizer, [USER], tools=["f"], chat_template="x")
     with pytest.raises(UserInputError, match="no docstring"):
         apply_chat_template(tokenizer, [USER], tools=[lambda: 0], chat_template="x")
+    for name in ("tools", "documents"):
+        for wrong, kind in ((5, "int"), ("f", "str")):
+            with pytest.raises(TypeError, match=f"{name} must be a list of .*, not {kind}"):
+                apply_chat_template(tokenizer, [USER], **{name: wrong}, chat_template="x")
+    with pytest.raises(TypeError, match="chat_template must be a str, not int"):
+        apply_chat_template(tokenizer, [USER], chat_template=5)
 
 
 def test_a_python_function_as_a_tool(tokenizer):
