@@ -22,6 +22,7 @@ from ..errors import (
 from ..models.family import PretrainedModel
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
+from ..nn.layer.walk import Walk
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
 from ..text.tokenizer.patterns import check_pattern
@@ -148,9 +149,14 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     trained = config.get("modules_to_save") or []
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
+    switches = []
+    for name in ("use_rslora", "use_dora", "ensure_weight_tying"):
+        value = config.get(name)
+        if not isinstance(value, bool | None):
+            raise CheckpointFormatError(f"{name} must be true or false", path=path, found=value)
+        switches.append(bool(value))
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), config.get("use_rslora") is True,
-        config.get("use_dora") is True, config.get("ensure_weight_tying") is True, bias, tuple(trained),
+        rank, float(alpha), dict(ranks), dict(alphas), *switches, bias, tuple(trained),
     )  # fmt: skip
 
 
@@ -334,8 +340,10 @@ def config_of(
         "lora_alpha": number(alpha),
         "lora_dropout": 0.0,
         "target_modules": _target_modules(model, list(adapters)),
-        "rank_pattern": {n: a.rank for n, a in adapters.items() if a.rank != rank},
-        "alpha_pattern": {n: number(a.alpha) for n, a in adapters.items() if a.alpha != alpha},
+        "rank_pattern": {_only(n): a.rank for n, a in adapters.items() if a.rank != rank},
+        "alpha_pattern": {
+            _only(n): number(a.alpha) for n, a in adapters.items() if a.alpha != alpha
+        },
         "use_rslora": any(a.rslora for a in adapters.values()),
         "use_dora": any(a.dora for a in adapters.values()),
         "bias": bias_of(chosen),
@@ -345,10 +353,29 @@ def config_of(
     }
 
 
-def _target_modules(model: Module, adapted: list[str]) -> list[str]:
-    """PEFT's ``target_modules`` for exactly these layers: the last part of a name if all layers with it are adapted."""
+def _only(name: str) -> str:
+    """PEFT's pattern of exactly this name: the name itself would also fit names that end in it."""
+    return f"^{re.escape(name)}"
+
+
+def _target_modules(model: Module, adapted: list[str]) -> list[str] | str:
+    """PEFT's ``target_modules`` for exactly these layers: the last part of a name if all layers with it are adapted.
+
+    If one of these also fits the name of another module, a regular expression of the full names.
+    """
     every = [name for one in targets(model) for name in one.names]
     taken = Counter(name.rsplit(".", 1)[-1] for name in adapted)
     there = Counter(name.rsplit(".", 1)[-1] for name in every)
     short = [end for end, count in taken.items() if there[end] == count]
-    return sorted(short) + [name for name in adapted if name.rsplit(".", 1)[-1] not in short]
+    found = sorted(short) + [name for name in adapted if name.rsplit(".", 1)[-1] not in short]
+    front = _front(model)
+    modules = {prefix.removesuffix(".").removeprefix(front) for prefix in Walk(model).prefixes}
+    ends = (
+        parts[k:]
+        for name in modules - {*adapted}
+        if (parts := name.split("."))
+        for k in range(len(parts))
+    )
+    if {*found}.isdisjoint(map(".".join, ends)):
+        return found
+    return "|".join(map(re.escape, adapted))

@@ -209,6 +209,7 @@ def llama(tmp_path_factory):
         ({"r": 3}, "another rank"),
         ({"lora_alpha": None}, "alpha 'lora_alpha' must be"),
         ({"rank_pattern": 1}, "must be objects"),
+        ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"lora_alpha": 10**400}, "alpha 'lora_alpha' must be"),
         ({"alpha_pattern": {"(([a-z._0-9]+)+)+X": 1}}, "regular expression that is refused"),
     ],
@@ -316,3 +317,25 @@ def test_an_adapter_for_classification_has_the_head_that_peft_asks_for(llama, tm
     tensors = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     np.testing.assert_array_equal(tensors["base_model.model.score.weight"], values["score.weight"])
     lora.load(scored, tmp_path)
+
+
+def test_settings_of_a_layer_whose_name_ends_another_name_are_written_for_it_alone(tmp_path):
+    layers = nn.Sequential([nn.Linear(4, 4), nn.Sequential([nn.Linear(4, 4), nn.Linear(4, 4)])])
+    model = maxjax.init(layers, jax.random.key(0))
+    lora.save(tmp_path, lora.add(model, ["0", "1.1"], rank=2, key=jax.random.key(1)))
+    (tmp_path / "maxjax_digests.json").unlink()
+    file = tmp_path / "adapter_model.safetensors"
+    tensors, front = safetensors.numpy.load_file(file), "base_model.model.0.lora_"
+    tensors |= {f"{front}A.weight": np.ones((3, 4), np.float32)}
+    safetensors.numpy.save_file(tensors | {f"{front}B.weight": np.ones((4, 3), np.float32)}, file)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["target_modules"] == r"0|1\.0|1\.1"  # "1" would also be the inner Sequential
+    settings |= {"rank_pattern": {"^0": 3}, "alpha_pattern": {"^0": 9}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    again = lora.save(tmp_path / "again", lora.load(model, tmp_path))
+    kept = json.loads((again / "adapter_config.json").read_text())
+    assert (kept["rank_pattern"], kept["alpha_pattern"]) == ({"^0": 3}, {"^0": 9})
+    assert (
+        lora.load(model, again)[1][0].lora.rank,
+        lora.load(model, again)[0].lora.scale,
+    ) == (2, 3)
