@@ -6,7 +6,7 @@ Values are not copied where JAX can use their memory as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.weight import Weight
 from ...graph.weights.device_reads import box_of
 from ...nn.layer import Module
+from ...storage.orbax.store import prefix
 
 # Types of JAX that the storage of orbax does not have.
 _UNKNOWN = ("uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
@@ -172,6 +173,23 @@ def storable(title: str, name: str, value: Any) -> Any:
             f"{title}: '{name}' is {dtype.name}, which cannot be stored: convert it first"
         )
     return value
+
+
+def check_names(title: str, names: Collection[str]) -> None:
+    """Checks that orbax can store arrays of these names: as UTF-8, and "x" and "x/" in different places."""
+    places: dict[str, str] = {}
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserInputError(
+                f"{title}: {name!r} cannot be stored, since it is not Unicode text: rename it"
+            ) from None
+        other = places.setdefault(prefix(name), name)
+        if other != name:
+            raise UserInputError(
+                f"{title}: orbax stores {other!r} and {name!r} in the same place: rename one"
+            )
 
 
 def own_value(value: Any) -> Any:

@@ -172,6 +172,10 @@ def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[s
             )
         trees[name] = tree_item(name, tree, copy=copy)
     if not any(tree.nested for tree in trees.values()):
+        if any(tree.names for tree in trees.values()):
+            raise UserInputError(
+                "orbax saves no tree without an array that has elements, a number of at most 64 bits or text: add one"
+            )
         raise UserInputError("there is nothing to save: pass a model, or a pytree with arrays")
     return trees
 

@@ -23,7 +23,7 @@ from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
-from .arrays import storable
+from .arrays import check_names, storable
 from .save import commit, translated
 from .steps import NewStep
 
@@ -54,6 +54,7 @@ def stream(
         UserInputError: no tensor has values, or orbax cannot store the dtype of one.
         CheckpointError: the source cannot be read; the step cannot be written.
     """
+    check_names("tensors", tensors)
     item = Extras()
     for name, data in tensors.items():
         shape = tuple(map(int, data.shape))

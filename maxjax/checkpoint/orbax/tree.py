@@ -21,7 +21,7 @@ from jax.core import Tracer
 from ...errors import UserInputError
 from ...nn.layer import Module
 from ...storage.orbax.maxjax_metadata import Extras
-from .arrays import module_arrays, own_value, storable
+from .arrays import check_names, module_arrays, own_value, storable
 
 # Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
 PLAIN = (bool, int, float, complex, str, bytes)
@@ -45,6 +45,11 @@ class Item(Extras):
     def nbytes(self) -> int:
         """Size of the arrays on the disk in bytes, for all processes."""
         return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in self.arrays.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all leaves."""
+        return [*self.arrays, *self.plain, *self.empty]
 
     def add(self, title: str, path: tuple[str, ...], value: Any, shown: Any) -> None:
         """Add a leaf; ``shown`` is the value that orbax is given, None for nothing."""
@@ -85,6 +90,7 @@ def model_item(model: Module) -> Item:
         item.add("model", (name,), value, value)
         if weight.quantization_encoding is not None:
             item.encodings[name] = weight.quantization_encoding.value
+    check_names("model", item.arrays)
     return item
 
 
@@ -113,6 +119,7 @@ def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
         item.add(title, path, value, shown)
         if is_key(leaf):
             item.keys[".".join(path)] = str(jax.random.key_impl(leaf))
+    check_names(title, item.names)
     return item
 
 

@@ -177,8 +177,8 @@ def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
     """Name of an array → its keys, without the prefix of the name."""
     found: dict[str, set[str]] = {name: set() for name in names}
     for key in keys:
-        if "" in names:
-            found[""].add(key)
+        for name in names & {"", "/"}:
+            found[name].add(key)
         # The name itself may contain slashes, and end with one.
         at = key.find("/")
         while at >= 0:

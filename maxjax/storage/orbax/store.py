@@ -148,9 +148,11 @@ def prefix(name: str) -> str:
     """The prefix of the keys of an array, as tensorstore makes it from the array's name.
 
     Example:
-        >>> prefix("a/b"), prefix("a/"), prefix("")
-        ('a/b/', 'a/', '')
+        >>> prefix("a/b"), prefix("a/"), prefix(""), prefix("/")
+        ('a/b/', 'a/', '', '')
     """
+    if name == "/":
+        return ""
     return name if not name or name.endswith("/") else f"{name}/"
 
 

@@ -330,12 +330,21 @@ def test_arrays_go_where_the_example_says(tmp_path):
         ({"a": np.array(["x"])}, "'a' is str.*, which cannot be stored"),
         ({"a": jnp.ones(2, jnp.uint4)}, "'a' is uint4, which cannot be stored"),
         ({}, "nothing to save"),
+        ({"x": jnp.ones(2), "x/": jnp.ones(3)}, "'x' and 'x/' in the same place"),
+        ({"\ud800": jnp.ones(2)}, r"'\\ud800' cannot be stored, since it is not Unicode"),
+        (b"abc", "no tree without an array that has elements"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, tree, says):
     with pytest.raises(UserInputError, match=says):
         save(tmp_path / "root", None, tree=tree)
     assert not (tmp_path / "root").exists()
+
+
+def test_a_leaf_may_be_called_by_a_slash(tmp_path):
+    tree = {"/": jnp.arange(3.0), "a": jnp.ones(2)}
+    save(tmp_path, None, tree=tree)
+    assert np.array_equal(restore(tmp_path, None, tree=tree)["tree"]["/"], tree["/"])
 
 
 def test_a_model_without_values(tmp_path):
