@@ -14,6 +14,7 @@ from ...errors import CheckpointError, UserInputError
 from ...lockstep import Lockstep
 from ...storage.orbax.paths import is_orbax
 from ...storage.orbax.paths import steps as orbax_steps
+from ...storage.orbax.store import require_unicode
 from ...storage.save.durable import save_failed
 from ...storage.save.staging import Staging
 
@@ -79,6 +80,7 @@ class NewStep:
         self.path = Path(root, str(self.number))
 
     def _open(self, root: str, step: int | None) -> Staging:
+        require_unicode(root)
         staging = Staging(root)
         try:
             steps = steps_in(root)

@@ -314,8 +314,10 @@ class Weight(OfWeight, Methods):
             RUNNING.warn_of_lost(self, value)
             self._set(value)
         elif isinstance(value, (np.ndarray, np.generic)):
+            value = np.asarray(value)
+            native = value.astype(DType.of(value.dtype).np, copy=False)  # of either byte order
             with outside_traces():
-                self._set(jnp.array(fitting(np.asarray(value))))
+                self._set(jnp.array(fitting(native)))
         elif hasattr(value, "__jax_array__"):
             self._set(jnp.array(value))
         else:

@@ -190,6 +190,7 @@ class Store:
     ``nbytes`` (of all files).
 
     Raises:
+        CheckpointError: the path of the directory is not UTF-8.
         CheckpointFormatError: a FIFO, socket or device is among the files.
         CheckpointAccessError: a file may not be read.
         CheckpointLimitError: there are too many files.
@@ -197,6 +198,7 @@ class Store:
 
     def __init__(self, directory: str, limits: Limits):
         self.directory = os.path.abspath(directory)
+        require_unicode(self.directory)
         self.limits = limits
         self._stamps = dict(_stamps(self.directory, limits))
         self.nbytes = sum(stamp[0] for stamp in self._stamps.values())
@@ -373,6 +375,21 @@ class Store:
             if path.startswith(self.directory + os.sep):
                 return path
         return None
+
+
+def require_unicode(directory: str) -> None:
+    """Refuses a path that is not UTF-8, which tensorstore cannot open.
+
+    Raises:
+        CheckpointError: the path is not UTF-8.
+    """
+    try:
+        directory.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            "orbax checkpoints cannot be in a directory whose path is not UTF-8", path=directory,
+            hint="Rename the directory.",
+        ) from None  # fmt: skip
 
 
 def _is_data(file: str) -> bool:

@@ -347,6 +347,18 @@ def test_a_leaf_may_be_called_by_a_slash(tmp_path):
     assert np.array_equal(restore(tmp_path, None, tree=tree)["tree"]["/"], tree["/"])
 
 
+def test_a_path_that_is_not_utf_8_is_named(tmp_path):
+    save(tmp_path / "there", None, x=jnp.ones(2))
+    other = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    try:
+        os.rename(tmp_path / "there", other)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    for call in (save, restore):
+        with pytest.raises(CheckpointError, match="path is not UTF-8"):
+            call(other, None, x=jnp.ones(2))
+
+
 def test_a_model_without_values(tmp_path):
     with pytest.raises(UserInputError, match=r"weight '\S+' has no value"):
         save(tmp_path, Net())

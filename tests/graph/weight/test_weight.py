@@ -308,3 +308,11 @@ def test_bad_declarations():
         Weight("w", DType.float32, 3, CPU)
     with pytest.raises((ValueError, KeyError, TypeError)):
         Weight("w", "no such dtype", (3,), CPU)
+
+
+def test_a_value_of_either_byte_order_and_no_text_can_be_assigned():
+    weight = Weight("w", DType.float32, [2], DeviceRef.CPU())
+    weight.value = np.array([1, 2], ">f4")
+    assert np.array_equal(weight.value, [1, 2]) and weight.value.dtype == np.float32
+    with pytest.raises(ValueError, match="unsupported NumPy dtype: object"):
+        weight.value = np.array([1, 2], object)
