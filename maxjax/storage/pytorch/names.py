@@ -212,6 +212,8 @@ _ALL = [
     *(Token("torch", name) for name in (*_NO_DTYPES, *_SCHEMES)),
 ]
 _TOKENS = {(token.module, token.name): token for token in _ALL}
+# Legacy types such as torch.FloatTensor, which a file may have beside its tensors.
+_TENSORS = {f"{kind}Tensor" for kind in _CLASSES if kind != "Untyped" and "Complex" not in kind}
 _STORAGE = re.compile(r"([A-Za-z0-9]{1,40})Storage")
 
 
@@ -228,6 +230,8 @@ def find(module: str, name: str) -> Token | None:
     if token is None and module in ("torch", "torch.cuda"):
         if match := _STORAGE.fullmatch(name):
             return Token(module, name, _CLASSES.get(match[1]))
+        if name in _TENSORS:
+            return Token(module, name)
     return token
 
 

@@ -235,6 +235,13 @@ def test_no_other_name_has_a_token(name):
     assert find(first, rest) is None or rest == "OrderedDict"
 
 
+def test_a_legacy_type_of_tensors_is_a_value_and_no_function():
+    found, _ = read(b"\x80\x02}(K\x01ctorch\nFloatTensor\nK\x02ctorch.cuda\nHalfTensor\nu.")
+    assert list(map(str, found.values())) == ["torch.FloatTensor", "torch.cuda.HalfTensor"]
+    with pytest.raises(CheckpointError):
+        read(b"\x80\x02ctorch\nFloatTensor\nK\x03\x85R.")
+
+
 def test_tokens_are_inert():
     with watched() as acts:
         found, _ = read(b"\x80\x02(ctorch\nFloatStorage\nctorch._utils\n_rebuild_tensor_v2\nt.")
