@@ -34,6 +34,8 @@ STACKED = (
     "stack_for stack the layers of a Module"
 )
 
+TWO_OF_ONE_NAME = "the paths of two arrays are both '{}', since the parts of a path are joined by dots: rename one"
+
 
 class Route(NamedTuple):
     """The array of the model that a tensor of the checkpoint becomes.

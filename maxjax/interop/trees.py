@@ -21,7 +21,7 @@ from ..models.family import tensors as checkpoint_tensors
 from ..models.find import all_families
 from ..nn.layer import Module
 from .layouts import AxisLayout
-from .renaming import STACKED, Renaming
+from .renaming import STACKED, TWO_OF_ONE_NAME, Renaming
 
 T = TypeVar("T")
 
@@ -43,6 +43,7 @@ def load(
     Shapes may differ in axes of length 1: the bias of an equinox convolution is ``[O, 1, 1]``.
 
     Raises:
+        UserInputError: the paths of two arrays are the same text, since keys have dots.
         CheckpointMismatchError: names, shapes or dtypes do not fit; the message lists them.
         CheckpointError: a file cannot be read.
 
@@ -107,7 +108,7 @@ def tensors(tree: Any, *, rename: Any = None) -> dict[str, Any]:
 
     Raises:
         UserInputError: the table, or a layout or function in it, has no inverse; or two arrays that differ get
-            one name.
+            one name, or have one path.
 
     Example:
         >>> import jax.numpy as jnp
@@ -170,11 +171,13 @@ def _fitted(data: Any, change: Any, leaf: Any, cast: bool) -> Any:
 
 def _arrays(tree: Any) -> dict[str, Any]:
     """The arrays of a pytree by path."""
-    return {
-        _name(path): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-    }
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            if (name := _name(path)) in found:
+                raise UserInputError(TWO_OF_ONE_NAME.format(name))
+            found[name] = leaf
+    return found
 
 
 def _name(path: Any) -> str:

@@ -138,3 +138,10 @@ def test_a_module_inside_of_equinox():
 
 def x_through(model, x):
     return model.body(x) @ model.out.weight.T + model.out.bias[None]
+
+
+def test_two_arrays_of_one_path_are_refused():
+    tree = {"a.b": jnp.zeros(2), "a": {"b": jnp.ones(2)}}
+    for call in (trees.tensors, lambda tree: trees.load(tree, {"a.b": draw(2)})):
+        with pytest.raises(UserInputError, match=r"two arrays are both 'a\.b'"):
+            call(tree)

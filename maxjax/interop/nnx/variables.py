@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
+from ..renaming import TWO_OF_ONE_NAME
 
 
 @dataclass
@@ -56,6 +58,9 @@ def targets(module: Any) -> dict[str, TargetVariable]:
     """The Variables in a module by path; a shared Variable is there once, under its first path.
 
     The state of random number generators and Variables without an array are left out.
+
+    Raises:
+        UserInputError: the object is not a module of flax nnx, or two Variables have the same path.
     """
     found: dict[int, TargetVariable] = {}
     for path, owner, variable in places(module):
@@ -65,7 +70,11 @@ def targets(module: Any) -> dict[str, TargetVariable]:
                 continue
             found[id(variable)] = one
         found[id(variable)].names.append(path)
-    return {one.name: one for one in found.values()}
+    named = {one.name: one for one in found.values()}
+    if len(named) < len(found):
+        counts = Counter(one.name for one in found.values())
+        raise UserInputError(TWO_OF_ONE_NAME.format(max(counts, key=counts.__getitem__)))
+    return named
 
 
 def random_paths(module: Any) -> set[str]:

@@ -902,3 +902,10 @@ def test_one_device_that_was_chosen():
     load(model, {"kernel": numbers(2, 3), "bias": numbers(3)})
     assert model.kernel[...].devices() == {device} and model.kernel[...].committed
     assert not model.bias[...].committed
+
+
+def test_two_variables_of_one_path_are_refused():
+    inner = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
+    module = nnx.Dict({"a.b": nnx.Param(jnp.zeros(2)), "a": inner})
+    with pytest.raises(UserInputError, match=r"two arrays are both 'a\.b'"):
+        tensors(module)
