@@ -40,7 +40,8 @@ def load(
         cast: whether to convert between float widths; otherwise dtypes must be equal.
         strict: whether arrays without a tensor, and tensors without an array, are errors.
 
-    Shapes may differ in axes of length 1: the bias of an equinox convolution is ``[O, 1, 1]``.
+    Shapes may differ in axes of length 1: the bias of an equinox convolution is ``[O, 1, 1]``. Arrays of 64 bits
+    are NumPy arrays in the result, unless ``jax_enable_x64`` is set.
 
     Raises:
         UserInputError: the paths of two arrays are the same text, since keys have dots.
@@ -163,10 +164,13 @@ def _fitted(data: Any, change: Any, leaf: Any, cast: bool) -> Any:
             return f"does not fit: {why}"
         array = bound.apply(array)
     elif change is not None:
-        array = np.asarray(change.there(array))
+        array = np.asarray(change.there(array)).astype(dtype.np, copy=False)
     if [n for n in array.shape if n != 1] != [n for n in shape if n != 1]:
         return f"has shape {shape}, and the tensor {array.shape}"
-    return jax.device_put(array.reshape(shape).copy(), getattr(leaf, "sharding", None))
+    array = array.reshape(shape).copy()
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        return array
+    return jax.device_put(array, getattr(leaf, "sharding", None))
 
 
 def _arrays(tree: Any) -> dict[str, Any]:

@@ -145,3 +145,16 @@ def test_two_arrays_of_one_path_are_refused():
     for call in (trees.tensors, lambda tree: trees.load(tree, {"a.b": draw(2)})):
         with pytest.raises(UserInputError, match=r"two arrays are both 'a\.b'"):
             call(tree)
+
+
+@pytest.mark.parametrize("value", [np.array([1 << 40, 2]), np.array([1e300, 2.0])])
+def test_values_of_64_bits_are_kept(value):
+    assert not jax.config.jax_enable_x64
+    filled = trees.load({"a": np.zeros_like(value)}, {"a": value})["a"]
+    assert filled.dtype == value.dtype and np.array_equal(filled, value)
+
+
+def test_the_result_of_a_function_has_the_dtype_of_the_array():
+    rename = {"a": ("a", lambda x: x.astype(np.float64) * 2)}
+    filled = trees.load({"a": jnp.zeros(2)}, {"a": np.ones(2, np.float32)}, rename=rename)["a"]
+    assert isinstance(filled, jax.Array) and filled.dtype == np.float32 and filled[0] == 2

@@ -119,6 +119,7 @@ def _target(path: str, owner: Any, variable: Any) -> TargetVariable | None:
         return None
     is_needed = isinstance(variable, nnx.Param) or isinstance(value, jax.ShapeDtypeStruct)
     sharding = _sharding(path, variable, value)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)  # a NumPy array becomes an array of JAX
     return TargetVariable(path, variable, owner, tuple(shape), dtype, sharding, is_needed)
 
 
