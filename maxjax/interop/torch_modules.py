@@ -161,5 +161,7 @@ def _renamed(state: Mapping[str, Any], model: Module, renaming: Renaming) -> dic
                     raise UserInputError(f"'{name}' does not fit '{target}': {why}")
                 found[target] = bound.apply(array)
             else:
-                found[target] = change.there(jax.numpy.asarray(array))
+                # Of 64 bits JAX has none by default: their dtype is checked as that of other tensors.
+                narrow = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+                found[target] = change.there(array if narrow else jax.numpy.asarray(array))
     return found

@@ -101,6 +101,13 @@ def test_a_torch_module_by_its_names():
     assert np.asarray(model[0].bias.value).dtype == ml_dtypes.bfloat16
 
 
+@pytest.mark.parametrize("value", [np.full((3, 2), 1e300), np.full((3, 2), 1 << 40)])
+def test_a_function_gets_values_of_64_bits_as_they_are(value):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=f"actual=DType.{value.dtype}"):
+        maxjax.from_torch({"w": value}, model, rename={"w": ("weight", lambda x: x.T)})
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_module_of_transformers_is_its_model(is_tied):
