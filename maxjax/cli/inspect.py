@@ -99,16 +99,28 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
 
     The structure is checked in every format. Checksums come from PyTorch's and NumPy's archives,
     from the maxjax_digests.json that maxjax writes, and from the file names of Hugging Face's
-    cache. The headers of safetensors files are also read by the safetensors library.
+    cache. The headers of safetensors files are also read by the safetensors library. Of an orbax
+    checkpoint all trees are read, such as the state of an optimizer.
     """
     from dataclasses import asdict
 
     from ..storage.open import open_checkpoint
-    from ..storage.verify import second_reading
+    from ..storage.orbax.paths import orbax_items
+    from ..storage.verify import Verified, second_reading
     from ..storage.verify import verify as verify_table
 
+    def counts(path: Any) -> list[int]:
+        with open_checkpoint(path) as tree:
+            return list(asdict(verify_table(tree)).values())
+
     with open_checkpoint(options.path if len(options.path) > 1 else options.path[0]) as table:
-        found, format = verify_table(table), table.format
+        format = table.format
+        is_one = format == "orbax" and len(options.path) == 1
+        trees = list(orbax_items(options.path[0]).values()) if is_one else []
+        if len(trees) > 1:
+            found = Verified(*map(sum, zip(*map(counts, trees), strict=True)))
+        else:
+            found = verify_table(table)
         others = second_reading(table) if format == "safetensors" else None
     for line in others or ():
         print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)

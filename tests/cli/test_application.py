@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
+from maxjax.checkpoint import save
+
 from .models import here
 
 MAXJAX = [sys.executable, "-m", "maxjax"]
@@ -357,6 +359,18 @@ def test_verify_of_what_maxjax_wrote(tmp_path, archive):
         file.seek(-1, 2)
         file.write(b"\x07")
     assert "tensor 'b'" in fails("verify", tmp_path / "w.safetensors")
+
+
+def test_verify_reads_all_trees_of_an_orbax_checkpoint(tmp_path):
+    tree = {"a": np.ones((64, 64), np.float32)}
+    step = save(tmp_path, None, params=tree, state=tree)
+    said = succeeds("verify", step)
+    assert "2 tensors" in said and "2 checksums agree" in said
+    data = max((step / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 255
+    data.write_bytes(content)
+    assert "state" in fails("verify", step)
 
 
 def test_verify_of_a_format_without_checksums(minilm):
