@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType, misfit
 from ...errors import CheckpointMismatchError, closest, some
@@ -108,11 +109,19 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
     target.name, target.layout = target.names[0], stored.layout
     target.axis, target.levels = (0, len(stored.spans)) if stored.spans else (None, 1)
     if target.sharding is None and type(leaf) is jax.ShapeDtypeStruct:
-        target.sharding = stored.leaf_sharding
+        target.sharding = _sharding(holder, leaf)
     declared = stored.dtype.np
     if declared != leaf.dtype and jax.dtypes.canonicalize_dtype(declared) == leaf.dtype:
         target.declared = declared
     return target
+
+
+def _sharding(holder: Any, leaf: Any) -> Any:
+    """The sharding of a Weight's leaf; one of another shape (Adafactor's, a row of the weight) is replicated."""
+    where, wanted = holder.stored.leaf_sharding, holder.stored.blank()
+    if not isinstance(where, NamedSharding) or tuple(wanted.shape) == tuple(leaf.shape):
+        return where
+    return where.update(spec=PartitionSpec())
 
 
 # --- a model

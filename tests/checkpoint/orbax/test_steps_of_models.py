@@ -131,6 +131,22 @@ def test_states_of_optimisers_whose_leaves_are_not_those_of_layers(tmp_path, tra
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [lambda: optax.adafactor(min_dim_size_to_factor=4), lambda: optax.novograd(1e-3)],
+    ids=["adafactor", "novograd"],
+)
+def test_states_of_optimisers_with_other_shapes_on_a_mesh(tmp_path, transform):
+    mesh = maxjax.make_mesh(fsdp=2)
+    model = maxjax.init(nn.Sequential([nn.Linear(4, 8)]).to(mesh), jax.random.key(0))
+    state = transform().init(model)
+    state = jax.tree.map(lambda x: x + jnp.ones_like(x), state)
+    maxjax.checkpoint.save(tmp_path, model, state=state)
+    example = jax.eval_shape(transform().init, nn.Sequential([nn.Linear(4, 8)]).to(mesh))
+    found = maxjax.checkpoint.restore(tmp_path, None, state=example)["state"]
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
 def test_integers_that_do_not_fit_are_told(tmp_path):
     wide = np.array([2**40, -1])
     maxjax.checkpoint.save(tmp_path, None, data={"at": wide})
