@@ -72,12 +72,13 @@ def is_per_layer(holder: Any, leaf: Any) -> bool:
     """Whether the leaf of a Weight has its shape, or that of a stack the axes of the layers.
 
     Leaves of an optimiser's state may have others: those of L-BFGS have an axis of updates, those of Adafactor
-    one element.
+    one element. In device-major order only the weight's own shape can be brought into logical order.
     """
     stored = holder.stored
     shape, lead = tuple(leaf.shape), tuple(stored.lead)
-    size = len(tuple(stored.dims)) + (stored.layout is not None)
-    return shape[: len(lead)] == lead and len(shape) - len(lead) <= size
+    if stored.layout is not None:
+        return shape == tuple(stored.blank().shape)
+    return shape[: len(lead)] == lead and len(shape) - len(lead) <= len(tuple(stored.dims))
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:

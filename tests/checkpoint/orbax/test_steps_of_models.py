@@ -147,6 +147,22 @@ def test_states_of_optimisers_with_other_shapes_on_a_mesh(tmp_path, transform):
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+def test_states_of_optimisers_with_other_shapes_in_device_order(tmp_path):
+    rope = nn.RotaryEmbedding(dim=16, n_heads=4, theta=10000.0, max_seq_len=64)
+    layer = nn.AttentionWithRope(
+        rope=rope, num_attention_heads=4, num_key_value_heads=2, hidden_size=16, stacked_qkv=True
+    ).to(maxjax.make_mesh(model=2))
+    assert layer.qkv_proj.weight.stored.layout is not None
+    model = maxjax.init(layer, jax.random.key(0))
+    state = optax.adafactor(min_dim_size_to_factor=4).init(model)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), state)
+    maxjax.checkpoint.save(tmp_path, model, state=state)
+    example = jax.tree.map(jnp.zeros_like, state)
+    found = maxjax.checkpoint.restore(tmp_path, model, state=example)["state"]
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
 def test_integers_that_do_not_fit_are_told(tmp_path):
     wide = np.array([2**40, -1])
     maxjax.checkpoint.save(tmp_path, None, data={"at": wide})
