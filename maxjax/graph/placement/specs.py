@@ -104,7 +104,8 @@ def check_mesh(mesh: Any) -> None:
     if not any(axis_of(mesh, kind) for kind in AXES):
         raise UserInputError(
             f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
-            f"{', '.join(AXES)} (or dp, tp, ep, sp): use these names, or pass rules="
+            f"{', '.join(AXES)} (or dp, tp, ep, sp): use these names, "
+            "or place the model with model.to(mesh, rules={pattern: spec})"
         )
 
 

@@ -112,6 +112,11 @@ def test_a_mesh_of_unknown_axes():
         check_mesh(mesh(mine=2))
 
 
+def test_the_error_for_unknown_axes_says_where_rules_are_taken():
+    with pytest.raises(UserInputError, match=r"model\.to\(mesh, rules="):
+        check_mesh(mesh(mine=2))
+
+
 def test_patterns():
     rules = {"*.q_proj.*": 1, "layers.[0-9].*": 2, "*": 3}
     names = ("a.q_proj.weight", "layers.3.x", "layers.33.x")
