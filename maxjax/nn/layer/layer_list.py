@@ -228,6 +228,18 @@ class LayerList(Module, _Of[L], stands_for=list):
         del layers[i]
         self._renew(layers)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.isdigit():
+            super().__setattr__(name, value)
+        elif name in vars(self):
+            super().__setattr__(name, self._item(value))
+        elif name == str(len(self)):
+            self._renew([*self.layers, value])
+        else:
+            raise IndexError(
+                f"{type(self).__name__}[{name}]: the next layer of a list of {len(self)} is {len(self)}"
+            )
+
     def __delattr__(self, name: str) -> None:
         if name.isdecimal() and name in vars(self):
             del self[int(name)]

@@ -49,6 +49,10 @@ def test_attributes_with_numbers_are_items():
     assert sizes(layers) == [2, 7, 8] and [int(layer.w.shape[0]) for layer in layers] == [2, 7, 8]
     with pytest.raises(AttributeError, match="'3'"):
         delattr(layers, "3")
+    with pytest.raises(IndexError, match=r"LayerList\[99\].* is 3"):
+        setattr(layers, "99", Lin(9))
+    with pytest.raises(TypeError, match="not int"):
+        setattr(layers, "1", 5)
     assert list(layers.raw_state_dict()) == ["0.w", "1.w", "2.w"]
 
 
