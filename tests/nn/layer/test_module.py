@@ -99,6 +99,8 @@ def test_two_weights_of_one_name():
     assert {n: list(w.shape) for n, w in m.raw_state_dict().items()} == {"weight": [2], "b": [4]}
     with pytest.raises(ValueError, match="Hold.weight"):
         m.weight = Weight("b", "float32", (1,), CPU)
+    with pytest.raises(ValueError, match="Hold.a: .* has another weight named 'a'; give"):
+        Hold(b=Weight("a", "float32", (2,), CPU), a=Weight("a", "float32", (2,), CPU))
 
 
 def test_a_name_with_a_dot_that_is_also_a_path():
