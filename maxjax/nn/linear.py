@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,8 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
     """The strategy of the bias of a Linear whose weight has ``strategy``."""
     n = strategy.num_devices
+    if strategy.sharded_axis == -2:  # the rows of the weight; the bias has one axis
+        return ShardingStrategy(n, dataclasses.replace(cast(Any, strategy.shard), axis=0))
     return strategy if strategy.sharded_axis == 0 else ShardingStrategy.replicate(n)
 
 

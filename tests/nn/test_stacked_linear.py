@@ -93,6 +93,8 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
         (ShardingStrategy.rowwise(2), [(4, 0, 0), (0, 2, 2)]),
         (ShardingStrategy.rowwise(3), [(3, 0, 0), (1, 2, 0), (0, 0, 2)]),
         (ShardingStrategy.gate_up(2, 0), [(2, 2, 0), (2, 0, 2)]),
+        (ShardingStrategy.axiswise(-2, 2), [(4, 0, 0), (0, 2, 2)]),
+        (ShardingStrategy.gate_up(2, -2), [(2, 2, 0), (2, 0, 2)]),
     ],
 )
 def test_parts_of_one_weight_have_the_rows_that_their_strategy_gives(strategy, sizes):

@@ -101,7 +101,7 @@ def _is_summed(module: Any) -> bool:
     """Whether the results of the copies of a layer must be summed, so that only one may have the bias."""
     if not {"weight", "bias"} <= module._mx_locals.keys():
         return False
-    return module.weight.sharding_strategy.sharded_axis not in (0, None)
+    return module.weight.sharding_strategy.sharded_axis not in (0, -2, None)
 
 
 def strategy_by(last: Any) -> ShardingStrategy | None:
