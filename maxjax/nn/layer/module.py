@@ -211,14 +211,10 @@ class Module(OfModule, Layer, StateDict, ABC):
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
             if holder is None or holder is weight or users == [name]:
                 return candidate
-        own = weight.stored.local_name
-        other = (
-            f"another weight named '{own}'"
-            if own == name
-            else f"other weights named '{own}' and '{name}'"
-        )
+        names = {weight.stored.local_name: None, name: None}
         raise ValueError(
-            f"{type(self).__name__}.{name}: this module already has {other}; give the Weight another name"
+            f"{type(self).__name__}.{name}: this module already has another weight named "
+            f"{' and one named '.join(map(repr, names))}; give the Weight another name"
         )
 
     def _forget(self, name: str, keep: str | None = None) -> None:
