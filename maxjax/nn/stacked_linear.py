@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
@@ -16,6 +17,7 @@ from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.specs import Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.weight.methods import with_values
 from ..graph.weight.weight import Weight
 from ..kernels import explicit, matmul
 from .layer import hooks
@@ -139,12 +141,13 @@ class StackedLinear(LowRank):
             return tuple(int(getattr(part, name).weight.shape[0]) for name in self.names)
         strategy = self.sharding_strategy
         assert strategy is not None
-        ranges = strategy.shard.ranges(sum(self.out_dims), i, strategy.num_devices)
-        starts = [sum(self.out_dims[:j]) for j in range(len(self.out_dims))]
-        return tuple(
-            sum(max(min(stop, first + size) - max(start, first), 0) for start, stop in ranges)
-            for first, size in zip(starts, self.out_dims, strict=True)
-        )
+        with (
+            jax.ensure_compile_time_eval()
+        ):  # the rule may be any function: it splits the numbers of the rows
+            numbers = jnp.arange(sum(self.out_dims))[:, None]
+            rows = np.asarray(with_values(strategy)(jnp.tile(numbers, (1, self.in_dim)), i))[:, 0]
+        layers = np.repeat(np.arange(len(self.out_dims)), self.out_dims)[rows]
+        return tuple(int(n) for n in np.bincount(layers, minlength=len(self.out_dims)))
 
     @property
     def stacked_weight(self) -> TensorValue:

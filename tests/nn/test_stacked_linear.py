@@ -107,6 +107,14 @@ def test_parts_of_one_weight_have_the_rows_that_their_strategy_gives(strategy, s
         np.testing.assert_allclose(np.concatenate(found, -1), want, rtol=1e-6)
 
 
+def test_parts_by_a_function_have_the_rows_that_it_gives():
+    layer, _ = filled(nn.StackedLinear(4, [4, 2, 2], NAMES, "float32", CPU, True))
+    layer.sharding_strategy = ShardingStrategy(2, lambda weight, i, n: weight[3 * i : 3 * i + 5])
+    parts, x = layer.shard([CPU] * 2), random(3, 4)
+    assert [part.out_dims for part in parts] == [(4, 1, 0), (1, 2, 2)]
+    np.testing.assert_allclose(parts[1](x), layer(x)[..., 3:], rtol=1e-6)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_bound_of_nothing_is_no_bound(stacked):
     free, zero = (
