@@ -141,11 +141,11 @@ class StackedLinear(LowRank):
             return tuple(int(getattr(part, name).weight.shape[0]) for name in self.names)
         strategy = self.sharding_strategy
         assert strategy is not None
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # the rule may be any function: it splits the numbers of the rows
-            numbers = jnp.arange(sum(self.out_dims))[:, None]
-            rows = np.asarray(with_values(strategy)(jnp.tile(numbers, (1, self.in_dim)), i))[:, 0]
+        # A user's function is called with the numbers of the rows, to see which it takes.
+        width = self.in_dim if strategy.sharded_axis is None else 1
+        with jax.ensure_compile_time_eval():
+            numbers = jnp.tile(jnp.arange(sum(self.out_dims))[:, None], width)
+            rows = np.asarray(with_values(strategy)(numbers, i))[:, 0]
         layers = np.repeat(np.arange(len(self.out_dims)), self.out_dims)[rows]
         return tuple(int(n) for n in np.bincount(layers, minlength=len(self.out_dims)))
 
