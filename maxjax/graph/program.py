@@ -188,11 +188,10 @@ def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     if stored.layout is not None:
         shape = tuple(int(d) for d in stored.dims)
     weight = entry.find(name)
-    if (
-        weight is not None
-        and weight.stored.form is None
-        and array.shape == weight.stored.loaded_shape
-    ):
+    form = None if weight is None else weight.stored.form
+    if form is not None and form.fits(DType.of(array.dtype), array.shape):
+        array = jnp.asarray(form.to_stored(name, np.asarray(array)))  # as a file has it
+    elif weight is not None and form is None and array.shape == weight.stored.loaded_shape:
         array = array.reshape(shape)  # as the state dict has it: (1,) for ()
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "

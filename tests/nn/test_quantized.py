@@ -253,3 +253,6 @@ def test_8_bit_scales_that_are_powers_of_two():
     scales = np.array([[0.25, 8]], np.float32).astype(ml_dtypes.float8_e8m0fnu)
     layer.load_state_dict({"weight": weight, "weight_scale_inv": scales})
     np.testing.assert_array_equal(layer.dequantise()[0], [0.25, 0.25, 8, 8])
+    # Its own state dict, which has the floats of the file, is a registry of weights.
+    program = layer.compile(jax.ShapeDtypeStruct((1, 4), jnp.float32), weights=layer.state_dict())
+    np.testing.assert_array_equal(program(jnp.ones((1, 4))), layer(jnp.ones((1, 4))))
