@@ -237,8 +237,10 @@ def fitting(x: np.ndarray) -> np.ndarray:
     """The array itself, whose integers fit in JAX's type for them.
 
     Raises:
-        ValueError: its integers do not fit.
+        ValueError: its integers do not fit, or it is a masked array.
     """
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError("a masked array does not have a value everywhere: use x.filled(number)")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if (found := misfit(x, dtype)) is not None:
         raise ValueError(

@@ -314,7 +314,7 @@ class Weight(OfWeight, Methods):
             RUNNING.warn_of_lost(self, value)
             self._set(value)
         elif isinstance(value, (np.ndarray, np.generic)):
-            value = np.asarray(value)
+            value = np.asanyarray(value)
             native = value.astype(DType.of(value.dtype).np, copy=False)  # of either byte order
             with outside_traces():
                 self._set(jnp.array(fitting(native)))

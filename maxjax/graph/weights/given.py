@@ -51,6 +51,8 @@ def host_or_jax(value: Any) -> Any:
         if value.source is not None and not value.is_loaded:
             return value.cast(value.source.read(value.name))
         value = value.typed()
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array, which does not have a value everywhere")
     if isinstance(value, (np.ndarray, jax.Array)):
         return value
     if isinstance(value, (Buffer, np.generic)):

@@ -254,6 +254,16 @@ def test_gptq_and_packed_shapes_change_the_structure():
     assert m.w.shape == [4, 3] and jax.tree.structure(m) != before
 
 
+def test_masked_arrays_are_refused():
+    m, masked = Hold(w=weight()), np.ma.masked_array(ONES, mask=ONES)
+    for value in (masked, WeightData.from_numpy(masked, "w")):
+        with pytest.raises(ValueError, match=r"weight 'w' is a masked array: value\.filled"):
+            m.load_state_dict({"w": value})
+    with pytest.raises(ValueError, match=r"use x\.filled"):
+        m.w.value = masked
+    assert m.w.value is None
+
+
 def test_a_state_dict_inside_a_graph_or_jit_has_arrays_and_leaves_arrays():
     class Scale(Module):
         def __init__(self):

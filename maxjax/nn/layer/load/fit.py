@@ -55,6 +55,9 @@ def fit(
     name: str, weight: Weight, value: Any, *, override: bool, alignment: int | None, cast: bool
 ) -> Fit | str:
     """Checks ``value`` against ``weight``: returns a Fit, or a description of the problem."""
+    is_loaded = isinstance(value, WeightData) and value.is_loaded
+    if isinstance(value.data if is_loaded else value, np.ma.MaskedArray):
+        return f"The value of weight '{name}' is a masked array: value.filled(number) has a value everywhere"
     if isinstance(value, WeightData):
         found = _fit_data(name, weight, value, override)
     else:
