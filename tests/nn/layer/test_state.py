@@ -11,6 +11,7 @@ from maxjax.driver import Buffer
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointMismatchError
 from maxjax.graph import DeviceRef, Graph, Shape, TensorType, Weight
+from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.nn import LayerList, Module
 from tests.oracles.recorded import torch
@@ -252,6 +253,12 @@ def test_gptq_and_packed_shapes_change_the_structure():
     before = jax.tree.structure(m)
     m.load_state_dict({"w": WeightData.from_numpy(np.zeros((4, 3), np.uint8), "x")})
     assert m.w.shape == [4, 3] and jax.tree.structure(m) != before
+
+
+def test_gptq_bytes_of_a_scalar_do_not_fit():
+    m = Hold(w=weight((4, 8), "uint8", quantization_encoding=QuantizationEncoding.GPTQ))
+    with pytest.raises(ValueError, match=r"'w' had different shape rank"):
+        m.load_state_dict({"w": WeightData.from_numpy(np.array(3, np.int32), "w")})
 
 
 def test_masked_arrays_are_refused():

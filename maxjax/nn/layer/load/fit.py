@@ -85,6 +85,8 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
     fitted = _new(name, weight, data, weight.stored.dims)
     shape, declared = tuple(data.shape), weight.stored.dims
     if weight.quantization_encoding is QuantizationEncoding.GPTQ and data.dtype is not DType.uint8:
+        if not shape:
+            return differs(name, f"shape rank (expected={len(declared)}, actual=0).")
         fitted.original = (data.dtype, Shape(shape))
         shape = (*shape[:-1], Dim(int(shape[-1]) * data.dtype.size_in_bytes))
         fitted.as_bytes = True
