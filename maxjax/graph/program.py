@@ -199,6 +199,13 @@ def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
     return array
 
 
+def _donated(name: str, donate: Sequence[int], count: int) -> list[int]:
+    """The inputs that are donated; negative indices count from the last input."""
+    if wrong := [i for i in donate if not -count <= i < count]:
+        raise ValueError(f"'{name}' has {count} inputs, and donate names input {wrong[0]}")
+    return [range(count)[i] for i in donate]
+
+
 class Model(Rendered):
     """A compiled Graph, which runs with the values that its weights have at each call.
 
@@ -219,8 +226,8 @@ class Model(Rendered):
         input_types, output_types: types of the Graph.
 
     Raises:
-        ValueError: the Graph is not finished; the registry has a value of the wrong type, or
-            lacks a weight that has no value.
+        ValueError: the Graph is not finished; ``donate`` names an input that it does not have; the registry
+            has a value of the wrong type, or lacks a weight that has no value.
     """
 
     def __init__(
@@ -238,7 +245,8 @@ class Model(Rendered):
         run = _function(graph)
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
-        positions = tuple(i + 1 for i in donate)  # after the weights
+        donated = _donated(self.name, donate, len(graph.input_types))
+        positions = tuple(i + 1 for i in donated)  # after the weights
         if all(kind.is_static for kind in graph.input_types):
             jitted = jax.jit(run, donate_argnums=positions)
             with compiling(self.name):
@@ -350,7 +358,8 @@ class Program(Model):
         self._code = Compiled(graph.name, trees.classes)
         leaves = iter(range(trees.inputs.num_leaves))
         by_argument = [[next(leaves) for _ in range(n)] for n in trees.counts]
-        super().__init__(graph, registry, [leaf for i in donate for leaf in by_argument[i]])
+        donated = _donated(graph.name, donate, len(by_argument))
+        super().__init__(graph, registry, [leaf for i in donated for leaf in by_argument[i]])
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.

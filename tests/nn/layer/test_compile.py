@@ -137,6 +137,16 @@ def test_donated_inputs_are_gone():
     assert caches.is_deleted() and not x.is_deleted()
 
 
+def test_donated_inputs_are_counted_from_the_end_and_are_never_weights():
+    layer = init(nn.Linear(4, 4, "float32", CPU), jax.random.key(0))
+    for kind in (TensorType("float32", (4, 4), CPU), jax.ShapeDtypeStruct((4, 4), jnp.float32)):
+        x = jnp.ones((4, 4))
+        layer.compile(kind, donate=[-1])(x)
+        assert x.is_deleted() and not layer.weight.value.is_deleted()
+        with pytest.raises(ValueError, match="has 1 inputs, and donate names input 1"):
+            layer.compile(kind, donate=[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
