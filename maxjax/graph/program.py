@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..agreement import agreed
 from ..driver import Buffer
@@ -280,6 +281,7 @@ class Model(Rendered):
         Raises:
             ValueError: the number or the type of inputs is wrong; or a weight has no value, or another
                 sharding than at compile time.
+            TypeError: it is called inside ``jax.jit`` or another transformation, and has no named sizes.
         """
         return [TensorValue(y) for y in self._execute(args)]
 
@@ -293,7 +295,13 @@ class Model(Rendered):
             fits = isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype
             if not fits:
                 value = _input(i, value, self.input_types[i], sizes)
-            if to is not None and getattr(value, "committed", False) and value.sharding != to:
+            if isinstance(value, Tracer):
+                if shape is not None:
+                    raise TypeError(
+                        f"'{self.name}' is a compiled program, which cannot run inside jax.jit, jax.grad or another "
+                        "transformation: call its Module there"
+                    )
+            elif to is not None and getattr(value, "committed", False) and value.sharding != to:
                 value = jax.device_put(value, to)
             arrays.append(value)
         if self._sizes.checks:

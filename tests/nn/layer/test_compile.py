@@ -147,6 +147,16 @@ def test_donated_inputs_are_counted_from_the_end_and_are_never_weights():
             layer.compile(kind, donate=[1])
 
 
+def test_a_program_inside_a_transformation_is_refused_unless_its_sizes_have_names():
+    layer = init(nn.Linear(4, 4, "float32", CPU), jax.random.key(0))
+    for transform in (jax.jit, jax.vmap, jax.jacobian):
+        with pytest.raises(TypeError, match="'Linear' is a compiled program, .* call its Module"):
+            transform(layer.compile(SPEC))(X[None] if transform is jax.vmap else X)
+    program = layer.compile(TensorType("float32", ("n", 4), CPU))
+    found = jax.jit(lambda x: program(x)[0].value)(X)
+    np.testing.assert_allclose(found, layer(X), rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
