@@ -333,7 +333,7 @@ class Trees:
 
     def __init__(self, name: str, module: Callable[..., Any], specs: Sequence[Any]):
         kinds, self.inputs = jax.tree.flatten(tuple(specs), is_leaf=is_input)
-        self.types = [type_of_input(name, kind) for kind in kinds]
+        self.types = [type_of_input(f"compile of '{name}'", kind) for kind in kinds]
         self.counts = [len(jax.tree.leaves(spec, is_leaf=is_input)) for spec in specs]
         self.outputs: Any = None
         self._module = module

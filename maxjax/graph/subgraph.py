@@ -45,7 +45,7 @@ class Subgraph:
     ):
         leaves, self._in_tree = jax.tree.flatten(list(inputs), is_leaf=is_input)
         self.name = name
-        self.input_types = [type_of_input(name, leaf) for leaf in leaves]
+        self.input_types = [type_of_input(f"subgraph '{name}'", leaf) for leaf in leaves]
         self.placeholders = [slot for slot in slots if isinstance(slot, str)]
         self._target, self._slots, self._templates = target, list(slots), list(templates)
         self._outputs: dict[bool, list[TensorType]] = {}
@@ -226,8 +226,11 @@ def is_input(x: Any) -> bool:
     return isinstance(x, (TensorValue, TensorType))
 
 
-def type_of_input(name: str, leaf: Any) -> TensorType:
+def type_of_input(what: str, leaf: Any) -> TensorType:
     """The TensorType of an input that is given as a type, a placeholder or a tensor.
+
+    Args:
+        what: what has the input, for messages.
 
     Raises:
         TypeError: it is none of these.
@@ -238,6 +241,4 @@ def type_of_input(name: str, leaf: Any) -> TensorType:
         return TensorType(leaf.dtype, leaf.shape, TensorValue(np.zeros(())).device)
     if isinstance(leaf, (TensorValue, jax.Array, np.ndarray)):
         return TensorValue(leaf).type
-    raise TypeError(
-        f"subgraph '{name}': an input is a tensor or a TensorType, not {type(leaf).__name__}"
-    )
+    raise TypeError(f"{what}: an input is a tensor or a TensorType, not {type(leaf).__name__}")

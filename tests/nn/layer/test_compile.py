@@ -147,6 +147,11 @@ def test_donated_inputs_are_counted_from_the_end_and_are_never_weights():
             layer.compile(kind, donate=[1])
 
 
+def test_a_flag_is_no_type():
+    with pytest.raises(TypeError, match=r"^compile of 'Linear': .* not bool"):
+        nn.Linear(4, 4, "float32", CPU).compile(SPEC, True)
+
+
 def test_a_program_inside_a_transformation_is_refused_unless_its_sizes_have_names():
     layer = init(nn.Linear(4, 4, "float32", CPU), jax.random.key(0))
     for transform in (jax.jit, jax.vmap, jax.jacobian):
