@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .shape import Dim, Shape, SymbolicDim
-from .symbolic import Check, checks, define, evaluate, to_dim, to_size
+from .symbolic import Check, checks, define, evaluate, shown, to_dim, to_size
 
 
 def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Array:
@@ -68,7 +68,7 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
             f"{title}: whether {have} equals {want} is known only at run time, and only a Graph's is checked "
             "then: declare the input with its actual size"
         )
-    pending.append(Check(str(have), str(size), axis, title))
+    pending.append(Check(shown(have), shown(size), axis, title))
     return size
 
 

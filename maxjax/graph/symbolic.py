@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import keyword
 import math
 import operator
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -106,6 +108,26 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floordiv": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
 }  # fmt: skip
 
+# Names that neither Python's parser nor that of jax.export reads as names have a suffix in expressions.
+_RESERVED = re.compile(rf"\b({'|'.join(keyword.kwlist)})\b|\b({'|'.join(_FUNCTIONS)})\b(?!\()")
+_SUFFIX = "__"
+
+
+def _safe(text: str) -> str:
+    """An expression in which reserved words that are names have the suffix."""
+    return _RESERVED.sub(lambda word: word[0] + _SUFFIX, text)
+
+
+def _own(name: str) -> str:
+    """The name of a dimension, from its name in an expression."""
+    stem = name.removesuffix(_SUFFIX)
+    return stem if _safe(stem) == name else name
+
+
+def shown(size: Any) -> str:
+    """A symbolic size as text, with the names of dimensions as they were given."""
+    return re.sub(r"\w+", lambda word: _own(word[0]), str(size))
+
 
 def sizes_of(names: Iterable[str]) -> dict[str, Any]:
     """Fresh symbolic sizes of ``jax.export`` for the names, in one scope."""
@@ -113,7 +135,7 @@ def sizes_of(names: Iterable[str]) -> dict[str, Any]:
         return {}
     from jax import export  # slow to import, and few Graphs have names
 
-    return dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
+    return dict(zip(names, export.symbolic_shape(_safe(", ".join(names))), strict=True))
 
 
 def to_dim(size: Any) -> Dim:
@@ -153,7 +175,7 @@ def to_size(dim: Any, *shapes: Iterable[Any]) -> Any:
     known.update(_STATE.sizes)
     for size in (size for shape in shapes for size in shape):
         if _is_symbolic(size) and str(size).isidentifier():
-            known[str(size)] = size
+            known[_own(str(size))] = size
 
     def look_up(name: str) -> Any:
         if name not in known:
@@ -185,7 +207,7 @@ def evaluate(text: str, name: Callable[[str], Any]) -> Any:
             case ast.Constant(value=int()):
                 return node.value
             case ast.Name():
-                return name(node.id)
+                return name(_own(node.id))
             case ast.BinOp() if type(node.op) in _OPERATORS:
                 return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))
             case ast.UnaryOp() if type(node.op) in _OPERATORS:
@@ -194,4 +216,5 @@ def evaluate(text: str, name: Callable[[str], Any]) -> Any:
                 return _FUNCTIONS[function](*map(visit, node.args))
         raise NotImplementedError(f"the symbolic size {text} is not supported")
 
-    return visit(ast.parse(text.replace("^", "**"), mode="eval"))  # a power as jax.export writes it
+    # jax.export writes a power with ^.
+    return visit(ast.parse(_safe(text).replace("^", "**"), mode="eval"))

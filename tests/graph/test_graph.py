@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef, Graph, Model, TensorType, TensorValue, Weight
+from maxjax.graph import DeviceRef, Dim, Graph, Model, TensorType, TensorValue, Weight, ops
 from maxjax.nn import LayerList, Module
 
 CPU = DeviceRef.CPU()
@@ -522,3 +522,18 @@ def test_a_jitted_function_in_a_loop_that_closes_over_a_weight():
     ):
         model.compile(spec)
     np.testing.assert_array_equal(model(jnp.ones(3)), [1, 4, 9])
+
+
+@pytest.mark.parametrize("name", ["in", "max", "True"])
+def test_names_of_sizes_may_be_words_of_python(name):
+    def double(x, y):
+        both = ops.concat([x, ops.rebind(y, [name, 3])], 0)
+        return both, ops.reshape(both, [-1])
+
+    types = [TensorType("float32", (size, 3), DeviceRef.CPU()) for size in (name, "n")]
+    graph = Graph("double", double, types)
+    assert [one.shape[0] for one in graph.output_types] == [Dim(name) * 2, Dim(name) * 6]
+    program, x = Model(graph), np.ones((2, 3), np.float32)
+    assert [y.shape[0] for y in program(x, x)] == [4, 12]
+    with pytest.raises(ValueError, match=f"rebound to {name} = 2, and is n = 1"):
+        program(x, x[:1])
