@@ -12,7 +12,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections import UserDict, UserList, deque
+from collections import Counter, UserDict, UserList, deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -48,7 +48,18 @@ class FrozenList(list):
 
 
 class FrozenDict(dict):
-    """A dict that is a static attribute: it cannot be changed, but the attribute can be assigned again."""
+    """A dict that is a static attribute: it cannot be changed, but the attribute can be assigned again.
+
+    Attributes:
+        default: function that returns the value of a key that is missing, as in a defaultdict; or None.
+    """
+
+    default: Any = None
+
+    def __missing__(self, key: Any) -> Any:
+        if self.default is None:
+            raise KeyError(key)
+        return freeze(self.default(), "a value")[0]
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -60,7 +71,7 @@ class FrozenDict(dict):
     update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (FrozenDict, (dict(self),))
+        return (FrozenDict, (dict(self),), vars(self) or None)
 
 
 # JAX's functions take them as they take lists and dicts, and return those.
@@ -181,7 +192,15 @@ def _freeze_dict(value: dict, where: str) -> tuple[Any, Hashable]:
     items = {k: freeze(v, where) for k, v in value.items()}
     # The key includes the order: a module may iterate over the dict.
     keys = (dict, *((type(k), k, key) for k, (_, key) in items.items()))
-    return FrozenDict({k: v for k, (v, _) in items.items()}), keys
+    frozen = FrozenDict({k: v for k, (v, _) in items.items()})
+    default = getattr(
+        value, "default" if isinstance(value, FrozenDict) else "default_factory", None
+    )
+    if isinstance(value, Counter):
+        default = int
+    if default is not None:
+        frozen.default, keys = default, (*keys, freeze(default, where)[1])
+    return frozen, keys
 
 
 def _freeze_set(value: Any, where: str) -> tuple[Any, Hashable]:

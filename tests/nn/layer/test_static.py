@@ -1,6 +1,8 @@
 """Static attributes of Modules as JAX sees them, and values that are assigned while a Module runs."""
 
+import collections
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,18 @@ def test_lists_and_dicts_of_a_module_are_pytrees():
     assert float(jax.jit(lambda options: options["b"] + options["a"][0])(held.options)) == 7
     assert float(jax.jit(lambda betas: betas[0] + betas[1])(held.betas)) == 2.5
     assert len(jax.tree.leaves(held)) == 1  # they are no leaves of the Module
+
+
+def test_dicts_with_a_default_keep_it():
+    held = Held()
+    held.counts, held.lists = collections.Counter("aab"), collections.defaultdict(list, a=[1])
+    for module in (held, jax.tree.map(lambda leaf: leaf, held), pickle.loads(pickle.dumps(held))):
+        assert (module.counts["a"], module.counts["z"], module.lists["z"]) == (2, 0, [])
+        assert "z" not in module.counts and jax.tree.structure(module) == jax.tree.structure(held)
+        with pytest.raises(TypeError, match="cannot be changed in place"):
+            module.lists["z"].append(1)
+        with pytest.raises(KeyError, match="'z'"):
+            module.options["z"]
 
 
 def test_a_value_that_a_running_module_loses_is_told():
