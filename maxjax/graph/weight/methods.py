@@ -70,3 +70,16 @@ def with_values(strategy: ShardingStrategy) -> ShardingStrategy:
     return ShardingStrategy(
         strategy.num_devices, lambda array, i, n: unwrap(rule(TensorValue(array), i, n))
     )
+
+
+def checked(strategy: Any) -> Any:
+    """The strategy itself.
+
+    Raises:
+        TypeError: it is neither None nor a ShardingStrategy, or an object with its ``num_devices`` and ``shard``.
+    """
+    if strategy is None or hasattr(strategy, "num_devices") and hasattr(strategy, "shard"):
+        return strategy
+    raise TypeError(
+        f"a sharding strategy is a ShardingStrategy, such as ShardingStrategy.rowwise(2), not {strategy!r}"
+    )

@@ -24,7 +24,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..value import TensorValue, unwrap
 from .epoch import structure_changed, values_changed
-from .methods import Methods, with_values
+from .methods import Methods, checked, with_values
 from .rows import OfWeight
 from .running import RUNNING
 from .stored import StoredWeight, copied, outside_traces, register, standing_for
@@ -100,7 +100,7 @@ class Weight(OfWeight, Methods):
         self._device = device
         self._quantization_encoding = quantization_encoding
         self._align = align
-        self._sharding_strategy = sharding_strategy
+        self._sharding_strategy = checked(sharding_strategy)
         self._sharding: Any = None
         self._why = ""  # reason for its sharding
         # Order of the stored rows if it is not the logical one; the leaf then has another shape.
@@ -259,7 +259,7 @@ class Weight(OfWeight, Methods):
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
         self.stored.refuse_in_stack("a strategy")
-        self._sharding_strategy = strategy
+        self._sharding_strategy = checked(strategy)
         self._device = DeviceRef.CPU()
         structure_changed()
 

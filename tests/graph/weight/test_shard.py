@@ -250,3 +250,8 @@ def test_setting_a_strategy_or_none_declares_the_cpu():
         w = Weight("w", "float32", (2,), DeviceRef.GPU(1))
         w.sharding_strategy = strategy
         assert w.device == CPU and w.sharding_strategy is strategy
+    for other in (5, Module, np.ones(2)):
+        with pytest.raises(TypeError, match=r"is a ShardingStrategy, such as .*, not "):
+            w.sharding_strategy = other
+    with pytest.raises(TypeError, match="not 'rowwise'"):
+        Weight("w", "float32", (2,), CPU, sharding_strategy="rowwise")
