@@ -11,7 +11,6 @@ from typing import Any
 
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
-from .module import Module
 
 
 def sharded(module: Any, devices: Iterable[DeviceRef], without: Container[str] = ()) -> list[Any]:
@@ -89,7 +88,8 @@ def _copy(modules: list[Any], shards: dict[int, list[Any]], i: int) -> Any:
                          _mx_statics=dict(module._mx_statics), _mx_cache=None, _mx_source=module)  # fmt: skip
         for attr, child in module._mx_children.items():
             if id(child) in copies:  # children that are shards of this or other layers are left out
-                Module.__setattr__(new, attr, copies[id(child)])  # in a LayerList, also after a gap
+                # Not by setattr: a LayerList without some of its layers would refuse the next number.
+                vars(new)[attr] = new._mx_children[attr] = copies[id(child)]
         for attr, local in module._mx_locals.items():
             setattr(new, attr, shards[id(module._mx_weights[local])][i])
         if i and _is_summed(module):
