@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedModelError
@@ -60,8 +60,14 @@ class TextModel:
 
 _MISTRAL = TextModel("mistral", "MistralForCausalLM", {"sliding_window": None})
 _MINISTRAL = TextModel("ministral3", "Ministral3ForCausalLM")
-_QWEN2 = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, True)
-_OMNI = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "tie_word_embeddings": True})
+_QWEN2 = TextModel(
+    "qwen2", "Qwen2ForCausalLM",
+    {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}, True,
+)  # fmt: skip
+_OMNI = TextModel(
+    "qwen2", "Qwen2ForCausalLM",
+    {"rope_theta": 1e6, "tie_word_embeddings": True, "num_key_value_heads": 4},
+)  # fmt: skip
 _QWEN3 = TextModel(
     "qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000}
 )
@@ -88,15 +94,26 @@ _INSIDE = {
     ),
     "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
 }  # fmt: skip
+# Voxtral's files may leave out what is as in its small model, whatever its text model is.
+_SMALL_VOXTRAL = {
+    "vocab_size": 131_072, **_USUAL, "hidden_size": 3072, "intermediate_size": 8192,
+    "num_hidden_layers": 30, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
+}  # fmt: skip
 _LLAMA: dict[str | None, TextModel] = {None: _INSIDE["llama"], **_INSIDE}
+_VOXTRAL = {name: replace(text, unsaid=_SMALL_VOXTRAL) for name, text in _LLAMA.items()}
 _OF_QWEN2: dict[str | None, TextModel] = {None: _INSIDE["qwen2"], **_INSIDE}
 _OMNI_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM", {"rope_theta": 1e6, "norm_topk_prob": True}
 )
-_GLM4 = TextModel("glm4", "Glm4ForCausalLM", always={"attention_bias": True})
+_GLM4 = TextModel(
+    "glm4", "Glm4ForCausalLM", {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768},
+    always={"attention_bias": True},
+)  # fmt: skip
 _GLM4_MOE = TextModel(
-    "glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True}, always={"use_qk_norm": False}
-)
+    "glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True, "max_position_embeddings": 65_536},
+    always={"use_qk_norm": False},
+)  # fmt: skip
 _GLM4V = {None: _GLM4, "glm4v_text": _GLM4, "glm4v_moe_text": _GLM4_MOE}
 _LFM2 = TextModel("lfm2", "Lfm2ForCausalLM")
 _QWEN35 = TextModel("qwen3_5_text", "Qwen3_5ForCausalLM")
@@ -127,7 +144,8 @@ TEXTS: dict[str, dict[str | None, TextModel]] = {
     "gemma4": {None: _GEMMA4},
     "llama4": {None: _LLAMA4},
     "lfm2_vl": {None: _LFM2},
-    **dict.fromkeys(("llava", "llava_next", "idefics3", "smolvlm", "voxtral"), _LLAMA),
+    **dict.fromkeys(("llava", "llava_next", "idefics3", "smolvlm"), _LLAMA),
+    "voxtral": _VOXTRAL,
     **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio"), _OF_QWEN2),
 }
 # ``architectures`` of multimodal models → their ``model_type``.

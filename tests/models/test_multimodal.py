@@ -7,6 +7,7 @@ import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
+from maxjax.models.config import ModelConfig
 from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same
@@ -204,6 +205,39 @@ def test_one_of_several_text_models():
     assert found["vocab_size"] == 9 and found["num_key_value_heads"] == 8
     with pytest.raises(UnsupportedModelError, match="llava_next .*'phi3' .*llama, mistral, qwen2"):
         text_settings({**config, "text_config": {"model_type": "phi3"}})
+
+
+@pytest.mark.parametrize(
+    "kind, text, expected",
+    [
+        (
+            "voxtral",
+            "llama",
+            {"num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "theta": 1e8},
+        ),
+        ("qwen2_5_vl", None, {"num_kv_heads": 8}),
+        ("qwen2_5_omni_thinker", None, {"num_kv_heads": 4}),
+        ("glm4v", "glm4v_text", {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}),
+        ("glm4v_moe", "glm4v_moe_text", {"max_position_embeddings": 65_536}),
+    ],
+)
+def test_what_a_text_config_leaves_out(kind, text, expected):
+    """The defaults of transformers' classes of the text models, which differ from those of the plain families."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+    }  # fmt: skip
+    sizes |= {} if text is None else {"model_type": text}
+    settings = text_settings({"model_type": kind, "text_config": sizes})
+    config = ModelConfig.by_model_type[settings["model_type"]].from_dict(settings)
+    found = {key: config.rope.theta if key == "theta" else getattr(config, key) for key in expected}
+    assert found == expected
+    assert (
+        text_settings({"model_type": kind, "text_config": {**sizes, "num_key_value_heads": 2}})[
+            "num_key_value_heads"
+        ]
+        == 2
+    )
 
 
 def test_names_of_any_age():
