@@ -149,15 +149,19 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
     trained = config.get("modules_to_save") or []
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
-    switches = []
-    for name in ("use_rslora", "use_dora", "ensure_weight_tying"):
-        value = config.get(name)
-        if not isinstance(value, bool | None):
-            raise CheckpointFormatError(f"{name} must be true or false", path=path, found=value)
-        switches.append(bool(value))
+    rslora, dora, tied = (
+        _switch(config, name, path) for name in ("use_rslora", "use_dora", "ensure_weight_tying")
+    )
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), *switches, bias, tuple(trained),
-    )  # fmt: skip
+        rank, float(alpha), dict(ranks), dict(alphas), rslora, dora, tied, bias, tuple(trained)
+    )
+
+
+def _switch(config: Mapping[str, Any], name: str, path: str) -> bool:
+    value = config.get(name)
+    if not isinstance(value, bool | None):
+        raise CheckpointFormatError(f"{name} must be true or false", path=path, found=value)
+    return bool(value)
 
 
 def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:

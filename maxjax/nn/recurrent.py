@@ -87,7 +87,7 @@ class _Recurrent(Module):
 
 def _alike(from_x: jax.Array, state: State) -> tuple[jax.Array, State]:
     """The gates and the state in the dtype that holds all of them, which a step keeps, as a scan requires."""
-    dtype = reduce(promote, (one.dtype for one in (from_x, *state))).np
+    dtype = reduce(promote, (DType.of(one.dtype) for one in (from_x, *state))).np
     return from_x.astype(dtype), tuple(one.astype(dtype) for one in state)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ...dtype import DType
 from ..operands import check_broadcast, from_numpy, is_float
@@ -91,7 +92,7 @@ def sizing(*names: str) -> Callable[[_F], _F]:
 
 
 def _listed(sizes: Any) -> Any:
-    known = isinstance(sizes, (np.ndarray, jax.Array)) and not isinstance(sizes, jax.core.Tracer)
+    known = isinstance(sizes, (np.ndarray, jax.Array)) and not isinstance(sizes, Tracer)
     return sizes.tolist() if known else sizes
 
 

@@ -55,7 +55,7 @@ class Methods(TensorValue):
         return self._as_array().transpose(*axes)
 
 
-def with_values(strategy: ShardingStrategy) -> ShardingStrategy:
+def with_values(strategy: ShardingStrategy) -> Any:
     """The strategy; if its rule is a user's function, one that passes it a TensorValue, as MAX does.
 
     Example:
