@@ -111,6 +111,16 @@ def test_a_step_without_a_configuration(tmp_path):
     assert str(tmp_path / "0") in str(caught.value)
 
 
+def check_round_trip(path, model, state):
+    """Saves a state of this structure with random values, restores it, and compares."""
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), state)
+    maxjax.checkpoint.save(path, model, state=state)
+    example = jax.tree.map(jnp.zeros_like, state)
+    found = maxjax.checkpoint.restore(path, model, state=example)["state"]
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
 @pytest.mark.parametrize(
     "transform",
     [
@@ -123,12 +133,7 @@ def test_states_of_optimisers_whose_leaves_are_not_those_of_layers(tmp_path, tra
     stack = nn.LayerStack([nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(3)])
     model = maxjax.init(nn.Sequential([stack]), jax.random.key(0))
     state = transform().init(model)
-    rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), state)
-    maxjax.checkpoint.save(tmp_path, model, state=state)
-    example = jax.tree.map(jnp.zeros_like, state)
-    found = maxjax.checkpoint.restore(tmp_path, model, state=example)["state"]
-    jax.tree.map(np.testing.assert_array_equal, found, state)
+    check_round_trip(tmp_path, model, state)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +160,7 @@ def test_states_of_optimisers_with_other_shapes_in_device_order(tmp_path):
     assert layer.qkv_proj.weight.stored.layout is not None
     model = maxjax.init(layer, jax.random.key(0))
     state = optax.adafactor(min_dim_size_to_factor=4).init(model)
-    rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), state)
-    maxjax.checkpoint.save(tmp_path, model, state=state)
-    example = jax.tree.map(jnp.zeros_like, state)
-    found = maxjax.checkpoint.restore(tmp_path, model, state=example)["state"]
-    jax.tree.map(np.testing.assert_array_equal, found, state)
+    check_round_trip(tmp_path, model, state)
 
 
 def test_integers_that_do_not_fit_are_told(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Dim, TensorValue, ops
+from tests.foreign import Foreign
 from tests.oracles.recorded import recorded, torch
 
 CPU = DeviceRef.CPU()
@@ -42,23 +43,9 @@ def test_constant(args, want):
     np.testing.assert_array_equal(np.asarray(got).astype(want.dtype), want)
 
 
-class Foreign:
-    """An array of another library, which only DLPack can read, as torch's bfloat16."""
-
-    dtype = "torch.bfloat16"
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 def test_constant_of_another_library_in_bfloat16():
-    got = ops.constant(Foreign(jnp.array([1.5, -2.0], jnp.bfloat16)), DType.bfloat16, CPU)
+    theirs = Foreign(jnp.array([1.5, -2.0], jnp.bfloat16), dtype="torch.bfloat16")
+    got = ops.constant(theirs, DType.bfloat16, CPU)
     assert got.dtype == DType.bfloat16
     assert np.asarray(got.value).tolist() == [1.5, -2.0]
 

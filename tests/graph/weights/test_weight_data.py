@@ -12,6 +12,7 @@ from maxjax.graph import Shape
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData
 from maxjax.interop import trees
+from tests.foreign import Foreign
 
 
 def data(array, name="n"):
@@ -181,22 +182,9 @@ def test_dlpack_both_ways(dtype):
         np.testing.assert_array_equal(np.from_dlpack(back), array)
 
 
-class Other:
-    """An array of another library."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 def test_dtypes_that_numpy_does_not_import():
     array = jnp.array([1, 2], jnp.bfloat16)
-    d = WeightData(Other(array), "n", DType.bfloat16, (2,))
+    d = WeightData(Foreign(array), "n", DType.bfloat16, (2,))
     assert d.astype("float32").data.tolist() == [1, 2] and d.to_buffer().dtype is DType.bfloat16
 
 
