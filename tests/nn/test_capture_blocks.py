@@ -236,7 +236,7 @@ def test_patched_generation_and_streams(model):
 def test_programs_of_others_stay_and_are_found_again(model):
     from maxjax.engine.generate.programs import decode, prefill
 
-    # JAX keeps a limited number of programs of all functions: those of earlier tests could leave while this one counts.
+    # JAX keeps a limited number of programs: those of earlier tests could leave while this one counts.
     prefill.clear_cache()
     decode.clear_cache()
     other = jax.tree.map(lambda a: a, model)

@@ -410,7 +410,7 @@ def test_a_text_that_begins_with_two_of_them(model):
 
 @pytest.fixture
 def no_programs():
-    """JAX keeps a limited number of programs of all functions: those of earlier tests could leave while a test counts."""
+    """JAX keeps a limited number of programs: those of earlier tests could leave while a test counts."""
     decode_programs.prefill.clear_cache()
     decode_programs.decode.clear_cache()
 
