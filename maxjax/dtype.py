@@ -317,6 +317,16 @@ def _from_text(text: str) -> DType:
     return found
 
 
+def native(array: Any) -> Any:
+    """The array in this machine's byte order, the only one that JAX has; not copied if it is in that already.
+
+    Example:
+        >>> native(np.array([1, 2], ">i4")).dtype.str == np.dtype(np.int32).str
+        True
+    """
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def misfit(array: np.ndarray, dtype: NumpyDType) -> str | None:
     """The range of an array's numbers, as "integers from -1 to 300", if an integer dtype cannot hold them; else None.
 

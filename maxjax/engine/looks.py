@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from ..columns import columns
+from ..dtype import native
 from ..errors import UserInputError
 from ..graph import compile_cache
 from ..graph.placement.strategy import ShardingStrategy
@@ -316,7 +317,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         if isinstance(what, (np.ndarray, np.generic)):
             if what.dtype.kind in "OUSMm" or what.dtype.names is not None:
                 return None, f"{what.dtype}{list(what.shape)}", "its values are no numbers", ()
-            what = np.asarray(what, what.dtype.newbyteorder("="))  # JAX has one byte order
+            what = native(np.asarray(what))
         array = unwrap(what)
         if isinstance(array, QuantArray):
             _check(array.blocks, name)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ...dtype import native
 from ...errors import CheckpointError, CheckpointMismatchError, closest
 from ...graph import compile_cache
 from ...graph.device import DeviceRef
@@ -309,7 +310,7 @@ def _fit(name: str, entry: WeightEntry, declared: jax.ShapeDtypeStruct, value: A
     """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
     dtype, shape = declared.dtype, declared.shape
     if isinstance(value, (np.ndarray, np.generic)):
-        value = np.asarray(value).astype(value.dtype.newbyteorder("="), copy=False)
+        value = native(np.asarray(value))
     if isinstance(value, (jax.Array, np.ndarray)):
         try:
             value = WeightData(value, name, value.dtype, value.shape)

@@ -64,9 +64,8 @@ class GenerationDefaults:
         given = {} if self.file is None else json.loads(self.file)
         if self.read == self._values:
             ends = eos_token_ids(config or {})
-            known = not ends or set(self.eos_ids) <= set(
-                ends
-            )  # without any they are the tokenizer's
+            # Without any in the config they are the tokenizer's.
+            known = not ends or set(self.eos_ids) <= set(ends)
             if self.file is not None:
                 return given
             return None if known else {"eos_token_id": list(self.eos_ids)}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...driver import Buffer
-from ...dtype import DType
+from ...dtype import DType, native
 from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import bytes_text
 from ...storage.blocks import decode
@@ -295,9 +295,8 @@ class WeightData(Rendered):
     def typed(self) -> Any:
         """The array in the dtype and the shape of the metadata, if it has the bytes for them."""
         data, dtype = self.data, self.dtype.np
-        array = data if isinstance(data, jax.Array) and data.dtype == dtype else _host(data)
-        if not array.dtype.isnative:
-            array = array.astype(array.dtype.newbyteorder("="))
+        is_typed = isinstance(data, jax.Array) and data.dtype == dtype
+        array = data if is_typed else native(_host(data))
         if Shape.is_static(self.shape) and array.shape != (shape := tuple(map(int, self.shape))):
             if array.size * array.dtype.itemsize == math.prod(shape) * dtype.itemsize:
                 if array.dtype != dtype:

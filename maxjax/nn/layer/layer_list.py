@@ -241,7 +241,7 @@ class LayerList(Module, _Of[L], stands_for=list):
             )
 
     def __delattr__(self, name: str) -> None:
-        if name.isdecimal() and name in vars(self):
+        if name.isdigit() and name in vars(self):
             del self[int(name)]
         else:
             super().__delattr__(name)

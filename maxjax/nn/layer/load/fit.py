@@ -31,7 +31,7 @@ from ....graph.weights.device_reads import (
     read_destinations,
 )
 from ....graph.weights.given import dtype_of, host_or_jax, shape_of
-from ....graph.weights.weight_data import cast_array
+from ....graph.weights.weight_data import cast_array, is_torch
 from ....storage.boxes import count, whole
 
 
@@ -116,10 +116,10 @@ def _held(data: WeightData, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _content_problem(name: str, data: WeightData) -> str | None:
     """The problem if data in memory cannot have the shape that its metadata says; otherwise None."""
-    expected = tuple(map(int, data.shape))
     if not data.is_loaded or isinstance(data.data, jax.ShapeDtypeStruct):
         return None
-    if tuple(getattr(data.data, "shape", ())) == expected:
+    expected = tuple(map(int, data.shape))
+    if _held(data, ()) == expected:
         return None
     array = data.typed()
     if tuple(array.shape) == expected:
@@ -219,7 +219,7 @@ def _address(value: Any) -> int | None:
         if not value.is_loaded:
             return None  # it will be read into newly allocated memory
         value = value.data
-    if hasattr(value, "data_ptr"):  # a tensor of torch
+    if is_torch(value):
         return value.data_ptr() if value.device.type == "cpu" and value.numel() else None
     if not isinstance(value, (jax.Array, np.generic)):
         value = host_or_jax(value)
