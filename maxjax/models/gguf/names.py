@@ -151,6 +151,10 @@ ROUTED_KEYS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
 }
+# llama.cpp's values of those that a file leaves out.
+ROUTED_DEFAULTS = {
+    "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+}  # fmt: skip
 # Tensors of layers of multi-token prediction, which follow the model's own layers.
 NEXT = {
     f".nextn.{name}": name.replace("shared_head_", "shared_head.")

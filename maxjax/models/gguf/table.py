@@ -65,7 +65,8 @@ class GGUFTable:
             are added to those that Llama-like decoders share; None removes a name.
         keys: metadata keys of numbers and flags, without the architecture → keys of ``config.json``.
             They are added to those that Llama-like decoders share.
-        fixed: settings that are the same in every file, because they are in llama.cpp's code.
+        fixed: settings that are in llama.cpp's code: the same in every file, or in those without their
+            key.
         read: function (metadata, shapes of the tensors, configuration so far) → further settings.
         write: function of the family's config → further metadata; it raises UnsupportedModelError
             for a config that a file cannot represent.

@@ -17,7 +17,7 @@ import numpy as np
 from ....errors import CheckpointFormatError
 from ....graph.weights import WeightData
 from ..metadata import MAX_EXPERTS, Settings, unsupported
-from ..names import NEXT, ROUTED_KEYS, Rule, expert_names
+from ..names import NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
 from ..pieces import computed
 from ..table import GGUFTable
 
@@ -110,8 +110,7 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
         "num_key_value_heads": config["num_attention_heads"],
         "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": value,
         "q_lora_rank": given.count("attention.q_lora_rank", None),
-        "routed_scaling_factor": given.number("expert_weights_scale", 0.0, positive=False) or 1.0,
-        "norm_topk_prob": config.get("norm_topk_prob", False),
+        "routed_scaling_factor": config["routed_scaling_factor"] or 1.0,
     }  # fmt: skip
     groups = given.count("expert_group_count", 1, maximum=MAX_EXPERTS)
     chosen = given.count("expert_group_used_count", groups, maximum=groups)
@@ -177,7 +176,7 @@ DEEPSEEK_GGUF = GGUFTable(
         "attention.value_length_mla": "v_head_dim",
         **ROUTED_KEYS,
     },
-    fixed={"hidden_act": "silu", "rope_interleave": True},
+    fixed={"hidden_act": "silu", "rope_interleave": True, **ROUTED_DEFAULTS},
     read=_of_gguf,
     write=_to_gguf,
     written=(

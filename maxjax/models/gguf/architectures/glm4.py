@@ -9,7 +9,7 @@ import numpy as np
 
 from ....graph.weights import WeightData
 from ..metadata import Settings
-from ..names import HEAD_NORMS, NEXT, ROUTED_KEYS, Rule, expert_names
+from ..names import HEAD_NORMS, NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
 from ..pieces import rows
 from ..table import GATE_UP, GGUFTable
 
@@ -75,7 +75,7 @@ GLM4_MOE_GGUF = GGUFTable(
         **NEXT,
     },
     keys=ROUTED_KEYS,
-    fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1},
+    fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1, **ROUTED_DEFAULTS},
     read=_of_gguf_moe,
     write=lambda config: {"expert_gating_func": 2},
     written=("expert_gating_func",),

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from ..metadata import Settings
 from ..names import expert_names
 from ..table import PERMUTED, GGUFTable
+
+
+def attention_scale(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, float]:
+    """The factor of attention scores; in a file without one it is llama.cpp's, and not Granite's 1."""
+    scale = given.number("attention.scale", 0.0, positive=False)
+    return {"attention_multiplier": scale or config["head_dim"] ** -0.5}
+
+
+def _read(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    if not given.flag("rope.scaling.finetuned", True):
+        raise given.unsupported("a Granite without RoPE and without Mamba 2")
+    mlp_bias = "blk.0.ffn_gate.bias" in tensors
+    return {**attention_scale(given, tensors, config), "mlp_bias": mlp_bias}
+
 
 GRANITE_GGUF = GGUFTable(
     "granite",
@@ -17,7 +34,7 @@ GRANITE_GGUF = GGUFTable(
         "logit_scale": "logits_scaling",
     },
     fixed={"hidden_act": "silu"},
-    read=lambda given, tensors, config: {"mlp_bias": "blk.0.ffn_gate.bias" in tensors},
+    read=_read,
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     is_divided=True,
 )
@@ -30,5 +47,5 @@ GRANITEMOE_GGUF = replace(
         **GRANITE_GGUF.keys, "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    read=None, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
+    read=attention_scale, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from ..names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
 from ..pieces import computed, rows
 from ..state_layouts import Both, Flat, Logarithm, Taps
 from ..table import PERMUTED, GGUFTable
-from .granite import GRANITE_GGUF
+from .granite import GRANITE_GGUF, attention_scale
 
 Tensors = Mapping[str, WeightData]
 
@@ -165,6 +165,7 @@ def _granite_of(given: Settings, tensors: Shapes, config: Config) -> Config:
     inner = "expert_shared_feed_forward_length" if experts else "feed_forward_length"
     recurs = [f"blk.{i}.ssm_in.weight" in tensors for i in range(config["num_hidden_layers"])]
     return {
+        **attention_scale(given, tensors, config),
         **_sizes_of(given, {**_MAMBA_NAMES, "expand": "mamba_expand"}),
         "mamba_conv_bias": _has("ssm_conv1d.bias", tensors) or not any(recurs),
         "mamba_proj_bias": _has("ssm_in.bias", tensors),

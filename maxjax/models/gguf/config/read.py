@@ -41,7 +41,8 @@ class Architecture:
 
     Attributes:
         model_type, architecture: names as in ``config.json``.
-        fixed: settings that are the same in every model of the architecture.
+        fixed: settings that are the same in every model of the architecture, or that models have whose files
+            lack their key.
         more: function that reads settings that only this architecture has; None: there are none.
         is_decoder: whether it is a Llama-like decoder, whose files share most keys.
         has_rope: whether its attention has RoPE.

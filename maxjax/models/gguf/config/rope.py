@@ -80,7 +80,7 @@ def rope_scaling(
 
 def _yarn(given: Settings, factor: float) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    found["original_max_position_embeddings"] = given.count("rope.scaling.original_context_length")
+    found["original_max_position_embeddings"] = _original(given)
     for key, suffix in (
         ("attention_factor", "yarn_attn_factor"),
         ("beta_fast", "yarn_beta_fast"),
@@ -90,6 +90,11 @@ def _yarn(given: Settings, factor: float) -> dict[str, Any]:
         if value is not None:
             found[key] = value
     return found
+
+
+def _original(given: Settings) -> int:
+    """The context length before scaling, which is that of the model if the file has no other."""
+    return given.count("rope.scaling.original_context_length", given.count("context_length"))
 
 
 def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
@@ -103,14 +108,11 @@ def _mscale(given: Settings, log_multiplier: float) -> dict[str, float]:
 
 def _longrope(given: Settings, short: np.ndarray, long: np.ndarray) -> dict[str, Any]:
     """LongRoPE, whose divisors depend on the length."""
-    key = "original_context_length"
     return {
         "rope_type": "longrope",
         "short_factor": short.tolist(),
         "long_factor": long.tolist(),
-        "original_max_position_embeddings": given.count(
-            f"rope.scaling.{key}", given.count("context_length")
-        ),
+        "original_max_position_embeddings": _original(given),
         "attention_factor": given.number(ATTENTION_FACTOR, 1.0),
     }
 

@@ -153,6 +153,46 @@ def test_yarn_has_all_that_the_file_says():
     }  # fmt: skip
 
 
+EXPERTS = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 8,
+}
+LATENT = {
+    **EXPERTS, "rope.dimension_count": 4, "attention.key_length": 12, "attention.value_length": 8,
+    "attention.kv_lora_rank": 16, "expert_gating_func": 2,
+}  # fmt: skip
+ROUTED = {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        ("granite", {}, {"attention_multiplier": 8**-0.5}),
+        ("granite", {"attention.scale": 0.0, "attention.key_length": 16}, {"attention_multiplier": 0.25}),
+        ("granite", {"attention.scale": 0.5}, {"attention_multiplier": 0.5}),
+        ("granitemoe", EXPERTS, {"attention_multiplier": 8**-0.5}),
+        ("glm4moe", EXPERTS, ROUTED),
+        ("glm4moe", {**EXPERTS, "expert_weights_norm": True}, {**ROUTED, "norm_topk_prob": True}),
+        ("deepseek2", LATENT, ROUTED),
+        ("deepseek2", {**LATENT, "leading_dense_block_count": 1}, {**ROUTED, "first_k_dense_replace": 1}),
+        ("qwen2", YARN, {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        }),
+    ],
+)  # fmt: skip
+def test_what_a_file_leaves_out_is_llama_cpps(architecture, keys, expected):
+    found = config(architecture, **keys)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_granite_without_rope_is_refused():
+    with pytest.raises(UnsupportedModelError, match="without RoPE"):
+        config("granite", **{"rope.scaling.finetuned": False})
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
