@@ -113,21 +113,21 @@ def _kinds(names: str, *patterns: str, **more: bool) -> dict[str, Splitting]:
 SPLITTINGS: dict[str, Splitting] = {
     **_kinds(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais"
-        " trillion granite-docling modern-bert", GPT2,
+        " trillion granite-docling modern-bert roberta-bpe jina-v1-en jina-v2-code", GPT2,
     ),
     **_kinds("mpt olmo", GPT2, composes=True),
     **_kinds("starcoder refact smollm codeshell exaone minerva-7b", r"\p{N}", GPT2),
     **_kinds("command-r", r"\p{N}", GPT2, composes=True),
     **_kinds(
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3,
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", LLAMA3,
         ignore_merges=True, adds_bos=True,
     ),
     **_kinds("dbrx smaug-bpe glm4 chatglm-bpe", LLAMA3),
-    **_kinds("qwen2", QWEN2, composes=True),
+    **_kinds("qwen2 f2llmv2", QWEN2, composes=True),
     **_kinds("qwen35", _QWEN35, composes=True),
-    **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo", QWEN2),
+    **_kinds("deepseek-r1-qwen stablelm2 hunyuan grok-2 megrez kormo solar-open", QWEN2),
     **_kinds("tekken", TEKKEN, ignore_merges=True, adds_bos=True),
-    **_kinds("gpt-4o llama4 minimax-m2", GPT4O),
+    **_kinds("gpt-4o llama4 minimax-m2 kanana2", GPT4O),
     **_kinds("kimi-k2", KIMI),
     **_kinds("seed-coder", _SEED),
     **_kinds("poro-chat bloom gpt3-finnish", _BLOOM),
@@ -136,7 +136,7 @@ SPLITTINGS: dict[str, Splitting] = {
         "deepseek-llm", r"[\r\n]", _CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, r"\p{N}+",
     ),
     **_kinds("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
-    **_kinds("deepseek-v3 hunyuan-dense", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
+    **_kinds("deepseek-v3 hunyuan-dense joyai-llm", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
     **_kinds("falcon", r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
     **_kinds("default", r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }  # fmt: skip
