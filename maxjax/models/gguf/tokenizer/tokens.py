@@ -36,14 +36,14 @@ def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
-    """Token → id.
+    """Token → id, without empty tokens, which no text has.
 
     Raises:
         CheckpointFormatError: a token occurs twice.
     """
     vocab: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if vocab.setdefault(token, i) != i:
+        if token and vocab.setdefault(token, i) != i:
             raise CheckpointFormatError(
                 f"'tokenizer.ggml.tokens' has the token {token[:80]!r} twice",
                 path=path,

@@ -143,6 +143,26 @@ def test_what_fills_the_table_is_no_token():
     assert built(metadata).get_vocab_size() == 501
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_empty_tokens_are_none(kind):
+    """llama.cpp gives each a name of its own, so that a file may have several."""
+    data = files.byte_level("gpt2") if kind == "gpt2" else files.sentencepiece(True)
+    metadata = through(data) if kind == "gpt2" else through(data, LLAMA)
+    size, plain = len(metadata[KEY + "tokens"]), built(metadata)
+    for key, value in (("tokens", ""), ("token_type", 1), ("scores", 0.0)):
+        if KEY + key in metadata:
+            metadata[KEY + key] = [*metadata[KEY + key], value, value]
+    metadata[KEY + "token_type"] = [*map(int, metadata[KEY + "token_type"])]
+    if kind == "llama":
+        metadata[KEY + "scores"] = [*map(float, metadata[KEY + "scores"])]
+    found = built(metadata)
+    assert found.get_vocab_size() == plain.get_vocab_size()
+    assert (
+        found.encode("ab c").ids == plain.encode("ab c").ids
+        and found.decode([size, size + 1]) == ""
+    )
+
+
 def test_ends_of_turns_are_control_tokens_whatever_the_file_says():
     metadata = through(files.byte_level("gpt2"), None, config={"eos_token_id": 1})
     metadata[KEY + "tokens"] = [*metadata[KEY + "tokens"], "<|im_end|>"]
