@@ -263,12 +263,27 @@ def _rope(writer: gguf.GGUFWriter, rope: dict) -> None:
 # --- files -----------------------------------------------------------------------------------
 
 
-def write(path: Path, case: str, made, tensors: dict[str, np.ndarray], **options) -> Path:
-    """A GGUF file of the model."""
+def joined(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with one for the queries, keys and values of a layer, as newer converters can write them."""
+    found = {}
+    for name, values in stored.items():
+        if ".attn_q." in name:
+            parts = [values, *(stored[name.replace("_q.", f"_{one}.")] for one in "kv")]
+            found[name.replace("_q.", "_qkv.")] = np.concatenate(parts)
+        elif ".attn_k." not in name and ".attn_v." not in name:
+            found[name] = values
+    return found
+
+
+def write(
+    path: Path, case: str, made, tensors: dict[str, np.ndarray], qkv: bool = False, **options
+) -> Path:
+    """A GGUF file of the model; with `qkv`, as `joined`."""
     architecture = CASES[case][0]
     writer = gguf.GGUFWriter(path, architecture)
     parameters(writer, architecture, made.config)
-    for name, values in converted(case, made, tensors, **options):
+    stored = dict(converted(case, made, tensors, **options))
+    for name, values in (joined(stored) if qkv else stored).items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from maxjax.models.gguf import hf_config, hf_names
+from maxjax.errors import CheckpointFormatError
+from maxjax.graph.weights import load_weights
+from maxjax.models.gguf import config_of, hf_config, hf_names, hf_tensors
+from maxjax.storage.gguf.writer import plan_gguf
+from maxjax.storage.save.outgoing import outgoing
 from tests.models.gguf import files
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import recorded, torch, transformers
@@ -175,3 +179,30 @@ def test_experts_with_gate_and_up_in_one_tensor(case, tmp_path):
     assert sorted(tensors) == sorted(original)
     for name, values in original.items():
         np.testing.assert_array_equal(tensors[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-bias", "qwen2", "bert"])
+def test_queries_keys_and_values_may_be_one_tensor(case, tmp_path):
+    model = files.model(case)
+    tensors = files.checkpoint(model, tmp_path / "original")
+    plain, fused = (
+        load_weights(files.write(tmp_path / f"{qkv}.gguf", case, model, tensors, qkv=qkv))
+        for qkv in (False, True)
+    )
+    assert "blk.1.attn_qkv.weight" in fused and config_of(fused) == config_of(plain)
+    expected, found = hf_tensors(plain), hf_tensors(fused)
+    assert sorted(found) == sorted(expected)
+    for name, data in expected.items():
+        np.testing.assert_array_equal(np.asarray(found[name].data), np.asarray(data.data), name)
+
+
+def test_one_tensor_of_other_rows_than_the_heads(tmp_path):
+    metadata = {
+        "general.architecture": "qwen2",
+        "qwen2.attention.head_count": 4,
+        "qwen2.block_count": 1,
+    }
+    tensor = outgoing("blk.0.attn_qkv.weight", np.zeros((30, 8), np.float32))
+    (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [tensor]).pieces()))
+    with pytest.raises(CheckpointFormatError, match=r"attn_qkv.*4 \+ 4 \+ 4 heads.*30, 8"):
+        hf_tensors(load_weights(tmp_path / "m.gguf"))

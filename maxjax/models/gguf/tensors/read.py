@@ -5,16 +5,19 @@ The tensors are lazy. To read a part of a tensor, only the rows of that part are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ....dtype import DType
+from ....errors import CheckpointFormatError
 from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings, short
-from ..names import DIVISORS, hf_names
+from ..names import ARCHITECTURES, DIVISORS, hf_names
+from ..pieces import rows
 from ..sources import Exact, Relaid
 from ..table import TABLES, GGUFTable
 
@@ -24,6 +27,8 @@ EXACT_KEY = "maxjax.exact."
 """Metadata key prefix, before Hugging Face's name, of exact values where the file's tensor lost bits."""
 # Upper bound of numbers in the metadata; the largest float32 is 3.4e38.
 _LARGE = 1e38
+# Name of a layer's queries, keys and values in one tensor.
+_FUSED = "attn_qkv"
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
 
@@ -119,4 +124,38 @@ def _narrower(weights: GGUFWeights) -> dict[str, DType]:
 
 
 def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
-    return {name: place.data() for name, place in weights.items()}
+    """The tensors of the file.
+
+    One tensor of queries, keys and values becomes three; llama.cpp reads either in every architecture.
+    """
+    found = {}
+    table = ARCHITECTURES.get(str(weights.metadata.get("general.architecture")), {})
+    splits = f"blk.*.{_FUSED}" not in table and "blk.*.attn_q" in table
+    for name, place in weights.items():
+        front, fused, suffix = name.rpartition(f".{_FUSED}.")
+        if fused and splits:
+            found |= _split(weights, place.data(), front, suffix)
+        else:
+            found[name] = place.data()
+    return found
+
+
+def _split(
+    weights: GGUFWeights, data: WeightData, front: str, suffix: str
+) -> Iterator[tuple[str, WeightData]]:
+    """The names and tensors of a layer's queries, keys and values, which are rows of one tensor."""
+    given = settings(weights.metadata, path=weights._path)
+    heads = given.count("attention.head_count")
+    keys = given.some("attention.head_count_kv", heads)
+    shape = tuple(map(int, data.logical_shape))
+    width, rest = divmod(shape[0] if shape else 0, heads + 2 * keys)
+    if rest or not width:
+        raise CheckpointFormatError(
+            "not the rows of queries, keys and values", path=weights._path, tensor=data.name,
+            expected=f"rows for {heads} + {keys} + {keys} heads", found=f"shape {list(shape)}",
+        )  # fmt: skip
+    start = 0
+    for part, count in (("attn_q", heads), ("attn_k", keys), ("attn_v", keys)):
+        name = f"{front}.{part}.{suffix}"
+        yield name, rows(name, [data], start + np.arange(count * width))
+        start += count * width
