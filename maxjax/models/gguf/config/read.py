@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
-from ..metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, token_id, unsupported
+from ..metadata import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    Settings,
+    settings,
+    short,
+    token_id,
+    unsupported,
+)
 from .rope import required, rope_scaling
 
 Config = dict[str, Any]
@@ -107,6 +115,10 @@ def hf_config(
         >>> config["architectures"], config["vocab_size"], config["tie_word_embeddings"]
         (['Qwen2ForCausalLM'], 100, True)
     """
+    kind = Settings(metadata, "general.", path).text("type", "model")
+    if kind != "model":
+        what = f"a GGUF file of the type {short(kind)} (general.type), which holds no model,"
+        raise unsupported(what, path)
     given = settings(metadata, path=path)
     architecture = given.prefix[:-1]
     model = MODELS.get(architecture)

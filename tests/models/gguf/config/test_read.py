@@ -207,6 +207,12 @@ def test_models_that_no_class_of_hugging_faces_is(keys, says):
         config(**keys)
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+def test_a_file_that_holds_no_model_says_so(kind):
+    with pytest.raises(UnsupportedModelError, match=f"m.gguf: a GGUF file of the type '{kind}'"):
+        config(tensors={}, extra={"general.type": kind})
+
+
 def test_an_unknown_architecture_lists_the_known():
     with pytest.raises(UnsupportedModelError, match=r"'rwkv6'.*llama.*gemma3.*bert"):
         config("rwkv6")
