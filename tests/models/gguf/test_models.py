@@ -206,3 +206,31 @@ def test_one_tensor_of_other_rows_than_the_heads(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"".join(plan_gguf(metadata, [tensor]).pieces()))
     with pytest.raises(CheckpointFormatError, match=r"attn_qkv.*4 \+ 4 \+ 4 heads.*30, 8"):
         hf_tensors(load_weights(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3moe"])
+def test_weights_are_multiplied_by_their_scales(case, tmp_path):
+    """As of NVFP4: a number for each weight, or for each expert; the scales of activations change nothing."""
+    model = files.model(case)
+    tensors = files.checkpoint(model, tmp_path / "original")
+    plain = load_weights(files.write(tmp_path / "plain.gguf", case, model, tensors))
+    out = []
+    for name, place in plain.items():
+        values = np.asarray(place.data().data)
+        if values.ndim > 1 and name.startswith("blk.") and "gate_inp" not in name:
+            by = np.float32([0.5, 2, 4, 0.25][: len(values) if values.ndim == 3 else 1])
+            values = values / by.reshape(-1, *[1] * (values.ndim - 1))
+            out += [outgoing(name.replace(".weight", ".scale"), by)]
+            out += [outgoing(name.replace(".weight", ".input_scale"), np.float32([3]))]
+        out.append(outgoing(name, values))
+    path = tmp_path / "scaled.gguf"
+    path.write_bytes(b"".join(plan_gguf(plain.metadata, out).pieces()))
+    expected, found = hf_tensors(plain), hf_tensors(load_weights(path))
+    assert sorted(found) == sorted(expected)
+    for name, data in expected.items():
+        np.testing.assert_array_equal(np.asarray(found[name].data), np.asarray(data.data), name)
+    scale = outgoing("blk.0.attn_q.scale", np.ones(2, np.float32))
+    out = [scale if one.name == scale.name else one for one in out]
+    path.write_bytes(b"".join(plan_gguf(plain.metadata, out).pieces()))
+    with pytest.raises(CheckpointFormatError, match="attn_q.scale.*not one number"):
+        hf_tensors(load_weights(path))

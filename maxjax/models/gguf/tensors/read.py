@@ -5,6 +5,7 @@ The tensors are lazy. To read a part of a tensor, only the rows of that part are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings, short
-from ..names import ARCHITECTURES, DIVISORS, hf_names
-from ..pieces import rows
+from ..names import ARCHITECTURES, DIVISORS, Table, hf_names
+from ..pieces import computed, rows
 from ..sources import Exact, Relaid
 from ..table import TABLES, GGUFTable
 
@@ -29,6 +30,7 @@ EXACT_KEY = "maxjax.exact."
 _LARGE = 1e38
 # Name of a layer's queries, keys and values in one tensor.
 _FUSED = "attn_qkv"
+_LAYER = re.compile(r"\Ablk\.[0-9]+\.")
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
 
@@ -124,19 +126,52 @@ def _narrower(weights: GGUFWeights) -> dict[str, DType]:
 
 
 def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
-    """The tensors of the file.
+    """The tensors of the file, by the names of its architecture.
 
-    One tensor of queries, keys and values becomes three; llama.cpp reads either in every architecture.
+    In every architecture, weights are multiplied by the scale that is beside them, and one tensor of queries, keys
+    and values becomes three.
     """
-    found = {}
     table = ARCHITECTURES.get(str(weights.metadata.get("general.architecture")), {})
-    splits = f"blk.*.{_FUSED}" not in table and "blk.*.attn_q" in table
-    for name, place in weights.items():
+    scaled = _scaled(weights, table)
+    if f"blk.*.{_FUSED}" in table or "blk.*.attn_q" not in table:
+        return scaled
+    found = {}
+    for name, data in scaled.items():
         front, fused, suffix = name.rpartition(f".{_FUSED}.")
-        if fused and splits:
-            found |= _split(weights, place.data(), front, suffix)
+        if fused:
+            found |= _split(weights, data, front, suffix)
         else:
-            found[name] = place.data()
+            found[name] = data
+    return found
+
+
+def _scaled(weights: GGUFWeights, table: Table) -> dict[str, WeightData]:
+    """The tensors, multiplied by their scales: a number (as of NVFP4), or one for each expert.
+
+    The scales of activations, by which llama.cpp chooses how to compute, are left out.
+    """
+    found = {name: place.data() for name, place in weights.items()}
+    for name in [name for name in found if name.endswith((".scale", ".input_scale"))]:
+        stem, _, kind = name.rpartition(".")
+        weight = f"{stem}.weight"
+        rules = table.get(_LAYER.sub("blk.*.", stem), ())
+        if weight not in found or any(rule.only == kind for rule in rules):
+            continue
+        scale, data = found.pop(name), found[weight]
+        if kind != "scale":
+            continue
+        shape = tuple(map(int, data.logical_shape))
+        counts = ((), (1,), *([shape[:1]] if len(shape) == 3 else []))
+        if (size := tuple(map(int, scale.logical_shape))) not in counts:
+            raise CheckpointFormatError(
+                "not one number, or one for each expert", path=weights._path, tensor=name,
+                expected=f"shape [1] of a weight {list(shape)}", found=f"shape {list(size)}",
+            )  # fmt: skip
+
+        def change(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+            return values * by.reshape(-1, *[1] * (values.ndim - 1))
+
+        found[weight] = computed(weight, [data, scale], change, shape)
     return found
 
 
