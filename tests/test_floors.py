@@ -126,7 +126,7 @@ models: bert roberta distilbert mpnet nomic gte jina modernbert camembert electr
 models: registry find construct
 models/gguf/config: families
 models/gguf/tensors: write
-models/gguf: write_metadata
+models/gguf: write_metadata sampling
 models: __init__
 
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in

@@ -25,6 +25,7 @@ from ..graph.weights import GGUFWeights, Weights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
+from ..models.gguf.sampling import sampling_config
 from ..models.gguf.tokenizer.read import end_ids
 from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
@@ -251,6 +252,7 @@ def _prepared(
                 model.pooling = pooling
             if isinstance(model, Decoder):
                 ends, settings = () if text is None else text.eos_ids, model.hf_config
+                sampling: dict[str, Any] | None = None
                 if isinstance(
                     weights, GGUFWeights
                 ):  # the one in its configuration is not the only one
@@ -259,7 +261,8 @@ def _prepared(
                         **(settings or {}),
                         **({"eos_token_id": list(ends)} if ends else {}),
                     }
-                model.generation = read_defaults(folder, settings, ends)
+                    sampling = sampling_config(weights.metadata, path=path)
+                model.generation = read_defaults(folder, settings, ends, sampling)
     except BaseException:
         weights.close()
         raise

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 
 import gguf
 import jax
@@ -16,9 +17,10 @@ import maxjax
 from maxjax import embed, load
 from maxjax.checkpoint import convert
 from maxjax.engine.hub import find_model
-from maxjax.errors import CheckpointMismatchError, UnsupportedModelError
+from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models.gguf import gguf_tokenizer_metadata
+from maxjax.models.gguf.sampling import sampling_config, sampling_metadata
 from tests.models.gguf import files as gguf_files
 from tests.models.gguf.files import CASES, checkpoint
 from tests.models.gguf.files import model as random_model
@@ -257,3 +259,47 @@ def test_all_tokens_that_end_a_turn_end_a_text(tmp_path):
     # The configuration of Hugging Face that goes with it has one; the other goes into a file of its own.
     maxjax.save_pretrained(model, tmp_path / "hf", tokenizer=tokenizer)
     assert maxjax.load(tmp_path / "hf")[0].generation.eos_ids == model.generation.eos_ids
+
+
+def test_the_sampling_of_a_generation_config_goes_into_a_file_and_back(tmp_path):
+    tiny = find_model("tiny", None)
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
+    (source / "generation_config.json").write_text(json.dumps(config))
+    expected = maxjax.load(source)[0].generation.sampling
+    assert expected == maxjax.Sampling(
+        temperature=0.6, top_k=50, top_p=0.95, repetition_penalty=1.1
+    )
+    convert(source, tmp_path / "m.gguf")
+    keys = gguf.Keys.General
+    written = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()
+        if name.startswith("general.sampling.")
+    }
+    assert {name: round(value, 6) for name, value in written.items()} == {
+        keys.SAMPLING_TEMP: 0.6, keys.SAMPLING_TOP_K: 50, keys.SAMPLING_TOP_P: 0.95,
+        keys.SAMPLING_MIN_P: 0, keys.SAMPLING_PENALTY_REPEAT: 1.1,
+    }  # fmt: skip
+    model, tokenizer = maxjax.load(tmp_path / "m.gguf")
+    assert model.generation.sampling == expected
+    maxjax.save_pretrained(model, tmp_path / "saved", tokenizer=tokenizer)
+    convert(tmp_path / "m.gguf", tmp_path / "converted")
+    for place in ("saved", "converted"):
+        again = maxjax.load(tmp_path / place)[0].generation
+        assert (again.sampling, again.eos_ids) == (expected, model.generation.eos_ids)
+
+
+def test_the_sampling_that_llama_cpp_s_converter_writes(caplog):
+    found = sampling_config({
+        "general.sampling.temp": float(np.float32(0.7)), "general.sampling.top_k": -1,
+        "general.sampling.penalty_repeat": 1.1, "general.sampling.penalty_last_n": 0,
+        "general.sampling.xtc_probability": 0.5,
+    })  # fmt: skip
+    assert maxjax.Sampling.from_generation_config(found) == maxjax.Sampling(temperature=0.7)
+    assert "xtc_probability" in caplog.text
+    assert sampling_config({"general.sampling.temp": 0.0})["do_sample"] is False
+    assert sampling_metadata({"temperature": 0.7}) == {}
+    with pytest.raises(CheckpointFormatError, match=r"general\.sampling\.temp.*a number"):
+        sampling_config({"general.sampling.temp": "hot"})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...engine.generate.defaults import FILE
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...graph.weights import GGUFWeights, WeightData, Weights, load_weights
 from ...models import find_family
@@ -19,7 +20,8 @@ from ...models.family import Family, unwrapped
 from ...models.family import tensors as model_tensors
 from ...models.find import all_families
 from ...models.gguf import config_of
-from ...models.gguf.tokenizer.read import HF_JSON
+from ...models.gguf.sampling import sampling_config
+from ...models.gguf.tokenizer.read import HF_JSON, end_ids
 from ...models.pooling import gguf_pooling
 from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
@@ -28,6 +30,7 @@ from ...storage.safetensors.reader import ENCODINGS
 from ...storage.save.beside import settled
 from ...text.template.files import TEMPLATE_FOLDER
 from ...text.tokenizer.tokenizer import gguf_tokenizer
+from ..file_set import json_bytes
 from ..pretrained import METADATA, sentence_files
 
 _LOG = logging.getLogger("maxjax")
@@ -163,6 +166,11 @@ def as_hugging_face(found: Opened) -> None:
     found.config = config_of(weights)
     found.tensors = find_family(found.config).stored(model_tensors(weights))
     found.config = with_blocks(found.config, found.tensors)
+    chosen = sampling_config(weights.metadata, path=weights._path)
+    ends = list(end_ids(weights.metadata, path=weights._path))
+    if chosen or len(ends) > 1:
+        chosen |= {"eos_token_id": ends} if ends else {}
+        found.made[FILE] = json_bytes(chosen)
     pooling = gguf_pooling(weights.metadata, path=weights._path)
     if pooling is not None:
         size: Any = find_family(found.config).config.from_dict(found.config)

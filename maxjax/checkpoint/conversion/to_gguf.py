@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from ...dtype import DType
+from ...engine.generate.defaults import FILE
 from ...errors import CheckpointMissingError, UnsupportedModelError, UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models import find_family
 from ...models.bounds import check_bounds
+from ...models.config import read_object
 from ...models.family import unwrapped
 from ...models.gguf import (
     encodings,
@@ -28,6 +30,7 @@ from ...models.gguf import (
     is_wide,
 )
 from ...models.gguf.config.families import read_config
+from ...models.gguf.sampling import sampling_metadata
 from ...models.gguf.tensors.types import Traits, takes_blocks
 from ...models.gguf.write_metadata import file_type
 from ...models.pooling import Pooling, gguf_mode
@@ -232,6 +235,8 @@ def _new_gguf(
         tokenizer, settings, config, path=path,
         vocab_size=None if embedding is None else int(embedding.logical_shape[0]),
     )  # fmt: skip
+    if (file := found.folder / FILE).is_file():
+        metadata |= sampling_metadata(read_object(file))
     return metadata | made.metadata, made.tensors
 
 

@@ -98,7 +98,10 @@ _READ = frozenset(
 
 
 def read_defaults(
-    directory: Path, config: Mapping[str, Any] | None = None, eos_ids: tuple[int, ...] = ()
+    directory: Path,
+    config: Mapping[str, Any] | None = None,
+    eos_ids: tuple[int, ...] = (),
+    sampling: Mapping[str, Any] | None = None,
 ) -> GenerationDefaults:
     """Reads the defaults of a checkpoint directory.
 
@@ -108,6 +111,8 @@ def read_defaults(
             ``generation_config.json`` has none; without that file, all its generation settings
             are used, because old checkpoints have them there.
         eos_ids: the tokenizer's end-of-text tokens, used if neither file has any.
+        sampling: what a GGUF file has instead of a ``generation_config.json``, by the keys of that; it is
+            used if there is no such file.
 
     Raises:
         CheckpointFormatError: a value in the file is invalid; the message names the file and the value.
@@ -118,15 +123,17 @@ def read_defaults(
     """
     file = Path(directory) / FILE
     there = file.exists()
-    given = read_object(file) if there else dict(config or {})
+    given = read_object(file) if there else {**(config or {}), **(sampling or {})}
     if not there and given.get("max_length") == _UNSET_LENGTH:
         del given["max_length"]
     try:
         ends = eos_token_ids(given) or eos_token_ids(config or {})
-        sampling = Sampling.from_generation_config({**given, "eos_token_id": list(ends)})
+        chosen = Sampling.from_generation_config({**given, "eos_token_id": list(ends)})
+        # What config.json does not say is saved as a file of its own.
+        kept = given if there else {**sampling, "eos_token_id": list(ends)} if sampling else None
         found = GenerationDefaults(
-            sampling, _count(given, "max_new_tokens"), _count(given, "max_length"),
-            ends or eos_ids, _stops(given), json.dumps(given) if there else None,
+            chosen, _count(given, "max_new_tokens"), _count(given, "max_length"),
+            ends or eos_ids, _stops(given), None if kept is None else json.dumps(kept),
         )  # fmt: skip
         return dataclasses.replace(found, read=found._values)
     except UserInputError as error:

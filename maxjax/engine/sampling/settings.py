@@ -339,6 +339,8 @@ _UNSUPPORTED_IN_DRAWING: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
+    "xtc_probability": (0,),  # this and the next are llama.cpp's
+    "mirostat": (0,),
 }
 
 
