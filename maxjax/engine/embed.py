@@ -397,8 +397,9 @@ def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
     """The number of tokens of a prompt before a text, as sentence-transformers counts them."""
     if not prompt:
         return 0
-    [row] = tokenizer.tokens([prompt.lower() if pooling.lower_case else prompt])
-    plain = tokenizer.encode(prompt.lower() if pooling.lower_case else prompt, special=False)
+    prompt = pooling.cased(prompt)
+    [row] = tokenizer.tokens([prompt])
+    plain = tokenizer.encode(prompt, special=False)
     # Special tokens at the end come after the text, so they are not part of the prompt.
     return len(row.ids) - int(len(row.ids) > len(plain) and row.ids[-1:] != plain[-1:])
 
@@ -415,9 +416,7 @@ def _rows(
     prompt: str,
 ) -> list[Encoding]:  # fmt: skip
     if prompt or pooling.lower_case:
-        texts = [prompt + text for text in checked_texts(texts)]
-    if pooling.lower_case:
-        texts = [text.lower() for text in texts]
+        texts = [pooling.cased(prompt + text) for text in checked_texts(texts)]
     rows = tokenizer.tokens(texts, max_length=limit if truncate else None)
     for i, row in enumerate(rows):
         if len(row.ids) > limit:

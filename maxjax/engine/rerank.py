@@ -109,7 +109,8 @@ def rerank(
                 raise UnsupportedModelError(
                     f"the model's scores need {CHAT_TEMPLATE}, which is not supported yet: pass template="
                 )
-            pairs = [(settings.before(None) + query, document) for document in documents]
+            asked = settings.cased(settings.before(None) + query)
+            pairs = [(asked, settings.cased(document)) for document in documents]
             rows = tokenizer.pairs(pairs, max_length=limit if truncate else None)
         for i, row in enumerate(rows):
             if len(row.ids) > limit:

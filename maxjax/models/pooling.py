@@ -132,6 +132,10 @@ class Pooling:
             raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: it has {known}")
         return found[name] if name is not None else ""
 
+    def cased(self, text: str) -> str:
+        """The text as the tokenizer gets it: lowercased if the files say so."""
+        return text.lower() if self.lower_case else text
+
 
 # --- the arithmetic: states [B, T, E] and mask [B, T] of the same dtype → [B, E] ------------
 # `starts` int32 [B, 1] is the index of each text's first token.

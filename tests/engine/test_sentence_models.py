@@ -16,7 +16,7 @@ from maxjax.errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from maxjax.models.pooling import Dense
+from maxjax.models.pooling import Dense, Pooling
 from tests.engine.sentence_models import EMBEDDERS, QUERY, RERANKERS, TEXTS, drawn, write
 from tests.models.gguf import llama_cpp
 from tests.oracles.recorded import FOLDER
@@ -196,6 +196,14 @@ def test_the_files_of_newer_rerankers(tmp_path):
     with pytest.raises(UnsupportedModelError, match="Tanh"):
         scores(QUERY)
     assert np.isfinite(scores(QUERY, activation="sigmoid")).all()
+
+
+def test_a_reranker_lowercases_as_its_files_say(tmp_path):
+    model, tokenizer = maxjax.load(write(RERANKERS["linear"], tmp_path))
+    lower = maxjax.rerank(model, tokenizer, QUERY.lower(), [TEXTS[0].lower()])
+    model.pooling = Pooling(lower_case=True)
+    found = maxjax.rerank(model, tokenizer, QUERY.upper(), [TEXTS[0].upper()])
+    np.testing.assert_array_equal(found, lower)
 
 
 def test_files_that_name_the_length_of_embeddings(tmp_path):
