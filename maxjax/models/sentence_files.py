@@ -30,10 +30,15 @@ from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
 from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
 
+# The settings of the whole model.
+_MODEL = "config_sentence_transformers.json"
 # The names of a Dense module's weights.
 DENSE = ("model.safetensors", "pytorch_model.bin")
 # What embeddings of such a model need, and scores of a decoder with a head.
 CHAT_TEMPLATE = "the chat template around each text ('modality_config' with 'message')"
+# What the files of a reranker say instead of a pooling.
+_SCORES = "the output 'logits' of the model ('modality_config')"
+_SCORING = "sequence-classification"  # their 'transformer_task'
 # Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
 # The keys of the modes in a Pooling module's configuration.
@@ -144,7 +149,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         elif module.kind != "Dropout":  # dropout does nothing at inference
             unsupported = unsupported or module.needs or f"the module {module.kind}"
     settings, needs = _sentence_config(transformer)
-    file = root / "config_sentence_transformers.json"
+    file = root / _MODEL
     model = _ModelConfig.from_dict(read_object(file) if file.exists() else {}, path=file)
     unsupported = unsupported or needs
     if pooling is None:
@@ -261,41 +266,44 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
         >>> sorted(pooling_files(Pooling(normalize=True), 384))
         ['1_Pooling/config.json', 'modules.json', 'sentence_bert_config.json']
     """
-    prompts: dict[str, Any] = {}
+    model: dict[str, Any] = {}
     if pooling.prompts or pooling.prompt is not None:
-        prompts = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
+        model = {"prompts": dict(pooling.prompts), "default_prompt_name": pooling.prompt}
     if pooling.similarity != "cosine":
-        prompts["similarity_fn_name"] = pooling.similarity
+        model["similarity_fn_name"] = pooling.similarity
     if pooling.truncate_dim is not None:
-        prompts["truncate_dim"] = pooling.truncate_dim
+        model["truncate_dim"] = pooling.truncate_dim
     if pooling.activation is not None:
-        prompts["activation_fn"] = pooling.activation
-    beside = {"config_sentence_transformers.json": prompts} if prompts else {}
-    if pooling.unsupported is not None:  # a saved model must not fall back to the plain mean
-        types = "sentence_transformers.models.Transformer", "maxjax.Unsupported"
-        listed = [{"idx": i, "name": str(i), "path": "", "type": t} for i, t in enumerate(types)]
-        listed[1]["needs"] = pooling.unsupported
-        return {"modules.json": listed} | beside
-    kinds = ["", "Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
-    places = [f"{i}_{kind}" if kind else "" for i, kind in enumerate(kinds)]
+        model["activation_fn"] = pooling.activation
+    sentence: dict[str, Any] = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
+    places, found = {"": "Transformer"}, {}
+    if pooling.unsupported is None:
+        kinds = ["Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
+        places |= {f"{i}_{kind}": kind for i, kind in enumerate(kinds, 1)}
+        found = _module_files(pooling, width, list(places)[1:])
     modules = [
-        {"idx": i, "name": str(i), "path": path,
-         "type": f"sentence_transformers.models.{kind or 'Transformer'}"}
-        for i, (path, kind) in enumerate(zip(places, kinds, strict=True))
-    ]  # fmt: skip
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(places.items())
+    ]
+    if pooling.unsupported == _SCORES:
+        sentence["transformer_task"], model["model_type"] = _SCORING, "CrossEncoder"
+    elif pooling.unsupported is not None:  # a saved model must not fall back to the plain mean
+        needs = {"type": "maxjax.Unsupported", "needs": pooling.unsupported}
+        modules.append({"idx": 1, "name": "1", "path": "", **needs})
+    found |= {"modules.json": modules, "sentence_bert_config.json": sentence}
+    return found | ({_MODEL: model} if model else {})
+
+
+def _module_files(pooling: Pooling, width: int, places: Sequence[str]) -> dict[str, Any]:
+    """The files of the Pooling and Dense modules, which are at the first of ``places``."""
     modes: dict[str, Any] = {"word_embedding_dimension": width}
     if list(pooling.modes) == [mode for mode in POOLINGS if mode in pooling.modes]:
         modes |= {key: mode in pooling.modes for key, mode in _KEYS.items()}
     else:  # only the newer key gives an order
         modes["pooling_mode"] = list(pooling.modes)
     modes["include_prompt"] = pooling.include_prompt
-    sentence = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
-    found = {
-        "modules.json": modules,
-        "1_Pooling/config.json": modes,
-        "sentence_bert_config.json": sentence,
-    } | beside
-    for place, dense in zip(places[2:], pooling.dense, strict=False):
+    found: dict[str, Any] = {f"{places[0]}/config.json": modes}
+    for place, dense in zip(places[1:], pooling.dense, strict=False):
         found[f"{place}/config.json"] = {
             "in_features": dense.in_features, "out_features": dense.out_features,
             "bias": bool(dense.bias), "activation_function": _CLASSES[dense.activation],
@@ -370,6 +378,8 @@ def _unsupported(raw: Mapping[str, Any]) -> str | None:
     output = text.get("method_output_name") if isinstance(text, Mapping) else None
     if "message" in kinds:  # then sentence-transformers makes each text a message
         return CHAT_TEMPLATE
+    if raw.get("transformer_task") == _SCORING:
+        return _SCORES
     if output not in (None, "last_hidden_state", ["last_hidden_state"]):
         return f"the output {str(output)[:60]!r} of the model ('modality_config')"
     changed = next((raw[key] for key in ("config_kwargs", "config_args") if raw.get(key)), None)

@@ -142,8 +142,23 @@ def test_the_order_of_modes_and_the_width_are_written(tmp_path, modes):
     assert settings["word_embedding_dimension"] == 7  # without it sentence-transformers stops
 
 
+def test_the_files_of_a_reranker_are_written_as_they_were(tmp_path):
+    """sentence-transformers loaded what was saved with another limit, activation function and prompt."""
+    task = {"transformer_task": "sequence-classification"}
+    write(tmp_path, ["Transformer"], sentence={"max_seq_length": 8, "do_lower_case": True} | task)
+    found, _ = read_pooling(tmp_path)
+    files = pooling_files(found, 7)
+    assert [module["path"] for module in files["modules.json"]] == [""]
+    assert task.items() <= files["sentence_bert_config.json"].items()
+    assert files["config_sentence_transformers.json"] == {"model_type": "CrossEncoder"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_pooling(tmp_path)[0] == found
+    assert (found.max_length, found.lower_case) == (8, True)
+
+
 def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
-    pooling = Pooling(unsupported="the module LayerNorm")
+    pooling = Pooling(unsupported="the module LayerNorm", max_length=9)
     for name, content in pooling_files(pooling, 7).items():
         (tmp_path / name).write_text(json.dumps(content))
     assert read_pooling(tmp_path)[0] == pooling
