@@ -39,6 +39,10 @@ CHAT_TEMPLATE = "the chat template around each text ('modality_config' with 'mes
 # What the files of a reranker say instead of a pooling.
 _SCORES = "the output 'logits' of the model ('modality_config')"
 _SCORING = "sequence-classification"  # their 'transformer_task'
+# The settings of a tokenizer that say how texts are padded and truncated, not what their tokens are.
+_PADDING = (
+    "max_length", "padding", "padding_side", "pad_to_multiple_of", "truncation", "return_tensors", "use_fast",
+)  # fmt: skip
 # Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
 # The keys of the modes in a Pooling module's configuration.
@@ -176,8 +180,12 @@ def _dense(place: Path) -> Dense | str:
     file = _settings(place)
     settings = _DenseConfig.from_dict(read_object(file), path=file)
     raw = read_object(file)
-    if raw.get("use_residual") or raw.get("module_input_name") not in (None, "sentence_embedding"):
-        return "a Dense module with 'use_residual' or another 'module_input_name'"
+    own = (None, "sentence_embedding")
+    if raw.get("use_residual"):
+        return "a Dense module with 'use_residual'"
+    for key in ("module_input_name", "module_output_name"):
+        if raw.get(key) not in own:
+            return f"a Dense module with '{key}' {str(raw[key])[:60]!r}"
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:
         return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
@@ -234,6 +242,8 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     settings = read_object(file) if file.exists() else {}
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     prompts = {} if prompts is None else prompts
+    if isinstance(prompts, dict):  # null counts as no text
+        prompts = {name: "" if text is None else text for name, text in prompts.items()}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointFormatError("'prompts' is not an object of strings", path=file)
     known = {"query", "document", *prompts}
@@ -275,7 +285,9 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
         model["truncate_dim"] = pooling.truncate_dim
     if pooling.activation is not None:
         model["activation_fn"] = pooling.activation
-    sentence: dict[str, Any] = {"max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case}
+    sentence: dict[str, Any] = {
+        "max_seq_length": pooling.max_length, "do_lower_case": pooling.lower_case,
+    }  # fmt: skip
     places, found = {"": "Transformer"}, {}
     if pooling.unsupported is None:
         kinds = ["Pooling", *["Dense"] * len(pooling.dense), *["Normalize"] * pooling.normalize]
@@ -366,8 +378,22 @@ def _sentence_config(directory: Path) -> tuple[_SentenceConfig, str | None]:
         file = directory / f"sentence_{kind}_config.json"
         if file.exists():
             raw = read_object(file)
-            return _SentenceConfig.from_dict(raw, path=file), _unsupported(raw)
+            limit = _of_tokenizer(raw).get("max_length")
+            limited = raw if limit is None else {**raw, "max_seq_length": limit}
+            return _SentenceConfig.from_dict(limited, path=file), _unsupported(raw)
     return _SentenceConfig(), None
+
+
+def _of_tokenizer(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with which the tokenizer is made and called; those of the call count more."""
+    called = raw.get("processing_kwargs")
+    called = called if isinstance(called, Mapping) else {}
+    made = raw.get("tokenizer_args"), raw.get("processor_kwargs")
+    found: dict[str, Any] = {}
+    for group in (*made, called.get("common"), called.get("text")):
+        for key, value in group.items() if isinstance(group, Mapping) else ():
+            found["max_length" if key == "model_max_length" else key] = value
+    return found
 
 
 def _unsupported(raw: Mapping[str, Any]) -> str | None:
@@ -382,6 +408,8 @@ def _unsupported(raw: Mapping[str, Any]) -> str | None:
         return _SCORES
     if output not in (None, "last_hidden_state", ["last_hidden_state"]):
         return f"the output {str(output)[:60]!r} of the model ('modality_config')"
+    if asked := [key for key in _of_tokenizer(raw) if key not in _PADDING]:
+        return f"other settings of the tokenizer: {some(asked, 3)}"
     changed = next((raw[key] for key in ("config_kwargs", "config_args") if raw.get(key)), None)
     return (
         f"other settings of the model: {some(list(changed), 3)}"

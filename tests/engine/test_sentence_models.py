@@ -252,7 +252,8 @@ def test_bad_dense_modules(tmp_path):
         (place / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(error, match=named):
             maxjax.load(tmp_path)
-    for change in ({"activation_function": "torch.nn.Softplus"}, {"use_residual": True}):
+    for change in ({"activation_function": "torch.nn.Softplus"}, {"use_residual": True},
+                   {"module_output_name": "scores"}):  # fmt: skip
         (place / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(NotImplementedError, match="Dense"):
             maxjax.embed(*maxjax.load(tmp_path), ["a"])

@@ -170,6 +170,9 @@ def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
         ({"modality_config": {"text": {}, "message": {"format": "flat"}}}, "chat template"),
         ({"modality_config": {"text": {"method_output_name": "pooler_output"}}}, "pooler_output"),
         ({"config_kwargs": {"is_causal": False}}, "is_causal"),
+        ({"processor_kwargs": {"model_max_length": 99, "padding_side": "left"},
+          "processing_kwargs": {"text": {"max_length": 8}}, "max_seq_length": 99}, None),
+        ({"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens"),
         (
             {
                 "modality_config": {"text": {"method_output_name": "last_hidden_state"}},
@@ -178,7 +181,7 @@ def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
             None,
         ),
     ],
-)
+)  # fmt: skip
 def test_settings_of_newer_files_are_read_or_named(tmp_path, sentence, says):
     found, _ = read_pooling(write(tmp_path, sentence={"max_seq_length": 8} | sentence))
     assert found.max_length == 8
@@ -203,7 +206,7 @@ def test_settings_of_the_model_are_read_and_written(tmp_path):
         "activation_fn": "torch.nn.modules.linear.Identity",
         "default_prompt_name": "query",
     }
-    file.write_text(json.dumps(settings))
+    file.write_text(json.dumps(settings | {"prompts": {"query": None}}))
     found, _ = read_pooling(tmp_path)
     assert (found.truncate_dim, found.activation) == (8, settings["activation_fn"])
     assert found.before(None) == found.before("document") == ""
