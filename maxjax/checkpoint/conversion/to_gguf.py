@@ -175,14 +175,20 @@ def _bytes_of(table: TensorTable, entry: TensorEntry) -> Iterator[memoryview]:
 
 
 def _not_in_gguf(pooling: Pooling, architecture: str) -> str:
-    """The part of an embedding model's pooling that GGUF cannot express, as a clause."""
+    """The parts of an embedding model's pooling that GGUF cannot express, as clauses."""
     if pooling.unsupported is not None:
         return f"that embeddings need {pooling.unsupported}"
-    if pooling.dense and architecture != "gemma-embedding":
-        return "that embeddings pass through Dense modules"
-    if gguf_mode(pooling) is None:
-        return f"that tokens are pooled by {', '.join(pooling.modes)}"
-    return "" if pooling.normalize else "that embeddings are not scaled to length 1"
+    said = {
+        "that embeddings pass through Dense modules": pooling.dense
+        and architecture != "gemma-embedding",
+        f"that tokens are pooled by {', '.join(pooling.modes)}": gguf_mode(pooling) is None,
+        "that embeddings are not scaled to length 1": not pooling.normalize,
+        f"that embeddings have {pooling.truncate_dim} numbers": pooling.truncate_dim is not None,
+        "that texts are lowercased": pooling.lower_case,
+        f"that {pooling.before(None)!r} is put before each text": pooling.before(None),
+        "that tokens of prompts are not pooled": pooling.prompts and not pooling.include_prompt,
+    }
+    return ", ".join(clause for clause, applies in said.items() if applies)
 
 
 def _new_gguf(
