@@ -34,46 +34,45 @@ def module_arrays(
     Args:
         title: name of the tree, for errors.
         module: the Module.
-        holes: whether a weight may hold None or another empty tree, as in an optimiser's state;
-            such weights are skipped.
+        holes: whether a weight may hold another tree, as in an optimiser's state: it is yielded as it
+            is, or skipped if it is empty.
     """
     layers: dict[int, list[Any]] = {}
     whole: dict[int, str] | None = None
     for name, weight in module.raw_state_dict().items():
-        if (home := weight.stored.home) is not None and hasattr(home[0].leaf, "shape"):
-            stack = home[0]
-            if not is_per_layer(
-                stack, stack.leaf
-            ):  # one array for all layers, under the name of the leaf
-                if whole is None:
-                    definition, holders = module._mx_definition()
-                    whole = {id(h): n for n, h in zip(definition.names, holders, strict=True)}
-                if (own := whole.pop(id(stack), None)) is not None:
-                    yield own, own_value(storable(title, own, stack.leaf)), weight
-                continue
+        home, apart = weight.stored.home, False
         leaf = weight.stored.leaf
+        if home is not None and not is_per_layer(home[0], home[0].leaf):
+            # one tree for all layers, under the name of the leaf
+            if whole is None:
+                definition, holders = module._mx_definition()
+                whole = {id(h): n for n, h in zip(definition.names, holders, strict=True)}
+            if id(home[0]) not in whole:
+                continue
+            name, leaf, apart = whole.pop(id(home[0])), home[0].leaf, True
         if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
             leaf = weight.stored.read()
         is_array = hasattr(leaf, "dtype")
-        if not is_array and jax.tree.leaves(leaf):
-            raise UserInputError(
-                f"{title}: in place of the weight '{name}' there is a tree of arrays, which cannot be saved"
-            )
         if not is_array and holes:
+            if jax.tree.leaves(leaf):
+                yield name, leaf, weight
             continue
         if not is_array or type(leaf) is jax.ShapeDtypeStruct:
             raise UserInputError(
                 f"{title}: weight '{name}' has no value: load a checkpoint, or call maxjax.init()"
             )
-        yield name, own_value(storable(title, name, _value(weight, layers))), weight
+        value = leaf if apart else _value(weight, layers)
+        yield name, own_value(storable(title, name, value)), weight
 
 
 def is_per_layer(holder: Any, leaf: Any) -> bool:
     """Whether the leaf of a Weight has its shape, or that of a stack the axes of the layers.
 
     Leaves of an optimiser's state may have others: those of L-BFGS have an axis of updates, those of Adafactor
-    one element. In device-major order only the weight's own shape can be brought into logical order.
+    one element, and those of SM3 are lists. In device-major order only the weight's own shape can be brought into logical order.
     """
+    if not hasattr(leaf, "shape"):
+        return False
     stored = holder.stored
     shape, lead = tuple(leaf.shape), tuple(stored.lead)
     if stored.layout is not None:

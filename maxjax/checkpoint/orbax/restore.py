@@ -158,10 +158,10 @@ class Fitting:
         values: values of leaves that are not read, by the number of the leaf.
         targets: leaves that are read, by the number of the leaf.
         used: names of the checkpoint that the example asks for.
-        treedef: structure of the example.
-        count: number of leaves and Modules so far.
-        modules: treedef and leaf numbers of each Module in the example, by its number.
-        top: numbers of the leaves and Modules of the example itself.
+        count: number of leaves and trees so far.
+        trees: treedef and numbers of the parts of each tree and Module in the example, by its number;
+            a tree comes after its parts.
+        top: number of the example itself.
     """
 
     saved: Saved
@@ -171,20 +171,13 @@ class Fitting:
     values: dict[int, Any] = field(default_factory=dict)
     targets: dict[int, LeafTarget] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    treedef: Any = None
     count: int = 0
-    modules: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
-    top: list[int] = field(default_factory=list)
+    trees: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
+    top: int = 0
 
     def compare(self, example: Any) -> None:
         """Compare an example with the checkpoint; nothing is read."""
-        flat, self.treedef = jax.tree.flatten_with_path(example, is_leaf=is_module)
-        for path, leaf in flat:
-            way = ".".join(key_text(key) for key in path)
-            if isinstance(leaf, Module):
-                self._module(way, leaf)
-            else:
-                self.top.append(self._leaf(way if path else ONLY, leaf))
+        self.top = self._tree((), example)
         unexpected = sorted(self.saved.names - self.used)
         if self.strict and unexpected:
             self.problems.append(f"nothing in the example is called {some(unexpected)}")
@@ -193,21 +186,37 @@ class Fitting:
         self.count += 1
         return self.count - 1
 
-    def _module(self, way: str, module: Module) -> None:
+    def _tree(self, way: tuple[str, ...], tree: Any) -> int:
+        """Compare a tree to which the keys ``way`` lead; the result is its number."""
+        flat, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_module)
+        numbers = []
+        for keys, leaf in flat:
+            path = (*way, *map(key_text, keys))
+            if isinstance(leaf, Module):
+                numbers.append(self._module(path, leaf))
+            else:
+                numbers.append(self._leaf(".".join(path or (ONLY,)), leaf))
+        return self._joined(treedef, numbers)
+
+    def _module(self, way: tuple[str, ...], module: Module) -> int:
         definition, holders = module._mx_definition()
         children, treedef = jax.tree.flatten(module, is_leaf=lambda one: one is not module)
-        prefix = f"{way}." if way else ""
-        places_ = []
+        prefix = ".".join((*way, ""))
+        numbers = []
         for name, holder, leaf in zip(definition.names, holders, children, strict=True):
-            number = self._next()
-            places_.append(number)
             if not hasattr(leaf, "dtype"):
-                self.values[number] = leaf
+                numbers.append(self._tree((*way, name), leaf))
                 continue
+            number = self._next()
+            numbers.append(number)
             self._fit(number, of_holder(prefix, name, holder, leaf))
-        top = self._next()
-        self.modules[top] = (treedef, places_)
-        self.top.append(top)
+        return self._joined(treedef, numbers)
+
+    def _joined(self, treedef: Any, numbers: list[int]) -> int:
+        """The number of the tree of these leaves and trees."""
+        number = self._next()
+        self.trees[number] = (treedef, numbers)
+        return number
 
     def _leaf(self, name: str, leaf: Any) -> int:
         number = self._next()
@@ -318,9 +327,9 @@ class Fitting:
         reading(self.nbytes)
         leaves = read_destinations(self.targets.values())
         self.values.update(zip(self.targets, leaves, strict=True))
-        for top, (treedef, numbers) in self.modules.items():
-            self.values[top] = jax.tree.unflatten(treedef, [self.values[n] for n in numbers])
-        return jax.tree.unflatten(self.treedef, [self.values[n] for n in self.top])
+        for number, (treedef, numbers) in self.trees.items():
+            self.values[number] = jax.tree.unflatten(treedef, [self.values[n] for n in numbers])
+        return self.values[self.top]
 
 
 def _impl(leaf: Any) -> str:

@@ -106,10 +106,21 @@ def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
         UserInputError: a leaf cannot be saved; two leaves have the same name.
     """
     item = Item()
-    for path, leaf in leaves(tree):
+    _add(item, title, (), tree, copy)
+    check_names(title, item.names)
+    return item
+
+
+def _add(item: Item, title: str, way: tuple[str, ...], tree: Any, copy: bool) -> None:
+    """Add the leaves of a tree, or of one that a Module holds in place of a weight; ``way`` leads to it."""
+    for keys, leaf in leaves(tree):
+        path = (*way, *keys)
         if isinstance(leaf, Module):
             for name, value, weight in module_arrays(f"{title}: {'.'.join(path)}", leaf):
-                inner = (*path, name) if path else (name,)
+                inner = (*path, name)
+                if not hasattr(value, "dtype"):
+                    _add(item, title, inner, value, copy)
+                    continue
                 item.add(title, inner, value, value)
                 if weight.quantization_encoding is not None and value.dtype == np.uint8:
                     item.encodings[".".join(inner)] = weight.quantization_encoding.value
@@ -119,8 +130,6 @@ def tree_item(title: str, tree: Any, *, copy: bool) -> Item:
         item.add(title, path, value, shown)
         if is_key(leaf):
             item.keys[".".join(path)] = str(jax.random.key_impl(leaf))
-    check_names(title, item.names)
-    return item
 
 
 def leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -126,8 +126,9 @@ def check_round_trip(path, model, state):
     [
         lambda: optax.scale_by_lbfgs(memory_size=5), optax.adafactor, lambda: optax.adamw(1e-3),
         lambda: optax.novograd(1e-3), lambda: optax.sgd(1e-3, momentum=0.9),
+        lambda: optax.sm3(1e-3),
     ],
-    ids=["lbfgs", "adafactor", "adamw", "novograd", "momentum"],
+    ids=["lbfgs", "adafactor", "adamw", "novograd", "momentum", "sm3"],
 )  # fmt: skip
 def test_states_of_optimisers_whose_leaves_are_not_those_of_layers(tmp_path, transform):
     stack = nn.LayerStack([nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(3)])
