@@ -69,7 +69,8 @@ def is_per_layer(holder: Any, leaf: Any) -> bool:
     """Whether the leaf of a Weight has its shape, or that of a stack the axes of the layers.
 
     Leaves of an optimiser's state may have others: those of L-BFGS have an axis of updates, those of Adafactor
-    one element, and those of SM3 are lists. In device-major order only the weight's own shape can be brought into logical order.
+    one element, and those of SM3 are lists. In device-major order only the weight's own shape can be brought
+    into logical order.
     """
     if not hasattr(leaf, "shape"):
         return False
