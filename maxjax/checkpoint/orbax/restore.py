@@ -298,6 +298,15 @@ class Fitting:
             self.problems.append(
                 f"the layers of '{target.names[0]}' differ in dtype in the checkpoint"
             )
+        where = sharding_of(target.example) if target.sharding is None else target.sharding
+        try:
+            if where is not None:
+                where.shard_shape(tuple(target.example.shape))
+        except ValueError:
+            shape = list(target.example.shape)
+            self.problems.append(
+                f"'{target.name}' of shape {shape} cannot be split evenly by {where}"
+            )
         if lost or len(self.problems) > before:
             self.values[number] = target.example
             return

@@ -164,6 +164,18 @@ def test_states_of_optimisers_with_other_shapes_in_device_order(tmp_path):
     check_round_trip(tmp_path, model, state)
 
 
+def test_shardings_that_do_not_divide_leaves_are_told(tmp_path):
+    state = {"a": jnp.ones(3), "keys": jax.random.split(jax.random.key(0), 3)}
+    maxjax.checkpoint.save(tmp_path, None, state=state)
+    where = jax.NamedSharding(maxjax.make_mesh(data=2), jax.P("data"))
+    example = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        for name, leaf in state.items()
+    }
+    with pytest.raises(CheckpointMismatchError, match=r"'a' of shape \[3\] cannot .*'keys' of"):
+        maxjax.checkpoint.restore(tmp_path, None, state=example)
+
+
 def test_integers_that_do_not_fit_are_told(tmp_path):
     wide = np.array([2**40, -1])
     maxjax.checkpoint.save(tmp_path, None, data={"at": wide})
