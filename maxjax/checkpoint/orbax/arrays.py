@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -34,8 +35,8 @@ def module_arrays(
     Args:
         title: name of the tree, for errors.
         module: the Module.
-        holes: whether a weight may hold another tree, as in an optimiser's state: it is yielded as it
-            is, or skipped if it is empty.
+        holes: whether a weight may hold random keys or another tree, as in an optimiser's state: these are
+            yielded as they are, or skipped if they are empty.
     """
     layers: dict[int, list[Any]] = {}
     whole: dict[int, str] | None = None
@@ -52,7 +53,7 @@ def module_arrays(
             name, leaf, apart = whole.pop(id(home[0])), home[0].leaf, True
         if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
             leaf = weight.stored.read()
-        is_array = hasattr(leaf, "dtype")
+        is_array = hasattr(leaf, "dtype") and not is_key(leaf)
         if not is_array and holes:
             if jax.tree.leaves(leaf):
                 yield name, leaf, weight
@@ -69,10 +70,10 @@ def is_per_layer(holder: Any, leaf: Any) -> bool:
     """Whether the leaf of a Weight has its shape, or that of a stack the axes of the layers.
 
     Leaves of an optimiser's state may have others: those of L-BFGS have an axis of updates, those of Adafactor
-    one element, and those of SM3 are lists. In device-major order only the weight's own shape can be brought
-    into logical order.
+    one element, and those of SM3 are lists; random keys are stored as they are. In device-major order only the
+    weight's own shape can be brought into logical order.
     """
-    if not hasattr(leaf, "shape"):
+    if not hasattr(leaf, "shape") or is_key(leaf):
         return False
     stored = holder.stored
     shape, lead = tuple(leaf.shape), tuple(stored.lead)
@@ -191,6 +192,12 @@ def check_names(title: str, names: Collection[str]) -> None:
             raise UserInputError(
                 f"{title}: orbax stores {other!r} and {name!r} in the same place: rename one"
             )
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys, or a ShapeDtypeStruct for one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def own_value(value: Any) -> Any:

@@ -23,9 +23,9 @@ from ...graph.weights import WeightData
 from ...graph.weights.device_reads import Destination, read_destinations
 from ...nn.layer import Module
 from ...progress import reading
-from .arrays import is_per_layer
+from .arrays import is_key, is_per_layer
 from .open import Saved
-from .tree import ONLY, PLAIN, is_key, is_module, key_text, plain_value
+from .tree import ONLY, PLAIN, is_module, key_text, plain_value
 
 
 @dataclass(eq=False)
@@ -204,7 +204,7 @@ class Fitting:
         prefix = ".".join((*way, ""))
         numbers = []
         for name, holder, leaf in zip(definition.names, holders, children, strict=True):
-            if not hasattr(leaf, "dtype"):
+            if not hasattr(leaf, "dtype") or is_key(leaf):
                 numbers.append(self._tree((*way, name), leaf))
                 continue
             number = self._next()

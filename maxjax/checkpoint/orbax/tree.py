@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from ...errors import UserInputError
 from ...nn.layer import Module
 from ...storage.orbax.maxjax_metadata import Extras
-from .arrays import check_names, module_arrays, own_value, storable
+from .arrays import check_names, is_key, module_arrays, own_value, storable
 
 # Types of leaves that are not arrays: they are also written exactly, as text in the metadata.
 PLAIN = (bool, int, float, complex, str, bytes)
@@ -118,7 +117,7 @@ def _add(item: Item, title: str, way: tuple[str, ...], tree: Any, copy: bool) ->
         if isinstance(leaf, Module):
             for name, value, weight in module_arrays(f"{title}: {'.'.join(path)}", leaf):
                 inner = (*path, name)
-                if not hasattr(value, "dtype"):
+                if not hasattr(value, "dtype") or is_key(value):
                     _add(item, title, inner, value, copy)
                     continue
                 item.add(title, inner, value, value)
@@ -147,12 +146,6 @@ def leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 def is_module(value: Any) -> bool:
     """Whether a value is a Module."""
     return isinstance(value, Module)
-
-
-def is_key(value: Any) -> bool:
-    """Whether a value is an array of random keys, or a ShapeDtypeStruct for one."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_text(key: Any) -> str:

@@ -164,6 +164,19 @@ def test_states_of_optimisers_with_other_shapes_in_device_order(tmp_path):
     check_round_trip(tmp_path, model, state)
 
 
+def test_random_keys_in_place_of_weights(tmp_path):
+    layers = [nn.Linear(4, 4, "float32", DeviceRef.CPU()) for _ in range(2)]
+    model = nn.Sequential([nn.LayerStack(layers), nn.Linear(4, 2, "float32", DeviceRef.CPU())])
+    keys, example = (
+        jax.tree.unflatten(jax.tree.structure(model), list(jax.random.split(jax.random.key(i))))
+        for i in range(2)
+    )
+    maxjax.checkpoint.save(tmp_path, None, keys=keys)
+    found = maxjax.checkpoint.restore(tmp_path, None, keys=example)["keys"]
+    data = [jax.tree.map(jax.random.key_data, one) for one in (found, keys)]
+    jax.tree.map(np.testing.assert_array_equal, *data)
+
+
 def test_shardings_that_do_not_divide_leaves_are_told(tmp_path):
     state = {"a": jnp.ones(3), "keys": jax.random.split(jax.random.key(0), 3)}
     maxjax.checkpoint.save(tmp_path, None, state=state)
