@@ -25,7 +25,7 @@ from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
-from .rebinding import check
+from .rebinding import check, sizes_of_names
 from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
@@ -304,8 +304,8 @@ class Model(Rendered):
             elif to is not None and getattr(value, "committed", False) and value.sharding != to:
                 value = jax.device_put(value, to)
             arrays.append(value)
-        if self._sizes.checks:
-            check(self._sizes.checks, self._sizes.names, sizes)
+        if sizes:
+            check(self._sizes.checks, self._sizes.names, sizes_of_names(self.name, sizes))
         return self._run(self._weights.values(), *arrays)
 
     def __call__(self, *args: Any) -> Any:

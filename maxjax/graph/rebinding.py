@@ -174,13 +174,68 @@ def _declared(part: Any, made: slice | None, length: Any) -> Any:
     )  # JAX cannot decide whether a size such as `batch - 2` is negative
 
 
+def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of all names in the types of a program's inputs.
+
+    Args:
+        program: name of the program.
+        sizes: sizes of the inputs' dimensions, which are names or arithmetic over names.
+
+    Raises:
+        ValueError: a name has the size 0, or no sizes of the names give the sizes of the inputs.
+    """
+    known = {dim: size for dim, size in sizes.items() if dim.isidentifier()}
+    left = [dim for dim in sizes if dim not in known]
+    solved = True
+    while left and solved:
+        solved = False
+        for dim in left[:]:
+            unknown, one = _evaluated(dim, known, 1)
+            if len(unknown) > 1:
+                continue  # jax.export needs another input that has one of them
+            for (
+                name
+            ) in unknown:  # the arithmetic is linear in it, or jax.export refuses the program
+                slope = _evaluated(dim, known, 2)[1] - one
+                known[name] = 1 + (sizes[dim] - one) // slope if slope else 1
+            want = evaluate(dim, known.__getitem__)
+            if sizes[dim] != want:
+                other = "" if unknown else f", which is {want}"
+                given = ", ".join(f"{n} = {size}" for n, size in known.items() if n not in unknown)
+                raise ValueError(
+                    f"'{program}': an input has the size {sizes[dim]} where its type has {dim}{other}"
+                    + (f" (with {given})" if given else "")
+                )
+            left.remove(dim)
+            solved = True
+    for name, size in known.items():
+        if isinstance(size, int) and size < 1:  # not a size of a program around it
+            raise ValueError(
+                f"'{program}': the dimension '{name}' of the inputs is {size}, and named dimensions are 1 or more: "
+                "for an empty tensor, declare the input with numbers"
+            )
+    return known
+
+
+def _evaluated(dim: str, known: Mapping[str, int], size: int) -> tuple[set[str], int]:
+    """The names that are not known in a dimension, and its value if they have a size."""
+    unknown = set()
+
+    def look_up(name: str) -> int:
+        if name not in known:
+            unknown.add(name)
+        return known.get(name, size)
+
+    return unknown, evaluate(dim, look_up)
+
+
 def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Runs the checks that tracing left, now that all sizes are known.
 
     Args:
         pending: checks.
         names: sizes of the names that no input has.
-        sizes: sizes of the dimensions of the inputs.
+        sizes: sizes of the names of the inputs.
 
     Raises:
         ValueError: two sizes that were declared equal differ.

@@ -33,6 +33,8 @@ CASES = {
                      "axis 0 was rebound to a = 3, and is b = 4"),
     "a number": (lambda x: ops.rebind(x, [3]), ["a"], [3], (3,), (4,), "rebound to 3, and is a = 4"),
     "a number by a name": (lambda x, y: x + y.rebind(["a"]), ["a", 3], ["a"], (3, 3), (4, 3), "a = 4, and is 3"),
+    "a name in arithmetic": (lambda x, y: x.rebind(["a"]) + y, [Dim("b") * 2, "a"], [Dim("b") * 2], (4, 4), (4, 5),
+                             r"rebound to a = 5, and is 2\*b = 4"),
     "a new name": (lambda x, y: ops.rebind(x, ["n"]) * 2 + ops.rebind(y, ["n"]), ["a", "b"], ["a"], (3, 3), (4, 3),
                    "rebound to a = 4, and is b = 3"),
     "an expression": (lambda x, y: x.rebind([Dim("b") * 2]) + ops.concat([y, y]), ["a", "b"], [Dim("b") * 2], (6, 3),
@@ -172,3 +174,26 @@ def test_what_a_named_axis_may_not_hold():
             compiled(function, kind("a", 3))
     with pytest.raises(ValueError, match="known only when the program runs"):
         compiled(lambda x: x[x.shape[0] - 2 :], kind("a"))
+
+
+@pytest.mark.parametrize(
+    ("types", "sizes", "message"),
+    [
+        (["a"], [0], "the dimension 'a' of the inputs is 0"),
+        ([Dim("a") * 2], [0], "the dimension 'a' of the inputs is 0"),
+        (
+            ["a", Dim("a") * 2],
+            [2, 5],
+            r"the size 5 where its type has a \* 2, which is 4 \(with a = 2\)",
+        ),
+        (
+            [Dim("a") * 2 + Dim("b"), Dim("b") + 1],
+            [4, 4],
+            r"the size 4 where its type has .* \(with b = 3\)",
+        ),
+    ],
+)
+def test_inputs_whose_sizes_do_not_fit_their_names(types, sizes, message):
+    model = compiled(lambda x, *_: x + 1, *map(kind, types))
+    with pytest.raises(ValueError, match=message):
+        model.execute(*map(one, sizes))
