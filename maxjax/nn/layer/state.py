@@ -168,17 +168,18 @@ class _Match:
         for alias, name in aliases.items():
             other_names.setdefault(name, []).append(alias)
         for name in weights:
-            given = [
-                key for key in (name, *other_names.get(name, ())) if source.get(key) is not None
-            ]
-            used.update(given)
+            keys = (name, *other_names.get(name, ()))
+            # Each value is asked for once: a mapping may read or compute it.
+            given = {key: _data(value) for key in keys if (value := source.get(key)) is not None}
             if not given:
                 continue
-            self.values[name] = _data(source.get(given[0]))
-            for other in given[1:]:
-                if not same_content(self.values[name], _data(source.get(other))):
+            used.update(given)
+            first, *others = given
+            self.values[name] = given[first]
+            for other in others:
+                if not same_content(given[first], given[other]):
                     self.problems.append(
-                        f"'{given[0]}' and '{other}' are one tied weight, but their values differ"
+                        f"'{first}' and '{other}' are one tied weight, but their values differ"
                     )
         self.missing = tuple(name for name in weights if name not in self.values)
         self.unexpected = tuple(key for key in self.keys if key not in used)

@@ -148,9 +148,12 @@ def test_lenient_loading_reports():
     assert m.b.w.value is None
 
 
-def test_a_lazy_mapping_is_enough():
+def test_a_lazy_mapping_is_enough_and_gives_each_value_once():
+    asked = []
+
     class Lazy(dict):
         def get(self, key, default=None):
+            asked.append(key)
             return GOOD.get(key, default)
 
         def keys(self):
@@ -159,6 +162,7 @@ def test_a_lazy_mapping_is_enough():
     m = model()
     m.load_state_dict(Lazy())
     assert float(m.b.w[0, 0]) == 2
+    assert sorted(asked) == sorted(GOOD)
 
 
 # -- dtypes
