@@ -125,7 +125,14 @@ ADVICE: dict[str, dict[str, str]] = {
     },
     "graph.ops.random": {
         "set_seed normal gaussian uniform": "randomness takes a key, as in jax.random.normal(key, shape)"},
-    "nn": {"GPTQLinear": _PACKED},
+    "nn": {
+        "GPTQLinear MoEQuantized": _PACKED,
+        "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope DistributedAttentionImpl": _ATTENTION,
+        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
+        "KVCacheMetrics build_max_lengths_tensors": _CACHE,
+        "MinPSampler RejectionSampler RejectionSamplerWithResiduals": _SAMPLING,
+        "WeightNormConvTranspose1d": "multiply the norm into the weight of a ConvTranspose1d when it is loaded",
+    },
     "nn.attention": {
         "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
         "DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
@@ -158,7 +165,7 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.kv_cache": {
         "BatchCharacteristics KVCacheGroupId KVCacheMemory KVLeafRegion compute_max_seq_len_fitting_in_cache "
         "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics "
-        "build_max_lengths_tensor": _CACHE,
+        "build_max_lengths_tensors": _CACHE,
     },
     "nn.kv_cache.cache_params": {
         "KVCacheAssignments KVCacheBufferInterface KVCacheMemory MLAKVCacheParams": _CACHE,

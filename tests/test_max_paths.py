@@ -31,7 +31,9 @@ nn: AttentionWithRope ColumnParallelLinear ConstantLayerNorm Conv1D Conv2d Conv3
 nn: DynamicRotaryEmbedding Embedding GroupNorm Identity Layer LayerList LayerNorm Linear LinearScalingParams
 nn: Llama3RopeScalingParams Llama3RotaryEmbedding LongRoPERotaryEmbedding LongRoPEScalingParams MLP MoE MoEGate Module
 nn: RMSNorm RotaryEmbedding Sequential Shardable TransformerBlock VocabParallelEmbedding YarnRotaryEmbedding clamp
-nn: YarnScalingParams
+nn: YarnScalingParams Allreduce DistributedTransformer DistributedTransformerBlock HyperConnection InputScaleSpec
+nn: KVCacheInputs KVCacheParams MultiheadAttention QuantFormat ScaleGranularity ScaleOrigin Signals WeightScaleSpec
+nn: TensorParallelAttentionWithRope Transformer forward_moe_sharded_layers split_batch split_batch_replicated
 nn.activation: activation_function_from_name
 nn.attention: AttentionWithRope MHAMaskVariant
 nn.attention.attention_with_rope: AttentionWithRope

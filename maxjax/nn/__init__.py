@@ -20,15 +20,24 @@ if _TYPE_CHECKING:
     from .attention import AttentionWithRope as AttentionWithRope
     from .attention import MHAMaskVariant as MHAMaskVariant
     from .attention import MultiHeadAttention as MultiHeadAttention
+    from .attention import MultiheadAttention as MultiheadAttention
+    from .attention import TensorParallelAttentionWithRope as TensorParallelAttentionWithRope
+    from .comm import Allreduce as Allreduce
+    from .comm import Signals as Signals
     from .conv import Conv1D as Conv1D
     from .conv import Conv2d as Conv2d
     from .conv import Conv3D as Conv3D
     from .conv_transpose import ConvTranspose1d as ConvTranspose1d
+    from .data_parallelism import split_batch as split_batch
+    from .data_parallelism import split_batch_replicated as split_batch_replicated
     from .dropout import Dropout as Dropout
     from .embedding import Embedding as Embedding
     from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from .hyper_connection import HyperConnection as HyperConnection
     from .identity import Identity as Identity
     from .kv_cache import KVCache as KVCache
+    from .kv_cache import KVCacheInputs as KVCacheInputs
+    from .kv_cache import KVCacheParams as KVCacheParams
     from .layer import Layer as Layer
     from .layer import LayerList as LayerList
     from .layer import LayerStack as LayerStack
@@ -47,6 +56,7 @@ if _TYPE_CHECKING:
     from .linear import Linear as Linear
     from .moe import MoE as MoE
     from .moe import MoEGate as MoEGate
+    from .moe import forward_moe_sharded_layers as forward_moe_sharded_layers
     from .norm import BatchNorm as BatchNorm
     from .norm import BatchNorm1d as BatchNorm1d
     from .norm import BatchNorm2d as BatchNorm2d
@@ -55,7 +65,12 @@ if _TYPE_CHECKING:
     from .norm import GroupNorm as GroupNorm
     from .norm import LayerNorm as LayerNorm
     from .norm import RMSNorm as RMSNorm
+    from .quant_config import InputScaleSpec as InputScaleSpec
     from .quant_config import QuantConfig as QuantConfig
+    from .quant_config import QuantFormat as QuantFormat
+    from .quant_config import ScaleGranularity as ScaleGranularity
+    from .quant_config import ScaleOrigin as ScaleOrigin
+    from .quant_config import WeightScaleSpec as WeightScaleSpec
     from .recurrent import GRU as GRU
     from .recurrent import LSTM as LSTM
     from .recurrent import GRUCell as GRUCell
@@ -70,33 +85,41 @@ if _TYPE_CHECKING:
     from .rotary_embedding import YarnRotaryEmbedding as YarnRotaryEmbedding
     from .rotary_embedding import YarnScalingParams as YarnScalingParams
     from .stacked_linear import StackedLinear as StackedLinear
+    from .transformer import DistributedTransformer as DistributedTransformer
+    from .transformer import DistributedTransformerBlock as DistributedTransformerBlock
     from .transformer import ReturnHiddenStates as ReturnHiddenStates
     from .transformer import ReturnLogits as ReturnLogits
+    from .transformer import Transformer as Transformer
     from .transformer import TransformerBlock as TransformerBlock
 
 __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "": "hooks",
-        "attention": "AttentionWithRope MHAMaskVariant MultiHeadAttention",
+        "attention": "AttentionWithRope MHAMaskVariant MultiHeadAttention MultiheadAttention "
+        "TensorParallelAttentionWithRope",
+        "comm": "Allreduce Signals",
         "conv": "Conv1D Conv2d Conv3D",
         "conv_transpose": "ConvTranspose1d",
+        "data_parallelism": "split_batch split_batch_replicated",
         "dropout": "Dropout",
         "embedding": "Embedding VocabParallelEmbedding",
+        "hyper_connection": "HyperConnection",
         "identity": "Identity",
-        "kv_cache": "KVCache",
+        "kv_cache": "KVCache KVCacheInputs KVCacheParams",
         "layer": "Layer LayerList LayerStack LayerV2 MissingLayer Module PerLayer Sequential "
         "Shardable is_tapped recursive_named_layers tap",
         "linear": "MLP ColumnParallelLinear FusedMLP Linear",
-        "moe": "MoE MoEGate",
+        "moe": "MoE MoEGate forward_moe_sharded_layers",
         "norm": "BatchNorm BatchNorm1d BatchNorm2d BatchNorm3d ConstantLayerNorm GroupNorm LayerNorm RMSNorm",
-        "quant_config": "QuantConfig",
+        "quant_config": "InputScaleSpec QuantConfig QuantFormat ScaleGranularity ScaleOrigin WeightScaleSpec",
         "recurrent": "GRU GRUCell LSTM LSTMCell",
         "rotary_embedding": "DynamicRotaryEmbedding LinearScalingParams Llama3RopeScalingParams "
         "Llama3RotaryEmbedding LongRoPERotaryEmbedding LongRoPEScalingParams "
         "RotaryEmbedding YarnRotaryEmbedding YarnScalingParams",
         "stacked_linear": "StackedLinear",
-        "transformer": "ReturnHiddenStates ReturnLogits TransformerBlock",
+        "transformer": "DistributedTransformer DistributedTransformerBlock ReturnHiddenStates ReturnLogits Transformer "
+        "TransformerBlock",
     },
     _absent(__name__),
 )
