@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .device import DeviceRef
+from .operators import Value
 from .shape import Shape
 from .tensor_type import BufferType
 from .value import TensorValue, unwrap
@@ -20,7 +21,7 @@ def _trace() -> Any:
     return get_opaque_trace_state()
 
 
-class BufferValue:
+class BufferValue(Value):
     """A tensor whose elements can be replaced: ``b[i] = x``, ``ops.buffer_store(b, x)``.
 
     A store replaces the array of the buffer by a new array, for which XLA reuses the old memory where it can. A
@@ -49,7 +50,7 @@ class BufferValue:
 
     @property
     def buffer(self) -> BufferValue:
-        """This BufferValue itself; in MAX, the property narrows the type of graph inputs."""
+        """This BufferValue itself."""
         return self
 
     @property

@@ -8,10 +8,35 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import GenericAlias
 from typing import Any
 
 
-class Operators:
+class Value:
+    """A value of a graph: a TensorValue or a BufferValue. As in MAX, annotations may say ``Value[TensorType]``."""
+
+    __class_getitem__ = classmethod(GenericAlias)
+
+    @property
+    def tensor(self) -> Any:
+        """This value, if it is a TensorValue; the property narrows the type of graph inputs and call results.
+
+        Raises:
+            TypeError: it is none.
+        """
+        raise TypeError(f"Value is not a TensorValue, was '{type(self).__name__}'")
+
+    @property
+    def buffer(self) -> Any:
+        """This value, if it is a BufferValue; the property narrows the type of graph inputs.
+
+        Raises:
+            TypeError: it is none.
+        """
+        raise TypeError(f"Value is not a BufferValue, was '{type(self).__name__}'")
+
+
+class Operators(Value):
     """The operators, in terms of methods that a subclass defines."""
 
     def _as_array(self) -> Any:

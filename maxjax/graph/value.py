@@ -35,6 +35,7 @@ from .operands import (
     wraps,
 )
 from .operators import Operators
+from .operators import Value as Value
 from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size, to_sizes
@@ -137,7 +138,7 @@ class TensorValue(Operators):
 
     @property
     def tensor(self) -> TensorValue:
-        """This TensorValue itself; in MAX, the property narrows the type of graph inputs and call results."""
+        """This TensorValue itself."""
         return self
 
     @property
@@ -491,8 +492,6 @@ def wrap(leaf: Any) -> TensorValue:
     return new
 
 
-# MAX's base class of values, of which there is only one here, and the types that ops accept.
-Value = TensorValue
-"""A value of a graph: all of them are TensorValues."""
+# The types that ops accept.
 TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float
 """Type of an argument that an op uses as a TensorValue: a TensorValue, an array, a number or a Dim."""

@@ -15,6 +15,7 @@ from maxjax.graph import (
     ProfileScopeColor,
     TensorType,
     Type,
+    Value,
     ops,
 )
 
@@ -102,3 +103,18 @@ def test_scopes_are_named_in_the_program():
     assert graph.jaxpr is not None
     stacks = [str(eqn.source_info.name_stack) for eqn in graph.jaxpr.jaxpr.eqns]
     assert stacks == ["outer"]
+
+
+def test_a_value_is_a_tensor_or_a_buffer():
+    """As in MAX, whose functions take ``Sequence[Value[Any]]`` and narrow each to what they expect."""
+    types = [TensorType("float32", (2,), CPU), BufferType("float32", (2,), CPU)]
+    with Graph("g", input_types=types) as g:
+        tensor, buffer = g.inputs
+        assert tensor.tensor is tensor and buffer.buffer is buffer
+        with pytest.raises(TypeError, match="not a BufferValue, was 'TensorValue'"):
+            _ = tensor.buffer
+        with pytest.raises(TypeError, match="not a TensorValue, was 'BufferValue'"):
+            _ = buffer.tensor
+        g.output()
+    assert all(isinstance(value, Value) for value in (tensor, buffer))
+    assert (Value[TensorType] | None) != Value
