@@ -149,7 +149,7 @@ ALBERT = AlbertModel.family = BERT.like(
     "AlbertModel",
     *(f"AlbertFor{head}" for head in _HEADS),
     prefixes=("albert.",),
-    ignored=(*BERT.ignored, "predictions.*", "sop_classifier.*"),
+    heads=(*BERT.heads, "predictions.*", "sop_classifier.*"),
 )
 ALBERT_HEAD = AlbertForSequenceClassification.family = with_head(
     ALBERT, AlbertForSequenceClassification, "AlbertForSequenceClassification"

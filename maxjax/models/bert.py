@@ -188,11 +188,8 @@ BERT = BertModel.family = Family.of(
     "BertForMultipleChoice", "BertForTokenClassification", "BertForQuestionAnswering",
     prefixes=("bert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-    # Buffers of positions and token types, and the heads on top of the encoder.
-    ignored=(
-        "embeddings.position_ids", "embeddings.token_type_ids",
-        "cls.*", "classifier.*", "qa_outputs.*",
-    ),
+    ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
+    heads=("cls.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
 BERT_HEAD = BertForSequenceClassification.family = with_head(
     BERT, BertForSequenceClassification, "BertForSequenceClassification"

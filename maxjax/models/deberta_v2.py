@@ -173,11 +173,7 @@ DEBERTA_V2 = DebertaV2Model.family = BERT.like(
     "DebertaV2Model",
     *(f"DebertaV2For{head}" for head in _HEADS),
     prefixes=("deberta.",),
-    ignored=(
-        *BERT.ignored,
-        "lm_predictions.*",
-        "mask_predictions.*",
-    ),
+    heads=(*BERT.heads, "lm_predictions.*", "mask_predictions.*"),
 )
 DEBERTA_V2_HEAD = DebertaV2ForSequenceClassification.family = with_head(
     DEBERTA_V2, DebertaV2ForSequenceClassification, "DebertaV2ForSequenceClassification"

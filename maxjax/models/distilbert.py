@@ -108,7 +108,8 @@ DISTILBERT = DistilBertModel.family = Family.of(
     "DistilBertForQuestionAnswering", "DistilBertForMultipleChoice",
     prefixes=("distilbert.",),
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-    ignored=("embeddings.position_ids", "vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
+    ignored=("embeddings.position_ids",),
+    heads=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
 DISTILBERT_HEAD = DistilBertForSequenceClassification.family = with_head(
     DISTILBERT, DistilBertForSequenceClassification, "DistilBertForSequenceClassification"

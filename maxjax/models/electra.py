@@ -81,7 +81,7 @@ ELECTRA = ElectraModel.family = BERT.like(
     "ElectraModel",
     *(f"ElectraFor{head}" for head in _HEADS),
     prefixes=("electra.",),
-    ignored=(*BERT.ignored, "discriminator_predictions.*", "generator_*"),
+    heads=(*BERT.heads, "discriminator_predictions.*", "generator_*"),
 )
 ELECTRA_HEAD = ElectraForSequenceClassification.family = with_head(
     ELECTRA, ElectraForSequenceClassification, "ElectraForSequenceClassification"

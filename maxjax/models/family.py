@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError, some
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -29,6 +30,7 @@ from .config import ModelConfig
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
 
+_LOG = logging.getLogger("maxjax")
 T = TypeVar("T")
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
@@ -55,6 +57,8 @@ class Family:
         prefixes: prefixes of tensor names; the first that matches is removed.
         renamed: (old, new) suffixes of tensor names.
         ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
+        heads: patterns of tensors of heads on top of the model that maxjax does not have. They are ignored
+            too, and a warning names them.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
@@ -71,6 +75,7 @@ class Family:
     prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     bare: tuple[str, tuple[str, ...]] = ("", ())
     only: tuple[tuple[str, Any], ...] = ()
@@ -141,11 +146,8 @@ class Family:
 
     def name(self, tensor: str) -> str | None:
         """The model's name for a checkpoint tensor, or None if the tensor is ignored."""
-        for prefix in self.prefixes:
-            if tensor.startswith(prefix):
-                tensor = tensor[len(prefix) :]
-                break
-        if self._ignored.fullmatch(tensor):
+        tensor = self._without_prefix(tensor)
+        if _pattern((*self.ignored, *self.heads)).fullmatch(tensor):
             return None
         front, starts = self.bare
         if starts and tensor.startswith(starts):
@@ -155,16 +157,19 @@ class Family:
                 return tensor[: -len(old)] + new
         return tensor
 
+    def _without_prefix(self, tensor: str) -> str:
+        prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
+        return tensor.removeprefix(prefix)
+
+    def is_of_head(self, tensor: str) -> bool:
+        """Whether a checkpoint tensor is of a head that the model does not have (``heads``)."""
+        return bool(_pattern(self.heads).fullmatch(self._without_prefix(tensor)))
+
     def is_bare(self, names: Iterable[str]) -> bool:
         """Whether a checkpoint with these tensor names holds only the model without its head (``bare``)."""
         starts = self.bare[1]
         kept = [name for name in names if self.name(name) is not None]
         return bool(starts and kept) and all(name.startswith(starts) for name in kept)
-
-    @cached_property
-    def _ignored(self) -> re.Pattern[str]:
-        patterns = (re.escape(pattern).replace(r"\*", ".*") for pattern in self.ignored)
-        return re.compile("|".join(patterns) or r"(?!)", re.DOTALL)
 
     def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Splits tensors that hold several weights, such as all experts of a layer, into one for each weight.
@@ -199,6 +204,13 @@ class Family:
                 )
             adapted[name], origin[name] = value, tensor
         return adapted
+
+
+@cache
+def _pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches the names that one of the patterns matches, in which ``*`` is anything."""
+    each = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    return re.compile("|".join(each) or r"(?!)", re.DOTALL)
 
 
 def tensors(weights: Weights) -> dict[str, WeightData]:
@@ -311,6 +323,9 @@ class PretrainedModel(Module):
         found = (
             tensors(state_dict) if isinstance(state_dict, Weights) else unwrapped({**state_dict})
         )
+        if path is not None and (heads := [n for n in found if self.family.is_of_head(n)]):
+            what = "%s: not loaded, as maxjax's %s has no such head: %s"
+            _LOG.warning(what, path, type(self).__name__, some(heads, 3))
         try:
             found = self._tied(self.family.adapt(found), tie)
             found = {name: value for name, value in found.items() if not self.leaves_out(name)}

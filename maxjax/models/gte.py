@@ -122,7 +122,8 @@ GTE = GteModel.family = Family.of(
     "GteModel", "GteForMaskedLM", "GteForTokenClassification",
     "NewModel", "NewForMaskedLM", "NewForTokenClassification",
     prefixes=("new.", "gte."),
-    ignored=("lm_head.*", "classifier.*", "*rotary_emb.inv_freq", "embeddings.position_ids"),
+    ignored=("*rotary_emb.inv_freq", "embeddings.position_ids"),
+    heads=("lm_head.*", "classifier.*"),
 )  # fmt: skip
 GTE_HEAD = GteForSequenceClassification.family = with_head(
     GTE, GteForSequenceClassification,

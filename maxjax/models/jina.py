@@ -115,7 +115,8 @@ JINA_V3 = JinaV3Model.family = Family.of(
     "JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
     prefixes=("roberta.",),
     renamed=((_ORIGINAL, ".weight"),),
-    ignored=("lm_head.*", "classifier.*", "qa_outputs.*", "*.lora_A", "*.lora_B"),
+    ignored=("*.lora_A", "*.lora_B"),
+    heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
     gguf=JINA_V3_GGUF,
 )  # fmt: skip
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(

@@ -164,7 +164,7 @@ MODERNBERT = ModernBertModel.family = Family.of(
     "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
     "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
     prefixes=("model.",),
-    ignored=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
+    heads=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
     gguf=MODERNBERT_GGUF,
 )  # fmt: skip
 MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(

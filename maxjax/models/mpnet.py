@@ -162,7 +162,8 @@ MPNET = MPNetModel.family = Family.of(
     "MPNetModel", "MPNetForMaskedLM", "MPNetForTokenClassification",
     "MPNetForQuestionAnswering", "MPNetForMultipleChoice",
     prefixes=("mpnet.",),
-    ignored=("embeddings.position_ids", "lm_head.*", "classifier.*", "qa_outputs.*"),
+    ignored=("embeddings.position_ids",),
+    heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
 MPNET_HEAD = MPNetForSequenceClassification.family = with_head(
     MPNET, MPNetForSequenceClassification, "MPNetForSequenceClassification"

@@ -134,7 +134,8 @@ NOMIC_BERT = NomicBertModel.family = Family.of(
     "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
     "NomicBertForTokenClassification",
     prefixes=("nomic_bert.", "bert."),
-    ignored=("cls.*", "classifier.*", "*rotary_emb.inv_freq"),
+    ignored=("*rotary_emb.inv_freq",),
+    heads=("cls.*", "classifier.*"),
     gguf=NOMIC_BERT_GGUF,
 )  # fmt: skip
 NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(

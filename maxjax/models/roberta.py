@@ -100,7 +100,7 @@ ROBERTA = RobertaModel.family = BERT.like(
     "RobertaModel",
     *(f"RobertaFor{head}" for head in _HEADS),
     prefixes=("roberta.",),
-    ignored=(*BERT.ignored, "lm_head.*"),
+    heads=(*BERT.heads, "lm_head.*"),
 )
 ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
     ROBERTA, RobertaForSequenceClassification, "RobertaForSequenceClassification"

@@ -305,3 +305,16 @@ def test_no_config(tmp_path):
     weights = load_weights(checkpoint(tmp_path, values(), config=None))
     with pytest.raises(CheckpointMissingError, match="config.json"):
         build(weights)
+
+
+def test_a_head_that_is_not_loaded_is_named(tmp_path, caplog):
+    head = {
+        "classifier.weight": np.ones((3, 8), np.float32),
+        "classifier.bias": np.ones(3, np.float32),
+    }
+    more = {"bert.embeddings.position_ids": np.arange(16)[None]}
+    with load_weights(checkpoint(tmp_path, {**values(), **head, **more})) as weights:
+        build(weights).load_state_dict(weights)
+    [record] = caplog.records
+    assert "no such head: classifier.bias, classifier.weight" in record.getMessage()
+    assert "position_ids" not in record.getMessage()

@@ -266,11 +266,8 @@ def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Famil
         kind: class of the model with the head.
         architectures: names in ``config.json`` of models with this head.
     """
-    ignored = tuple(
-        name
-        for name in family.ignored
-        if name not in ("classifier.*", "pre_classifier.*", "head.*")
-    )
+    own = ("classifier.*", "pre_classifier.*", "head.*")
+    heads = tuple(name for name in family.heads if name not in own)
     return dataclasses.replace(
-        family, architectures=architectures, make=kind.of_checkpoint, ignored=ignored, gguf=None
+        family, architectures=architectures, make=kind.of_checkpoint, heads=heads, gguf=None
     )

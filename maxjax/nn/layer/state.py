@@ -54,6 +54,10 @@ class StateDict:
         """
         return dict(self._mx_names()[0])
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a weight below this Module has the full name, as flax's ``TrainState`` asks of gradients."""
+        return name in self._mx_names()[0]
+
     def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
         """The values of all weights below this Module by full name, breadth first.
 

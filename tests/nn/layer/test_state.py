@@ -4,16 +4,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
+from flax.training.train_state import TrainState
 
+import maxjax
 from maxjax.driver import Buffer
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointMismatchError
 from maxjax.graph import DeviceRef, Graph, Shape, TensorType, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
-from maxjax.nn import LayerList, Module
+from maxjax.nn import LayerList, Linear, Module
 from tests.oracles.recorded import torch
 
 CPU = DeviceRef.CPU()
@@ -403,3 +406,15 @@ def test_the_metadata_of_a_weight_data_counts(path):
         n.load_state_dict({"w": data})
         want = GOOD["a.w"].view(dtype.np).reshape(shape)
         np.testing.assert_array_equal(n.w.value, want, strict=True)
+
+
+def test_a_model_is_the_params_of_flax_s_train_state():
+    model = maxjax.init(Linear(3, 2, "float32"), jax.random.key(0))
+    assert "weight" in model and "bias" not in model and 1 not in model
+    state = TrainState.create(apply_fn=None, params=model, tx=optax.sgd(0.5))
+    x = jnp.ones((4, 3))
+    gradients = jax.grad(lambda m: m(x).sum())(state.params)
+    moved = state.apply_gradients(grads=gradients)
+    want = np.asarray(model.weight.value) - 0.5 * np.asarray(gradients.weight.value)
+    np.testing.assert_allclose(moved.params.weight.value, want)
+    assert moved.step == 1
