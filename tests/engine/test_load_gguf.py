@@ -32,8 +32,11 @@ from tests.products import campaign_but, first
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten", "x"]
 
 
-def write(path, directory, kind="F32"):
-    """MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks."""
+def write(path, directory, kind="F32", head=None):
+    """MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks.
+
+    With the tensors of a head it is a reranker.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     writer = gguf.GGUFWriter(path, "bert")
@@ -44,7 +47,7 @@ def write(path, directory, kind="F32"):
     writer.add_head_count(12)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_pooling_type(gguf.PoolingType.RANK if head else gguf.PoolingType.MEAN)
     tokens, types = stored(vocabulary(tokenizer), {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"})
     writer.add_tokenizer_model("bert")
     writer.add_chat_template("{{ messages }}")
@@ -63,6 +66,8 @@ def write(path, directory, kind="F32"):
             writer.add_tensor(new, packed, raw_dtype=quantised)
         else:
             writer.add_tensor(new, values.astype(np.float32))
+    for name, values in (head or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,6 +208,28 @@ def unknown_splits(tmp_path, monkeypatch):
     (tmp_path / "gguf").mkdir()
     path = tmp_path / "gguf" / "m.gguf"
     return write_random(path, "llama", made, checkpoint(made, tmp_path / "hf")), data
+
+
+@pytest.mark.slow
+def test_a_reranker(minilm, original, tmp_path):
+    """BGE's and Jina's are BERT with the tensors `cls`, whose head is the one of XLM-RoBERTa."""
+    rng = np.random.default_rng(5)
+    head = {
+        "cls.weight": 0.1 * rng.standard_normal((384, 384)), "cls.bias": rng.standard_normal(384),
+        "cls.output.weight": rng.standard_normal((1, 384)), "cls.output.bias": np.array([0.3]),
+    }  # fmt: skip
+    head = {name: values.astype(np.float32) for name, values in head.items()}
+    model, tokenizer = load(write(tmp_path / "rerank.gguf", minilm, head=head))
+    query, documents = "Where does the cat sit?", TEXTS
+    found = maxjax.rerank(model, tokenizer, query, documents, activation="linear")
+    encoder, *_ = original
+    for score, document in zip(found, documents, strict=True):
+        pair = tokenizer.pairs([(query, document)])[0]
+        ids, types = np.array([pair.ids], np.int32), np.array([pair.type_ids], np.int32)
+        state = np.asarray(encoder(ids, np.ones_like(ids), types)[0], np.float64)[0, 0]
+        hidden = np.tanh(head["cls.weight"] @ state + head["cls.bias"])
+        want = head["cls.output.weight"] @ hidden + head["cls.output.bias"]
+        np.testing.assert_allclose(score, want[0], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -245,6 +245,9 @@ ARCHITECTURES: MutableMapping[str, Table] = {
             ".ffn_up": "intermediate.dense",
             ".ffn_down": "output.dense",
             ".layer_output_norm": "output.LayerNorm",
+            # The head of a reranker. That of XLM-RoBERTa computes the same as BERT's.
+            "cls": "pooler.dense",
+            "cls.output": "classifier",
         },
     ),
 }

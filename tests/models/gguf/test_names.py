@@ -92,7 +92,7 @@ LEFT_OUT = {
     # Of Granite MoEs with a shared expert; refused.
     "granitemoe": {f"blk.*.ffn_{part}_shexp" for part in ("gate", "up", "down")},
     # Of fused attention and of classifiers, which are no BertModel; refused.
-    "bert": {"output_norm", "blk.*.attn_qkv", "cls", "cls.output"},
+    "bert": {"output_norm", "blk.*.attn_qkv"},
 }
 
 

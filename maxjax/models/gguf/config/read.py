@@ -367,13 +367,21 @@ def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
     }
 
 
+_CLASSIFIER = "cls.output.weight"
+
+
 def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
     """The settings of BERT. A RoBERTa file is read as BERT too, because the converter removes its
     first rows of positions, up to the padding token's, so that positions count from 0.
     """
     if "token_types.weight" not in tensors:
         raise given.unsupported("a BERT without token types (DistilBERT)")
+    head = {}
+    if _CLASSIFIER in tensors:
+        labels = rows_of(_CLASSIFIER, tensors, given.path)
+        head = {"architectures": ["BertForSequenceClassification"], "num_labels": labels}
     return {
+        **head,
         "hidden_size": given.count("embedding_length"),
         "intermediate_size": given.count("feed_forward_length"),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
