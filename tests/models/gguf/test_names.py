@@ -91,7 +91,7 @@ LEFT_OUT = {
     "arcee": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of Granite MoEs with a shared expert; refused.
     "granitemoe": {f"blk.*.ffn_{part}_shexp" for part in ("gate", "up", "down")},
-    # Of fused attention; refused.
+    # Fused attention is split before names are looked up; the norm is of other models.
     "bert": {"output_norm", "blk.*.attn_qkv"},
 }
 
