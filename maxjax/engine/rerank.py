@@ -22,6 +22,7 @@ from ..models.weights import check_loaded, shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
 from .embed import is_count, pooled_rows, text_limit
 
+_PLACES = ("{query}", "{document}")
 _ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
 ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
 """The functions, by name, that turn the output of a head into scores."""
@@ -59,7 +60,7 @@ def rerank(
             sentence-transformers: "sigmoid" for a classification head, "linear" for answers.
         template: the text that a decoder reads, with ``{query}`` and ``{document}`` in it. Special tokens
             are written as text, and the tokenizer adds none. With a classification head it may be left out: then
-            the decoder reads the two texts as the tokenizer's pair.
+            it is the tokenizer's template "rerank", or without one the decoder reads the tokenizer's pair.
         answers: two texts of one token each. A decoder's score is the logit of the first as the next token,
             minus that of the second: ``("yes", "no")`` for Qwen3-Reranker.
 
@@ -96,6 +97,8 @@ def rerank(
         settings = getattr(model, "pooling", None) or Pooling()
         limit = text_limit(model, tokenizer, settings)
         by_answer = isinstance(model, Decoder) and model.score is None
+        if template is None and isinstance(model, Decoder) and not by_answer:
+            template = _template_of(tokenizer)
         options = _answer_ids(model, tokenizer, answers) if by_answer else {}
         modes = ("lasttoken",) if by_answer else (_head_pooling(model),)
         if answers is not None and not by_answer:
@@ -188,6 +191,17 @@ def _answer_ids(
                 f"the answer {answer[:60]!r} is {len(found)} tokens, and must be one"
             )
     return {"answers": (ids[0][0], ids[1][0])}
+
+
+def _template_of(tokenizer: Tokenizer) -> str | None:
+    """The tokenizer's template "rerank", as GGUF files have it, as a format string; None without one."""
+    text = tokenizer.chat_templates.get("rerank")
+    if text is None or not all(name in text for name in _PLACES):
+        return None
+    text = text.replace("{", "{{").replace("}", "}}")
+    for name in _PLACES:
+        text = text.replace(f"{{{name}}}", name)
+    return text
 
 
 def _in_template(

@@ -175,6 +175,9 @@ AFTER_NORMS = {
     ".post_ffw_norm": "post_feedforward_layernorm",
 }
 HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
+# The last layer of a reranker's head, and its labels in the metadata.
+CLASSIFIER = "cls.output"
+LABELS = "classifier.output_labels"
 _QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
     ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
@@ -198,7 +201,7 @@ ARCHITECTURES: MutableMapping[str, Table] = {
             ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
         }
     ),
-    "qwen3": _decoder(HEAD_NORMS),
+    "qwen3": _decoder({**HEAD_NORMS, CLASSIFIER: "score"}),
     "qwen3moe": _decoder({**HEAD_NORMS, **_QWEN_EXPERTS}),
     "gemma": _decoder({}, norm=_ONE_ADDED),
     "gemma2": _decoder(_GEMMA2_NORMS, norm=_ONE_ADDED),
@@ -247,7 +250,7 @@ ARCHITECTURES: MutableMapping[str, Table] = {
             ".layer_output_norm": "output.LayerNorm",
             # The head of a reranker. That of XLM-RoBERTa computes the same as BERT's.
             "cls": "pooler.dense",
-            "cls.output": "classifier",
+            CLASSIFIER: "classifier",
         },
     ),
 }

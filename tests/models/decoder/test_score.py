@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,50 @@ def test_reranks_by_its_head(tmp_path, template):
     states = [model.states(jnp.asarray([row.ids], jnp.int32))[0, -1] for row in rows]
     expected = jax.nn.sigmoid(model.scores(jnp.stack(states)))[:, 0]
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def with_head(source, target, head, template):
+    """A GGUF file of a reranker of two answers, as llama.cpp's converter writes it from a language model."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, sub)
+    writer.add_pooling_type(gguf.PoolingType.RANK)
+    writer.add_classifier_output_labels(["yes", "no"])
+    writer.add_chat_template([{"name": "rerank", "template": template}])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.add_tensor("cls.output.weight", head)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_a_gguf_file_of_two_answers(tmp_path):
+    place = scored(tmp_path / "a")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    values = load_file(place / "model.safetensors")
+    del values["score.weight"]
+    save_file(values, place / "model.safetensors", {"format": "pt"})
+    maxjax.convert(place, tmp_path / "m.gguf")
+    head = np.random.default_rng(3).normal(size=(2, config["hidden_size"])).astype("f4")
+    template = "{<s>} {query} the {document}?"
+    path = with_head(tmp_path / "m.gguf", tmp_path / "r.gguf", head, template)
+    model, tokenizer = opened(path)
+    found = maxjax.rerank(model, tokenizer, QUERY, TEXTS[:3])
+    texts = [f"{{<s>}} {QUERY} the {text}?" for text in TEXTS[:3]]
+    rows = tokenizer.tokens(texts, special=False)
+    states = [model.states(jnp.asarray([row.ids], jnp.int32))[0, -1] for row in rows]
+    expected = jax.nn.softmax(jnp.stack(states) @ head.T)[:, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    again, _ = opened(maxjax.save_pretrained(model, tmp_path / "b"))
+    np.testing.assert_array_equal(again.score.weight.value, model.score.weight.value)
 
 
 def test_what_a_classification_head_is_not_for(tmp_path):

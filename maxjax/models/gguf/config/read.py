@@ -26,6 +26,7 @@ from ..metadata import (
     token_id,
     unsupported,
 )
+from ..names import CLASSIFIER, LABELS
 from .rope import required, rope_scaling
 
 Config = dict[str, Any]
@@ -367,7 +368,18 @@ def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
     }
 
 
-_CLASSIFIER = "cls.output.weight"
+def _classifier(architecture: str, given: Settings, tensors: Shapes) -> Config:
+    """The class and the number of labels of a reranker; nothing for other models."""
+    if (tensor := f"{CLASSIFIER}.weight") not in tensors:
+        return {}
+    labels = rows_of(tensor, tensors, given.path)
+    # The first label of two is one number: the share of its softmax is the sigmoid of the difference.
+    labels = 1 if labels == len(given.items(LABELS, str, [])) == 2 else labels
+    return {"architectures": [architecture], "num_labels": labels}
+
+
+def _qwen3(given: Settings, tensors: Shapes, config: Config) -> Config:
+    return _classifier("Qwen3ForSequenceClassification", given, tensors)
 
 
 def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
@@ -376,12 +388,8 @@ def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
     """
     if "token_types.weight" not in tensors:
         raise given.unsupported("a BERT without token types (DistilBERT)")
-    head = {}
-    if _CLASSIFIER in tensors:
-        labels = rows_of(_CLASSIFIER, tensors, given.path)
-        head = {"architectures": ["BertForSequenceClassification"], "num_labels": labels}
     return {
-        **head,
+        **_classifier("BertForSequenceClassification", given, tensors),
         "hidden_size": given.count("embedding_length"),
         "intermediate_size": given.count("feed_forward_length"),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
@@ -404,7 +412,7 @@ MODELS: MutableMapping[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
     ),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QWEN),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QWEN, _qwen3),
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
     ),

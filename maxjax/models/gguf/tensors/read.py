@@ -17,7 +17,7 @@ from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import hf_config
 from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings, short
-from ..names import ARCHITECTURES, DIVISORS, Table, hf_names
+from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, LABELS, Table, hf_names
 from ..pieces import computed, rows
 from ..sources import Exact, Relaid
 from ..table import TABLES, GGUFTable
@@ -128,11 +128,11 @@ def _narrower(weights: GGUFWeights) -> dict[str, DType]:
 def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
     """The tensors of the file, by the names of its architecture.
 
-    In every architecture, weights are multiplied by the scale that is beside them, and one tensor of queries, keys
-    and values becomes three.
+    In every architecture, weights are multiplied by the scale that is beside them, one tensor of queries, keys
+    and values becomes three, and a head of two labels becomes one of the first.
     """
     table = ARCHITECTURES.get(str(weights.metadata.get("general.architecture")), {})
-    scaled = _scaled(weights, table)
+    scaled = _one_label(weights, _scaled(weights, table))
     if f"blk.*.{_FUSED}" in table or "blk.*.attn_q" not in table:
         return scaled
     found = {}
@@ -172,6 +172,19 @@ def _scaled(weights: GGUFWeights, table: Table) -> dict[str, WeightData]:
             return values * by.reshape(-1, *[1] * (values.ndim - 1))
 
         found[weight] = computed(weight, [data, scale], change, shape)
+    return found
+
+
+def _one_label(weights: GGUFWeights, found: dict[str, WeightData]) -> dict[str, WeightData]:
+    """The tensors, with the first row of a head of two labels minus the second, as ``hf_config`` counts them."""
+    given = settings(weights.metadata, path=weights._path)
+    if len(given.items(LABELS, str, [])) != 2:
+        return found
+    for kind in ("weight", "bias"):
+        data = found.get(name := f"{CLASSIFIER}.{kind}")
+        if data is not None and data.logical_shape[0] == 2:
+            shape = (1, *map(int, data.logical_shape[1:]))
+            found[name] = computed(name, [data], lambda rows: rows[:1] - rows[1:], shape)
     return found
 
 
