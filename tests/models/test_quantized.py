@@ -324,6 +324,7 @@ def changed(case, directory, change, **settings):
         ("fp8 blocks", "weight", np.ones((128, 128), np.int8), r"expected=DType.float8_e4m3fn, actual=DType.int8"),
         ("gptq 4 order", "g_idx", None, "Missing required weights: .*q_proj.g_idx"),
         ("gptq 4", "g_idx", np.arange(128, dtype=np.int32)[::-1] // 32, "q_proj.g_idx' has groups .*desc_act"),
+        ("gptq 4 order", "g_idx", np.full(128, 4, np.int32), "q_proj.g_idx' has the group 4 .* 0 to 3"),
         ("gptq 4 order", "scales", None, "Missing required weights: .*q_proj.scales"),
         ("gptq 4 order", "qweight", np.ones((8, 128), np.int32), r"expected=\(16, 128\), actual=\(8, 128\)"),
         ("awq", "qzeros", np.ones((4, 16), np.int8), "expected=DType.int32, actual=DType.int8"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...dtype import DType
-from ...nn.quantized import Exactly, QuantLayout, QuantTensor
+from ...nn.quantized import Exactly, Groups, QuantLayout, QuantTensor
 
 # The (dtype, shape) of each tensor of one layer, by the part of its name after the layer's name.
 Found = Mapping[str, tuple[DType, tuple[int, ...]]]
@@ -44,6 +44,12 @@ def tensor(
     if axes is None:
         shape, axes = shapes[0]
     return QuantTensor(name, dtype if dtype in possible else possible[0], shape, axes)
+
+
+def group_indices(own: Found, name: str, inner: int, group: int, ordered: bool) -> QuantTensor:
+    """The tensor of each column's group; ``ordered`` as in :class:`Groups`."""
+    found = tensor(own, name, DType.int32, [((inner,), (None,))])
+    return replace(found, form=Groups(inner, group, ordered))
 
 
 def unused(own: Found, *names: str) -> list[QuantTensor]:
@@ -128,7 +134,8 @@ def packed(
         ordered: whether the file must have ``weight_g_idx``, the group of each column.
     """
     ordered = ordered or "weight_g_idx" in own
-    words, groups = 32 // bits, 1 if group is None else count_blocks(inner, group)
+    group = inner if group is None else group
+    words, groups = 32 // bits, count_blocks(inner, group)
     # With ``weight_g_idx``, the columns of a group are not consecutive.
     along = None if ordered or groups == 1 else 1
     tensors = [
@@ -143,6 +150,6 @@ def packed(
         shape = (count_blocks(out, words), groups)
         tensors.append(tensor(own, "weight_zero_point", DType.int32, [(shape, (0, along))]))
     if ordered:
-        tensors.append(tensor(own, "weight_g_idx", DType.int32, [((inner,), (1,))]))
-    options = (("bits", bits), ("group", inner if group is None else group))
+        tensors.append(group_indices(own, "weight_g_idx", inner, group, ordered))
+    options = (("bits", bits), ("group", group))
     return QuantLayout("pack_quantized", out, inner, (*tensors, *unused(own, *ignored)), options)

@@ -10,10 +10,21 @@ from typing import Any
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError
-from ...nn.quantized import Consecutive, Exactly, QuantLayout, QuantState, QuantTensor
+from ...nn.quantized import Exactly, Groups, QuantLayout, QuantState, QuantTensor
 from ..config import short
 from ..multimodal import whole_names
-from .layouts import FLOATS8, SCALES, SINGLE, Found, LayoutOf, count_blocks, packed, scaled, tensor
+from .layouts import (
+    FLOATS8,
+    SCALES,
+    SINGLE,
+    Found,
+    LayoutOf,
+    count_blocks,
+    group_indices,
+    packed,
+    scaled,
+    tensor,
+)
 from .settings import KEY, QuantSettings, positive
 
 
@@ -212,11 +223,8 @@ def _gptq_layout(settings: QuantSettings) -> LayoutOf:
             tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, words)), (along, 0))]),
             tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
         ]
-        if ordered:
-            tensors.append(tensor(own, "g_idx", DType.int32, [((inner,), (1,))]))
-        elif "g_idx" in own:
-            found = tensor(own, "g_idx", DType.int32, [((inner,), (None,))])
-            tensors.append(replace(found, form=Consecutive(inner, group)))
+        if ordered or "g_idx" in own:
+            tensors.append(group_indices(own, "g_idx", inner, group, ordered))
         offset = 1 if form == "gptq" else 0
         options = (("bits", bits), ("group", group), ("offset", offset), ("ordered", ordered))
         return QuantLayout("gptq", out, inner, tuple(tensors), options)

@@ -8,7 +8,7 @@ A ``QuantizedLinear`` keeps these tensors as they are in the file, each as a Wei
 
 from .formats import QuantLayout as QuantLayout
 from .formats import QuantTensor as QuantTensor
-from .forms import Consecutive as Consecutive
 from .forms import Exactly as Exactly
+from .forms import Groups as Groups
 from .forms import QuantState as QuantState
 from .linear import QuantizedLinear as QuantizedLinear

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...dtype import DType
 from ...graph.placement.specs import PartOf
-from .forms import Consecutive, Exactly, QuantState
+from .forms import Exactly, Groups, QuantState
 
 Tensors = Mapping[str, jax.Array]
 Shape = tuple[int, int]
@@ -316,7 +316,7 @@ class QuantTensor:
     dtype: DType
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
-    form: Consecutive | Exactly | QuantState | None = None
+    form: Exactly | Groups | QuantState | None = None
 
     @property
     def has_bits(self) -> bool:

@@ -75,22 +75,28 @@ class Exactly:
 
 
 @dataclass(frozen=True)
-class Consecutive:
-    """The FileForm of ``g_idx``, the group of each column, for a weight whose groups are consecutive columns.
+class Groups:
+    """The FileForm of ``g_idx``, the group of each column of a weight.
 
     Attributes:
         count: number of columns.
         group: number of columns in a group.
+        ordered: whether columns were quantised in another order; otherwise groups are consecutive columns.
 
     Example:
-        >>> Consecutive(4, 2).to_stored("g_idx", np.array([0, 1, 0, 1]))
+        >>> Groups(4, 2).to_stored("g_idx", np.array([0, 1, 0, 1]))
         Traceback (most recent call last):
             ...
         ValueError: 'g_idx' has groups of columns that are not consecutive, but desc_act is not set
+        >>> Groups(4, 2, ordered=True).to_stored("g_idx", np.array([0, 1, 0, 2]))
+        Traceback (most recent call last):
+            ...
+        ValueError: 'g_idx' has the group 2 for a column, but there are the groups 0 to 1
     """
 
     count: int
     group: int
+    ordered: bool = False
 
     elementwise: ClassVar[bool] = False
 
@@ -99,13 +105,20 @@ class Consecutive:
         return dtype.is_integral() and shape == (self.count,)
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The array itself. It may be all zeros, because some writers do not fill in a ``g_idx`` that is not used.
+        """The array itself. If not ``ordered``, it may be all zeros, which some writers leave in an unused ``g_idx``.
 
         Raises:
             ValueError: the array has other groups.
         """
         found = np.asarray(array)
-        if found.any() and not np.array_equal(found, np.arange(self.count) // self.group):
+        if self.ordered:
+            last = -(-self.count // self.group) - 1
+            wrong = found[(found < 0) | (found > last)]
+            if wrong.size:
+                raise ValueError(
+                    f"'{name}' has the group {wrong[0]} for a column, but there are the groups 0 to {last}"
+                )
+        elif found.any() and not np.array_equal(found, np.arange(self.count) // self.group):
             raise ValueError(
                 f"'{name}' has groups of columns that are not consecutive, but desc_act is not set"
             )
