@@ -42,8 +42,9 @@ def layer_of(config, tensors, shape):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_weight_is_dequantised(case):
     layer, found, values = made(case)
-    weight = np.asarray(layer.dequantise())
+    weight = np.asarray(layer.weight)
     assert weight.dtype == np.float32 and layer.weight.shape == weight.shape == (OUT, IN)
+    np.testing.assert_array_equal(layer.weight.T, weight.T)
     np.testing.assert_allclose(weight, values, rtol=2e-6, atol=2e-6 * np.abs(values).max())
     state = layer.state_dict()
     assert state.keys() == found.keys()

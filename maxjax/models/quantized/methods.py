@@ -10,7 +10,7 @@ from typing import Any
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError
-from ...nn.quantized import Exactly, Groups, QuantLayout, QuantState, QuantTensor
+from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
 from ..config import short
 from ..multimodal import whole_names
 from .layouts import (

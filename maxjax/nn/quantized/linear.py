@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType
@@ -197,8 +198,16 @@ class DequantisedWeight:
         spec: PartitionSpec = spec_of([self.split_over(0), self.split_over(1)])
         return NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
 
+    @property
+    def T(self) -> jax.Array:
+        """The transposed weight ``[in_dim, out_dim]`` as an array."""
+        return self.layer.dequantise().T
+
     def __jax_array__(self) -> jax.Array:
         return self.layer.dequantise()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.layer.dequantise(), dtype=dtype)
 
     def __repr__(self) -> str:
         return f"DequantisedWeight({self.layer.layout.format}, {list(self.shape)})"
