@@ -109,8 +109,9 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
     layer, base = target.layer, target.base
     if not isinstance(layer.weight, Weight):
         raise NotImplementedError(
-            f"the base weight of '{target.names[0]}' is stored as the several tensors of a quantised format: load "
-            'the model with dtype="float32" or another float to merge LoRA weights into it'
+            f"the base weight of '{target.names[0]}' is stored as the several tensors of a quantised format, "
+            "which are not quantised again here: keep the LoRA weights apart (maxjax.lora.save), or load them for the "
+            "model of floats that this one was made of, and merge them there"
         )
     holders = [
         w.stored if w.stored.home is None else w.stored.home[0]

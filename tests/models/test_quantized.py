@@ -388,8 +388,10 @@ def test_no_other_dtype_in_a_file(made, tmp_path):
     directory, _, _ = made("awq")
     with pytest.raises(UserInputError, match="quantization_config"):
         convert(directory, tmp_path / "w.safetensors", dtype="bfloat16")
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+    with pytest.raises(UnsupportedModelError, match="'awq'.: .*cannot be written as GGUF"):
         convert(directory, tmp_path / "w.gguf")
+    with pytest.raises(UnsupportedModelError, match="cannot be .*quantised again"):
+        maxjax.quantize(loaded(directory), "q8_0")
     with pytest.raises(UserInputError, match="quantization_config"):
         maxjax.save_pretrained(loaded(directory), tmp_path / "saved", dtype="bfloat16")
 

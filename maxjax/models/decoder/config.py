@@ -201,7 +201,8 @@ class DecoderConfig(ModelConfig):
             method = raw["quantization_config"]
             method = method.get("quant_method") if isinstance(method, Mapping) else None
             raise UnsupportedModelError(
-                f"'quantization_config' (quant_method {str(method)[:60]!r})"
+                f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
+                "written as GGUF, calibrated, or quantised again"
             )
         if raw.get("per_layer_config") and not cls.has_layer_sizes:
             raise UnsupportedModelError(
