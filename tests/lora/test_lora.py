@@ -440,7 +440,9 @@ def test_over_the_tensors_of_a_quantised_format():
         dora.lora_magnitude_vector.value, np.linalg.norm(rows, axis=1), rtol=1e-5
     )
     np.testing.assert_allclose(dora(x), stack[1](x), rtol=1e-5)
-    with pytest.raises(NotImplementedError, match="several tensors of a quantised format.*lora.save"):
+    with pytest.raises(
+        NotImplementedError, match="several tensors of a quantised format.*lora.save"
+    ):
         lora.merge(tuned)
 
 

@@ -67,6 +67,8 @@ def test_settings_that_the_file_of_a_layer_shows():
     blocks = {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": "16x32"}
     assert of(blocks, "int-quantized", {})[1]["block"] == (16, 32)
     four = {"num_bits": 4, "type": "int", "group_size": 16}
+    # Of weights that a matmul with int8 activations uses, 4 bits are not packed.
+    assert of(four, "int-quantized", {})[0] == [("weight", (64, 64)), ("weight_scale", (64, 4))]
     order = ("weight_g_idx", (64,))
     assert order not in of(four, "pack-quantized", {})[0]
     assert order in of(four, "pack-quantized", {"weight_g_idx": (DType.int32, (64,))})[0]
