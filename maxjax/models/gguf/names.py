@@ -175,9 +175,8 @@ AFTER_NORMS = {
     ".post_ffw_norm": "post_feedforward_layernorm",
 }
 HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
-# The last layer of a reranker's head, and its labels in the metadata.
+# The last layer of a reranker's head.
 CLASSIFIER = "cls.output"
-LABELS = "classifier.output_labels"
 _QWEN_EXPERTS = expert_names()
 _GEMMA2_NORMS = {
     ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),

@@ -26,7 +26,7 @@ from ..metadata import (
     token_id,
     unsupported,
 )
-from ..names import CLASSIFIER, LABELS
+from ..names import CLASSIFIER
 from .rope import required, rope_scaling
 
 Config = dict[str, Any]
@@ -373,9 +373,17 @@ def _classifier(architecture: str, given: Settings, tensors: Shapes) -> Config:
     if (tensor := f"{CLASSIFIER}.weight") not in tensors:
         return {}
     labels = rows_of(tensor, tensors, given.path)
-    # The first label of two is one number: the share of its softmax is the sigmoid of the difference.
-    labels = 1 if labels == len(given.items(LABELS, str, [])) == 2 else labels
+    if labels == 2 and answers_yes_or_no(given):
+        labels = 1
     return {"architectures": [architecture], "num_labels": labels}
+
+
+def answers_yes_or_no(given: Settings) -> bool:
+    """Whether the score is the share of the first of two labels in a softmax over both, as of Qwen3-Reranker.
+
+    It is the sigmoid of one number: that of the first label minus that of the second.
+    """
+    return given.prefix == "qwen3." and len(given.items("classifier.output_labels", str, [])) == 2
 
 
 def _qwen3(given: Settings, tensors: Shapes, config: Config) -> Config:

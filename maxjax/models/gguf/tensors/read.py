@@ -14,10 +14,10 @@ import numpy as np
 from ....dtype import DType
 from ....errors import CheckpointFormatError
 from ....graph.weights import GGUFWeights, WeightData
-from ..config.read import hf_config
+from ..config.read import answers_yes_or_no, hf_config
 from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings, short
-from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, LABELS, Table, hf_names
+from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, Table, hf_names
 from ..pieces import computed, rows
 from ..sources import Exact, Relaid
 from ..table import TABLES, GGUFTable
@@ -129,7 +129,7 @@ def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
     """The tensors of the file, by the names of its architecture.
 
     In every architecture, weights are multiplied by the scale that is beside them, one tensor of queries, keys
-    and values becomes three, and a head of two labels becomes one of the first.
+    and values becomes three, and a head of two answers becomes one of one number.
     """
     table = ARCHITECTURES.get(str(weights.metadata.get("general.architecture")), {})
     scaled = _one_label(weights, _scaled(weights, table))
@@ -176,9 +176,8 @@ def _scaled(weights: GGUFWeights, table: Table) -> dict[str, WeightData]:
 
 
 def _one_label(weights: GGUFWeights, found: dict[str, WeightData]) -> dict[str, WeightData]:
-    """The tensors, with the first row of a head of two labels minus the second, as ``hf_config`` counts them."""
-    given = settings(weights.metadata, path=weights._path)
-    if len(given.items(LABELS, str, [])) != 2:
+    """The tensors, with the first row of a head of two answers minus the second, as ``hf_config`` counts them."""
+    if not answers_yes_or_no(settings(weights.metadata, path=weights._path)):
         return found
     for kind in ("weight", "bias"):
         data = found.get(name := f"{CLASSIFIER}.{kind}")
