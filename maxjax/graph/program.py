@@ -221,6 +221,7 @@ class Model(Rendered):
             it, the program uses the values at the time of each call.
         donate: positions of inputs whose memory the outputs may reuse. These inputs cannot be
             used after the call.
+        source: what the Graph was traced from, whose ``check()`` each call makes; None checks nothing.
 
     Attributes:
         name: name of the Graph.
@@ -232,13 +233,17 @@ class Model(Rendered):
     """
 
     def __init__(
-        self, graph: Graph, registry: Mapping[str, Any] | None = None, donate: Sequence[int] = ()
+        self,
+        graph: Graph,
+        registry: Mapping[str, Any] | None = None,
+        donate: Sequence[int] = (),
+        source: Any = None,
     ):
         if graph.jaxpr is None:
             raise ValueError(
                 f"Graph '{graph.name}' has no output: call g.output(…) at the end of its with block"
             )
-        self.name = graph.name
+        self.name, self._source = graph.name, source
         self.input_types, self.output_types = graph.input_types, graph.output_types
         self._weights = Binding(graph, registry)
         self._weights.require(registry, graph.orphans if registry is None else None)
@@ -280,12 +285,14 @@ class Model(Rendered):
 
         Raises:
             ValueError: the number or the type of inputs is wrong; or a weight has no value, or another
-                sharding than at compile time.
+                sharding than at compile time; or the Module that it was compiled from has changed.
             TypeError: it is called inside ``jax.jit`` or another transformation, and has no named sizes.
         """
         return [TensorValue(y) for y in self._execute(args)]
 
     def _execute(self, args: Sequence[Any]) -> list[jax.Array]:
+        if self._source is not None:
+            self._source.check()
         if len(args) != len(self.input_types):
             raise ValueError(f"Number of inputs ({len(args)}) does not match expected number "
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
@@ -360,14 +367,20 @@ class Program(Model):
     """
 
     def __init__(
-        self, graph: Graph, trees: Trees, registry: Any = None, donate: Sequence[int] = ()
+        self,
+        graph: Graph,
+        trees: Trees,
+        registry: Any = None,
+        donate: Sequence[int] = (),
+        source: Any = None,
     ):
         self.in_tree, self.out_tree = trees.inputs, trees.outputs
         self._code = Compiled(graph.name, trees.classes)
         leaves = iter(range(trees.inputs.num_leaves))
         by_argument = [[next(leaves) for _ in range(n)] for n in trees.counts]
         donated = _donated(graph.name, donate, len(by_argument))
-        super().__init__(graph, registry, [leaf for i in donated for leaf in by_argument[i]])
+        positions = [leaf for i in donated for leaf in by_argument[i]]
+        super().__init__(graph, registry, positions, source)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.

@@ -28,6 +28,7 @@ from ...graph.weight.weight import Weight
 from . import call_stack, calls, hooks
 from . import place as placing
 from .assigned_list import AssignedList
+from .compiled_from import CompiledFrom
 from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, unflatten
 from .hooks import Layer
 from .rows import OfModule
@@ -378,12 +379,11 @@ class Module(OfModule, Layer, StateDict, ABC):
         """Compiles this Module for arguments of given types, before or after its weights are loaded.
 
         Args:
-            specs: for each argument of ``__call__``, a ``jax.ShapeDtypeStruct``, an array, or a
-                pytree of them; the program then takes and returns such pytrees. If all are
-                TensorTypes, inputs and outputs are flat lists of tensors, as in MAX.
+            specs: for each argument of ``__call__``, a ``jax.ShapeDtypeStruct``, an array, or a pytree of them; the
+                program takes and returns such pytrees. If all are TensorTypes, these are flat lists, as in MAX.
             session: MAX's InferenceSession, ignored.
-            weights: values by full name, which stay fixed in the program. Other weights must
-                have a value. By default the program uses the values at the time of a call.
+            weights: values by full name, which stay fixed in the program. Other weights must have a value. By
+                default it uses those at the time of a call, and refuses to run with other layers or attributes.
             name: name of the program, by default that of the class.
             donate: indices of arguments whose memory the results may reuse, such as a cache.
             options: those of :class:`maxjax.graph.Graph`.
@@ -405,11 +405,12 @@ class Module(OfModule, Layer, StateDict, ABC):
         """
         del session
         compile_cache.enable()
-        if specs and all(isinstance(spec, TensorType) for spec in specs):
-            return Model(self.trace(*specs, name=name, **options), weights, donate)
         title = name or type(self).__qualname__
+        source = CompiledFrom(title, self) if weights is None else None
+        if specs and all(isinstance(spec, TensorType) for spec in specs):
+            return Model(self.trace(*specs, name=title, **options), weights, donate, source)
         trees = Trees(title, self, specs)
-        return Program(Graph(title, trees, trees.types, **options), trees, weights, donate)
+        return Program(Graph(title, trees, trees.types, **options), trees, weights, donate, source)
 
     def build_subgraph(
         self,

@@ -205,3 +205,32 @@ def test_named_sizes():
     for rows in (1, 5):
         x = np.ones((rows, 4), np.float32)
         np.testing.assert_allclose(program(x)[0], model(jnp.asarray(x)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["layer", "weight", "attribute", "added"])
+def test_refuses_to_run_once_the_model_has_changed(change):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.factor = init(nn.Linear(4, 2, "float32", CPU), jax.random.key(0)), 2.0
+
+        def __call__(self, x):
+            return self.lin(x) * self.factor
+
+    model = Scaled()
+    program, fixed = model.compile(SPEC), model.compile(SPEC, weights=model.state_dict())
+    before = np.asarray(program(X))
+    model.lin.weight.value = model.lin.weight.value * 2  # a value is no change of structure
+    np.testing.assert_allclose(program(X), 2 * before, rtol=1e-6)
+    if change == "layer":
+        model.lin, what = init(nn.Linear(4, 2, "float32", CPU), jax.random.key(1)), "lin.weight"
+    elif change == "weight":
+        model.lin.weight, what = nn.Linear(4, 2, "float32", CPU).weight, "lin.weight"
+    elif change == "attribute":
+        model.factor, what = 3.0, "Scaled.factor"
+    else:
+        model.lin.extra, what = nn.Identity(), "its layers"
+    message = rf"compiled before its Scaled was changed \(.*{what}\): compile it again"
+    with pytest.raises(ValueError, match=message):
+        program(X)
+    np.testing.assert_allclose(fixed(X), before, rtol=1e-6)  # its weights were given
