@@ -68,7 +68,7 @@ graph: type compile_cache program
 
 # 4 nn: the container calculus, then layers
 nn/layer/observe: frames loops
-nn/layer: rows hooks assigned_list static walk definition call_stack calls place sharded replacing
+nn/layer: rows hooks assigned_list static walk definition compiled_from call_stack calls place sharded replacing
 nn/layer/observe: places captures functions recording contexts programs
 nn/layer/load: fit memory stacks
 nn/layer: state module layer_list

@@ -270,7 +270,9 @@ class StackedWeight(OfStack):
 
     @property
     def weights(self) -> list[Weight]:
-        """All its Weights."""
+        """All its Weights, also after they were unstacked."""
+        if self._apart:
+            return [weight for holder in self._apart for weight in holder.stored.weights]
         return [self.view(i) for i in range(self.count)]
 
     def names(self, full: str) -> list[str]:

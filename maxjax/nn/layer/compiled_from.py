@@ -24,32 +24,52 @@ class CompiledFrom:
 
     def __init__(self, name: str, module: Any):
         self._name, self._module = name, module
-        self._epoch, self._before = EPOCH.structure, cache_of(module)
+        self._epoch, self._cache = EPOCH.structure, cache_of(module)
 
     def check(self) -> None:
-        """Compares with the Module as it is now.
+        """Compares with the Module as it is now; stacking and unstacking layers is no difference.
 
         Raises:
             ValueError: it has another structure, or other Weights.
         """
         if self._epoch == EPOCH.structure:
             return
-        epoch, before, now = EPOCH.structure, self._before, cache_of(self._module)
-        same = len(before.weights) == len(now.weights) and all(map(is_, before.weights, now.weights))
-        if not same or before.definition.nodes != now.definition.nodes:
+        epoch, now = EPOCH.structure, cache_of(self._module)
+        if what := _difference(self._cache, now):
             raise ValueError(
-                f"'{self._name}' was compiled before its {type(self._module).__name__} was changed"
-                f" ({_difference(before, now)}): compile it again"
+                f"'{self._name}' was compiled before its {type(self._module).__name__} was changed "
+                f"({what}): compile it again"
             )
-        self._epoch = epoch
+        self._epoch, self._cache = epoch, now
 
 
 def _difference(before: Cache, now: Cache) -> str:
-    """What differs, for the message."""
-    old, new = (dict(zip(c.definition.names, c.weights, strict=True)) for c in (before, now))
+    """What differs, for the message; "" if nothing does."""
+    held = (before.weights, now.weights)
+    same = len(held[0]) == len(held[1]) and all(map(is_, *held))
+    if same and before.definition.nodes == now.definition.nodes:
+        return ""
+    old, new = _weights(before), _weights(now)
     if names := [name for name in {**old, **new} if old.get(name) is not new.get(name)]:
         return f"other weights: {some(names, 3)}"
-    for one, other in zip(before.definition.nodes, now.definition.nodes, strict=False):
-        if attrs := {name for name, _ in {*one.statics} ^ {*other.statics}}:
-            return f"{one.kind.__name__}.{min(attrs)}"
-    return "its layers"
+    kinds = sorted({kind.__name__ for kind, _ in _layers(before) ^ _layers(now)})
+    if kinds:
+        return f"layers or attributes of {some(kinds, 3)}"
+    return "its layers" if same else ""  # stacked or unstacked, with the same Weights
+
+
+def _weights(cache: Cache) -> dict[str, Any]:
+    """All Weights by name, those of stacks too."""
+    return {
+        name: weight
+        for full, holder in zip(cache.definition.names, cache.weights, strict=True)
+        for name, weight in zip(holder.stored.names(full), holder.stored.weights, strict=True)
+    }
+
+
+def _layers(cache: Cache) -> set[tuple[type, Any]]:
+    """The different layers, of which a stack has one for all that are equal."""
+    nodes = cache.definition.nodes
+    return {
+        (n.kind, n.statics) for n in nodes if not (n.kind._mx_is_container or n.kind._mx_is_stack)
+    }

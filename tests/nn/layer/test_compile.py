@@ -227,9 +227,9 @@ def test_refuses_to_run_once_the_model_has_changed(change):
     elif change == "weight":
         model.lin.weight, what = nn.Linear(4, 2, "float32", CPU).weight, "lin.weight"
     elif change == "attribute":
-        model.factor, what = 3.0, "Scaled.factor"
+        model.factor, what = 3.0, "attributes of Scaled"
     else:
-        model.lin.extra, what = nn.Identity(), "its layers"
+        model.lin.extra, what = nn.Identity(), "layers or attributes of Identity"
     message = rf"compiled before its Scaled was changed \(.*{what}\): compile it again"
     with pytest.raises(ValueError, match=message):
         program(X)
