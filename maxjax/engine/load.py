@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from .hub import Access, find_model
 
 # What an unknown argument may have meant.
 _ARGUMENTS = (
-    "dtype", "reduce_dtype", "mesh", "config", "verify", "revision", "filename", "token", "cache_dir",
+    "dtype", "reduce_dtype", "mesh", "rules", "config", "verify", "revision", "filename", "token", "cache_dir",
     "local_files_only", "limits", "tokenizer", "tie", "activations", "compile",
 )  # fmt: skip
 
@@ -53,6 +53,7 @@ def load(
     dtype: Any = "auto",
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
+    rules: Mapping[str, Any] | None = None,
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
@@ -73,6 +74,7 @@ def load(
     dtype: Any = "auto",
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
+    rules: Mapping[str, Any] | None = None,
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
@@ -92,6 +94,7 @@ def load(
     dtype: Any = "auto",
     reduce_dtype: Any = DType.float32,
     mesh: Any = None,
+    rules: Mapping[str, Any] | None = None,
     config: Any = None,
     verify: Verify = "auto",
     revision: str | None = None,
@@ -125,6 +128,7 @@ def load(
         mesh: the mesh over which the weights are sharded (``make_mesh``); each device reads only
             its shards. All processes that share the mesh must make the call; each reads what its
             devices hold, and all return together.
+        rules: sharding rules for the mesh that take precedence over the model's own, as for ``Module.to``.
         config: the content of a ``config.json``, or the path of one, to use instead.
         verify: when to check checksums: ``"auto"`` when a complete tensor is read, which costs
             almost nothing; True always; False never.
@@ -158,7 +162,8 @@ def load(
             subclass says which, and the message says where.
         UnsupportedModelError: the model has an architecture that maxjax does not support.
         UserInputError: an argument is invalid: ``dtype`` or ``reduce_dtype`` is not a float dtype,
-            ``activations`` is neither "int8" nor "float", or ``revision`` is given for a path.
+            ``activations`` is neither "int8" nor "float", ``revision`` is given for a path, or ``rules``
+            do not fit the model or have no mesh.
         TypeError: an argument is unknown; the message suggests the right name if it can.
         ProgramMismatchError: the checkpoint or the mesh is not the same in all processes.
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
@@ -174,6 +179,8 @@ def load(
             raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")
         if path is None:  # find_model would take it for "tiny"
             raise TypeError("path must be a str or a Path, not NoneType")
+        if rules is not None and mesh is None:
+            raise UserInputError("rules= need a mesh: load(path, mesh=..., rules=...)")
         name = str(path)
         access = Access(token, cache_dir, local_files_only)
         path = find_model(path, revision, filename=filename, access=access)
@@ -182,7 +189,7 @@ def load(
         def once() -> Any:
             nonlocal compared
             weights, model, text = _prepared(
-                path, config, verify, cast_to, reduce, mesh, tie, activations, tokenizer
+                path, config, verify, cast_to, reduce, mesh, rules, tie, activations, tokenizer
             )
             with weights:
                 if not compared:
@@ -213,6 +220,7 @@ def _prepared(
     cast_to: Any,
     reduce: Any,
     mesh: Any,
+    rules: Any,
     tie: Any,
     activations: str | None,
     tokenizer: bool,
@@ -240,7 +248,7 @@ def _prepared(
             if isinstance(model, Decoder):
                 model.stack_for(mesh)
             if mesh is not None:
-                model.to(mesh)
+                model.to(mesh, rules=rules)
             set_activations(
                 model, activations or ("int8" if platform_of(mesh) == "cpu" else "float")
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from maxjax.dtype import DType
@@ -327,6 +328,19 @@ def test_onto_a_mesh(small):
     np.testing.assert_allclose(
         embed(placed, tokenizer, texts), embed(model, tokenizer, texts), atol=1e-5
     )
+
+
+def test_onto_a_mesh_with_rules_of_the_callers_own(small):
+    rules = {"*query.weight": PartitionSpec(None, "model"), "*.dense.weight": None}
+    placed, _ = load(small, mesh=make_mesh(data=2, model=4), rules=rules)
+    layer = placed.encoder.layer[0]
+    assert tuple(layer.attention.self.query.weight.sharding.spec) == (None, "model")
+    assert layer.output.dense.weight.value.is_fully_replicated
+    assert not layer.attention.self.query.weight.value.is_fully_replicated
+    with pytest.raises(UserInputError, match=r"rules= need a mesh"):
+        load(small, rules=rules)
+    with pytest.raises(UserInputError, match=r"no weight has a name like 'nothing'"):
+        load(small, mesh=make_mesh(model=2), rules={"nothing": None})
 
 
 @pytest.mark.slow
