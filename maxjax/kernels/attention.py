@@ -169,7 +169,7 @@ def causal_attention(
         division,
     )  # fmt: skip
     slots = cache[0].shape[3]
-    at_once = slots <= max(query.shape[1], FEW_KEYS) and not _is_large(query, slots)
+    at_once = _are_few(slots, query.shape[1]) and not _is_large(query, slots)
     sinks = _checked_sinks(sinks, query.shape[2])
 
     def run(
@@ -335,6 +335,12 @@ def partial_attention(
     dtype = DType.of(softmax_dtype).np
     attending = Attending(scale, sliding_window, soft_cap, dtype, chunked=chunked)
     return blocked_attention(query, cache, layer, positions, key_positions, attending)
+
+
+def _are_few(keys: Any, queries: Any) -> bool:
+    """Whether all keys are read; also where their number is known only when an exported program runs."""
+    known = isinstance(keys, int) and isinstance(queries, int)
+    return not known or keys <= max(queries, FEW_KEYS)
 
 
 def _is_large(query: Any, keys: int) -> bool:

@@ -258,6 +258,21 @@ def test_vmap_export_and_remat(small):
     np.testing.assert_allclose(found, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", ["b, t", "1, t", "b, 3"])
+def test_export_of_sizes_that_are_not_known(shape):
+    def run(q, k):
+        at = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        return causal_attention(q, [k.swapaxes(1, 2)[None]] * 2, 0, at, at, sliding_window=4)
+
+    sizes = export.symbolic_shape(shape)
+    kinds = [jax.ShapeDtypeStruct((*sizes, heads, D), jnp.float32) for heads in (H, K)]
+    exported = export.export(jax.jit(run))(*kinds)
+    for length in (1, 3, 300):
+        q, k = normal(1, length, H, D), normal(1, length, K, D)
+        if shape != "b, 3" or length == 3:
+            np.testing.assert_allclose(exported.call(q, k), run(q, k), rtol=0, atol=2e-6)
+
+
 def test_inside_of_shard_map(small):
     """Where texts differ between devices and the loops start with what does not."""
     q, cache, at, keys = operands()
