@@ -104,7 +104,7 @@ class Batch:
         lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
         self._used = longest  # no row has more tokens
         self.state = BatchState(
-            cache=_committed(model.cache(batch, capacity, cache_dtype)),
+            cache=self._committed(model.cache(batch, capacity, cache_dtype)),
             last=self._put(np.zeros(batch, np.int32)),
             done=self._put(lengths == 0),
             bad=self._put(np.zeros(batch, bool)),
@@ -219,6 +219,19 @@ class Batch:
         data = self._put(np.asarray(jax.random.key_data(checked)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(checked))
 
+    def _committed(self, cache: KVCache) -> KVCache:
+        """The cache with committed arrays, like those a program returns: both use one executable.
+
+        Weights that ``jax.device_put`` moved to a mesh do not say how to split a cache: it is replicated.
+        """
+
+        def committed(leaf: jax.Array) -> jax.Array:
+            where = leaf.sharding
+            is_placed = isinstance(where, NamedSharding)
+            return jax.device_put(leaf, _shortest(where) if is_placed else self._input_sharding)
+
+        return jax.tree.map(committed, cache)
+
     def _shardings_of(self, state: BatchState) -> Shardings:
         if not isinstance(self._input_sharding, NamedSharding):
             return None
@@ -232,7 +245,7 @@ class Batch:
     def _grow_cache(self) -> None:
         cache = self.state.cache
         if self._used > cache.capacity:
-            grown = _committed(cache.grow(self._capacity(self._used)))
+            grown = self._committed(cache.grow(self._capacity(self._used)))
             self.state = self.state._replace(cache=grown)
             self._shardings = self._shardings_of(self.state)
 
@@ -301,15 +314,8 @@ def _sharding_of_inputs(model: Any) -> Any:
     return SingleDeviceSharding(min(devices, key=lambda device: device.id))
 
 
-def _committed(cache: KVCache) -> KVCache:
-    """The cache with committed arrays, like those a program returns: both use one executable."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, _shortest(leaf.sharding)), cache)
-
-
-def _shortest(sharding: Any) -> Any:
+def _shortest(sharding: NamedSharding) -> NamedSharding:
     """The sharding as XLA's results have it: a spec without the trailing None of replicated axes."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
     entries = list(sharding.spec)
     while entries and entries[-1] is None:
         entries.pop()

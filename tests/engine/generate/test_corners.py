@@ -347,3 +347,10 @@ def test_an_argument_of_load_that_is_called_otherwise(tmp_path):
     }.items():  # fmt: skip
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{says}"):
             maxjax.load(tmp_path, **{name: 1})
+
+
+def test_a_model_that_device_put_moved_to_a_mesh(loaded):
+    model, tokenizer = loaded
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
+    moved = jax.device_put(model, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert generate((moved, tokenizer), "hi") == generate(loaded, "hi")
