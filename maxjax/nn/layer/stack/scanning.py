@@ -19,7 +19,7 @@ import numpy as np
 from ....graph.kind import KIND
 from ....graph.value import TensorValue, unwrap
 from ....graph.weight.weight import Weight
-from ....kernels import StackSlice
+from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
 from ..definition import Definition, rebuild
 from ..observe.frames import Taps
@@ -314,15 +314,24 @@ def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
         kept, outputs = result[0], tuple(result[1:])
         if jax.tree.structure(_bare(kept)) != expected:
             raise TypeError(_not_carry(result, carry))
-    leaves = jax.tree.leaves(_bare(kept))
-    for new, old in zip(leaves, jax.tree.leaves(_bare(carry)), strict=True):
+    pairs = list(zip(jax.tree.leaves(_bare(kept)), jax.tree.leaves(_bare(carry)), strict=True))
+    for new, old in pairs:
         if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
             raise TypeError(
                 f"a layer of the stack got a carry of {_kind(old)} and returns one of {_kind(new)}; "
                 "all layers of a stack must have the same"
             )
-    carry = jax.tree.unflatten(jax.tree.structure(carry), map(jnp.asarray, leaves))
+    leaves = [_sharded_as(jnp.asarray(new), old) for new, old in pairs]
+    carry = jax.tree.unflatten(jax.tree.structure(carry), leaves)
     return carry, jax.tree.map(jnp.asarray, outputs)
+
+
+def _sharded_as(new: jax.Array, old: Any) -> jax.Array:
+    """A carry as the layer got it: on a mesh with Explicit axes its type, which must not change, has its sharding."""
+    wanted = None if explicit.mesh_of(old) is None else jax.typeof(old).sharding
+    if wanted is None or jax.typeof(new).sharding == wanted:
+        return new
+    return jax.sharding.reshard(new, wanted)
 
 
 def _bare(tree: Any) -> Any:

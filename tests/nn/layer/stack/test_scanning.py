@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxjax.graph import TensorValue, Weight
 from maxjax.nn import LayerList
@@ -762,3 +764,15 @@ def test_state_is_left_as_it_was():
     assert jax.tree.structure(stack) == treedef
     for name, value in state(stack).items():
         np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("spec", [P("model", None), P("data", "model")])
+def test_a_carry_keeps_its_sharding_on_explicit_axes(spec):
+    """Whatever the rules of the weights make of the results: its type in the loop must not change."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:4])
+    model = fill(blocks().stack())
+    want = model.scan(X)
+    model.to(mesh, rules={"*": spec})
+    found = model.scan(jax.device_put(X, NamedSharding(mesh, P())))
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
