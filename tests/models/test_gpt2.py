@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 from safetensors.numpy import save_file
 
@@ -350,3 +351,14 @@ def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
     found = sorted(one.kind for one in compiled(call, model, ids_of(2, LENGTH)))
     # The rows of the table, two sums a layer, the logits.
     assert found == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
+
+
+def test_export_for_any_length():
+    """Where the length is not known there is no check of it, and tokens beyond the positions are NaN."""
+    config = {k: v for k, v in SMALL.items() if not k.endswith("_id")}
+    model = GPT2(GPT2Config.from_dict({"model_type": "gpt2", **config, "n_positions": 8}))
+    model = maxjax.init(model, jax.random.key(0))
+    kind = jax.ShapeDtypeStruct(export.symbolic_shape("b, t"), jnp.int32)
+    exported = export.export(jax.jit(lambda model, ids: model(ids)))(model, kind)
+    np.testing.assert_allclose(exported.call(model, ids_of(2, 5)), model(ids_of(2, 5)), atol=1e-5)
+    assert np.isnan(exported.call(model, ids_of(1, 9))[0]).any(-1).tolist() == [False] * 8 + [True]

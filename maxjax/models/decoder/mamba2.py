@@ -229,7 +229,7 @@ class Mamba2Mixer(RecurrentMixer):
             ssm = states["ssm"]
 
         def recur(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-            if length > 1:
+            if length != 1:
                 all_ = (*operands, ssm)
                 return self.by_heads(ssd_chunks, all_, [2] * 4 + [1], [(4, 2), (4, 1)])
             now = (*(a[:, 0] for a in operands), ssm)

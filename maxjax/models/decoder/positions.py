@@ -18,6 +18,7 @@ from ...errors import UserInputError
 from ...graph.device import DeviceRef
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import ShardingStrategy
+from ...graph.value import unwrap
 from ...nn.embedding import Embedding
 from ...nn.kv_cache.cache import KVCache
 from ..config import setting
@@ -109,9 +110,10 @@ class PositionedDecoder(Decoder):
         Raises:
             UserInputError: as for Decoder, or a token is beyond the last learned position.
         """
-        shape = getattr(ids, "shape", ())
-        if cache is None and lengths is None and len(shape) == 2:
-            self._check_length(int(shape[1]))
+        shape = getattr(unwrap(ids), "shape", ())
+        # An exported program may be for any length.
+        if cache is None and lengths is None and len(shape) == 2 and isinstance(shape[1], int):
+            self._check_length(shape[1])
         return super().__call__(ids, cache, lengths=lengths, last=last)
 
     def _step(

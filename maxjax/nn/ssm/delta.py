@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.operation import varying_with
-from .segments import segment_sums
+from .segments import chunked, segment_sums
 
 CHUNK = 64
 """Number C of tokens whose corrections are found by one triangular solve; a multiple of _BLOCK."""
@@ -77,9 +77,8 @@ def delta_chunks(
         ((1, 5, 2, 4), (1, 2, 4, 4))
     """
     batch, length, heads, _ = q.shape
-    size = min(CHUNK, -(-length // _BLOCK) * _BLOCK) or _BLOCK
-    pad = -length % size
-    count = (length + pad) // size
+    count, size = chunked(length, CHUNK, _BLOCK)
+    pad = count * size - length
     # Chunks are the leading axis, tokens of a chunk follow the heads: [n, B, H, C, ...].
     chunks = []
     for a in (q, k, v, g[..., None], beta[..., None]):

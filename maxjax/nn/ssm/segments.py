@@ -1,4 +1,4 @@
-"""The decay between the tokens of a chunk, for recurrences that are computed in chunks.
+"""Chunks of tokens and the decay within them, for recurrences that are computed in chunks.
 
 Shapes: C tokens.
 """
@@ -7,6 +7,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+
+def chunked(length: int, most: int, block: int = 1) -> tuple[int, int]:
+    """The number of chunks of a text, and of tokens in each: at most ``most``, and a multiple of ``block``.
+
+    A length that is known only when an exported program runs gets chunks of ``most`` tokens.
+
+    Example:
+        >>> chunked(5, 64, 16), chunked(130, 64), chunked(0, 64)
+        ((1, 16), (3, 64), (0, 1))
+    """
+    known = isinstance(length, int)
+    size = (min(most, -(-length // block) * block) or block) if known else most
+    return -(-length // size), size
 
 
 def segment_sums(g: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.operation import varying_with
-from .segments import segment_sums
+from .segments import chunked, segment_sums
 
 CHUNK = 64
 """Number C of tokens in a chunk."""
@@ -73,9 +73,8 @@ def ssd_chunks(
         ((1, 5, 4, 3), (1, 4, 3, 6))
     """
     batch, length, heads, width = x.shape
-    groups, size = b.shape[2], min(CHUNK, length) or 1
-    each, pad = heads // groups, -length % size
-    count = (length + pad) // size
+    groups, (count, size) = b.shape[2], chunked(length, CHUNK)
+    each, pad = heads // groups, count * size - length
     # Chunks are the leading axis, tokens of a chunk follow the groups: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
     chunks = []
     for a in (x, g[..., None], b, c):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import maxjax
 from maxjax.nn.ssm.delta import CHUNK, delta_chunks, delta_step
@@ -82,3 +83,12 @@ def test_no_tokens_and_no_sequences():
         start = jnp.ones((batch, 2, 4, 3))
         y, state = delta_chunks(k, k, v, k[..., 0], k[..., 0], start)
         assert y.shape == v.shape and (state == start).all()
+
+
+def test_export_for_any_length():
+    batch, length = export.symbolic_shape("b, t")
+    kinds = [jax.ShapeDtypeStruct((batch, length, *a.shape[2:]), a.dtype) for a in inputs(1)[:-1]]
+    kinds.append(jax.ShapeDtypeStruct((batch, *inputs(1)[-1].shape[1:]), jnp.float32))
+    exported = export.export(jax.jit(delta_chunks))(*kinds)
+    for n in (1, 7, CHUNK + 1):
+        close(exported.call(*inputs(n)), delta_chunks(*inputs(n)))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import maxjax
 from maxjax.nn.ssm.ssd import CHUNK, ssd_chunks, ssd_step
@@ -86,3 +87,12 @@ def test_no_tokens_and_no_sequences():
         start = jnp.ones((batch, 4, 3, 6))
         y, state = ssd_chunks(x, x[..., 0], b, b, start)
         assert y.shape == x.shape and (state == start).all()
+
+
+def test_export_for_any_length():
+    batch, length = export.symbolic_shape("b, t")
+    kinds = [jax.ShapeDtypeStruct((batch, length, *a.shape[2:]), a.dtype) for a in inputs(1)[:-1]]
+    kinds.append(jax.ShapeDtypeStruct((batch, *inputs(1)[-1].shape[1:]), jnp.float32))
+    exported = export.export(jax.jit(ssd_chunks))(*kinds)
+    for n in (1, 7, CHUNK + 1):
+        close(exported.call(*inputs(n)), ssd_chunks(*inputs(n)))
