@@ -105,7 +105,7 @@ def check_mesh(mesh: Any) -> None:
         raise UserInputError(
             f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
             f"{', '.join(AXES)} (or dp, tp, ep, sp): use these names, "
-            "or pass rules="
+            "or pass rules, which maxjax.load, model.to(mesh, rules=…) and maxjax.plan take"
         )
 
 
