@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import UserInputError, some
@@ -37,7 +38,8 @@ def apply_chat_template(
     Args:
         tokenizer: the :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer` with the chat template.
         messages: dicts with "role", "content" and any other keys that the template reads. A key whose
-            value is None is left out, except for "content" where the template compares it with none.
+            value is None is left out, except for "content" where the template compares it with none
+            and does not fail with it.
         add_generation_prompt: whether the prompt ends with the header of an answer.
         tools: functions that the model may call: the JSON schema of each, or the Python function with
             type hints and a docstring that describes its arguments (``function_schema``).
@@ -65,19 +67,22 @@ def apply_chat_template(
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
     template = _template_source(tokenizer, chat_template, tools)
-    kept = {"content"} if _READS_NONE.search(template) else set()
-    messages = [_message(i, message, kept) for i, message in enumerate(listed)]
     values = {
         **tokenizer.special_tokens,
         **kwargs,
-        "messages": messages,
         "tools": _dicts("tools", tools if tools is None else _schemas(tools)),
         "documents": _dicts("documents", documents),
         "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
-    if continue_final_message:
-        return _continued(template, values)
-    return render(template, values)
+    use = _continued if continue_final_message else render
+    messages = [_message(i, message, {"content"}) for i, message in enumerate(listed)]
+    if any("content" in m and m["content"] is None for m in messages):
+        if _READS_NONE.search(template):
+            # Some that test it fail with it all the same, such as Ministral 3's.
+            with suppress(UserInputError):
+                return use(template, {**values, "messages": messages})
+        messages = [_message(i, message, set()) for i, message in enumerate(listed)]
+    return use(template, {**values, "messages": messages})
 
 
 def _continued(template: str, values: dict[str, Any]) -> str:

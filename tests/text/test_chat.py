@@ -129,6 +129,10 @@ def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
     [  # as in transformers, so that what the OpenAI API returns can be passed on
         ("{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}.", "False."),
         ("{% if messages[0]['content'] is none %}call{% endif %}", "call"),  # DeepSeek R1
+        (  # Ministral 3
+            "{% if messages[0]['content'] is none %}call{% endif %}{{ messages[0]['content'] | length }}",
+            "0",
+        ),
     ],
 )
 def test_keys_that_are_none_are_left_out(tokenizer, template, expected):
