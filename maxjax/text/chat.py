@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UserInputError, some
 from .template.function_schema import function_schema
-from .template.render import render
+from .template.render import fields_of, render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -24,7 +24,7 @@ _READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none\b""", re.IGNOR
 
 def apply_chat_template(
     tokenizer: Any,
-    messages: Iterable[Mapping[str, Any]],
+    messages: Iterable[Any],
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
@@ -37,9 +37,10 @@ def apply_chat_template(
 
     Args:
         tokenizer: the :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer` with the chat template.
-        messages: dicts with "role", "content" and any other keys that the template reads. A key whose
-            value is None is left out, except for "content" where the template compares it with none
-            and does not fail with it.
+        messages: dicts with "role", "content" and any other keys that the template reads, or objects
+            of Pydantic or dataclasses with such fields, as OpenAI's client returns. A key whose value
+            is None is left out, except for "content" where the template compares it with none and
+            does not fail with it.
         add_generation_prompt: whether the prompt ends with the header of an answer.
         tools: functions that the model may call: the JSON schema of each, or the Python function with
             type hints and a docstring that describes its arguments (``function_schema``).
@@ -113,7 +114,7 @@ def _continued(template: str, values: dict[str, Any]) -> str:
     return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
 
 
-def chat_tokens(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options: Any) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: Iterable[Any], **options: Any) -> list[int]:
     """The token ids of the prompt that :func:`apply_chat_template` makes.
 
     The template writes the special tokens, so the tokenizer adds none.
@@ -159,8 +160,10 @@ def _listed(name: str, items: Any, kind: str) -> list[Any]:
 
 def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
     """A message with its reasoning under both names, and without None values except under the keys ``kept``."""
+    kind = type(message).__name__
+    message = message if isinstance(message, Mapping) else fields_of(message)
     if not isinstance(message, Mapping):
-        raise TypeError(f"messages[{index}] is a {type(message).__name__}, not a dict")
+        raise TypeError(f"messages[{index}] is a {kind}, not a dict")
     found = {key: at for key, at in message.items() if at is not None or key in kept}
     thought = next((found[key] for key in _REASONING if key in found), None)
     return found if thought is None else {"thinking": thought, **found, _REASONING[0]: thought}

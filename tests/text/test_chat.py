@@ -1,5 +1,6 @@
 """Chats as text and tokens against transformers; templates that fail, loop and grow."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -138,6 +139,29 @@ def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
 def test_keys_that_are_none_are_left_out(tokenizer, template, expected):
     messages = [{"role": "assistant", "content": None, "tool_calls": None}]
     assert apply_chat_template(tokenizer, messages, chat_template=template) == expected
+
+
+class Message:
+    """As OpenAI's client returns one."""
+
+    def model_dump(self):
+        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": [{"id": "x"}]}
+
+
+@dataclasses.dataclass
+class Turn:
+    role: str
+    content: str
+
+
+def test_messages_may_be_objects(tokenizer):
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    found = apply_chat_template(tokenizer, [Turn("user", "Hi"), Message()], chat_template=template)
+    assert found == (
+        '{"role": "user", "content": "Hi"}{"role": "assistant", "tool_calls": [{"id": "x"}]}'
+    )
+    with pytest.raises(TypeError, match="is a type, not a dict"):
+        apply_chat_template(tokenizer, [Turn], chat_template=template)
 
 
 def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):

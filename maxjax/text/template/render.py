@@ -120,16 +120,23 @@ def plain(value: Any) -> Any:
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
-    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
-        return plain(dump())  # an object of Pydantic, such as a tool call of OpenAI's client
+    if (fields := fields_of(value)) is not None:
+        return plain(fields)
     if isinstance(value, (list, tuple)):
         return (
             type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]
         )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
     if isinstance(value, np.generic):
         return plain(value.item())
     return f"<{type(value).__name__}>"
+
+
+def fields_of(value: Any) -> Any:
+    """The fields of an object of Pydantic, such as OpenAI's client returns, or of a dataclass; None for others."""
+    if isinstance(value, type):
+        return None
+    if callable(dump := getattr(value, "model_dump", None)):
+        return dump()
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
