@@ -5,6 +5,7 @@ The result is the same as that of ``apply_chat_template`` in transformers.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ def apply_chat_template(
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
-    continue_final_message: bool = False,
+    continue_final_message: bool | str = False,
     **kwargs: Any,
 ) -> str:
     """Formats the messages of a chat as a prompt.
@@ -48,7 +49,8 @@ def apply_chat_template(
         chat_template: the name of one of the tokenizer's templates, or the source of a template. By
             default "tool_use" if there are tools and such a template, else the unnamed one.
         continue_final_message: whether the prompt ends with the content of the last message, which the
-            model continues, instead of with the header of an answer.
+            model continues, instead of with the header of an answer. A str names another key whose
+            text is continued, such as "reasoning_content".
         kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
@@ -75,7 +77,8 @@ def apply_chat_template(
         "documents": _dicts("documents", documents),
         "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
-    use = _continued if continue_final_message else render
+    key = "content" if continue_final_message is True else continue_final_message
+    use = functools.partial(_continued, key=key) if key else render
     messages = [_message(i, message, {"content"}) for i, message in enumerate(listed)]
     if any("content" in m and m["content"] is None for m in messages):
         if _READS_NONE.search(template):
@@ -86,24 +89,18 @@ def apply_chat_template(
     return use(template, {**values, "messages": messages})
 
 
-def _continued(template: str, values: dict[str, Any]) -> str:
-    """The prompt up to the end of the last message's text."""
+def _continued(template: str, values: dict[str, Any], key: str) -> str:
+    """The prompt up to the end of the last message's text under ``key``."""
     *before, last = values["messages"]
-    content = last.get("content")
-    marked: Any = None
-    if isinstance(content, str):
-        marked = content + _END
-    elif isinstance(content, (list, tuple)):
-        places = [
-            i for i, block in enumerate(content) if isinstance(block, Mapping) and "text" in block
-        ]
-        if places:
-            i = places[-1]
-            block = {**content[i], "text": content[i]["text"] + _END}
-            marked = [*content[:i], block, *content[i + 1 :]]
-    if marked is None:
-        raise UserInputError("continue_final_message: the last message has no text to continue")
-    text = render(template, {**values, "messages": [*before, {**last, "content": marked}]})
+    text = last.get(key)
+    if (marked := _marked(text)) is None:
+        raise UserInputError(
+            f"continue_final_message: the last message has no text to continue ({key!r})"
+        )
+    # Reasoning has several names, of which a template reads one.
+    keys = [name for name in _REASONING if last.get(name) == text] if key in _REASONING else [key]
+    last = {**last, **dict.fromkeys(keys, marked)}
+    text = render(template, {**values, "messages": [*before, last]})
     at = text.rfind(_END.strip())
     if at < 0:
         raise UserInputError(
@@ -112,6 +109,21 @@ def _continued(template: str, values: dict[str, Any]) -> str:
         )
     # A template that trims the message trims the blank after the mark.
     return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
+
+
+def _marked(content: Any) -> Any:
+    """A text, or a list of blocks with texts, with a mark at the end of the last text; None for others."""
+    if isinstance(content, str):
+        return content + _END
+    if not isinstance(content, (list, tuple)):
+        return None
+    places = [
+        i for i, block in enumerate(content) if isinstance(block, Mapping) and "text" in block
+    ]
+    if not places:
+        return None
+    i = places[-1]
+    return [*content[:i], {**content[i], "text": content[i]["text"] + _END}, *content[i + 1 :]]
 
 
 def chat_tokens(tokenizer: Any, messages: Iterable[Any], **options: Any) -> list[int]:

@@ -393,6 +393,16 @@ def test_the_last_message_is_continued(tokenizer, content, template, wanted):
     assert found.endswith(f"</>{wanted}") and found.startswith("<user>")
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_the_last_reasoning_is_continued(tokenizer, key):
+    template = "{{ messages[0].thinking }}</think>{{ messages[0].content }}"
+    messages = [{"role": "assistant", key: "So it", "content": "It is"}]
+    use = functools.partial(apply_chat_template, tokenizer, messages, chat_template=template)
+    assert use(continue_final_message=key) == "So it"
+    with pytest.raises(UserInputError, match="no text to continue"):
+        use(continue_final_message="text")
+
+
 def test_a_last_message_that_cannot_be_continued(tokenizer):
     use = functools.partial(apply_chat_template, tokenizer, continue_final_message=True)
     with pytest.raises(UserInputError, match="does not show the last message"):
