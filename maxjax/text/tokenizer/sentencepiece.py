@@ -31,6 +31,7 @@ FILES = (
 """The names that these files have."""
 
 _UNIGRAM, _BPE = 1, 2
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _KINDS = {3: "words", 4: "characters"}
 _MAX_PIECES = 1 << 20
 _MAX_CHARSMAP = 1 << 20
@@ -39,8 +40,10 @@ _FAIRSEQ = ("XLMRoberta",)
 _FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
-def read_sentencepiece(path: Path, settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for a SentencePiece model.
+def read_sentencepiece(
+    path: Path, settings: Mapping[str, Any], kind: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of a ``tokenizer.json`` for a SentencePiece model, and its special tokens by name.
 
     Args:
         path: the file.
@@ -74,7 +77,7 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any], kind: str) -> di
     }  # fmt: skip
     given = Settings(keys, "", path)
     if model.kind == _UNIGRAM:
-        return unigram(given)
+        return unigram(given), model.special()
     document = sentencepiece(given)
     if settings.get("legacy") is False and model.adds_prefix:
         # As in transformers: only the beginning of the text gets a space, not what follows a special token.
@@ -82,7 +85,7 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any], kind: str) -> di
         document["pre_tokenizer"] = {
             "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False
         }  # fmt: skip
-    return document
+    return document, model.special()
 
 
 class _Model:
@@ -206,6 +209,15 @@ class _Model:
         if not isinstance(value, int):
             raise self._wrong(0, f"the setting {field} is not a number")
         return value
+
+    def special(self) -> dict[str, str]:
+        """The special tokens by their names in a ``tokenizer_config.json``."""
+        found = {}
+        for short, name in _NAMES.items():
+            i, kind = self.ids[name], UNKNOWN if name == "unknown" else CONTROL
+            if 0 <= i < len(self.pieces) and self.types[i] == kind:
+                found[f"{short}_token"] = self.pieces[i]
+        return found
 
     def as_fairseq(self) -> None:
         """Gives the tokens the ids of fairseq: its own four first, a mask last."""

@@ -125,7 +125,6 @@ _OF_MODELS: dict[str, str] = {
 # Classes with Unigram models whose token ids are those of the file, or fairseq's.
 _UNIGRAMS = ("", "XLMRoberta", "T5", "PreTrained", "TokenizersBackend")
 _XLM_ROBERTA = ("xlm-roberta", "jina_embeddings_v3", "gte", "new")
-_LLAMA_TOKENS = _named("unk=<unk> bos=<s> eos=</s>")
 
 
 @dataclass
@@ -187,17 +186,16 @@ def _sentencepiece(file: Path, settings: Mapping[str, Any]) -> Read:
     """The tokenizer of a SentencePiece model."""
     named, model_type = _class_of(file.parent, settings)
     name = named or ("XLMRoberta" if model_type in _XLM_ROBERTA else "")
-    document = read_sentencepiece(file, settings, name)
-    if document["model"]["type"] == "Unigram" and name not in _UNIGRAMS:
+    document, special = read_sentencepiece(file, settings, name)
+    is_unigram = document["model"]["type"] == "Unigram"
+    if is_unigram and name not in _UNIGRAMS:
         raise UnsupportedModelError(
             f"{file}: the tokenizer is SentencePiece's Unigram, of the class {name[:60] + 'Tokenizer'!r}, which "
             f"may number its tokens in another way; maxjax supports {', '.join(filter(None, _UNIGRAMS))}. Put the "
             f"model's tokenizer.json beside it ({_WRITE}). {_ALONE}"
         )
-    texts = {item["content"] for item in document["added_tokens"]}
-    usual = _ROBERTA.special if name == "XLMRoberta" else _LLAMA_TOKENS
-    gemma = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    special = {n: t for n, t in (gemma if "<bos>" in texts else usual).items() if t in texts}
+    if is_unigram and name == "XLMRoberta":
+        special = {**_ROBERTA.special, **special}
     return Read(document, TokenizerClass(_own, special, "own"), file)
 
 

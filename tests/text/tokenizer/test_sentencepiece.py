@@ -120,6 +120,18 @@ def piece(text, score=0.0, kind=1):
 GOOD = piece(b"<unk>", 0.0, 2) + piece(b"a", -1.0) + piece("▁".encode(), -2.0)
 
 
+@pytest.mark.parametrize("kind", [1, 2])
+def test_special_tokens_are_those_of_the_file(tmp_path, kind):
+    names = [b"[UNK]", b"<BOS>", b"<EOS>", b"[PAD]"]
+    pieces = b"".join(piece(text, 0.0, 3 if i else 2) for i, text in enumerate(names))
+    model = pieces + piece(b"a", -1.0) + piece("▁".encode(), -2.0)
+    model += field(2, field(3, kind) + field(43, 3))  # whose default is no padding
+    tokenizer = maxjax.load_tokenizer(put(tmp_path, model))
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), 3)
+    assert tokenizer.special_tokens["unk_token"] == "[UNK]"
+    assert maxjax.load_tokenizer(put(tmp_path, GOOD)).bos_id is None  # the token 1 is "a"
+
+
 @pytest.mark.parametrize(
     "content, error, named",
     [
