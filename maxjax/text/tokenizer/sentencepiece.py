@@ -17,7 +17,7 @@ from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedMo
 from ...models.gguf.metadata import Settings
 from ...models.gguf.tokenizer.bpe import sentencepiece
 from ...models.gguf.tokenizer.tokens import CONTROL, NORMAL, UNKNOWN
-from ...models.gguf.tokenizer.unigram import unigram
+from ...models.gguf.tokenizer.unigram import normalizer, unigram
 from ...storage.files import open_regular
 from ...storage.limits import in_force
 
@@ -69,8 +69,6 @@ def read_sentencepiece(
             keys |= {"add_bos_token": True, "add_eos_token": True, "seperator_token_id": 2}
         else:
             keys = {"add_bos_token": False, **keys}
-    elif model.charsmap:
-        raise _unsupported(path, "merges pieces and normalises text by a table")
     keys |= {
         "tokens": model.pieces, "scores": model.scores, "token_type": model.types,
         **{f"{name}_token_id": i for name, i in model.ids.items() if 0 <= i < len(model.pieces)},
@@ -79,9 +77,13 @@ def read_sentencepiece(
     if model.kind == _UNIGRAM:
         return unigram(given), model.special()
     document = sentencepiece(given)
-    if settings.get("legacy") is False and model.adds_prefix:
-        # As in transformers: only the beginning of the text gets a space, not what follows a special token.
-        document["normalizer"] = None
+    # As in transformers: only the beginning of the text gets a space, not what follows a special token.
+    only_first = settings.get("legacy") is False and model.adds_prefix
+    # llama.cpp, whose rules the document has, neither normalises by a table nor removes spaces.
+    document["normalizer"] = normalizer(
+        given, model.adds_prefix and not only_first, keeps_first=only_first
+    )
+    if only_first:
         document["pre_tokenizer"] = {
             "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False
         }  # fmt: skip

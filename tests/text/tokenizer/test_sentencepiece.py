@@ -120,6 +120,19 @@ def piece(text, score=0.0, kind=1):
 GOOD = piece(b"<unk>", 0.0, 2) + piece(b"a", -1.0) + piece("▁".encode(), -2.0)
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_merged_pieces_of_normalised_texts(tmp_path, golden, legacy):
+    model = golden["model unigram"] + field(
+        2, field(3, 2)
+    )  # the kind of the model alone is another
+    tokenizer = maxjax.load_tokenizer(put(tmp_path, model, legacy=legacy))
+    plain = tokenizer.encode("fi 1 the end", special=False)
+    assert plain == [3, 30, 18, 3, 55, 3, 9, 22, 5, 3, 5, 11, 15]  # SentencePiece's own
+    assert tokenizer.encode("  ﬁ １　 the\nend ", special=False) == plain
+    assert tokenizer.decode(plain) == "fi 1 the end"
+    assert tokenizer.encode(" ", special=False) == []
+
+
 @pytest.mark.parametrize("kind", [1, 2])
 def test_special_tokens_are_those_of_the_file(tmp_path, kind):
     names = [b"[UNK]", b"<BOS>", b"<EOS>", b"[PAD]"]

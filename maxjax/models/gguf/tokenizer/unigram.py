@@ -18,7 +18,10 @@ from .tokens import CONTROL, NORMAL, UNKNOWN, USER, WORD, added, special_id, tem
 
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
 # Not Strip, which would remove newlines too. At the end, sentencepiece also removes ▁, which stands for spaces.
-_ENDS = {"type": "Replace", "pattern": {"Regex": r"\A +|[ ▁]+\z"}, "content": ""}
+_END, _ENDS = (
+    {"type": "Replace", "pattern": {"Regex": start + r"[ ▁]+\z"}, "content": ""}
+    for start in ("", r"\A +|")
+)
 _SEVERAL = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 
 
@@ -41,7 +44,6 @@ def unigram(given: Settings) -> dict[str, Any]:
     if unknown is None:
         unknown = types.index(UNKNOWN) if UNKNOWN in types else None
     prefix = given.flag("add_space_prefix", True)
-    squeezes = given.flag("remove_extra_whitespaces", True)
     has_bytes = "<0x00>" in tokens
     found = [
         added(i, token, kind != USER)
@@ -59,7 +61,7 @@ def unigram(given: Settings) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [item for item in found if item["content"]],
-        "normalizer": {"type": "Sequence", "normalizers": _steps(given, prefix, squeezes)},
+        "normalizer": normalizer(given, prefix),
         "pre_tokenizer": {
             "type": "Metaspace", "replacement": WORD, "split": True, "prepend_scheme": "never"
         },
@@ -72,17 +74,20 @@ def unigram(given: Settings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _steps(given: Settings, prefix: bool, squeezes: bool) -> list[dict[str, Any]]:
-    """The normalizers: the table in the file, then the replacement of spaces."""
+def normalizer(given: Settings, prefix: bool, *, keeps_first: bool = False) -> dict[str, Any]:
+    """SentencePiece's normalizer: the table in the file, the removal of spaces, then their replacement.
+
+    With ``keeps_first`` one of the spaces at the beginning is kept, as the prefix that a later step adds.
+    """
     steps: list[dict[str, Any]] = []
     if given.has("precompiled_charsmap") and (table := charsmap(given)):
         text = base64.b64encode(table).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": text})
-    if squeezes:
-        steps += [_ENDS, _SEVERAL]
+    if given.flag("remove_extra_whitespaces", True):
+        steps += [_END if keeps_first else _ENDS, _SEVERAL]
     if prefix:
         steps.append({"type": "Prepend", "prepend": WORD})
-    return [*steps, _SPACE]
+    return {"type": "Sequence", "normalizers": [*steps, _SPACE]}
 
 
 def charsmap(given: Settings) -> bytes:
