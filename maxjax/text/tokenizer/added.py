@@ -166,8 +166,8 @@ def _special(given: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Added], li
             extra = [_token(token, key, origin) for token in value]
         elif value is not None:
             raise _wrong(key, "a list of tokens", value, origin)
-        if value:
-            break  # the older key counts only if the newer one is empty
+        if extra:
+            break  # the older key counts only if the newer one lists no tokens
     return {**named, **own}, extra
 
 

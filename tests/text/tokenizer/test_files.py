@@ -284,6 +284,7 @@ def test_tokens_of_the_model_itself_in_a_chat_template(tmp_path, gpt2):
     settings = {
         "image_token": "<x>",
         "extra_special_tokens": {"mask_it": "<y>"},
+        "additional_special_tokens": ["<z>"],
         "eos_token": "<|end|>",
     }
     put(tmp_path, tokenizer=gpt2, tokenizer_config=FAST | settings | {"chat_template": template})
@@ -291,6 +292,7 @@ def test_tokens_of_the_model_itself_in_a_chat_template(tmp_path, gpt2):
     for one in (found, load_tokenizer(written(found, tmp_path / "again"))):
         text = maxjax.apply_chat_template(one, [{"role": "user", "content": "a"}])
         assert text == "<x><y><|end|>a"
+        assert one.decode(one.encode("<z>")) == ""
 
 
 def test_added_tokens_are_saved(tiny, tmp_path):
