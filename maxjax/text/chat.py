@@ -54,7 +54,7 @@ def apply_chat_template(
         kwargs: further variables of the template, e.g. ``enable_thinking=False``.
 
     Raises:
-        UserInputError: there is no message or no template; the template rejects the messages, fails, or
+        UserInputError: there is no message, no tokenizer or no template; the template rejects the messages, fails, or
             exceeds its time or memory; a function cannot be described; or the template does not show
             the last message, which is to be continued, as it is.
         TypeError: a message is not a dict, or an argument has another type.
@@ -69,6 +69,10 @@ def apply_chat_template(
     listed = _listed("messages", messages, "dicts with 'role' and 'content'")
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
+    if tokenizer is None:
+        raise UserInputError(
+            "a chat needs a tokenizer: the model's directory has no tokenizer.json. Put it there"
+        )
     template = _template_source(tokenizer, chat_template, tools)
     values = {
         **tokenizer.special_tokens,
@@ -77,8 +81,8 @@ def apply_chat_template(
         "documents": _dicts("documents", documents),
         "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
-    key = "content" if continue_final_message is True else continue_final_message
-    use = functools.partial(_continued, key=key) if key else render
+    key = continue_final_message if isinstance(continue_final_message, str) else "content"
+    use = functools.partial(_continued, key=key) if continue_final_message else render
     messages = [_message(i, message, {"content"}) for i, message in enumerate(listed)]
     if any("content" in m and m["content"] is None for m in messages):
         if _READS_NONE.search(template):
@@ -134,7 +138,8 @@ def chat_tokens(tokenizer: Any, messages: Iterable[Any], **options: Any) -> list
     Raises:
         UserInputError, TypeError: the same errors as for :func:`apply_chat_template`.
     """
-    return tokenizer.encode(apply_chat_template(tokenizer, messages, **options), special=False)
+    prompt = apply_chat_template(tokenizer, messages, **options)
+    return tokenizer.encode(prompt, special=False)
 
 
 def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:

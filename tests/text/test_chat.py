@@ -328,6 +328,11 @@ def test_messages_that_are_none(tokenizer, messages):
         apply_chat_template(tokenizer, messages, chat_template="x")
 
 
+def test_a_chat_without_a_tokenizer():
+    with pytest.raises(UserInputError, match="a chat needs a tokenizer"):
+        chat_tokens(None, [USER])
+
+
 def test_a_chat_without_messages(tokenizer):
     with pytest.raises(UserInputError, match="at least one message"):
         apply_chat_template(tokenizer, [], chat_template="x")
@@ -391,6 +396,10 @@ def test_the_last_message_is_continued(tokenizer, content, template, wanted):
         tokenizer, messages, continue_final_message=True, chat_template=template
     )
     assert found.endswith(f"</>{wanted}") and found.startswith("<user>")
+    again = apply_chat_template(
+        tokenizer, messages, continue_final_message=1, chat_template=template
+    )
+    assert again == found
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
