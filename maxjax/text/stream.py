@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import UserInputError
 from .stream_decoders import DecoderStep, clean_up, ended, steps_of, through
+from .stream_decoders import token_id as checked
 
 _REPLACEMENT = "\ufffd"
 
@@ -56,14 +57,12 @@ class TextStream:
         An id that is not a token has no text, as in ``decode``.
 
         Raises:
-            UserInputError: the id is not an integer from 0 to 2**32 - 1, or :meth:`flush` was called.
+            TypeError: the id is not an integer.
+            UserInputError: the id is not from 0 to 2**32 - 1, or :meth:`flush` was called.
         """
         if self._ended:
             raise UserInputError("the stream has been flushed: make a new one")
-        token_id = int(token_id)
-        if not 0 <= token_id < 1 << 32:
-            raise UserInputError(f"{token_id} is not a token id")
-        return through(self._clean, [self._decoder.push(token_id)])
+        return through(self._clean, [self._decoder.push(checked(token_id))])
 
     def flush(self) -> str:
         """Ends the text and returns what was held back; an incomplete character becomes U+FFFD."""

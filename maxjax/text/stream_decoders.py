@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import codecs
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
+
+from ..errors import UserInputError
 
 _BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 # The replacements of transformers' clean-up, in its order.
@@ -25,6 +28,22 @@ _SPACES = (
 )  # fmt: skip
 # WordPiece's own clean-up has one more.
 _CLEANUP = (*_SPACES[:7], (" do not", " don't"), *_SPACES[7:])
+
+
+def token_id(value: Any) -> int:
+    """A token id as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        UserInputError: it is not from 0 to 2**32 - 1.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"a token id must be an integer, not {type(value).__name__}") from None
+    if not 0 <= number < 1 << 32:
+        raise UserInputError(f"{number} is not a token id")
+    return number
 
 
 class DecoderStep(Protocol):

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -164,6 +165,12 @@ def test_ids_that_are_none():
     for wrong in (-1, 2**32, 2**70):
         with pytest.raises(UserInputError, match="not a token id"):
             TextStream(tokenizer).push(wrong)
+        with pytest.raises(UserInputError, match="not a token id"):
+            tokenizer.decode([wrong])
+    for wrong in ("12", [1.5], [[1, 2]], [None]):
+        with pytest.raises(TypeError, match="a token id must be an integer"):
+            tokenizer.decode(wrong)
+    assert tokenizer.decode(np.array([1, 2])) == tokenizer.decode([1, 2]) != ""
     stream = TextStream(tokenizer)
     assert stream.push(10**6) == "" and stream.flush() == "" and stream.flush() == ""
     with pytest.raises(UserInputError, match="has been flushed"):

@@ -29,7 +29,7 @@ from ...errors import (
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import settled
-from ..stream_decoders import cleaned
+from ..stream_decoders import cleaned, token_id
 from ..template.files import TEMPLATE_FILE, listed_templates, read_templates
 from .added import CONFIG, MAP, SPECIAL
 from .files import FILE, backend_of, guarded, read_tokenizer_files
@@ -191,7 +191,10 @@ class Tokenizer:
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
-        listed = [(first, second) for first, second in pairs]
+        listed = list(pairs)
+        if any(isinstance(pair, str) or len(pair) != 2 for pair in listed):
+            raise TypeError("pairs must be a list of pairs of texts: [(first, second), …]")
+        listed = [(first, second) for first, second in listed]
         checked_texts([text for pair in listed for text in pair])
         return self._encoded(listed, max_length, True)
 
@@ -218,8 +221,13 @@ class Tokenizer:
         return self.tokens([text], special=special)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Decodes token ids to text; special tokens are left out by default."""
-        text = self._decoded([int(i) for i in ids], skip_special)
+        """Decodes token ids to text; special tokens are left out by default.
+
+        Raises:
+            TypeError: an id is not an integer.
+            UserInputError: an id is not from 0 to 2**32 - 1.
+        """
+        text = self._decoded([token_id(i) for i in ids], skip_special)
         return cleaned(text) if self.cleans_up else text
 
     def _decoded(self, ids: list[int], skip_special: bool) -> str:

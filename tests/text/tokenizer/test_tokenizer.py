@@ -461,6 +461,12 @@ def test_what_is_not_a_list_of_str(tokenizer, texts):
         tokenizer.tokens(texts)
 
 
+@pytest.mark.parametrize("pairs", ["ab", ["ab"], [("a", "b", "c")], [["a"]]])
+def test_what_is_not_a_list_of_pairs(tokenizer, pairs):
+    with pytest.raises(TypeError, match="pairs must be a list of pairs of texts"):
+        tokenizer.pairs(pairs)
+
+
 def test_text_that_is_no_unicode(tokenizer):
     with pytest.raises(UserInputError, match=r"texts\[1\].*surrogate"):
         tokenizer.tokens(["fine", "bad \ud800"])
