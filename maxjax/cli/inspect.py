@@ -104,24 +104,20 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     """
     from dataclasses import asdict
 
-    from ..storage.open import open_checkpoint
+    from ..storage.open import open_checkpoint, orbax_checkpoint
     from ..storage.orbax.paths import orbax_items
     from ..storage.verify import Verified, second_reading
     from ..storage.verify import verify as verify_table
 
-    def counts(path: Any) -> list[int]:
-        with open_checkpoint(path) as tree:
-            return list(asdict(verify_table(tree)).values())
-
-    with open_checkpoint(options.path if len(options.path) > 1 else options.path[0]) as table:
-        format = table.format
-        is_one = format == "orbax" and len(options.path) == 1
-        trees = list(orbax_items(options.path[0]).values()) if is_one else []
-        if len(trees) > 1:
-            found = Verified(*map(sum, zip(*map(counts, trees), strict=True)))
-        else:
-            found = verify_table(table)
-        others = second_reading(table) if format == "safetensors" else None
+    paths = options.path if len(options.path) > 1 else options.path[0]
+    is_orbax = isinstance(paths, str) and orbax_checkpoint(paths) is not None
+    format, counts, others = "", [], None
+    for path in orbax_items(paths).values() if is_orbax else [paths]:
+        with open_checkpoint(path) as table:
+            format = table.format
+            counts.append(asdict(verify_table(table)).values())
+            others = second_reading(table) if format == "safetensors" else None
+    found = Verified(*map(sum, zip(*counts, strict=True)))
     for line in others or ():
         print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
     if options.json:

@@ -363,14 +363,14 @@ def test_verify_of_what_maxjax_wrote(tmp_path, archive):
 
 def test_verify_reads_all_trees_of_an_orbax_checkpoint(tmp_path):
     tree = {"a": np.ones((64, 64), np.float32)}
-    step = save(tmp_path, None, params=tree, state=tree)
+    step = save(tmp_path, None, left=tree, right=tree)
     said = succeeds("verify", step)
     assert "2 tensors" in said and "2 checksums agree" in said
-    data = max((step / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data = max((step / "right").rglob("d/*"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 255
     data.write_bytes(content)
-    assert "state" in fails("verify", step)
+    assert "right" in fails("verify", step)
 
 
 def test_verify_of_a_format_without_checksums(minilm):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted
 from ...rendering.row import short as short_text
 from ...storage.limits import Limits, allowing
-from ...storage.orbax.paths import resolve
+from ...storage.orbax.paths import orbax_items, resolve, shown_items
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..pretrained import flat_name, model_files, tokenizer_files
 from .open import Saved, open_saved
@@ -260,44 +260,38 @@ def _restore(
     verify: Any,
 ) -> dict[str, Any]:
     opened: list[Saved] = []
+    problems: list[str] = []
 
     def saved(name: str) -> Saved | None:
         found = open_saved(directory, name, verify)
         if found is not None:
             opened.append(found)
+        else:
+            others = shown_items(orbax_items(directory))
+            problems.append(f"the checkpoint has no tree called '{name}', only {others}")
         return found
 
     try:
-        problems: list[str] = []
         fittings: dict[str, Fitting] = {}
-        weights: Any = None if model is None else _model_weights(saved, model, problems)
+        weights: Any = None
+        if model is not None and (found := saved(MODEL)) is not None:
+            problems += model_problems(found, model)
+            weights = found.weights
         for name, example in items.items():
-            found = saved(name)
-            if found is None:
-                problems.append(f"the checkpoint has no tree called '{name}'")
-                continue
-            fittings[name] = fitting = Fitting(found, cast, strict)
-            fitting.compare(example)
-            problems += [f"{name}: {problem}" for problem in fitting.problems]
+            if (found := saved(name)) is not None:
+                fittings[name] = fitting = Fitting(found, cast, strict)
+                fitting.compare(example)
+                problems += [f"{name}: {problem}" for problem in fitting.problems]
         if problems:
             raise mismatch(directory, problems)
         # The model is filled last, so that a damaged tree leaves it unchanged.
-        found = {name: fitting.read() for name, fitting in fittings.items()}
+        trees = {name: fitting.read() for name, fitting in fittings.items()}
         if model is not None:
             model.load_state_dict(weights, strict=strict, cast=cast)
-        return found
+        return trees
     finally:
         for one in opened:
             one.close()
-
-
-def _model_weights(saved: Callable[[str], Saved | None], model: Module, problems: list[str]) -> Any:
-    found = saved(MODEL)
-    if found is None:
-        problems.append("the checkpoint has no tree called 'model'")
-        return None
-    problems += model_problems(found, model)
-    return found.weights
 
 
 class CheckpointManager(Rendered):

@@ -11,6 +11,7 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row
 from ...storage.files import open_regular
 from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
+from ...storage.orbax.paths import chosen
 from ...storage.orbax.reader import open_orbax, orbax_items
 from ...storage.table import TensorTable
 from .save import MODEL
@@ -60,15 +61,13 @@ class Saved(Rendered):
 def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
     """Open the tree called ``title`` of a checkpoint; None if there is no such tree.
 
-    The model may have another name if it is the checkpoint's only tree.
+    The model may have another name: that of the tree which the checkpoint opens as.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
     found = orbax_items(directory)
-    item = title if title in found else None
-    if item is None and title == MODEL:
-        item = next(iter(found)) if len(found) == 1 else None
+    item = title if title in found else chosen(found) if title == MODEL else None
     # The metadata that maxjax wrote is the same in every tree.
     table = open_orbax(directory, item=next(iter(found)) if item is None else item)
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ...errors import (
@@ -28,8 +29,9 @@ from .metadata import CHECKPOINT, INDICATOR, TREE
 UNFINISHED = ".orbax-checkpoint-tmp"
 # Prefix and suffix of the directories that maxjax writes into (see storage.save.staging).
 _OWN = ".maxjax-", ".tmp"
-# The names of trees, in order of preference, if a checkpoint has several and none is named.
-PREFERRED = ("model", "default", "state", "params")
+# The names of trees, in order of preference, if a checkpoint has several and none is named; orbax's
+# API v1 calls the tree that it loads by default "pytree".
+PREFERRED = ("model", "default", "pytree", "state", "params")
 # A step may be called 100, 00000100 or step_100. A file's name has at most 255 characters.
 _STEP = re.compile(r"(?:(.*)_)?(\d{1,255})", re.DOTALL | re.ASCII)
 # The file that orbax and flax wrote before _METADATA existed.
@@ -154,25 +156,39 @@ def locate(path: str, item: str | None) -> TreeLocation:
     if "" in found and item in (None, ""):
         return _tree_location(checkpoint)
     if item is None:
-        item = next((name for name in PREFERRED if name in found), None)
-        if item is None and len(found) == 1:
-            item = next(iter(found))
+        item = chosen(found)
     if item is None:
         raise CheckpointFormatError(
             "the checkpoint holds several trees",
             path=checkpoint,
             expected="the name of one",
-            found=some(list(found), 10),
-            hint="Name the one you mean: item=..., or its directory.",
+            found=shown_items(found),
+            hint=f"Name the directory of the one you mean, such as {next(iter(found.values()))}.",
         )
     if item not in found:
         raise CheckpointMissingError(
             "the checkpoint holds no tree of this name",
             path=checkpoint,
             expected=item,
-            found=some([name or "a single tree without a name" for name in found], 10),
+            found=shown_items(found),
         )
     return TreeLocation(found[item], checkpoint, item)
+
+
+def chosen(items: Collection[str]) -> str | None:
+    """The tree that is meant if none is named: one with a usual name, or the only one; None if unclear.
+
+    Example:
+        >>> chosen(["opt_state", "params"]), chosen(["mine"]), chosen(["left", "right"])
+        ('params', 'mine', None)
+    """
+    usual = (name for name in PREFERRED if name in items)
+    return next(usual, next(iter(items)) if len(items) == 1 else None)
+
+
+def shown_items(items: Collection[str]) -> str:
+    """The names of trees for a message."""
+    return some([name or "a single tree without a name" for name in items], 10)
 
 
 def _tree_location(directory: str) -> TreeLocation:

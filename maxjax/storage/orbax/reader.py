@@ -59,7 +59,7 @@ def open_orbax(
     ``path`` is a checkpoint (from ``ocp.save``, a Checkpointer, or one step of a CheckpointManager),
     a directory of steps, whose newest complete step is opened, or the directory of one tree. ``item``
     names one of several trees; the default is the only one, or the one named "model", "default",
-    "state" or "params". A tensor's name is its keys joined by dots. Python numbers are tensors
+    "pytree", "state" or "params". A tensor's name is its keys joined by dots. Python numbers are tensors
     without axes; leaves without data appear only in :func:`orbax_tree`. The table's ``metadata`` is
     orbax's custom metadata, as text. ``verify`` is that of :func:`maxjax.storage.open_checkpoint`.
 

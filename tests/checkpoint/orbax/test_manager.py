@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from maxjax.checkpoint.orbax import save as saving
-from maxjax.checkpoint.orbax.checkpoint import CheckpointManager
-from maxjax.errors import CheckpointSaveError, UserInputError
+from maxjax.checkpoint.orbax.checkpoint import CheckpointManager, restore
+from maxjax.errors import CheckpointMismatchError, CheckpointSaveError, UserInputError
 
 from .worker import Net, filled, values
 
@@ -41,6 +41,30 @@ def test_a_model(tmp_path):
         assert manager.restore(model, note="") == {"note": "five"}
     for name, value in values(model).items():
         assert np.array_equal(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("title", ["params", "default", "pytree", "state"])
+def test_a_model_under_another_usual_name(tmp_path, title):
+    model = filled(Net())
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5, None, opt_state=jnp.ones(2), **{title: model})
+        found = Net()
+        manager.restore(found)
+    for name, value in values(model).items():
+        assert np.array_equal(found.state_dict()[name], value)
+
+
+def test_a_model_under_a_name_of_its_own(tmp_path):
+    model, found = filled(Net()), Net()
+    with CheckpointManager(tmp_path) as manager:
+        step = manager.save(5, None, left=model, right=jnp.ones(2))
+        with pytest.raises(
+            CheckpointMismatchError, match="no tree called 'model', only left, right"
+        ):
+            manager.restore(found)
+    restore(step / "left", found)
+    for name, value in values(model).items():
+        assert np.array_equal(found.state_dict()[name], value)
 
 
 def test_what_goes_wrong_comes_out_once(tmp_path, monkeypatch):
