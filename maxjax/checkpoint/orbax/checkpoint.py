@@ -24,13 +24,13 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted
 from ...rendering.row import short as short_text
 from ...storage.limits import Limits, allowing
-from ...storage.orbax.paths import orbax_items, resolve, shown_items
+from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..pretrained import flat_name, model_files, tokenizer_files
 from .open import Saved, open_saved
 from .restore import Fitting, mismatch, model_problems
 from .save import MODEL, Keep, Response, start
-from .steps import steps_in, whole_number
+from .steps import whole_number
 from .tree import Item, model_item, tree_item
 
 PathLike = str | bytes | os.PathLike
@@ -239,16 +239,18 @@ def _directory(root: str, step: int | None) -> str:
     if step is None:
         return resolve(root)
     directory = os.path.join(root, str(step))
-    if not os.path.isdir(directory):
-        steps = some(steps_in(root)) or "no steps"
+    if os.path.isdir(directory):
+        return directory
+    names = step_names(root)
+    if step not in names:
         raise CheckpointMissingError(
             "no such step",
             path=directory,
             expected=str(step),
-            found=steps,
+            found=some(sorted(names)) or "no steps",
             hint="Pass an existing step.",
         )
-    return directory
+    return os.path.join(root, names[step])
 
 
 def _restore(
@@ -365,8 +367,8 @@ class CheckpointManager(Rendered):
         return restore(self.path, model, step=step, **options)
 
     def all_steps(self) -> list[int]:
-        """The complete steps in order."""
-        return steps_in(self.path)
+        """The complete steps in order, also those that orbax named (``step_00000500``)."""
+        return sorted(step_names(os.fspath(self.path))) if self.path.is_dir() else []
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""

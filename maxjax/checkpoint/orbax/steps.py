@@ -12,8 +12,7 @@ import numpy as np
 
 from ...errors import CheckpointError, UserInputError
 from ...lockstep import Lockstep
-from ...storage.orbax.paths import is_orbax
-from ...storage.orbax.paths import steps as orbax_steps
+from ...storage.orbax.paths import is_orbax, step_names
 from ...storage.orbax.store import require_unicode
 from ...storage.save.durable import save_failed
 from ...storage.save.staging import Staging
@@ -94,11 +93,11 @@ class NewStep:
                 raise save_failed(
                     f"there are steps with other names: {foreign[0]}", root, errno.EEXIST, hint
                 )
-            newest = max(orbax_steps(root), default=-1)
-            self.number = max(newest, *steps, -1) + 1 if step is None else step
-            if os.path.lexists(os.path.join(root, str(self.number))):
+            names = step_names(root)
+            self.number = max([*names, *steps], default=-1) + 1 if step is None else step
+            path = os.path.join(root, names.get(self.number, str(self.number)))
+            if os.path.lexists(path):
                 hint = "Save another step, or delete this one first: steps are not overwritten."
-                path = os.path.join(root, str(self.number))
                 raise save_failed("the step exists already", path, errno.EEXIST, hint)
             staging.require_space(self.needed + _EXTRA_BYTES)
         except BaseException:

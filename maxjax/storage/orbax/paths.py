@@ -60,7 +60,7 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
     if _is_checkpoint(path) or is_unfinished(os.path.basename(os.path.abspath(path))):
         return True
     try:
-        return bool(_steps(path) or _unfinished(path))
+        return bool(step_names(path) or _unfinished(path))
     except CheckpointError:
         return False
 
@@ -82,7 +82,7 @@ def steps(root: str | os.PathLike[str]) -> list[int]:
         >>> steps(root)
         [9, 100]
     """
-    return sorted(_steps(os.fsdecode(root)))
+    return sorted(step_names(os.fsdecode(root)))
 
 
 def orbax_items(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -109,7 +109,7 @@ def resolve(path: str) -> str:
     _listed(path)
     if _has_marks(path):
         return path
-    found = _steps(path)
+    found = step_names(path)
     if found:
         return os.path.join(path, found[max(found)])
     if _is_checkpoint(path):  # after the steps, beside which there may be other trees
@@ -242,8 +242,8 @@ def _has_marks(path: str) -> bool:
     return any(os.path.lexists(os.path.join(path, mark)) for mark in ORBAX.marks)
 
 
-def _steps(root: str) -> dict[int, str]:
-    """Number → name of each complete step in a directory."""
+def step_names(root: str) -> dict[int, str]:
+    """Number → name of each complete step in a directory; the errors are those of :func:`steps`."""
     found: dict[str, dict[int, str]] = {}
     for name in _listed(root):
         match = _STEP.fullmatch(name)
@@ -308,7 +308,7 @@ def other_step(path: str) -> str:
     if finished != os.path.abspath(path) and _is_checkpoint(finished):
         return f"The checkpoint before it is complete: {finished}."
     try:
-        found = _steps(root)
+        found = step_names(root)
     except CheckpointError:
         found = {}
     found = {step: name for step, name in found.items() if name != os.path.basename(path)}

@@ -8,7 +8,12 @@ import pytest
 
 from maxjax.checkpoint.orbax import save as saving
 from maxjax.checkpoint.orbax.checkpoint import CheckpointManager, restore
-from maxjax.errors import CheckpointMismatchError, CheckpointSaveError, UserInputError
+from maxjax.errors import (
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+    UserInputError,
+)
 
 from .worker import Net, filled, values
 
@@ -41,6 +46,19 @@ def test_a_model(tmp_path):
         assert manager.restore(model, note="") == {"note": "five"}
     for name, value in values(model).items():
         assert np.array_equal(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("name", ["00000003", "run_3", "run_0003"])
+def test_the_steps_of_a_run_that_orbax_named(tmp_path, name):
+    manager = CheckpointManager(tmp_path)
+    for made in [manager.save(step, None, x=jnp.full(2, step)) for step in (3, 12)]:
+        made.rename(tmp_path / name.replace("3", made.name))
+    assert (manager.all_steps(), manager.latest_step()) == ([3, 12], 12)
+    assert manager.restore(None, 3, x=np.zeros(2, np.int32))["x"].tolist() == [3, 3]
+    with pytest.raises(CheckpointMissingError, match=r"no such step \(expected 4, found 3, 12\)"):
+        manager.restore(None, 4)
+    with pytest.raises(CheckpointSaveError, match="the step exists already|steps with other names"):
+        manager.save(3, None, x=jnp.ones(2))
 
 
 @pytest.mark.parametrize("title", ["params", "default", "pytree", "state"])
