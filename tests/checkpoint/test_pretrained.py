@@ -485,7 +485,9 @@ def test_no_space(tmp_path, monkeypatch):
         patch.setattr(
             os,
             "statvfs",
-            lambda path: type("Free", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0}),
+            lambda path: type(
+                "Free", (), {"f_bavail": 1, "f_blocks": 9, "f_frsize": 512, "f_files": 0}
+            ),
         )
         with pytest.raises(CheckpointSaveError, match="1,024 bytes are needed, 512") as caught:
             maxjax.save_pretrained(layers(2), tmp_path)

@@ -93,7 +93,7 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
     """Creates a file, which must not exist yet, with the concatenated ``pieces``, and flushes it to the disk.
 
     Args:
-        like: file whose mode the new file gets, if it exists.
+        like: file whose mode the new file gets, if it exists and the file system has modes.
 
     Raises:
         OSError: the operating system reports an error.
@@ -101,8 +101,7 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         if like is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(fd, stat.S_IMODE(os.stat(like).st_mode))
+            _set_mode(fd, like)
         for piece in pieces:
             rest = memoryview(piece)
             while rest:
@@ -110,6 +109,16 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _set_mode(fd: int, like: str) -> None:
+    try:
+        os.fchmod(fd, stat.S_IMODE(os.stat(like).st_mode))
+    except OSError as error:
+        # Network shares, FAT and FUSE may refuse it with EPERM to those who may write: their files
+        # have the mode of the mount.
+        if error.errno not in (errno.ENOENT, errno.EPERM, errno.ENOTSUP):
+            raise
 
 
 def flush_folder(folder: str) -> None:
@@ -154,14 +163,25 @@ def _space(path: str, needed: int | None) -> str:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     status = os.statvfs(folder)
-    if has_no_inodes(status):
+    if _has_no_inodes(status):
         return f"all {status.f_files:,} inodes are in use, so no file can be created"
     free = f"{status.f_bavail * status.f_frsize:,} bytes are free"
+    if not status.f_blocks:
+        free = "the file system does not say how many are free"
     return free if needed is None else f"{needed:,} bytes are needed, {free}"
 
 
-def has_no_inodes(status: os.statvfs_result) -> bool:
-    """Whether a file system has no free inodes; one without such a bound reports 0 in total."""
+def has_no_room(folder: str, nbytes: int) -> bool:
+    """Whether a file system says that it lacks ``nbytes`` free bytes, or a free inode.
+
+    One that does not count them, such as many of FUSE, reports 0 in total.
+    """
+    status = os.statvfs(folder)
+    lacks_bytes = status.f_blocks > 0 and status.f_bavail * status.f_frsize < nbytes
+    return lacks_bytes or _has_no_inodes(status)
+
+
+def _has_no_inodes(status: os.statvfs_result) -> bool:
     return status.f_files > 0 and status.f_favail == 0
 
 

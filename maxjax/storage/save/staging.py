@@ -26,7 +26,7 @@ from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingErr
 from .beside import WAITING
 from .durable import (
     flush_folder,
-    has_no_inodes,
+    has_no_room,
     require_name,
     save_error,
     save_failed,
@@ -148,8 +148,7 @@ class Staging:
             CheckpointSaveError: too few bytes or no inodes are free; ``errno`` is ENOSPC.
         """
         with self.saving("checking the free space", needed=nbytes):
-            status = os.statvfs(self.directory)
-            if status.f_bavail * status.f_frsize < nbytes or has_no_inodes(status):
+            if has_no_room(self.directory, nbytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hold(self) -> None:
@@ -439,4 +438,6 @@ def _back_up(place: str, backup: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS):
             raise
-        shutil.copy2(place, backup, follow_symlinks=False)
+        shutil.copyfile(place, backup, follow_symlinks=False)
+        with contextlib.suppress(OSError):  # a file system without modes and times of its own
+            shutil.copystat(place, backup, follow_symlinks=False)

@@ -323,7 +323,9 @@ def test_the_message_says_what_is_needed_and_what_is_kept(tmp_path):
 def test_inodes_used_up(tmp_path, monkeypatch):
     """There may be bytes enough: it is told what there is none of."""
     saved(tmp_path, a="1")
-    full = SimpleNamespace(f_files=65536, f_favail=0, f_bavail=1 << 20, f_frsize=4096)
+    full = SimpleNamespace(
+        f_files=65536, f_favail=0, f_blocks=1 << 21, f_bavail=1 << 20, f_frsize=4096
+    )
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     with pytest.raises(CheckpointSaveError, match="all 65,536 inodes are in use") as caught:
         with Staging(tmp_path) as one:
@@ -337,6 +339,37 @@ def test_inodes_used_up(tmp_path, monkeypatch):
     with Staging(tmp_path) as one:
         one.require_space(10)
     assert content(tmp_path) == {"a": "1"}
+
+
+def test_a_file_system_that_does_not_count_bytes(tmp_path, monkeypatch):
+    """FUSE without statfs reports zeros."""
+    zeros = SimpleNamespace(f_files=0, f_favail=0, f_blocks=0, f_bavail=0, f_frsize=512)
+    monkeypatch.setattr(os, "statvfs", lambda path: zeros)
+    with Staging(tmp_path) as one:
+        one.require_space(1 << 40)
+        one.write("a", [b"1"])
+        one.commit(["a"])
+    assert content(tmp_path) == {"a": "1"}
+    monkeypatch.setattr(os, "mkdir", broken("mkdir", errno.ENOSPC))
+    with pytest.raises(CheckpointSaveError, match="does not say how many are free"):
+        Staging(tmp_path)
+
+
+def test_a_file_system_without_modes_times_and_links(tmp_path, monkeypatch):
+    """Shares and FAT refuse to change what the mount says, also to those who may write."""
+    saved(tmp_path, a="1", b="2")
+
+    def refused(*args, **kwargs):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    for name in ("fchmod", "chmod", "utime", "link"):
+        monkeypatch.setattr(os, name, refused)
+    with Staging(tmp_path) as one:
+        one.write("a", [b"3"])
+        one.commit(["a"])
+    assert content(tmp_path) == {"a": "3", "b": "2"}
+    durable.replace_file(str(tmp_path / "b"), [b"4"])
+    assert content(tmp_path) == {"a": "3", "b": "4"}
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
