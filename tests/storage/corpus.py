@@ -156,6 +156,7 @@ def _path(name: str, make: Callable[[Path], None], error: type[Exception], *args
 CONTROLS = [
     _content("ok_basic", GOOD),
     _content("ok_metadata", file_bytes({"__metadata__": {"format": "pt"}, **TWO}, D32)),
+    _content("ok_metadata_null", file_bytes({"__metadata__": None, **TWO}, D32)),
     _content("ok_no_tensors", file_bytes({})),
     _content("ok_scalar", file_bytes({"a": spec("F32", [], 0, 4)}, floats(1))),
     _content("ok_zero_size", file_bytes({"z": spec("F32", [0, 7], 0, 0), "a": A}, D16)),

@@ -129,7 +129,7 @@ class _HeaderParser:
         self.data_bytes = file.size - self.data_start
 
     def entries(self, header: dict[str, Any]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-        metadata = self._metadata(header.pop(_METADATA, {}))
+        metadata = self._metadata(header.pop(_METADATA, None))
         if len(header) > self.limits.tensors:
             raise self.limits.error(
                 "header: too many tensors", "tensors", len(header), path=self.file.path
@@ -177,6 +177,8 @@ class _HeaderParser:
         )
 
     def _metadata(self, value: Any) -> dict[str, str]:
+        if value is None:  # null is none, as for the safetensors library
+            return {}
         if type(value) is not dict:
             raise self._error(_METADATA, _METADATA, "not an object", "an object of strings", value)
         for key, item in value.items():
