@@ -151,6 +151,7 @@ def load_weights(
         CheckpointError: the path is missing, unreadable, corrupt or of an unsupported format;
             the subclass says which.
         ValueError: as in MAX, a list is empty, names files that do not exist, or mixes formats.
+        TypeError: ``paths`` is an open file.
 
     Example:
         >>> load_weights("nowhere.safetensors")
@@ -166,6 +167,9 @@ def _load(paths: Any, verify: Verify) -> Weights:
     if isinstance(paths, str | bytes | os.PathLike):
         path = os.fsdecode(paths)
         return _cursor(open_checkpoint(path, verify=verify), path)
+    if hasattr(paths, "read"):  # its lines would be taken for names
+        kind = type(paths).__name__
+        raise TypeError(f"paths must be a path or a list of paths, not {kind}: name the file")
     files = [Path(os.fsdecode(path)) for path in paths]
     if not files:
         raise ValueError("no paths provided, cannot load weights.")

@@ -187,6 +187,11 @@ def test_paths(path, tmp_path):
         load_weights([tmp_path / "nowhere.safetensors"])
     with pytest.raises(ValueError, match="no paths"):
         load_weights([])
+    with (
+        open(path, "rb") as file,
+        pytest.raises(TypeError, match="not BufferedReader: name the file"),
+    ):
+        load_weights(file)
     with pytest.raises(CheckpointError):
         load_weights(tmp_path / "x.bin")
     assert (
