@@ -12,7 +12,7 @@ from ...rendering.row import Row
 from ...storage.files import open_regular
 from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
 from ...storage.orbax.paths import chosen
-from ...storage.orbax.reader import open_orbax, orbax_items
+from ...storage.orbax.reader import open_orbax, orbax_items, orbax_tree
 from ...storage.table import TensorTable
 from .save import MODEL
 from .steps import COMMITTED
@@ -90,9 +90,13 @@ def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> 
     own = read_maxjax_metadata(table.metadata, directory, item or title, require_checksum=True)
     if item is None and not own.has_tree:
         return None
-    plain = own.plain()
+    plain, keys = own.plain(), own.keys
     if item is None:
         file = open_regular(os.path.join(directory, COMMITTED))
         table = TensorTable("orbax", [file], {entry.name: entry for entry in own.empty})
+    elif not own.is_ours:  # what orbax itself records of leaves that are no plain arrays
+        tree = orbax_tree(directory, item=item)
+        plain = tree.strings
+        keys = {leaf.name: leaf.random_key for leaf in tree.leaves if leaf.random_key}
     weights = Weights._of(table, directory)
-    return Saved(title, directory, weights, table, plain, own.encodings, own.keys, own.is_ours)
+    return Saved(title, directory, weights, table, plain, own.encodings, keys, own.is_ours)

@@ -2,6 +2,7 @@
 
 import errno
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from maxjax.errors import (
     CheckpointSaveError,
     UserInputError,
 )
+from tests.storage.orbax.corpus import quiet
 
 from .worker import Net, filled, values
 
@@ -59,6 +61,21 @@ def test_the_steps_of_a_run_that_orbax_named(tmp_path, name):
         manager.restore(None, 4)
     with pytest.raises(CheckpointSaveError, match="the step exists already|steps with other names"):
         manager.save(3, None, x=jnp.ones(2))
+
+
+def test_text_and_random_keys_that_orbax_wrote(tmp_path):
+    import orbax.checkpoint as ocp
+
+    written = {"s": "txt", "n": [3, "x"], "k": jax.random.key(3, impl="rbg")}
+    with quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1" / "tree", written)
+    example = {"s": "", "n": [0, ""], "k": jax.random.key(0, impl="rbg")}
+    found = restore(tmp_path, None, tree=example)["tree"]
+    assert (found["s"], found["n"]) == ("txt", [3, "x"])
+    assert jnp.array_equal(jax.random.key_data(found["k"]), jax.random.key_data(written["k"]))
+    example["k"] = jax.random.key(0, impl="unsafe_rbg")
+    with pytest.raises(CheckpointMismatchError, match="'k' is a random key of unsafe_rbg, .* rbg"):
+        restore(tmp_path, None, tree=example)
 
 
 @pytest.mark.parametrize("title", ["params", "default", "pytree", "state"])
