@@ -118,6 +118,7 @@ UNREADABLE = {
     ".h5": "HDF5",
     ".msgpack": "flax msgpack",
     ".onnx": "ONNX",
+    ".distcp": "torch.distributed.checkpoint",
     ".pkl": "a pickle",
     ".pickle": "a pickle",
 }

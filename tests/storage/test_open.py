@@ -148,6 +148,7 @@ def test_gguf_beside_is_ambiguous(name, tmp_path):
     [
         ("tf_model.h5", "HDF5 is not a supported format"),
         ("flax_model.msgpack", "flax msgpack is not a supported format"),
+        ("__0_0.distcp", "torch.distributed.checkpoint is not a supported format"),
         ("model.onnx", "ONNX is not a supported format"),
         ("model.pkl", "a pickle is not a supported format"),
     ],
