@@ -49,8 +49,8 @@ def fields(path: Path) -> str:
 
 
 def bits(path: Path) -> str:
-    np.savez(path, good=GOOD, odd=np.zeros((4, 2), "V2"))
-    return "|V2"
+    np.savez(path, good=GOOD, odd=np.zeros((4, 2), "V1"))
+    return "|V1"
 
 
 def quantised(path: Path) -> str:

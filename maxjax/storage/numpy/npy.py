@@ -36,6 +36,8 @@ _DTYPES = {
     for d in DType.__members__.values()
     if d.np.type.__module__ == "numpy" and d.np.kind in "biufc"
 }
+# NumPy writes bfloat16 as two bytes without a type, and jax.numpy.load reads these as bfloat16.
+_BFLOAT16 = ("<V2", "|V2", ">V2")
 _KEYS = ("descr", "fortran_order", "shape")
 _TOKEN = re.compile(
     r"""[ \t\r\n]*(?:
@@ -257,7 +259,9 @@ class HeaderText:
             raise self._error("descr: not a type", expected)
         descr = self.token[1:-1]
         order, dtype = descr[:1], _DTYPES.get(descr[1:])
-        if dtype is None or order not in ("|" if dtype.np.itemsize == 1 else "<>"):
+        if descr in _BFLOAT16:
+            dtype = DType.bfloat16
+        elif dtype is None or order not in ("|" if dtype.np.itemsize == 1 else "<>"):
             error = self._unsupported(descr, expected)
             if not isinstance(error, CheckpointFormatError):
                 raise error
@@ -308,8 +312,8 @@ class HeaderText:
         if descr[1:2] == "V":
             problem = "descr: bytes without a type"
             hint = (
-                "NumPy does not save the names of bfloat16 and float8: save the array's bits "
-                "(array.view('uint16')), or safetensors."
+                "NumPy does not save the names of float8 and smaller types: save the array's bits "
+                "(array.view('uint8')), or safetensors."
             )
         found = repr(descr[:80])
         return CheckpointFormatError(

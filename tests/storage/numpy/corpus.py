@@ -222,7 +222,7 @@ ARRAYS = [
     bad("descr_complex", npy(descr="'<c32'"), ("descr", "unknown")),
     bad("descr_longdouble", npy(descr="'<f16'"), ("descr", "<f16")),
     bad("descr_struct", _zip_struct(), ("descr", "structured")),
-    bad("descr_void2", npy(descr="'|V2'"), ("descr", "bfloat16", "view")),
+    bad("descr_void1", npy(descr="'|V1'"), ("descr", "float8", "view")),
     bad("descr_number", npy(descr="7"), ("descr", "7")),
     bad("descr_no_order", npy(descr="'f4'"), ("descr", "f4")),
     bad("descr_escape", npy(descr=r"'\x3cf4'"), "descr"),

@@ -5,6 +5,8 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -251,6 +253,16 @@ def test_bad_npy_file(content, error, tmp_path):
     with pytest.raises(error) as caught:
         open_npy(path)
     assert (type(caught.value), caught.value.tensor) == (error, "w")
+
+
+def test_bfloat16_as_numpy_and_jax_write_it(tmp_path):
+    wanted = np.asfortranarray(A.astype(ml_dtypes.bfloat16))
+    np.save(tmp_path / "a.npy", wanted)
+    np.savez(tmp_path / "s.npz", a=wanted.view("V2"))
+    np.savez_compressed(tmp_path / "d.npz", a=wanted)
+    for table in (open_npy(tmp_path / "a.npy"), *map(open_npz, sorted(tmp_path.glob("*.npz")))):
+        np.testing.assert_array_equal(table.read("a"), wanted, strict=True)
+    assert jnp.load(tmp_path / "a.npy").tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
