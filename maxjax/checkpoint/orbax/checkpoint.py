@@ -198,7 +198,9 @@ def restore(
 
     Args:
         path: path that :func:`save` was given, or a single orbax checkpoint of another program.
-        model: model to fill; its weights need no values. None restores the other trees alone.
+        model: model to fill; its weights need no values. None restores the other trees alone. In a
+            checkpoint of another program its tree may be called "default", "pytree", "state" or
+            "params", or be the only one.
         step: number of the step; by default the newest complete one.
         strict: whether to refuse names that are only on one side. If not, weights and leaves that
             the checkpoint does not have keep their values.
