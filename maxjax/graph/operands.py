@@ -224,6 +224,19 @@ def bounds(dtype: Any) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
+def ends(dtype: Any) -> tuple[Any, Any]:
+    """The lowest and the highest value of a dtype, as scalars of it: the infinities if it has them."""
+    if dtype == jnp.bool_:
+        low, high = False, True
+    elif not is_float(dtype):
+        low, high = bounds(dtype)
+    elif np.isinf(np.asarray(np.inf).astype(dtype)):
+        low, high = -np.inf, np.inf
+    else:
+        low, high = jnp.finfo(dtype).min, jnp.finfo(dtype).max
+    return np.asarray(low, dtype), np.asarray(high, dtype)
+
+
 def from_numpy(x: np.ndarray) -> jax.Array:
     """A NumPy array as a jax.Array: with 32 bits, unless ``jax_enable_x64`` is set.
 

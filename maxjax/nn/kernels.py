@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..absent import absent as _absent
 from ..dtype import DType
+from ..graph.operands import ends
 from ..graph.ops import rms_norm, top_k
 from ..graph.ops.lift import integers, lift
 from ..graph.value import TensorValue
@@ -270,9 +271,7 @@ def top_k_per_row(input: Any, k: Any, max_k: int) -> tuple[Any, Any]:
     found, places = top_k(TensorValue(input), max_k, axis=-1)
     there = jnp.arange(max_k)[None] < TensorValue(k).value.astype(jnp.int32)[:, None]
     values = found.value
-    floats = jnp.issubdtype(values.dtype, jnp.floating)
-    lowest = -jnp.inf if floats else jnp.iinfo(values.dtype).min
-    return (TensorValue(jnp.where(there, values, jnp.asarray(lowest, values.dtype))),
+    return (TensorValue(jnp.where(there, values, ends(values.dtype)[0])),
             TensorValue(jnp.where(there, places.value, -1)))  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..operands import ends
 from ..symbolic import to_sizes
 from .lift import array, floating, lift, pair, rounded, same, sizing, wide
 
@@ -137,8 +138,7 @@ def max_pool2d(
     """
     x = array(input)
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "max_pool2d")
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    first, *rest = windows.slices(windows.pad(x, lowest))
+    first, *rest = windows.slices(windows.pad(x, ends(x.dtype)[0]))
     for other in rest:
         # The first of equal elements gets the gradient, as in torch; jnp.maximum would split it. NaN stays.
         first = jnp.where((other > first) | (other != other), other, first)

@@ -82,17 +82,8 @@ def _extreme(two: Any, reduce: Any, op: str, x: Any, y: Any, axis: int | None) -
     if isinstance(x.shape[axis], int):
         return reduce(x, axis, keepdims=True)
     # jnp wants to know that an axis is not empty, which a named size does not say.
-    low, high = _ends(x.dtype)
+    low, high = operands.ends(x.dtype)
     return reduce(x, axis, keepdims=True, initial=low if op == "max" else high)
-
-
-def _ends(dtype: Any) -> tuple[Any, Any]:
-    """The lowest and the highest number of a dtype."""
-    if dtype == jnp.bool_:
-        return False, True
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf, jnp.inf
-    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 @lift

@@ -49,10 +49,17 @@ def test_dilation():
     check_numpy(lambda x: ops.avg_pool2d(x, (2, 2), dilation=2), oracle, X)
 
 
-def test_of_integers():
-    x = np.arange(-8, 8, dtype=np.int32).reshape(1, 4, 4, 1)
-    got = ops.max_pool2d(x, (2, 2), stride=2, padding=1)
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])  # the latter has no infinity
+def test_the_padding_is_never_the_maximum(dtype):
+    x = jnp.arange(-8, 8).reshape(1, 4, 4, 1).astype(dtype)
+    got = ops.max_pool2d(x, (2, 2), stride=2, padding=1).astype(jnp.int32)
     np.testing.assert_array_equal(got[0, :, :, 0], [[-8, -6, -5], [0, 2, 3], [4, 6, 7]])
+
+
+def test_of_booleans():
+    x = jnp.arange(16).reshape(1, 4, 4, 1) > 12
+    got = ops.max_pool2d(x, (2, 2), stride=2, padding=1)
+    np.testing.assert_array_equal(got[0, :, :, 0], [[0, 0, 0], [0, 0, 0], [0, 1, 1]])
 
 
 def test_a_window_with_nan_gives_nan():
