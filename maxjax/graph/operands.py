@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -179,6 +179,32 @@ def alike(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """16-bit and narrower floats as float32, so that a result of several steps is rounded once."""
+    return x.astype(jnp.float32) if narrow(x.dtype) else x
+
+
+def narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of 16 bits or less."""
+    return dtype.itemsize < 4 and is_float(dtype)
+
+
+def rounded(y: jax.Array, dtype: Any) -> jax.Array:
+    """A result cast to a dtype. A result that already has it is returned as it is, which is faster in eager code."""
+    return y if y.dtype == dtype else y.astype(dtype)
+
+
+def widely(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function of an array that computes with 16-bit and narrower floats in float32, and rounds its result once."""
+
+    @functools.wraps(function)
+    def computed(x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        found = function(wide(x), *args, **options)
+        return rounded(found, x.dtype) if narrow(x.dtype) else found
+
+    return computed
+
+
 def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
     """The mean along an axis; of integers it is rounded toward zero, as in MAX.
 
@@ -186,18 +212,18 @@ def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
         ValueError: the axis of a tensor of integers is empty.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        return jnp.mean(x, axis, keepdims=keepdims)
+        return widely(jnp.mean)(x, axis, keepdims=keepdims)
     count = x.shape[axis]
     if same(count, 0):
         raise ValueError(
             f"integers have no mean along axis {axis} of shape {x.shape}, which is empty"
         )
     # Sums of narrow integers do not fit into their own type.
-    wide = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    words = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
     if isinstance(count, int) and count << 8 * x.dtype.itemsize > 2**31:
-        found = _wide_mean(wide, axis, count)
+        found = _wide_mean(words, axis, count)
         return (jnp.expand_dims(found, axis) if keepdims else found).astype(x.dtype)
-    total = jnp.sum(wide, axis, keepdims=keepdims, dtype=wide.dtype)
+    total = jnp.sum(words, axis, keepdims=keepdims, dtype=words.dtype)
     return jax.lax.div(total, jnp.full_like(total, count)).astype(x.dtype)
 
 

@@ -32,6 +32,7 @@ from .operands import (
     reshaped,
     same_dtype,
     same_rank,
+    widely,
     wraps,
 )
 from .operators import Operators
@@ -321,11 +322,11 @@ class TensorValue(Operators):
 
     def var(self, axis: int = -1) -> TensorValue:
         """The population variance along an axis, which is kept with length 1."""
-        return self._reduced(jnp.var, axis)
+        return self._reduced(widely(jnp.var), axis)
 
     def stdev(self, axis: int = -1) -> TensorValue:
         """The standard deviation along an axis, which is kept with length 1."""
-        return self._reduced(jnp.std, axis)
+        return self._reduced(widely(jnp.std), axis)
 
     def argmax(self, axis: int = -1) -> TensorValue:
         """The index of the largest element along an axis, which is kept with length 1."""

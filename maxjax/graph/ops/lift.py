@@ -18,7 +18,10 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ..operands import check_broadcast, from_numpy, is_float
+from ..operands import narrow as narrow
+from ..operands import rounded as rounded
 from ..operands import same as same
+from ..operands import wide as wide
 from ..shape import Dim
 from ..value import TensorValue, alike, unify, unwrap, wraps
 from ..weight.transpose import WeightTranspose
@@ -219,21 +222,6 @@ def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) 
     if not -rank <= axis < rank:
         raise error(f"{op}: axis {axis} is out of range for a tensor with {rank} axes")
     return int(axis) % max(rank, 1)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """16-bit and narrower floats as float32, so that a result of several steps is rounded once."""
-    return x.astype(jnp.float32) if narrow(x.dtype) else x
-
-
-def narrow(dtype: Any) -> bool:
-    """Whether a dtype is a float of 16 bits or less."""
-    return dtype.itemsize < 4 and is_float(dtype)
-
-
-def rounded(y: jax.Array, dtype: Any) -> jax.Array:
-    """A result cast to a dtype. A result that already has it is returned as it is, which is faster in eager code."""
-    return y if y.dtype == dtype else y.astype(dtype)
 
 
 def canonical(dtype: Any) -> Any:

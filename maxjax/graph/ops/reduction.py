@@ -1,6 +1,7 @@
 """Ops along one axis, by default the last: sums, extremes, cumsum, softmax.
 
-A reduced axis is kept with length 1: ``sum`` of ``[B, T]`` along the last axis is ``[B, 1]``.
+A reduced axis is kept with length 1: ``sum`` of ``[B, T]`` along the last axis is ``[B, 1]``. Sums and products of
+16-bit and narrower floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def sum(x: Any, axis: int = -1) -> Any:
          [7.]]
     """
     x, axis = _numbers(x, axis, "sum")
-    return jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
+    found = wide(x)
+    return rounded(jnp.sum(found, axis, keepdims=True, dtype=found.dtype), x.dtype)
 
 
 @lift
@@ -42,7 +44,8 @@ def mean(x: Any, axis: int = -1) -> Any:
 def prod(x: Any, axis: int = -1) -> Any:
     """The product along an axis, which is kept with length 1."""
     x, axis = _numbers(x, axis, "prod")
-    return jnp.prod(x, axis, keepdims=True, dtype=x.dtype)
+    found = wide(x)
+    return rounded(jnp.prod(found, axis, keepdims=True, dtype=found.dtype), x.dtype)
 
 
 @pairwise
@@ -119,7 +122,7 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
         [1 3 6] [0 1 3] [6 5 3]
     """
     x, axis = _numbers(x, axis, "cumsum")
-    sums = jax.lax.cumsum(x, axis, reverse=reverse)
+    sums = rounded(jax.lax.cumsum(wide(x), axis, reverse=reverse), x.dtype)
     if not exclusive:
         return sums
     # Shifted by one rather than `sums - x`, which rounds, and is NaN at infinities.

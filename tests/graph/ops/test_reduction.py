@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.engine import InferenceSession
-from maxjax.graph import DeviceRef, Graph, TensorType, ops
+from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
 from tests.oracles.recorded import recorded, torch
 
@@ -106,6 +106,19 @@ def test_an_exclusive_sum_does_not_see_what_follows():
 def test_softmax(axis):
     check(lambda x: ops.softmax(x, axis), lambda x: x.softmax(axis), X)
     check(lambda x: ops.logsoftmax(x, axis=axis), lambda x: x.log_softmax(axis), X)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["sum", "mean", "prod", "cumsum"])
+def test_sums_of_narrow_floats_are_rounded_once(name, dtype):
+    x = jnp.asarray(0.75 + np.arange(63)[None] % 3 / 4, dtype)
+    exact = getattr(np, name)(np.asarray(x, np.float64), -1)
+    want = exact.reshape(1, -1).astype(x.dtype)
+    np.testing.assert_array_equal(getattr(ops, name)(x), want)
+    if name == "mean":
+        np.testing.assert_array_equal(TensorValue(x).mean().value, want)
+        spread = np.var(np.asarray(x, np.float64), -1, keepdims=True).astype(x.dtype)
+        np.testing.assert_array_equal(TensorValue(x).var().value, spread)
 
 
 def test_softmax_of_16_bits_is_rounded_once():
