@@ -218,10 +218,22 @@ def pad(
     if any(isinstance(n, int) and n < 0 for n in numbers):
         raise ValueError(f"pad: the numbers must not be negative: {numbers}")
     widths = list(zip(numbers[::2], numbers[1::2], strict=True))
+    if mode == "reflect":
+        for axis, ends in enumerate(widths):
+            if not isinstance(x.shape[axis], int):
+                x, widths[axis] = _reflected(x, axis, *ends), (0, 0)
     if mode != "constant":
         return jnp.pad(x, widths, mode)
     fill = jnp.asarray(binary_operands(x, value)[1], x.dtype).reshape(())
     return jax.lax.pad(x, fill, [(before, after, 0) for before, after in widths])
+
+
+def _reflected(x: jax.Array, axis: int, before: Any, after: Any) -> jax.Array:
+    """The tensor padded with its mirror image along an axis of any size, which ``jnp.pad`` has to know."""
+    size = x.shape[axis]
+    period = jnp.maximum(jnp.asarray(2 * size - 2), 1)
+    place = (jnp.arange(before + size + after) - before) % period
+    return jnp.take(x, jnp.minimum(place, period - place), axis)
 
 
 @lift

@@ -26,6 +26,7 @@ OPS = {
     "tile": lambda x: ops.tile(x, [2, 1]),
     "repeat": lambda x: ops.repeat_interleave(x, 2, axis=1),
     "pad": lambda x: ops.pad(x, [1, 0, 0, 2]),
+    "pad with the mirror image": lambda x: ops.pad(x, [3, 2, 1, 0], mode="reflect"),
     "slice": lambda x: ops.slice_tensor(x, [slice(0, 1)]),
     "range": lambda x: ops.range(0, x.shape[0], 1, dtype="float32", device=DeviceRef.CPU()),
     "range by two": lambda x: ops.range(1, x.shape[0] * 2, 2, dtype="int32", device=DeviceRef.CPU()),
