@@ -25,7 +25,7 @@ from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
-from .rebinding import check, sizes_of_names
+from .rebinding import check, sizes_of_names, undetermined
 from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
@@ -263,7 +263,16 @@ class Model(Rendered):
             shapes: Any = [kind.shape for kind in inputs]
             text = lowered.as_text
         else:
-            exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
+            try:
+                exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
+            except ValueError as error:
+                dims = [dim for kind in graph.input_types for dim in kind.shape]
+                if not (names := sorted(undetermined(dims))):
+                    raise
+                raise ValueError(
+                    f"Graph '{self.name}': the sizes of the inputs {dims} do not determine {', '.join(names)}: declare "
+                    "a dimension that is the name itself, or a name of its own for the computed size"
+                ) from error
             self._run = jax.jit(exported.call, donate_argnums=positions)
             used = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
             shardings = [_replicated(used[0]) if used else None] * len(inputs)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .shape import Dim, Shape, SymbolicDim
+from .shape import AlgebraicDim, Dim, Shape, SymbolicDim
 from .symbolic import Check, checks, define, evaluate, shown, to_dim, to_size
 
 
@@ -215,6 +215,28 @@ def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
                 "for an empty tensor, declare the input with numbers"
             )
     return known
+
+
+def undetermined(dims: Iterable[Dim]) -> set[str]:
+    """The names that the sizes of these dimensions do not determine: none is linear in the name, and else known."""
+    names_of = {dim: {str(name) for name in dim.parameters} for dim in dims}
+    names, known = set().union(*names_of.values()), set[str]()
+    while found := {
+        name
+        for dim in names_of
+        for name in names_of[dim] - known
+        if names_of[dim] - known == {name} and _is_linear(dim, name)
+    }:
+        known |= found
+    return names - known
+
+
+def _is_linear(dim: Dim, name: str) -> bool:
+    return isinstance(dim, SymbolicDim) or (
+        isinstance(dim, AlgebraicDim)
+        and [str(part) for part in dim.parameters].count(name) == 1
+        and any(factors == (SymbolicDim(name),) for factors, _ in dim.terms)
+    )
 
 
 def _evaluated(dim: str, known: Mapping[str, int], size: int) -> tuple[set[str], int]:

@@ -197,3 +197,17 @@ def test_inputs_whose_sizes_do_not_fit_their_names(types, sizes, message):
     model = compiled(lambda x, *_: x + 1, *map(kind, types))
     with pytest.raises(ValueError, match=message):
         model.execute(*map(one, sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ([Dim("n") // 2], "n"),
+        ([Dim("b") * "c", "b"], "c"),
+        ([Dim("b") + "c"], "b, c"),
+        ([Dim("n") * "n"], "n"),
+    ],
+)
+def test_sizes_that_do_not_determine_a_name(sizes, names):
+    with pytest.raises(ValueError, match=f"Graph 'g': .* do not determine {names}: declare"):
+        compiled(lambda *inputs: inputs[0] * 2.0, *(kind(size) for size in sizes))
