@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,8 @@ def avg_pool2d(
     Args:
         padding: number of zeros on both sides of H and of W.
         ceil_mode: whether to include a last window that is incomplete.
-        count_boundary: whether the mean includes the padding.
+        count_boundary: whether the mean includes the padding. If so it is the sum divided by the size of the kernel,
+            also of an incomplete window, where torch leaves out what lies beyond the padding.
 
     Raises:
         ValueError: the input is not an image, or is smaller than the kernel.
@@ -99,17 +101,10 @@ def avg_pool2d(
     dtype, x = x.dtype, wide(x)
     windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
     total = sum(windows.slices(windows.pad(x, 0)), start=jnp.zeros((), x.dtype))
-    ones = jnp.ones((1, *x.shape[1:3], 1), x.dtype)
     if count_boundary:
-        widths = [(0, 0, 0), *((p, p, 0) for p in windows.padding), (0, 0, 0)]
-        ones = jax.lax.pad(ones, jnp.ones((), x.dtype), widths)
-        unpadded = windows._replace(
-            padding=(0, 0),
-            end=tuple(e - p for e, p in zip(windows.end, windows.padding, strict=True)),
-        )
-        count = sum(windows.slices(unpadded.pad(ones, 0)), start=jnp.zeros((), x.dtype))
-    else:
-        count = sum(windows.slices(windows.pad(ones, 0)), start=jnp.zeros((), x.dtype))
+        return rounded(total / math.prod(windows.kernel), dtype)
+    ones = jnp.ones((1, *x.shape[1:3], 1), x.dtype)
+    count = sum(windows.slices(windows.pad(ones, 0)), start=jnp.zeros((), x.dtype))
     return rounded(total / count, dtype)
 
 
