@@ -99,7 +99,8 @@ def atanh(x: Any) -> Any:
 @lift
 def erf(x: Any) -> Any:
     """The error function."""
-    return jax.lax.erf(floating(x, "erf"))
+    x = floating(x, "erf")
+    return rounded(jax.lax.erf(wide(x)), x.dtype)
 
 
 @lift

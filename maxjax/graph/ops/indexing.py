@@ -21,7 +21,7 @@ from jax.core import Tracer
 from ..operands import check_inside
 from ..symbolic import to_size
 from ..value import TensorValue, unwrap
-from .lift import array, axis_of, boolean, canonical, integers, lift, same
+from .lift import array, axis_of, boolean, canonical, integers, lift, numeric, same
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -107,7 +107,7 @@ def gather_nd(input: Any, indices: Any, batch_dims: int = 0) -> Any:
     x, positions = array(input), integers(indices, "gather_nd")
     if batch_dims < 0:
         raise ValueError(f"gather_nd: batch_dims must not be negative, got {batch_dims}")
-    if positions.ndim <= batch_dims or batch_dims + positions.shape[-1] > x.ndim:
+    if positions.ndim <= batch_dims or not 0 < positions.shape[-1] <= x.ndim - batch_dims:
         raise ValueError(f"gather_nd: indices of shape {positions.shape} do not fit a tensor of shape {x.shape} "
                          f"with batch_dims={batch_dims}")  # fmt: skip
     if not all(map(same, x.shape[:batch_dims], positions.shape[:batch_dims])):
@@ -134,10 +134,14 @@ def _scatter(input: Any, updates: Any, indices: Any, axis: int, op: str, mode: s
         raise ValueError(f"{op}: updates {new.shape} and indices {shape} must have the same shape, "
                          f"with as many axes as {x.shape}")  # fmt: skip
     grid = [positions if i == axis else _iota(shape, i, dtype) for i in range(x.ndim)]
-    return _update(x, tuple(grid), new, mode)
+    return _update(x, tuple(grid), new, op, mode)
 
 
-def _update(x: jax.Array, at: tuple[jax.Array, ...], new: jax.Array, mode: str) -> jax.Array:
+def _update(
+    x: jax.Array, at: tuple[jax.Array, ...], new: jax.Array, op: str, mode: str
+) -> jax.Array:
+    if mode in ("add", "mul"):
+        numeric(x, op)
     if mode == "mul" and jnp.issubdtype(x.dtype, jnp.inexact):
         return _multiply(x, at, new)
     return getattr(x.at[at], mode)(new)
@@ -215,15 +219,10 @@ def _scatter_nd(input: Any, updates: Any, indices: Any, op: str, mode: str) -> j
     _same_dtype(x, new, op)
     depth = positions.shape[-1] if positions.ndim else 0
     wanted = (*positions.shape[:-1], *x.shape[depth:])
-    if (
-        not positions.ndim
-        or depth > x.ndim
-        or new.ndim != len(wanted)
-        or not all(map(same, new.shape, wanted))
-    ):
+    if not 0 < depth <= x.ndim or new.ndim != len(wanted) or not all(map(same, new.shape, wanted)):
         raise ValueError(f"{op}: updates {new.shape} at indices {positions.shape} of a tensor {x.shape}: "
                          f"the updates must have shape {wanted}")  # fmt: skip
-    return _update(x, tuple(_along_last(positions)), new, mode)
+    return _update(x, tuple(_along_last(positions)), new, op, mode)
 
 
 @_indexed(2)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..operands import ends
 from ..symbolic import to_sizes
-from .lift import array, floating, lift, pair, rounded, same, sizing, wide
+from .lift import array, floating, lift, numeric, pair, rounded, same, sizing, wide
 
 
 class _Windows(NamedTuple):
@@ -53,7 +53,7 @@ def _windows(
 ) -> _Windows:
     if x.ndim != 4:
         raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
-    kernel = tuple(int(k) for k in pair(kernel_size, 2, "kernel_size"))
+    kernel = to_sizes(pair(kernel_size, 2, "kernel_size", positive=True))
     strides, dilations = (
         pair(stride, 2, "stride", positive=True),
         pair(dilation, 2, "dilation", positive=True),
@@ -159,8 +159,8 @@ def fold(
     Raises:
         ValueError: the sizes do not fit.
     """
-    x = array(input)
-    kernel = to_sizes(pair(kernel_size, 2, "kernel_size"))
+    x = numeric(input, "fold")
+    kernel = to_sizes(pair(kernel_size, 2, "kernel_size", positive=True))
     size = to_sizes(pair(output_size, 2, "output_size"), x.shape)
     strides, dilations = (
         pair(stride, 2, "stride", positive=True),

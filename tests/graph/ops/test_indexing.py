@@ -204,6 +204,13 @@ ONE = np.array([[0, 1]])
         (lambda: ops.gather_nd(X, np.array([[1, 1, 1]])), ValueError, r"\(1, 3\)"),
         (lambda: ops.gather_nd(X, np.zeros((2, 1), int), 1), ValueError, "must be equal"),
         (lambda: ops.gather_nd(X, np.array(1)), ValueError, r"\(\)"),
+        (lambda: ops.gather_nd(X, np.zeros((2, 0), int)), ValueError, r"\(2, 0\) do not fit"),
+        (lambda: ops.scatter_nd(X, U, np.zeros((2, 0), int)), ValueError, r"indices \(2, 0\)"),
+        (
+            lambda: ops.scatter_add(X > 0, U > 0, ONE),
+            ValueError,
+            "scatter_add takes a tensor of num",
+        ),
         (lambda: ops.gather_nd(X, np.zeros((2, 1), int), -1), ValueError, "must not be negative"),
         (lambda: ops.scatter(X, U.astype(np.float16), ONE), ValueError, "float16.*float32"),
         (lambda: ops.scatter(X, U, U), ValueError, "integer dtype"),

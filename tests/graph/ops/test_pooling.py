@@ -106,6 +106,10 @@ def test_what_does_not_go():
             op(X, (9, 9))
         with pytest.raises(ValueError, match="stride takes 2 positive numbers"):
             op(X, (2, 2), stride=0)
+        with pytest.raises(ValueError, match="kernel_size takes 2 positive numbers"):
+            op(X, (0, 2))
+    with pytest.raises(ValueError, match="fold takes a tensor of numbers"):
+        ops.fold(np.ones((1, 4, 1), bool), (2, 2), (2, 2))
     with pytest.raises(ValueError, match="floats"):
         ops.avg_pool2d(X.astype(np.int32), (2, 2))
     with pytest.raises(ValueError, match="5 windows in the last axis"):

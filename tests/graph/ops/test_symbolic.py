@@ -32,6 +32,7 @@ OPS = {
     "range by two": lambda x: ops.range(1, x.shape[0] * 2, 2, dtype="int32", device=DeviceRef.CPU()),
     "shape_to_tensor": lambda x: ops.shape_to_tensor(x.shape),
     "mean": lambda x: ops.mean(x, axis=0),
+    "erf of float8": lambda x: ops.erf(x.cast("float8_e5m2")).cast("float32"),
     "softmax": lambda x: ops.softmax(x, axis=0),
     "cumsum": lambda x: ops.cumsum(x, axis=0, exclusive=True),
     "top_k": lambda x: ops.top_k(x, 2)[1],
