@@ -116,7 +116,7 @@ ADVICE: dict[str, dict[str, str]] = {
     "graph": {"KernelLibrary": _KERNEL},
     "graph.ops": {
         "allgather_rms_norm_quant_mxfp6 allgather_rms_norm_quant_mxfp8 bundled_allreduce "
-        "distributed_ep distributed_scatter shard_and_stack": _MESH,
+        "distributed_ep distributed_scatter": _MESH,
         "custom inplace_custom": _KERNEL,
         "parallel": _STREAM,
         "constant_external": "a constant with a name is a Weight: maxjax.graph.Weight",

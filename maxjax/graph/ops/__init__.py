@@ -31,6 +31,7 @@ from .buffers import buffer_load as buffer_load
 from .buffers import buffer_store as buffer_store
 from .buffers import buffer_store_slice as buffer_store_slice
 from .collectives import distributed_broadcast as distributed_broadcast
+from .collectives import shard_and_stack as shard_and_stack
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
 from .control import print as print

@@ -37,6 +37,21 @@ def test_each_device_has_its_result():
     check(ops.distributed_broadcast(xs[1], buffers), [ROWS[1]] * N, xs)
 
 
+def test_shard_and_stack():
+    xs, devices = [ROWS, 10 * ROWS], [DeviceRef.CPU(i) for i in range(2)]
+    wanted = [np.stack([x[:, 3 * i :][:, :3] for x in xs]) for i in range(2)]
+    check(ops.shard_and_stack(map(jnp.asarray, xs), devices, axis=-1), wanted, spread()[:2])
+    for wrong, of, axis, error, says in (
+        ([], devices, 0, ValueError, "at least one tensor"),
+        (xs, [], 0, ValueError, "at least one device"),
+        (xs, devices, 2, IndexError, "shard_and_stack: axis 2"),
+        (xs, [*devices, devices[0]], 0, ValueError, "not divisible by 3"),
+        ([ROWS, ROWS[:2]], devices, 0, ValueError, "shape"),
+    ):
+        with pytest.raises(error, match=says):
+            ops.shard_and_stack(wrong, of, axis)
+
+
 def test_in_a_program_a_list_is_as_many_copies():
     got = jax.jit(lambda xs: [x.value for x in ops.allreduce.sum(xs)])(list(ROWS))
     np.testing.assert_array_equal(np.stack(got), np.tile(ROWS.sum(0), (N, 1)))
