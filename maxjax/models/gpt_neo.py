@@ -50,11 +50,14 @@ class GPTNeoConfig(PositionedConfig):
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with the sliding window.
+        """The layers with the sliding window: those of ``attention_layers``, else of ``attention_types``.
 
         Raises:
-            ValueError, UnsupportedModelError: ``attention_types`` is invalid, or names an unknown kind of layer.
+            ValueError, UnsupportedModelError: the list is invalid, or names an unknown kind of layer.
         """
+        if raw.get("attention_layers") is not None:
+            slides = kinds_of(raw, _KINDS, key="attention_layers")
+            return {"slides": slides, "attention_bias": False}
         given, kinds = raw.get("attention_types"), []
         if not isinstance(given, list | None):
             raise ValueError("'attention_types' is not a list of pairs of kinds and a number")

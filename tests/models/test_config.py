@@ -183,6 +183,8 @@ HALF = Rope(part=0.5, interleaved=True)
         (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
         (DeepseekV2Config, {"num_experts": 8}, {"num_experts": 8}),
         (GPTJConfig, {"rotary_dim": 2}, {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "rope": HALF}),
+        (GPTNeoConfig, {"attention_layers": ["local", "global"], "attention_types": [[["global", "local"], 12]]},
+         {"slides": (True, False)}),
         (Ernie45Config, {"head_dim": None}, {"width": 4}),
         (Ernie45Config, {}, {"width": 128}),
         (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None}, {"num_layers": 2}),
