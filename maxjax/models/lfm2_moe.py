@@ -29,7 +29,9 @@ class LFM2MoEConfig(LFM2Config, MoEConfig):
     """The settings of an LFM2 with experts; with ``use_expert_bias`` there is a bias that balances the experts."""
 
     model_type = "lfm2_moe"
-    unsaid: ClassVar[Mapping[str, Any]] = {**LFM2Config.unsaid, "num_dense_layers": 2}
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        **LFM2Config.unsaid, "num_dense_layers": 2, "intermediate_size": 7168,
+    }  # fmt: skip
 
     num_experts: int = setting(default=32, minimum=1, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")

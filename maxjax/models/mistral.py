@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, own
+from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import QueryScaling, Rope, rope_or, rope_settings
+from .decoder.rope import QueryScaling, rope_or, rope_settings
 from .gguf.architectures.mistral import MINISTRAL3_GGUF
 from .multimodal import SIGHT
 
@@ -52,7 +52,6 @@ class Ministral3Config(MistralConfig):
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=262144, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    rope: Rope = own(Rope(1e6))
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class TextModel:
     always: Mapping[str, Any] = field(default_factory=dict)
 
 
-_MISTRAL = TextModel("mistral", "MistralForCausalLM", {"sliding_window": None})
+_MISTRAL = TextModel("mistral", "MistralForCausalLM")
 _MINISTRAL = TextModel("ministral3", "Ministral3ForCausalLM")
 _QWEN2 = TextModel(
     "qwen2", "Qwen2ForCausalLM",
@@ -75,7 +75,7 @@ _QWEN3_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM",
     {
         "rope_theta": 5e5, "max_position_embeddings": 128_000, "num_key_value_heads": 16,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip

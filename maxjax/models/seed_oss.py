@@ -22,9 +22,8 @@ class SeedOSSConfig(DecoderConfig):
     model_type = "seed_oss"
     fixed = {"sliding_window": None}
 
-    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
 
-    head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=524_288, minimum=1)
     attention_bias: bool = setting(default=True)
     output_bias: bool | None = setting("attention_out_bias", default=False)

@@ -26,9 +26,10 @@ from maxjax.models.gte import GteConfig
 from maxjax.models.hunyuan_moe import HunyuanMoEConfig
 from maxjax.models.lfm2_moe import LFM2MoEConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
-from maxjax.models.mistral import MistralConfig
+from maxjax.models.mistral import Ministral3Config, MistralConfig
 from maxjax.models.modernbert import ModernBertConfig
 from maxjax.models.qwen3_5 import Qwen35MoEConfig
+from maxjax.models.seed_oss import SeedOSSConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +187,9 @@ HALF = Rope(part=0.5, interleaved=True)
         (GPTNeoConfig, {"attention_layers": ["local", "global"], "attention_types": [[["global", "local"], 12]]},
          {"slides": (True, False)}),
         (Ernie45Config, {"head_dim": None}, {"width": 4}),
+        (SeedOSSConfig, {"head_dim": None}, {"width": 4}),
+        (SeedOSSConfig, {}, {"width": 128}),
+        (Ministral3Config, {"rope_parameters": {"rope_type": "default"}}, {"rope": Rope(1e4)}),
         (Ernie45Config, {}, {"width": 128}),
         (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None}, {"num_layers": 2}),
     ],
@@ -193,6 +197,12 @@ HALF = Rope(part=0.5, interleaved=True)
 def test_names_and_defaults_of_transformers(config, settings, found):
     made = config.from_dict(DECODER | settings)
     assert {name: getattr(made, name) for name in found} == found
+
+
+def test_the_mlp_of_an_lfm2_with_experts_has_a_default_of_its_own():
+    sizes = {key: value for key, value in DECODER.items() if key != "intermediate_size"}
+    kinds = {"layer_types": ["conv", "full_attention"]}
+    assert LFM2MoEConfig.from_dict(sizes | kinds).intermediate_size == 7168
 
 
 @pytest.mark.parametrize("config", [DeepseekV2Config, LFM2MoEConfig, Gemma4Config, Qwen35MoEConfig])

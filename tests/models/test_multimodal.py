@@ -217,6 +217,8 @@ def test_one_of_several_text_models():
         ),
         ("qwen2_5_vl", None, {"num_kv_heads": 8}),
         ("qwen2_5_omni_thinker", None, {"num_kv_heads": 4}),
+        ("mistral3", "mistral", {"sliding_window": 4096}),
+        ("qwen3_vl_moe", None, {"num_experts": 60}),
         ("glm4v", "glm4v_text", {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}),
         ("glm4v_moe", "glm4v_moe_text", {"max_position_embeddings": 65_536}),
     ],
