@@ -7,8 +7,8 @@ collects all problems; it reads and converts all values; it stores them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,15 @@ class StateDict:
         return dict(self._mx_names()[0])
 
     def __contains__(self, name: object) -> bool:
-        """Whether a weight below this Module has the full name, as flax's ``TrainState`` asks of gradients."""
-        return name in self._mx_names()[0]
+        """Whether a weight below this Module has the full name, as flax's ``TrainState`` asks of gradients.
+
+        A Module that can be iterated over, or indexed, also contains its items.
+        """
+        if isinstance(name, str) and name in self._mx_names()[0]:
+            return True
+        kind: Any = type(self)
+        has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+        return has_items and name in iter(cast("Iterable[Any]", self))
 
     def state_dict(self, auto_initialize: bool = True) -> dict[str, Any]:
         """The values of all weights below this Module by full name, breadth first.

@@ -418,3 +418,20 @@ def test_a_model_is_the_params_of_flax_s_train_state():
     want = np.asarray(model.weight.value) - 0.5 * np.asarray(gradients.weight.value)
     np.testing.assert_allclose(moved.params.weight.value, want)
     assert moved.step == 1
+
+
+def test_a_module_with_items_contains_them():
+    class Blocks(Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = LayerList([Linear(2, 2, "float32")])
+
+        def __iter__(self):
+            return iter(self.blocks)
+
+        def __call__(self, x):
+            return x
+
+    model = Blocks()
+    assert model.blocks[0] in model and Linear(2, 2, "float32") not in model
+    assert "blocks.0.weight" in model and "0.weight" not in model and [1] not in model
