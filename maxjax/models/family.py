@@ -275,6 +275,8 @@ class PretrainedModel(Module):
     family: ClassVar[Family]
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
+    # Settings of generate, embed and save_pretrained: compiled programs stay valid when they change.
+    _mx_unread = frozenset({"_config_text", "generation", "pooling"})
 
     @classmethod
     def of_checkpoint(

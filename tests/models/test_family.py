@@ -27,6 +27,7 @@ from maxjax.models import (
     find_family,
 )
 from maxjax.models.bert import BERT
+from maxjax.models.pooling import Pooling
 
 SIZES = {
     "vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -318,3 +319,17 @@ def test_a_head_that_is_not_loaded_is_named(tmp_path, caplog):
     [record] = caplog.records
     assert "no such head: classifier.bias, classifier.weight" in record.getMessage()
     assert "position_ids" not in record.getMessage()
+
+
+def test_a_program_runs_on_when_settings_change_that_no_call_reads(tmp_path):
+    with load_weights(checkpoint(tmp_path, values())) as weights:
+        model = build(weights)
+        model.load_state_dict(weights)
+    ids = np.ones((1, 3), np.int32)
+    program = model.compile(ids)
+    before = np.asarray(program(ids).last_hidden_state)
+    model.pooling = Pooling(normalize=True)
+    np.testing.assert_array_equal(program(ids).last_hidden_state, before)
+    model.other = 1
+    with pytest.raises(ValueError, match="attributes of BertModel"):
+        program(ids)

@@ -11,11 +11,11 @@ from typing import Any
 
 from ...errors import some
 from ...graph.weight.epoch import EPOCH
-from .definition import Cache, cache_of
+from .definition import Cache, Node, cache_of
 
 
 class CompiledFrom:
-    """The layers, Weights and attributes of a Module at the time a program is compiled from it.
+    """The layers, Weights and attributes that calls read, of a Module at the time a program is compiled from it.
 
     Args:
         name: name of the program.
@@ -47,7 +47,7 @@ def _difference(before: Cache, now: Cache) -> str:
     """What differs, for the message; "" if nothing does."""
     held = (before.weights, now.weights)
     same = len(held[0]) == len(held[1]) and all(map(is_, *held))
-    if same and before.definition.nodes == now.definition.nodes:
+    if same and _nodes(before) == _nodes(now):
         return ""
     old, new = _weights(before), _weights(now)
     if names := [name for name in {**old, **new} if old.get(name) is not new.get(name)]:
@@ -69,7 +69,18 @@ def _weights(cache: Cache) -> dict[str, Any]:
 
 def _layers(cache: Cache) -> set[tuple[type, Any]]:
     """The different layers, of which a stack has one for all that are equal."""
-    nodes = cache.definition.nodes
     return {
-        (n.kind, n.statics) for n in nodes if not (n.kind._mx_is_container or n.kind._mx_is_stack)
+        (n.kind, n.statics)
+        for n in _nodes(cache)
+        if not (n.kind._mx_is_container or n.kind._mx_is_stack)
     }
+
+
+def _nodes(cache: Cache) -> list[Node]:
+    """The layers, without the attributes that no call reads, which a class names in ``_mx_unread``."""
+    found = []
+    for node in cache.definition.nodes:
+        if unread := getattr(node.kind, "_mx_unread", ()):
+            node = node._replace(statics=tuple(s for s in node.statics if s[0] not in unread))
+        found.append(node)
+    return found
