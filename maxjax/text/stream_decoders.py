@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..errors import UserInputError
 
 _BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
@@ -31,14 +33,15 @@ _CLEANUP = (*_SPACES[:7], (" do not", " don't"), *_SPACES[7:])
 
 
 def token_id(value: Any) -> int:
-    """A token id as an int.
+    """A token id, also one that is a tensor of one number, as an int.
 
     Raises:
         TypeError: it is not an integer.
         UserInputError: it is not from 0 to 2**32 - 1.
     """
     try:
-        number = operator.index(value)
+        # A TensorValue has no __index__; the number in its array has.
+        number = operator.index(np.asarray(value)[()] if hasattr(value, "__array__") else value)
     except TypeError:
         raise TypeError(f"a token id must be an integer, not {type(value).__name__}") from None
     if not 0 <= number < 1 << 32:

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxjax.errors import UserInputError
+from maxjax.graph import TensorValue
 from maxjax.text.stream import StopStrings, TextStream
 from maxjax.text.stream_decoders import clean_up, cleaned, ended, steps_of, through
 from maxjax.text.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -171,6 +172,7 @@ def test_ids_that_are_none():
         with pytest.raises(TypeError, match="a token id must be an integer"):
             tokenizer.decode(wrong)
     assert tokenizer.decode(np.array([1, 2])) == tokenizer.decode([1, 2]) != ""
+    assert tokenizer.decode([TensorValue(np.array(1)), np.array(2)]) == tokenizer.decode([1, 2])
     stream = TextStream(tokenizer)
     assert stream.push(10**6) == "" and stream.flush() == "" and stream.flush() == ""
     with pytest.raises(UserInputError, match="has been flushed"):

@@ -191,10 +191,11 @@ class Tokenizer:
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
-        listed = list(pairs)
-        if any(isinstance(pair, str) or len(pair) != 2 for pair in listed):
-            raise TypeError("pairs must be a list of pairs of texts: [(first, second), …]")
-        listed = [(first, second) for first, second in listed]
+        rows: Iterable[Any] = (None if isinstance(p, str) else p for p in pairs)  # "ab" is none
+        try:
+            listed = [(first, second) for first, second in rows]
+        except (TypeError, ValueError):
+            raise TypeError("pairs must be a list of pairs of texts: [(a, b), …]") from None
         checked_texts([text for pair in listed for text in pair])
         return self._encoded(listed, max_length, True)
 

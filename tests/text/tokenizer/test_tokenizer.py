@@ -461,10 +461,16 @@ def test_what_is_not_a_list_of_str(tokenizer, texts):
         tokenizer.tokens(texts)
 
 
-@pytest.mark.parametrize("pairs", ["ab", ["ab"], [("a", "b", "c")], [["a"]]])
+@pytest.mark.parametrize("pairs", ["ab", ["ab"], [("a", "b", "c")], [["a"]], [1], [None]])
 def test_what_is_not_a_list_of_pairs(tokenizer, pairs):
     with pytest.raises(TypeError, match="pairs must be a list of pairs of texts"):
         tokenizer.pairs(pairs)
+
+
+def test_pairs_of_other_types(tokenizer):
+    [want] = tokenizer.pairs([("a", "b")])
+    for pair in (["a", "b"], iter("ab"), np.array(["a", "b"])):
+        assert tokenizer.pairs([pair]) == [want]
 
 
 def test_text_that_is_no_unicode(tokenizer):
