@@ -17,11 +17,15 @@ def attention_scale(given: Settings, tensors: Any, config: Mapping[str, Any]) ->
     return {"attention_multiplier": scale or config["head_dim"] ** -0.5}
 
 
-def _read(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rope(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if not given.flag("rope.scaling.finetuned", True):
         raise given.unsupported("a Granite without RoPE and without Mamba 2")
+    return attention_scale(given, tensors, config)
+
+
+def _read(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     mlp_bias = "blk.0.ffn_gate.bias" in tensors
-    return {**attention_scale(given, tensors, config), "mlp_bias": mlp_bias}
+    return {**_with_rope(given, tensors, config), "mlp_bias": mlp_bias}
 
 
 GRANITE_GGUF = GGUFTable(
@@ -47,5 +51,5 @@ GRANITEMOE_GGUF = replace(
         **GRANITE_GGUF.keys, "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    read=attention_scale, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
+    read=_with_rope, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
 )  # fmt: skip

@@ -188,9 +188,10 @@ def test_what_a_file_leaves_out_is_llama_cpps(architecture, keys, expected):
     assert {key: found[key] for key in expected} == expected
 
 
-def test_a_granite_without_rope_is_refused():
+@pytest.mark.parametrize(("architecture", "keys"), [("granite", {}), ("granitemoe", EXPERTS)])
+def test_a_granite_without_rope_is_refused(architecture, keys):
     with pytest.raises(UnsupportedModelError, match="without RoPE"):
-        config("granite", **{"rope.scaling.finetuned": False})
+        config(architecture, **keys, **{"rope.scaling.finetuned": False})
 
 
 @pytest.mark.parametrize(
