@@ -328,5 +328,7 @@ def test_the_sampling_that_llama_cpp_s_converter_writes(caplog):
     assert "xtc_probability" in caplog.text
     assert sampling_config({"general.sampling.temp": 0.0})["do_sample"] is False
     assert sampling_metadata({"temperature": 0.7}) == {}
+    every = sampling_metadata({"do_sample": True, "top_k": 10**12})  # what the file cannot hold
+    assert every["general.sampling.top_k"] == 2**31 - 1
     with pytest.raises(CheckpointFormatError, match=r"general\.sampling\.temp.*a number"):
         sampling_config({"general.sampling.temp": "hot"})

@@ -25,6 +25,7 @@ _NUMBERS = {
 # Those that a file is written with if a token is drawn: with transformers' values of the ones that
 # generation_config.json leaves out, as llama.cpp has others.
 _DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+_MAX_TOP_K = (1 << 31) - 1
 _UNSUPPORTED = ("xtc_probability", "mirostat")
 
 
@@ -50,7 +51,7 @@ def sampling_config(metadata: Mapping[str, Any], *, path: Any = None) -> dict[st
     }
     if given.has("top_k"):
         # 0 and below: all tokens.
-        found["top_k"] = max(given.count("top_k", minimum=-(1 << 31), maximum=(1 << 31) - 1), 0)
+        found["top_k"] = max(given.count("top_k", minimum=-(1 << 31), maximum=_MAX_TOP_K), 0)
     if given.has("penalty_last_n") and not given.any("penalty_last_n"):
         found.pop("repetition_penalty", None)  # of the last 0 tokens
     for key in _UNSUPPORTED:
@@ -74,12 +75,13 @@ def sampling_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         found = {"repetition_penalty": found["repetition_penalty"]}
     top_k = found.pop("top_k", None)
+    top_k = min(top_k, _MAX_TOP_K) if type(top_k) is int else None
     kept = {
         f"general.sampling.{key}": np.float32(found[name])
         for key, name in _NUMBERS.items()
         if type(found.get(name)) in (int, float)
     }
-    return kept | ({"general.sampling.top_k": np.int32(top_k)} if type(top_k) is int else {})
+    return kept | ({} if top_k is None else {"general.sampling.top_k": np.int32(top_k)})
 
 
 def _short(value: float) -> float:
