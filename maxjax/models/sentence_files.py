@@ -43,6 +43,10 @@ _SCORING = "sequence-classification"  # their 'transformer_task'
 _PADDING = (
     "max_length", "padding", "padding_side", "pad_to_multiple_of", "truncation", "return_tensors", "use_fast",
 )  # fmt: skip
+# Settings that say how files are found.
+_FINDING = ("trust_remote_code", "local_files_only", "token", "cache_dir")
+# A larger limit is Hugging Face's number for none, int(1e30).
+_MAX_LENGTH = (1 << 31) - 1
 # Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
 # The keys of the modes in a Pooling module's configuration.
@@ -379,7 +383,8 @@ def _sentence_config(directory: Path) -> tuple[_SentenceConfig, str | None]:
         if file.exists():
             raw = read_object(file)
             limit = _of_tokenizer(raw).get("max_length")
-            limited = raw if limit is None else {**raw, "max_seq_length": limit}
+            is_none = limit is None or (isinstance(limit, int | float) and limit > _MAX_LENGTH)
+            limited = raw if is_none else {**raw, "max_seq_length": limit}
             return _SentenceConfig.from_dict(limited, path=file), _unsupported(raw)
     return _SentenceConfig(), None
 
@@ -408,11 +413,9 @@ def _unsupported(raw: Mapping[str, Any]) -> str | None:
         return _SCORES
     if output not in (None, "last_hidden_state", ["last_hidden_state"]):
         return f"the output {str(output)[:60]!r} of the model ('modality_config')"
-    if asked := [key for key in _of_tokenizer(raw) if key not in _PADDING]:
+    if asked := [key for key in _of_tokenizer(raw) if key not in (*_PADDING, *_FINDING)]:
         return f"other settings of the tokenizer: {some(asked, 3)}"
-    changed = next((raw[key] for key in ("config_kwargs", "config_args") if raw.get(key)), None)
-    return (
-        f"other settings of the model: {some(list(changed), 3)}"
-        if isinstance(changed, Mapping)
-        else None
-    )
+    groups = (raw.get("config_kwargs"), raw.get("config_args"))
+    changed = [key for group in groups if isinstance(group, Mapping) for key in group]
+    changed = [key for key in changed if key not in _FINDING]
+    return f"other settings of the model: {some(changed, 3)}" if changed else None

@@ -173,6 +173,8 @@ def test_a_step_that_is_not_supported_is_so_after_a_save(tmp_path):
         ({"processor_kwargs": {"model_max_length": 99, "padding_side": "left"},
           "processing_kwargs": {"text": {"max_length": 8}}, "max_seq_length": 99}, None),
         ({"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens"),
+        ({"tokenizer_args": {"trust_remote_code": True, "model_max_length": int(1e30)},
+          "config_args": {"trust_remote_code": True}}, None),
         (
             {
                 "modality_config": {"text": {"method_output_name": "last_hidden_state"}},
