@@ -191,7 +191,7 @@ class Tokenizer:
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
-        rows: Iterable[Any] = (None if isinstance(p, str) else p for p in pairs)  # "ab" is none
+        rows: Iterable[Any] = (() if isinstance(p, str) else p for p in pairs)  # "ab" is none
         try:
             listed = [(first, second) for first, second in rows]
         except (TypeError, ValueError):
