@@ -194,9 +194,9 @@ def _answer_ids(
 
 
 def _template_of(tokenizer: Tokenizer) -> str | None:
-    """The tokenizer's template "rerank", as GGUF files have it, as a format string; None without one."""
+    """The tokenizer's template "rerank", as GGUF files have it, as a format string; None for none or one of Jinja."""
     text = tokenizer.chat_templates.get("rerank")
-    if text is None or not all(name in text for name in _PLACES):
+    if text is None or "{{" in text or not all(name in text for name in _PLACES):
         return None
     text = text.replace("{", "{{").replace("}", "}}")
     for name in _PLACES:
