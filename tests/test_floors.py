@@ -61,7 +61,7 @@ graph: tensor_type operands rebinding operators value buffer buffer_utils dtype_
 graph/weight: epoch gradient running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load __init__ weights host_reads same device_reads gathering writing
 graph: subgraph reroll graph
-graph/ops: lift arithmetic buffers joining collectives allgather allreduce reducescatter random control convolution
+graph/ops: lift arithmetic buffers collectives joining allgather allreduce reducescatter random control convolution
 graph/ops: creation elementwise indexing interpolation resize linear
 graph/ops: normalization ordering packed pooling reduction shape __init__
 graph: type compile_cache program

@@ -31,7 +31,6 @@ from .buffers import buffer_load as buffer_load
 from .buffers import buffer_store as buffer_store
 from .buffers import buffer_store_slice as buffer_store_slice
 from .collectives import distributed_broadcast as distributed_broadcast
-from .collectives import shard_and_stack as shard_and_stack
 from .control import assert_same_device as assert_same_device
 from .control import cond as cond
 from .control import print as print
@@ -93,6 +92,7 @@ from .joining import chunk as chunk
 from .joining import concat as concat
 from .joining import pad as pad
 from .joining import repeat_interleave as repeat_interleave
+from .joining import shard_and_stack as shard_and_stack
 from .joining import slice_tensor as slice_tensor
 from .joining import split as split
 from .joining import stack as stack

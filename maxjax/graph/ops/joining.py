@@ -13,6 +13,7 @@ from jax.core import Tracer
 from ..shape import Dim
 from ..symbolic import to_size, to_sizes
 from ..value import TensorValue
+from .collectives import inputs_of, same_shapes
 from .lift import array, axis_of, binary_operands, integers, lift, same, sizing
 
 
@@ -280,3 +281,35 @@ def _outside(index: Any, size: Any, end: bool) -> bool:
     if not (isinstance(index, int | np.integer) and isinstance(size, int)):
         return False
     return not -size <= index <= size - (not end)
+
+
+def shard_and_stack(
+    inputs: Iterable[Any], devices: Iterable[Any], axis: int = 0
+) -> list[TensorValue]:
+    """For each device its parts of all tensors, stacked along a new first axis.
+
+    Args:
+        inputs: tensors of one shape and dtype.
+        devices: the devices; as many as there are parts of each tensor.
+        axis: axis that is split.
+
+    Raises:
+        IndexError: there is no such axis.
+        ValueError: there is no tensor or no device, the tensors differ in shape or dtype, or the axis is not
+            divisible by the number of devices.
+
+    Example:
+        >>> from maxjax.graph import DeviceRef
+        >>> rows = jnp.array([[1, 2], [3, 4]])
+        >>> parts = shard_and_stack([rows, 10 * rows], [DeviceRef.CPU()] * 2, axis=1)
+        >>> parts[1].to_numpy().tolist()
+        [[[2], [4]], [[20], [40]]]
+    """
+    op, devices = "shard_and_stack", list(devices)
+    values = inputs_of(op, inputs, None)
+    same_shapes(op, values)
+    if not devices:
+        raise ValueError(f"{op} needs at least one device")
+    axis = axis_of(axis, values[0].rank, op, IndexError)
+    parts = zip(*(chunk(x, len(devices), axis) for x in values), strict=True)
+    return [stack(part).to(device) for part, device in zip(parts, devices, strict=True)]
