@@ -244,6 +244,7 @@ class Model(Rendered):
                 f"Graph '{graph.name}' has no output: call g.output(…) at the end of its with block"
             )
         self.name, self._source = graph.name, source
+        self._checked: dict[str, int] = {}  # the sizes of the last call
         self.input_types, self.output_types = graph.input_types, graph.output_types
         self._weights = Binding(graph, registry)
         self._weights.require(registry, graph.orphans if registry is None else None)
@@ -320,8 +321,10 @@ class Model(Rendered):
             elif to is not None and getattr(value, "committed", False) and value.sharding != to:
                 value = jax.device_put(value, to)
             arrays.append(value)
-        if sizes:
+        if sizes != self._checked:
             check(self._sizes.checks, self._sizes.names, sizes_of_names(self.name, sizes))
+            # Inside jax.export the sizes are expressions of its trace.
+            self._checked = sizes if all(type(size) is int for size in sizes.values()) else {}
         return self._run(self._weights.values(), *arrays)
 
     def __call__(self, *args: Any) -> Any:

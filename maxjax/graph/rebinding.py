@@ -193,9 +193,8 @@ def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
             unknown, one = _evaluated(dim, known, 1)
             if len(unknown) > 1:
                 continue  # jax.export needs another input that has one of them
-            for (
-                name
-            ) in unknown:  # the arithmetic is linear in it, or jax.export refuses the program
+            # The arithmetic is linear in the name, or jax.export refuses the program.
+            for name in unknown:
                 slope = _evaluated(dim, known, 2)[1] - one
                 known[name] = 1 + (sizes[dim] - one) // slope if slope else 1
             want = evaluate(dim, known.__getitem__)
