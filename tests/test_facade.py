@@ -7,6 +7,8 @@ import types
 from importlib import import_module
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import maxjax
@@ -122,3 +124,65 @@ print(len(names), len(kept))
     assert done.returncode == 0, done.stderr
     files, kept = map(int, done.stdout.split())
     assert files > 250 and kept > 100
+
+
+def tiny():
+    return maxjax.init(maxjax.nn.Sequential([maxjax.nn.Linear(32, 2)]), jax.random.key(0))
+
+
+MODEL = r"takes a maxjax Module, not int"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: maxjax.quantize(5), MODEL),
+        (lambda: maxjax.quantize((tiny(), None)), "not tuple; pass the first item"),
+        (lambda: maxjax.quantize(tiny(), "q8_0", patterns="abc"), "patterns map names to types"),
+        (lambda: maxjax.quantize(tiny(), "q8_0", patterns=5), "patterns map names to types"),
+        (lambda: maxjax.quantize(tiny(), "q8_0", importance=5), "importance is what"),
+        (lambda: maxjax.init(5, jax.random.key(0)), MODEL),
+        (lambda: maxjax.init(tiny(), 0), "key is one key of jax.random"),
+        (
+            lambda: maxjax.init(tiny(), jax.random.key(0), initializer=5),
+            "initializer is a function",
+        ),
+        (lambda: maxjax.merge(1, 2), MODEL),
+        (lambda: maxjax.merge(tiny(), tiny()[0]), "two halves of one model"),
+        (lambda: maxjax.partition(5), MODEL),
+        (lambda: maxjax.partition(tiny(), 5), "trainable is one or more name patterns"),
+        (lambda: maxjax.labels(tiny(), 3), "takes a mapping from name patterns"),
+        (lambda: maxjax.labels({"*": 1}, 3)(5), MODEL),
+        (lambda: maxjax.save_pretrained(5, "x"), MODEL),
+        (lambda: maxjax.save_pretrained(tiny(), "x", tokenizer=5), "tokenizer is one that"),
+        (lambda: maxjax.save_pretrained(tiny(), "x", config=5), "config is the content"),
+        (lambda: maxjax.lora.add(5), MODEL),
+        (lambda: maxjax.lora.load("x", tiny()), "takes a maxjax Module, not str"),
+        (lambda: maxjax.lora.merge(5), MODEL),
+        (lambda: maxjax.lora.remove(5), MODEL),
+        (lambda: maxjax.lora.save("x", 5), MODEL),
+        (lambda: maxjax.add_layer_hook(5), "a hook is a function"),
+        (lambda: maxjax.make_mesh(model=1, devices=[0]), "devices are those of jax.devices"),
+        (lambda: maxjax.draw_attention(np.ones((1, 2, 2)), heads=0), "heads is a list"),
+        (lambda: maxjax.draw_attention(np.ones((1, 2, 2)), heads=[0.5]), "numbers of heads"),
+        (lambda: maxjax.draw_attention(np.ones((1, 2, 2)), tokens=5), "tokens is a list"),
+        (lambda: maxjax.export(tiny(), np.ones(32), "x", platforms=5), "platforms must be among"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("ids", ["a text", 5, [1.5], [], [[1], [1, 2]], None])
+def test_first_nan_takes_token_ids(ids):
+    config = maxjax.models.LlamaConfig(16, 4, 8, num_layers=1, num_heads=1)
+    model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
+    with pytest.raises(maxjax.errors.UserInputError, match="ids are token ids"):
+        maxjax.first_nan(model, ids)
+    assert maxjax.first_nan(model, np.array([1, 2])) is None
+
+
+def test_make_mesh_takes_the_devices_of_a_mesh():
+    mesh = maxjax.make_mesh(data=2, model=2)
+    assert dict(maxjax.make_mesh(model=4, devices=mesh.devices).shape) == {"model": 4}

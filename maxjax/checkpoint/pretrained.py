@@ -22,6 +22,7 @@ from ..models.quantized import with_blocks
 from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
+from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
 from ..progress import short, task
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
@@ -67,7 +68,8 @@ def save_pretrained(
 
     Raises:
         ValueError: a weight has no value.
-        UserInputError: the model has LoRA weights that are not merged; ``dtype`` or ``max_shard_size`` is invalid.
+        UserInputError: the model has LoRA weights that are not merged; ``dtype``, ``max_shard_size`` or another
+            argument is invalid.
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
@@ -84,6 +86,16 @@ def save_pretrained(
         >>> sorted(file.name for file in directory.iterdir())
         ['maxjax_digests.json', 'model.safetensors']
     """
+    check_module(model, "save_pretrained")
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise UserInputError(
+            "tokenizer is one that maxjax.load or maxjax.load_tokenizer returned, not "
+            f"{type(tokenizer).__name__}"
+        )
+    if config is not None and not isinstance(config, Mapping):
+        raise UserInputError(
+            f"config is the content of config.json, a dict, not {type(config).__name__}"
+        )
     with Lockstep("save_pretrained", shardings_of(model)) as together:
         directory = os.fsdecode(directory)
         limit = size_in_bytes(max_shard_size)

@@ -22,6 +22,7 @@ from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models.weights import model_facts, named_dtype, shardings_of
 from ..nn.layer import Module
+from ..nn.layer.walk import check_module
 from ..storage.strict_json import load_json
 from .model import adapted, attached
 from .peft import (
@@ -74,6 +75,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         >>> sorted(file.name for file in path.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors', 'maxjax_digests.json']
     """
+    check_module(model, "lora.save")
     found = adapted(model)
     if found[0].names == ("",):
         raise UserInputError(
@@ -126,6 +128,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is
             not supported; the message names the setting.
     """
+    check_module(model, "lora.load")
     directory = Path(path)
     file = next(
         (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None

@@ -17,7 +17,7 @@ from ..kernels import QuantArray
 from ..models.weights import check_loaded
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import set_static
-from ..nn.layer.walk import Walk
+from ..nn.layer.walk import Walk, check_module
 from ..nn.low_rank import norms, ratios, summed
 from ..storage.blocks import ENCODERS
 from .model import adapted, copy_of, remove
@@ -52,6 +52,7 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
         >>> list(maxjax.lora.merge(tuned).raw_state_dict())
         ['0.weight']
     """
+    check_module(model, "lora.merge")
     check_loaded(model)
     if any(one.layer.lora.merged for one in adapted(model)):
         raise UserInputError(

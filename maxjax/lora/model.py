@@ -20,7 +20,7 @@ from ..models.weights import check_loaded, named_dtype
 from ..nn.init import init
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import add_weight, remove_weight, set_static, unstack_unequal
-from ..nn.layer.walk import Walk
+from ..nn.layer.walk import Walk, check_module
 from ..nn.low_rank import Adapter
 from .targets import TargetLayer, chosen, targets
 
@@ -96,6 +96,7 @@ def add(
     kind = named_dtype("dtype", dtype)
     if not kind.is_float() or kind.size_in_bits < 16:
         raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
+    check_module(model, "lora.add")
     names = chosen(model, patterns)
     if key is not None:
         check_loaded(model)
@@ -197,6 +198,7 @@ def remove(model: M) -> M:
         >>> list(maxjax.lora.remove(model).raw_state_dict())
         ['0.weight']
     """
+    check_module(model, "lora.remove")
     adapted(model)
     new = copy_of(model)
     for one in adapted(new):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +20,8 @@ from ..graph.placement.device_major import DeviceMajor
 from ..graph.weight.weight import Weight
 from ..progress import compiling
 from .layer.module import Module
-from .layer.walk import Walk
+from .layer.walk import Walk, check_module
+from .random_key import checked_key
 
 Initializer = Callable[..., jax.Array]
 M = TypeVar("M", bound=Module)
@@ -45,6 +46,7 @@ def init(
             (``Module.initializer``): matrices scaled by their fan-in, norms one, biases zero.
 
     Raises:
+        UserInputError: ``model`` is no Module, or ``key`` no random key.
         ValueError: a lazy weight has symbolic dimensions.
         TypeError: a lazy weight's integer type has no initializer.
         OutOfMemoryError: a device has no memory for its part of a weight.
@@ -57,6 +59,13 @@ def init(
         >>> model.weight.value.shape
         (2, 3)
     """
+    check_module(model, "init")
+    key = checked_key(key)
+    if initializer is not None and not callable(initializer):
+        raise UserInputError(
+            "initializer is a function from a weight's name to an initializer, or to None, not "
+            f"{type(initializer).__name__}"
+        )
     groups: list[_Draw] = []
     stacks: dict[int, _Draw] = {}
     for name, (weight, layer) in _owners(model):
@@ -282,7 +291,8 @@ def partition(
         ``merge`` combines them. No array is copied.
 
     Raises:
-        UserInputError: a pattern names no weight, or takes some of the layers of a LayerStack only.
+        UserInputError: ``model`` is no Module; a pattern names no weight, or takes some of the layers of a
+            LayerStack only; ``trainable`` is neither patterns nor a function.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -294,6 +304,7 @@ def partition(
         >>> [leaf.shape for leaf in jax.tree.leaves(grads)]
         [(2,)]
     """
+    check_module(model, "partition")
     if trainable is None or callable(trainable):
         fixed = _untrained(model) if trainable is None else ()
         rule: Any = trainable or (
@@ -303,7 +314,12 @@ def partition(
             lambda path, v: bool(rule(jax.tree_util.keystr(path, simple=True), v)), model
         )
     else:
-        patterns = (trainable,) if isinstance(trainable, str) else tuple(trainable)
+        patterns = [trainable] if isinstance(trainable, str) else trainable
+        if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+            raise UserInputError(
+                "trainable is one or more name patterns, or a function of a name and a value, not "
+                f"{trainable!r}"
+            )
         flags = labels(dict.fromkeys(patterns, True), default=False)(model)
     trained = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     rest = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
@@ -336,6 +352,9 @@ def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
         if a pattern names no weight, or the layers of a LayerStack, whose weights are one value, get
         different labels.
 
+    Raises:
+        UserInputError: ``rules`` is no mapping from patterns.
+
     Example:
         >>> from maxjax import labels, nn
         >>> model = nn.Linear(3, 2, has_bias=True)
@@ -343,10 +362,16 @@ def labels(rules: Mapping[str, Any], default: Any) -> Callable[[M], M]:
         >>> found.weight.value, found.bias.value
         ('decay', 'no decay')
     """
+    if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+        raise UserInputError(
+            "maxjax.labels takes a mapping from name patterns to labels, and the label of the other "
+            f"weights, not {type(rules).__name__}: its result is a function of a Module"
+        )
     return partial(_labelled, dict(rules), default)
 
 
 def _labelled(rules: Mapping[str, Any], default: Any, model: M) -> M:
+    check_module(model, "labels(…)")
     names = _names(model)
     every = [name for of in names.values() for name in of]
     for pattern in rules:
@@ -385,13 +410,20 @@ def merge(first: M, second: M) -> M:
     """Combines the two Modules that :func:`partition` returned.
 
     Raises:
-        ValueError: both halves, or neither, have a value for the same weight.
+        UserInputError: they are not halves of one Module; or both halves, or neither, have a value for a weight.
     """
+    check_module(first, "merge")
+    check_module(second, "merge")
+    if first._mx_definition()[0] != second._mx_definition()[0]:
+        kinds = f"{type(first).__name__} and {type(second).__name__}"
+        raise UserInputError(
+            f"maxjax.merge takes the two halves of one model, and these have different weights or layers: {kinds}"
+        )
 
     def pick(path: Any, a: Any, b: Any) -> Any:
         if (a is None) == (b is None):
             name = _names(first)[jax.tree_util.keystr(path, simple=True)][0]
-            raise ValueError(
+            raise UserInputError(
                 f"{'neither' if a is None else 'each'} half has a value for weight '{name}'"
             )
         return b if a is None else a

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def draw_attention(
 
     Raises:
         UserInputError: the number of axes is not 2 to 4; there are not as many texts as keys or queries; or
-            there is no such row or head.
+            there is no such row or head; or an argument is no list of texts or numbers.
 
     Example:
         >>> import numpy as np
@@ -137,24 +138,32 @@ def draw_attention(
         )
     found = found.astype(np.float32)
     if found.ndim == 4:
-        if not -found.shape[0] <= batch < found.shape[0]:
+        if not isinstance(batch, Integral) or not -found.shape[0] <= batch < found.shape[0]:
             raise UserInputError(f"batch={batch}: the weights have {found.shape[0]} rows")
         found = found[batch]
     found = found[None] if found.ndim == 2 else found
     count, queries, keys = found.shape
-    chosen = list(range(count)) if heads is None else list(heads)
+    chosen = list(range(count) if heads is None else _listed("heads", heads))
+    if not chosen or not all(isinstance(head, Integral) for head in chosen):
+        raise UserInputError(f"heads are the numbers of heads, such as [0, 3], not {heads!r}")
     if bad := [head for head in chosen if not 0 <= head < count]:
         raise UserInputError(f"there is no head {bad[0]}: there are {count}, counted from 0")
-    texts = tuple(map(str, tokens or ()))
+    texts = () if tokens is None else tuple(map(str, _listed("tokens", tokens)))
     if tokens is not None and len(texts) != keys:
         raise UserInputError(f"{len(texts)} tokens for {keys} keys: pass the text of each key")
     if query_tokens is not None:
-        rows = tuple(map(str, query_tokens))
+        rows = tuple(map(str, _listed("query_tokens", query_tokens)))
         if len(rows) != queries:
             raise UserInputError(f"{len(rows)} query_tokens for {queries} queries")
     else:
         rows = texts[keys - queries :] if queries <= keys else ()
     return AttentionMap(found[chosen], texts, rows, tuple(f"head {head}" for head in chosen))
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, Iterable):
+        raise UserInputError(f"{name} is a list, not {given!r}")
+    return list(given)
 
 
 def _shrunk(values: np.ndarray, rows: int, columns: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -127,10 +127,10 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
 
     if names is None:
         return (jax_export.default_export_platform(),)
-    found = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
-    if not found or any(name not in PLATFORMS for name in found):
-        raise ValueError(f"platforms must be among {', '.join(PLATFORMS)}, not {list(found)}")
-    return found
+    found = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if not found or any(not isinstance(name, str) or name not in PLATFORMS for name in found):
+        raise ValueError(f"platforms must be among {', '.join(PLATFORMS)}, not {found}")
+    return tuple(dict.fromkeys(found))
 
 
 # --- the program ----------------------------------------------------------------------------

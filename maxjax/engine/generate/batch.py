@@ -7,7 +7,6 @@ from numbers import Integral
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -19,6 +18,7 @@ from ...lockstep import Lockstep
 from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import Watch
+from ...nn.random_key import checked_key
 from ...progress import compiling
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
@@ -212,7 +212,7 @@ class Batch:
         return put(array, self._input_sharding)
 
     def _put_key(self, key: Any) -> jax.Array:
-        checked = _checked_key(key)
+        checked = jax.random.key(0) if key is None else checked_key(key)
         if self._input_sharding.is_fully_addressable or checked.dtype == np.uint32:
             return self._put(checked)
         # JAX cannot assemble an array of keys from the shards of several processes.
@@ -320,20 +320,6 @@ def _shortest(sharding: NamedSharding) -> NamedSharding:
     while entries and entries[-1] is None:
         entries.pop()
     return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
-
-
-def _checked_key(key: Any) -> jax.Array:
-    if key is None:
-        return jax.random.key(0)
-    found = key if isinstance(key, jax.Array) else np.asarray(key)
-    typed = isinstance(found, jax.Array) and jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
-    raw = found.dtype == np.uint32 and found.shape in ((2,), (4,))
-    if not (typed and found.ndim == 0) and not raw:
-        raise UserInputError(
-            "key is one key of jax.random, such as jax.random.key(0), not "
-            f"{found.dtype}{list(found.shape)}"
-        )
-    return jnp.asarray(found)
 
 
 def _padded_ids(ids: Sequence[int]) -> np.ndarray:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, UserInputError
 from ...nn.layer import layer_hook
 from .batch import check_model
 
@@ -44,6 +45,7 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
         'model.layers.1.mlp.down_proj, whose weight has 1 value that is not finite'
     """
     check_model(model)
+    rows = _rows(ids)
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model)):
         raise UnsupportedModelError(
             "looking for NaN in a model whose weights are sharded over several processes"
@@ -59,7 +61,6 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
             found.append(layer)
 
     with layer_hook(watch), jax.disable_jit():
-        rows = jnp.asarray(ids, jnp.int32)
         flat(rows[None] if rows.ndim == 1 else rows)
     if not found:
         return None
@@ -69,6 +70,24 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
         if (count := _count(weight.value))
     ]
     return ", ".join([names[id(found[0])] or type(model).__name__, *bad])
+
+
+def _rows(ids: Any) -> jax.Array:
+    """The token ids as an array."""
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # rows of several lengths
+        found = np.empty(0)
+    if not found.size or found.ndim not in (1, 2) or not np.issubdtype(found.dtype, np.integer):
+        raise UserInputError(
+            "ids are token ids, [T] or [B, T] integers, such as those of tokenizer.encode(text); got "
+            + (
+                f"{found.dtype}{list(found.shape)}"
+                if found.size
+                else "none, or rows of several lengths"
+            )
+        )
+    return jnp.asarray(found, jnp.int32)
 
 
 def _count(array: Any) -> int:

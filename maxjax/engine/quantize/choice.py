@@ -143,7 +143,14 @@ def _by_pattern(
     if patterns is None:
         return
     pairs: Any = patterns.items() if isinstance(patterns, Mapping) else patterns
-    rules: list[tuple[str, str | None]] = list(pairs)
+    rules = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    if isinstance(pairs, str) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
+        for pair in rules
+    ):
+        raise UserInputError(
+            f"patterns map names to types, as {{'*.mlp.*': 'q8_0'}}, or are such pairs, not {patterns!r}"
+        )
     kinds = [None if kind is None else type_of(kind) for _, kind in rules]
     for name in names:
         for number, (pattern, _) in enumerate(rules):

@@ -24,6 +24,7 @@ from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded, set_activations, shardings_of
 from ...nn.layer import Module
 from ...nn.layer.stack.rearranged import unstack_unequal
+from ...nn.layer.walk import check_module
 from ...progress import task
 from .choice import Patterns, chosen_types
 from .importance import Importance
@@ -75,9 +76,9 @@ def quantize(
         The model and the report, a table of bytes and errors.
 
     Raises:
-        UserInputError: weights are not loaded, or are quantised already; a pattern matches no
-            weight; a device's part of a row cannot be divided into complete blocks; a value is not
-            finite.
+        UserInputError: ``model`` is no Module; weights are not loaded, or are quantised already; a pattern
+            matches no weight; ``patterns`` or ``importance`` is of another type; a device's part of a row
+            cannot be divided into complete blocks; a value is not finite.
         NotImplementedError: weights cannot stay quantised in memory as this type, or are on devices
             of several processes.
         TypeError: ``to`` or a type of ``patterns`` is neither a str nor None.
@@ -97,6 +98,7 @@ def quantize(
     """
     if activations not in (None, *ACTIVATIONS):
         raise UserInputError(f"activations must be 'int8' or 'float', not {activations!r}")
+    check_module(model, "quantize")
     check_loaded(model)
     types, kept = chosen_types(model, to, patterns)
     checked = _checked(model, types, importance)
@@ -128,6 +130,11 @@ def _checked(
     model: Module, types: Mapping[str, str], importance: Mapping[str, Any] | None
 ) -> dict[str, np.ndarray]:
     """The importance of the weights that are quantised, as float32."""
+    if importance is not None and not isinstance(importance, Mapping):
+        raise UserInputError(
+            "importance is what maxjax.calibrate returns, or maps names to mean squares, not "
+            f"{type(importance).__name__}"
+        )
     found = {}
     weights = model.raw_state_dict()
     if isinstance(importance, Importance):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ...errors import UserInputError, some
 
@@ -49,7 +50,8 @@ def make_mesh(
     """Makes a mesh of devices from the sizes of its axes: ``make_mesh(data=2, model=4)``.
 
     Args:
-        devices: devices, of which the first are used, as many as the sizes need; by default ``jax.devices()``.
+        devices: devices, of which the first are used, as many as the sizes need, also ``mesh.devices``; by
+            default ``jax.devices()``.
         axis_types: ``jax.sharding.AxisType`` of all axes, or a list with one for each axis.
         sizes: number of devices along each axis; one may be -1, for all remaining devices. The
             usual names are data, fsdp, expert, seq and model; dp, tp, ep and sp are
@@ -57,7 +59,7 @@ def make_mesh(
 
     Raises:
         UserInputError: there is no axis, a size is not positive, two axes have the same name,
-            there are too few devices, or one is given twice.
+            there are too few devices, one is given twice, or one is no device.
 
     Example:
         >>> import maxjax
@@ -71,7 +73,12 @@ def make_mesh(
     names = [axis_name(name) for name in sizes]
     if len(set(names)) < len(names):
         raise UserInputError(f"make_mesh(): {', '.join(sizes)} contain one axis twice")
-    available = list(jax.devices() if devices is None else devices)
+    given = jax.devices() if devices is None else devices
+    available = np.asarray(given, object).ravel().tolist()
+    if not all(isinstance(device, jax.Device) for device in available):
+        raise UserInputError(
+            f"make_mesh({_arguments(sizes)}): devices are those of jax.devices(), such as jax.devices()[:2]"
+        )
     counts = _counts(sizes, len(available))
     needed = math.prod(counts)
     if needed > len(available):

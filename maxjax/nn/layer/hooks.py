@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...errors import UserInputError
 from ...graph.weight.epoch import structure_changed
 from .observe.frames import OBSERVERS, OBSERVING
 
@@ -28,6 +29,12 @@ Prehook = Callable[["Layer", tuple[Any, ...], dict[str, Any]], Any]
 
 _HOOKS: list[Hook] = []
 _PREHOOKS: list[Prehook] = []
+
+
+def _checked(fn: Any) -> Any:
+    if not callable(fn):
+        raise UserInputError(f"a hook is a function, not {type(fn).__name__}")
+    return fn
 
 
 def add_layer_hook(fn: Hook) -> None:
@@ -50,7 +57,7 @@ def add_layer_hook(fn: Hook) -> None:
         6
         >>> clear_hooks()
     """
-    _HOOKS.append(fn)
+    _HOOKS.append(_checked(fn))
     structure_changed()
 
 
@@ -70,7 +77,7 @@ def layer_hook(fn: Hook) -> Iterator[None]:
         >>> Double()(3)
         6
     """
-    mine = functools.partial(fn)  # distinct from the same function added elsewhere
+    mine = functools.partial(_checked(fn))  # distinct from the same function added elsewhere
     add_layer_hook(mine)
     try:
         yield
@@ -99,7 +106,7 @@ def add_layer_prehook(fn: Prehook) -> None:
         8
         >>> clear_hooks()
     """
-    _PREHOOKS.append(fn)
+    _PREHOOKS.append(_checked(fn))
     structure_changed()
 
 
@@ -118,7 +125,7 @@ def layer_prehook(fn: Prehook) -> Iterator[None]:
         (3,)
         6
     """
-    mine = functools.partial(fn)  # distinct from the same function added elsewhere
+    mine = functools.partial(_checked(fn))  # distinct from the same function added elsewhere
     add_layer_prehook(mine)
     try:
         yield

@@ -15,7 +15,7 @@ from ...graph.placement.arrays import put
 from ...graph.value import unwrap
 from ...kernels import QuantArray, explicit
 from .definition import cache_of, flatten, rebuild
-from .walk import Walk
+from .walk import Walk, check_module
 
 M = TypeVar("M")
 
@@ -48,8 +48,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
         >>> [bool(m.state_dict()[name].any()) for m in (model, other)]
         [True, False]
     """
-    if not hasattr(model, "_mx_definition"):
-        raise UserInputError(f"maxjax.replace takes a maxjax Module, not {type(model).__name__}")
+    check_module(model, "replace")
     if not isinstance(values, Mapping):
         raise UserInputError(
             f"maxjax.replace takes a mapping from names to arrays, not {type(values).__name__}"

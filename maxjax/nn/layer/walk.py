@@ -10,7 +10,28 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ...errors import UserInputError
 from ...graph.weight.weight import Weight
+
+
+def check_module(model: Any, function: str) -> None:
+    """Checks that what a public function was given as a model is a Module.
+
+    Raises:
+        UserInputError: it is not; the message begins with the name of the function.
+
+    Example:
+        >>> check_module((1, 2), "replace")
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: maxjax.replace takes a maxjax Module, not tuple
+    """
+    if hasattr(type(model), "_mx_definition"):
+        return
+    first = model[0] if isinstance(model, tuple) and model else None  # of what load() returns
+    hint = "; pass the first item of the tuple" if hasattr(type(first), "_mx_definition") else ""
+    raise UserInputError(
+        f"maxjax.{function} takes a maxjax Module, not {type(model).__name__}{hint}"
+    )
 
 
 class Walk:

@@ -11,7 +11,7 @@ from ....errors import some
 from ....graph.weight.epoch import EPOCH
 from ....graph.weight.running import RUNNING
 from ..calls import Wish
-from ..walk import Walk
+from ..walk import Walk, check_module
 from .captures import CaptureKeyError, Captures
 from .frames import Frame, Observation, Taps, enter, leave, trace
 from .functions import (
@@ -22,7 +22,7 @@ from .functions import (
     passed_places,
     patch_plan,
 )
-from .places import Place, check_model, places
+from .places import Place, places
 from .recording import Recording
 
 
@@ -37,7 +37,7 @@ class Observer:
     what = ""
 
     def __init__(self, model: Any, patterns: Sequence[Any]):
-        check_model(model, self.what)
+        check_module(model, self.what)
         self._model: Any = model
         self._held = weakref.ref(model)
         self._found = [places(model, pattern, self.what) for pattern in patterns]

@@ -13,9 +13,10 @@ from jax.core import Tracer
 
 from ....errors import UserInputError
 from ..calls import Wish, observe
+from ..walk import check_module
 from .captures import Captures
 from .frames import CallerFunction, Observation, Patch, Taps, next_level
-from .places import Place, check_model, natural, places, unseen
+from .places import Place, natural, places, unseen
 
 
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
@@ -64,7 +65,7 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
         raise UserInputError("captured: name at least one place, such as 'layers.*.mlp'")
 
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Captures]:
-        check_model(model, "captured")
+        check_module(model, "captured")
         found = [places(model, pattern, "captured") for pattern in patterns]
         plan = capture_plan(found, next_level())
         wish = Wish(plan, "", ())
@@ -106,7 +107,7 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
     fit: set[Any] = set()
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        check_model(model, "patched")
+        check_module(model, "patched")
         found = [places(model, pattern, "patched") for pattern in given]
         plan, values = patch_plan(given, found, next_level())
         call = lambda model, args, kwargs, values: observe(

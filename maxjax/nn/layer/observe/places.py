@@ -20,12 +20,6 @@ Place = tuple[str, str]
 _NAMES: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def check_model(model: Any, what: str) -> None:
-    """Raises a UserInputError unless ``model`` is a Module."""
-    if not hasattr(model, "_mx_definition"):
-        raise UserInputError(f"maxjax.{what} takes a maxjax Module, not {type(model).__name__}")
-
-
 def names_of(model: Any) -> tuple[str, ...]:
     """The full names of a Module ("") and of all Modules below it, with each layer of a stack separately."""
     definition = model._mx_definition()[0]
