@@ -318,7 +318,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
             if what.dtype.kind in "OUSMm" or what.dtype.names is not None:
                 return None, f"{what.dtype}{list(what.shape)}", "its values are no numbers", ()
             what = native(np.asarray(what))
-        array = unwrap(what)
+        array = what if isinstance(what, np.ndarray) else unwrap(what)
         if isinstance(array, QuantArray):
             _check(array.blocks, name)
             return array, f"{array.encoding}{list(array.shape)}", "", ()

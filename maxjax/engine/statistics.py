@@ -6,6 +6,7 @@ of any size can be inspected.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ def measured(array: Any, lead: int = 0) -> Any:
     mesh = (
         sharding.mesh if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
     )
-    return _program(mesh, explicit.mesh_of(held), lead)(array)
+    # An array of NumPy may be wider than those of this process.
+    is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize > 4
+    with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
+        return _program(mesh, explicit.mesh_of(held), lead)(array)
 
 
 def fetched(pending: Any, shape: tuple[int, ...], lead: int = 0) -> Statistics:
@@ -126,7 +130,7 @@ def _one(array: jax.Array, with_image: bool) -> dict[str, jax.Array]:
     """The statistics of one array."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.abs(array)
-    wide = jnp.dtype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
+    wide = jnp.dtype(jnp.float64 if array.dtype.itemsize == 8 else jnp.float32)
     # Converted anew for each sum, so that no copy in the wider type is made of the whole array.
     values = lambda: array.astype(wide)
     finite = lambda: jnp.isfinite(values())
@@ -136,12 +140,17 @@ def _one(array: jax.Array, with_image: bool) -> dict[str, jax.Array]:
     count = _count(finite())
     scales = jnp.asarray([1, 1 << 8, 1 << 16, 1 << 24], wide)
     known = jnp.maximum(jnp.sum(count.astype(wide) * scales), 1)
-    mean = _sum(jnp.where(finite(), values(), 0)) / known
-    spread = _sum(jnp.where(finite(), jnp.square(values() - mean), 0)) / known
     none = ~count.any()
+    # Divided by a power of two near the largest, squares and sums neither overflow nor vanish.
+    _, exponent = jnp.frexp(jnp.where(none, 0, jnp.maximum(jnp.abs(low), jnp.abs(high))))
+    unit = jnp.ldexp(jnp.ones((), wide), jnp.maximum(exponent - 1, int(jnp.finfo(wide).minexp)))
+    scaled = lambda: values() / unit
+    middle = _sum(jnp.where(finite(), scaled(), 0)) / known
+    mean = middle * unit
+    spread = _sum(jnp.where(finite(), jnp.square(scaled() - middle), 0)) / known
     or_nan = lambda value: jnp.where(none, jnp.asarray(jnp.nan, wide), value)
     found = {
-        "min": or_nan(low), "max": or_nan(high), "mean": or_nan(mean), "std": or_nan(jnp.sqrt(spread)),
+        "min": or_nan(low), "max": or_nan(high), "mean": or_nan(mean), "std": or_nan(jnp.sqrt(spread) * unit),
         "nan": _count(jnp.isnan(values())), "inf": _count(jnp.isinf(values())),
         "zeros": _count(values() == 0), "finite": count,
     }  # fmt: skip
@@ -194,7 +203,7 @@ def _is_small(shape: tuple[int, int]) -> bool:
 def _image(values: jax.Array) -> jax.Array:
     matrix = values.reshape(_matrix(values.shape))
     if _is_small(matrix.shape):  # type: ignore[arg-type]
-        return matrix.astype(jnp.float32)
+        return matrix
     rows, columns = matrix.shape
     # A block need not be square, and those at the end are smaller.
     block = tuple(max(1, -(-size // SIDE)) for size in matrix.shape)
@@ -208,4 +217,4 @@ def _image(values: jax.Array) -> jax.Array:
     finite = jnp.isfinite(matrix)
     mean = pooled(jnp.where(finite, jnp.abs(matrix), 0)) / (held[0][:, None] * held[1][None, :])
     bad = pooled(jnp.where(finite, 0, 1).astype(matrix.dtype)) > 0
-    return jnp.where(bad, jnp.nan, mean).astype(jnp.float32)
+    return jnp.where(bad, jnp.nan, mean)

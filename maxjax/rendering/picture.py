@@ -95,6 +95,7 @@ def png(values: np.ndarray, low: float, high: float, signed: bool = False) -> by
         (b'\\x89PNG\\r\\n\\x1a\\n', '0000000200000002')
     """
     scale = 254 / (high - low) if high > low else 0.0
+    values = np.asarray(values, np.float64)  # the range of float32 overflows in float32
     finite = np.isfinite(values)
     places = np.where(finite, (np.where(finite, values, low) - low) * scale, 255)
     places = np.clip(places.round(), 0, 255).astype(np.uint8)

@@ -269,3 +269,27 @@ def test_arrays_of_numpy_that_jax_does_not_have():
         assert "its values are no numbers" in repr(maxjax.look(one))
     table = repr(maxjax.look({**others, "numbers": numbers.astype(">i4")}))
     assert table.count("its values are no numbers") == 4 and "int32[3]" in table
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([1e-300, -1.0, 1e150]),
+        np.array([2**40, 1, -(2**62)]),
+        np.array([1e39 + 1j, 1e150]),
+    ],
+)
+def test_numbers_of_64_bits_are_looked_at_as_they_are(values):
+    found = maxjax.look(values)
+    assert found.type.startswith(f"{values.dtype}[")
+    agrees(found.statistics, np.abs(values) if values.dtype.kind == "c" else values)
+    assert "data:image/png" in found._repr_html_()
+    assert maxjax.look(np.float64(1e300)).statistics.max == 1e300
+
+
+@pytest.mark.parametrize("scale", [3e38, 1e25, 1e-25, 1e-37])
+def test_statistics_of_large_and_small_numbers_neither_overflow_nor_vanish(scale):
+    values = np.array([1, 0.5, -1, 0.25], np.float32) * np.float32(scale)
+    found = maxjax.look(jnp.asarray(values)).statistics
+    wide = values.astype(np.float64)
+    np.testing.assert_allclose([found.mean, found.std], [wide.mean(), wide.std()], rtol=1e-5)
