@@ -150,7 +150,7 @@ def _renamed(state: Mapping[str, Any], model: Module, renaming: Renaming) -> dic
             origin[target], found[target] = name, value
             if change is None or target not in weights:
                 continue
-            array = host_or_jax(value)
+            array = host_or_jax(data_of(name, value))
             if isinstance(change, AxisLayout):
                 bound = change.of(tuple(map(int, weights[target].shape)))
                 if bound is None:

@@ -130,3 +130,21 @@ def test_a_module_of_transformers_is_its_model(is_tied):
     np.testing.assert_allclose(split(jnp.asarray(ids)), expected, atol=1e-5)
     low = maxjax.from_torch(theirs.to(torch.bfloat16), dtype="float32")
     assert low.model.norm.weight.dtype == maxjax.DType.float32
+
+
+@pytest.mark.oracle
+def test_tensors_without_values_or_in_other_layouts_are_named():
+    import torch
+
+    with torch.device("meta"):
+        empty = torch.nn.Linear(2, 2, bias=False)
+    cases = [
+        (empty, "'weight' is a tensor on torch's meta device"),
+        ({"weight": torch.eye(2).to_sparse()}, "'weight' is a sparse_coo tensor of torch"),
+        (torch.nn.LazyLinear(2, bias=False), "'weight' is an uninitialized parameter"),
+    ]
+    for source, message in cases:
+        with pytest.raises(ValueError, match=message):
+            maxjax.from_torch(source, nn.Linear(2, 2))
+        with pytest.raises(UserInputError, match=message):
+            maxjax.from_torch(source, nn.Linear(2, 2), rename={"weight": ("weight", "i o -> o i")})

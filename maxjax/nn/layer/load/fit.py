@@ -30,7 +30,7 @@ from ....graph.weights.device_reads import (
     is_spread,
     read_destinations,
 )
-from ....graph.weights.given import dtype_of, host_or_jax, shape_of
+from ....graph.weights.given import dtype_of, host_or_jax, shape_of, unreadable
 from ....graph.weights.weight_data import cast_array, is_torch
 from ....storage.boxes import count, whole
 
@@ -56,8 +56,8 @@ def fit(
 ) -> Fit | str:
     """Checks ``value`` against ``weight``: returns a Fit, or a description of the problem."""
     is_loaded = isinstance(value, WeightData) and value.is_loaded
-    if isinstance(value.data if is_loaded else value, np.ma.MaskedArray):
-        return f"The value of weight '{name}' is a masked array: value.filled(number) has a value everywhere"
+    if problem := unreadable(value.data if is_loaded else value):
+        return f"The value of weight '{name}' is {problem}"
     if isinstance(value, WeightData):
         found = _fit_data(name, weight, value, override)
     else:
