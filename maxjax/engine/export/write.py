@@ -63,7 +63,8 @@ def export(
     Raises:
         TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, a key of a dict is
             neither a string nor an integer, or an argument or the result holds a LayerStack.
-        ValueError: a platform is unknown, ``vjp_order`` is negative, or a weight has no known shape.
+        ValueError: a platform is unknown, ``vjp_order`` is negative, a weight has no known shape, or the
+            model has to know more about a named size.
         CheckpointSaveError: the file cannot be written; an existing file is unchanged.
         CheckpointMissingError: the directory does not exist.
         CheckpointAccessError: the file may not be written.
@@ -222,7 +223,13 @@ def _trace(
     run.__name__ = type(model).__name__
     with naming(_sizes(flat)):
         types = [_type_of_spec(i, kind) for i, kind in enumerate(flat)]
-        exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
+        try:
+            exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
+        except jax.errors.InconclusiveDimensionOperation as error:
+            raise ValueError(
+                f"{run.__name__} has to know more about a size than its name: {str(error).splitlines()[0]} Give "
+                'the size a limit, as in jax.export.symbolic_shape("batch, n", constraints=["n <= 512"])'
+            ) from error
     return exported, trees[-1]
 
 

@@ -291,6 +291,10 @@ def test_a_small_bert(path):
     })  # fmt: skip
     model = init(BertModel(config), jax.random.key(0))
     # BERT compares the length with what it has positions for, so it has to know.
+    with pytest.raises(ValueError, match=r"BertModel has to know .* constraints="):
+        export(
+            BertModel(config), (sds(*jax_export.symbolic_shape("b, n"), dtype=np.int32),) * 2, path
+        )
     sizes = jax_export.symbolic_shape("batch, tokens", constraints=["tokens <= 16"])
     kind = sds(*sizes, dtype=np.int32)
     export(BertModel(config), (kind, kind), path, platforms=("cpu", "cuda", "tpu"))
