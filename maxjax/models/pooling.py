@@ -291,7 +291,7 @@ _GGUF_MODES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 def gguf_pooling(
     metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
 ) -> Pooling | None:
-    """The Pooling in a GGUF file's metadata; None if the metadata has none.
+    """The Pooling in a GGUF file's metadata; None if the metadata has none, or the file is of a reranker.
 
     Embeddings are scaled to length 1, which is llama.cpp's default.
 
@@ -300,12 +300,8 @@ def gguf_pooling(
     """
     from .gguf import pooling
 
-    mode = pooling(metadata, path=path)
-    if mode is None:
-        return None
-    if mode not in _GGUF_MODES:
-        return Pooling(unsupported=f"the pooling {mode!r} of the GGUF file")
-    return Pooling((_GGUF_MODES[mode],), normalize=True)
+    mode = _GGUF_MODES.get(pooling(metadata, path=path) or "")
+    return None if mode is None else Pooling((mode,), normalize=True)
 
 
 def gguf_mode(pooling: Pooling) -> str | None:

@@ -112,6 +112,7 @@ def test_a_gguf_file_of_two_answers(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     again, _ = opened(maxjax.save_pretrained(model, tmp_path / "b"))
     np.testing.assert_array_equal(again.score.weight.value, model.score.weight.value)
+    assert not (tmp_path / "b" / "modules.json").exists()
     tokenizer.chat_templates["rerank"] = "{{query}} the {{document}}?"  # Jinja's is not read
     pairs = maxjax.rerank(model, tokenizer, QUERY, TEXTS[:3])
     del tokenizer.chat_templates["rerank"]
