@@ -233,8 +233,10 @@ def _prepared(
     pooling = read_pooling(directory)[0] if place != directory else None
     if path == directory:
         path = place
-    if not (config is not None or step or _has_gguf(path) or waiting(os.fspath(place))):
-        config_beside(path)  # raises early: nothing can be loaded without a config
+    if path.is_dir() and not (
+        config is not None or step or _has_gguf(path) or waiting(os.fspath(place))
+    ):
+        config_beside(path)  # says more than that there are no weights, as of a LoRA adapter
     weights = load_weights(path, verify=verify)
     try:
         if cast_to is None:
@@ -309,11 +311,9 @@ def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | Non
     return found or tokenizer_in(directory)
 
 
-def _has_gguf(path: Path) -> bool:
-    """Whether the path is a GGUF file, or a directory with one."""
-    if path.is_dir():
-        return any(file.suffix == ".gguf" for file in path.iterdir())
-    return path.suffix == ".gguf"
+def _has_gguf(directory: Path) -> bool:
+    """Whether a directory has a GGUF file."""
+    return any(file.suffix == ".gguf" for file in directory.iterdir())
 
 
 def _float_type(option: str, dtype: Any) -> DType:

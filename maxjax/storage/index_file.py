@@ -115,6 +115,7 @@ class _Index:
                 "is missing",
                 expected="an object: tensor name to file name",
                 found=some(list(value), 5) or "an empty object",
+                hint="Name an index of weights, or their directory.",
             )
         shard_of = value["weight_map"]
         if not isinstance(shard_of, dict):

@@ -242,6 +242,14 @@ def _format_of(path: str, limits: Limits) -> Format:
     if start[8:9] == b"{" and length <= min(file.size - 8, limits.header_bytes):
         # Checked first: the length of a 640-byte header looks like the start of a pickle.
         return SAFETENSORS
+    if len(start) > 8 and start[8:9] != b"{" and sniff(start) is None:
+        raise CheckpointFormatError(
+            "not a checkpoint",
+            path=path,
+            expected=f"one of {', '.join(SUFFIXES)}",
+            found=f"a file that begins with {start[:16]!r}",
+            hint="Check the path.",
+        )
     return format_of(start) or SAFETENSORS
 
 

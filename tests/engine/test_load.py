@@ -242,6 +242,14 @@ def test_something_else_in_place_of_weights(small, content, error):
         load(small)
 
 
+def test_a_file_that_is_no_checkpoint(small):
+    (small / "config.json").unlink()
+    for content in (b"root:x:0:0:root:/root:/bin/bash\n", bytes(64)):
+        (small / "passwd").write_bytes(content)
+        with pytest.raises(CheckpointFormatError, match=r"passwd: not a checkpoint .*\.gguf"):
+            load(small / "passwd")
+
+
 def test_a_cut_file(small):
     content = (small / "model.safetensors").read_bytes()
     (small / "model.safetensors").write_bytes(content[:-100])

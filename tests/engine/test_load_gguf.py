@@ -318,6 +318,14 @@ def test_the_sampling_of_a_generation_config_goes_into_a_file_and_back(tmp_path)
         assert (again.sampling, again.eos_ids) == (expected, model.generation.eos_ids)
 
 
+def test_a_name_that_does_not_say_that_it_is_a_gguf_file(tmp_path):
+    """As Ollama names its files."""
+    convert(find_model("tiny", None), tmp_path / "tiny.gguf")
+    blob = (tmp_path / "tiny.gguf").rename(tmp_path / "sha256-0123")
+    assert load(blob)[0].hf_config["model_type"] == "llama"
+    assert maxjax.plan(blob).total_bytes > 0
+
+
 def test_the_sampling_that_llama_cpp_s_converter_writes(caplog):
     found = sampling_config({
         "general.sampling.temp": float(np.float32(0.7)), "general.sampling.top_k": -1,
