@@ -15,8 +15,8 @@ from ..progress import short, task
 from .options import (
     TINY,
     auto_or_float,
+    device_mesh,
     import_jax,
-    mesh,
     positive,
     power_of_two,
     seed,
@@ -56,8 +56,9 @@ def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) 
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
                        " (default: tiny, a small model in the package)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
-    group.add_argument("--mesh", type=mesh, metavar="AXIS=N,…",
-                       help="the mesh to shard over, as in model=4 or model=4,data=2")  # fmt: skip
+    group.add_argument("--mesh", type=device_mesh, metavar="AXIS=N,…",
+                       help="the mesh to shard over, as in model=4 or model=4,data=2; -1 is all"
+                       " devices that remain")  # fmt: skip
     group.add_argument("--dtype", default="auto", type=auto_or_float, metavar="TYPE",
                        help="float32, bfloat16, float16 (default: the checkpoint's)")  # fmt: skip
     group.add_argument("--activations", choices=["int8", "float"],
@@ -147,11 +148,11 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
 def _mesh(text: str) -> Any:
     import jax
 
-    from ..engine.plan.options import read_mesh
+    from ..engine.plan.options import read_axes
     from ..graph.placement.mesh import make_mesh
 
-    sizes = dict(read_mesh(text).shape)
-    needed, devices = math.prod(sizes.values()), jax.devices()
+    sizes = dict(read_axes(text))
+    needed, devices = math.prod(map(abs, sizes.values())), jax.devices()
     if needed > len(devices):
         kind = devices[0].platform
         cpu = "" if kind == "cpu" else "JAX_PLATFORMS=cpu "

@@ -171,6 +171,17 @@ def mesh(found: str) -> str:
     return _checked(found, read_mesh, r"^mesh: ")
 
 
+def device_mesh(found: str) -> str:
+    """The type of the axes of a mesh of the devices that there are, of which one may have the size -1."""
+    import_jax()
+    from ..engine.plan.options import read_axes, read_mesh
+
+    def check(text: str) -> None:
+        read_mesh(",".join(f"{name}={abs(size)}" for name, size in read_axes(text)))
+
+    return _checked(found, check, r"^mesh: ")
+
+
 def topology(found: str) -> str:
     """The type of a kind and number of devices, such as v5e:2x4 or h200:8."""
     # XLA's compiler for GPUs says at length that there is no GPU.

@@ -175,6 +175,10 @@ def test_variables_of_the_template(run, tmp_path):
     assert "did you mean" not in prompt("--template-arg", "iff=1")[1]
 
 
+def test_a_mesh_of_all_devices(generate):
+    assert len(generate("hello", "--max-new-tokens", 1, "--mesh", "model=2,data=-1")) == 2
+
+
 @pytest.mark.slow
 def test_a_mesh_gives_the_same_text(generate, ours):
     text = ours("hello", max_new_tokens=8) + "\n"
@@ -207,6 +211,7 @@ def test_statistics_are_on_stderr(run, model):
         (("\udcff",), "not valid UTF-8"),
         (("",), "the prompt is empty"),
         (("x", "--mesh", "model=16"), "JAX_NUM_CPU_DEVICES=16"),
+        (("x", "--mesh", "model=3,data=-1"), "8 devices are not a multiple of 3"),
         (("x", "--revision", "main"), "revision"),
         (("--file", "/nowhere/at/all"), "/nowhere/at/all"),
     ],
@@ -239,7 +244,8 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--file", "y"), "a PROMPT and --file"),
         (("--cache-dtype", "int4"), "--cache-dtype"),
         (("--mesh", "model"), "model=8,data=2"),
-        (("--mesh", "rows=2"), "no axis 'rows'"),
+        (("--mesh", "rows=-1"), "no axis 'rows'"),
+        (("--mesh", "model=2,model=-1"), "names one axis twice"),
         (("--dtype", "int8"), "--dtype: int8 is not a float dtype"),
         (("--template-arg", "x"), "--template-arg: x: it must have the form NAME=VALUE"),
         (("--template-arg", "messages=1"), "messages is set by maxjax itself"),

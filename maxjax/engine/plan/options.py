@@ -46,7 +46,7 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
         return None
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
-    sizes = list(_axes(mesh) if isinstance(mesh, str) else _items(mesh))
+    sizes = list(read_axes(mesh) if isinstance(mesh, str) else _items(mesh))
     text = ",".join(f"{name}={size}" for name, size in sizes)
     found = {axis_name(name): size for name, size in sizes}
     if not found or any(type(n) is not int or not 0 < n <= 2**31 for n in found.values()):
@@ -69,9 +69,15 @@ def _items(mesh: Any) -> Iterator[tuple[str, Any]]:
     return iter(mesh.items())
 
 
-def _axes(text: str) -> Iterator[tuple[str, int]]:
+def read_axes(text: str) -> Iterator[tuple[str, int]]:
+    """The axes of a mesh and their sizes, of which make_mesh takes -1 too.
+
+    Example:
+        >>> list(read_axes("model=-1,data=2"))
+        [('model', -1), ('data', 2)]
+    """
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,10})\s*", part, re.ASCII)
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-1|\d{1,10})\s*", part, re.ASCII)
         if match is None:
             raise UserInputError(f"mesh: '{text}' is not of the form model=8,data=2")
         yield match[1], int(match[2])
