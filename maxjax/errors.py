@@ -260,15 +260,19 @@ def integer_text(value: int) -> str:
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """The most similar of ``names`` to ``name``, or None if none is close.
+    """The only one of ``names`` that begins with ``name``, or the most similar, or None if none is close.
 
     Example:
         >>> closest("layers.0.wieght", ["layers.0.weight", "norm"])
         'layers.0.weight'
+        >>> closest("gen", ["generate", "env"])
+        'generate'
     """
     import difflib
 
-    found = difflib.get_close_matches(name, list(names), n=1)
+    names = list(names)
+    begun = [one for one in names if one.startswith(name)] if len(name) > 1 else []
+    found = begun if len(begun) == 1 else difflib.get_close_matches(name, names, n=1)
     return found[0] if found else None
 
 

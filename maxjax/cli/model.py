@@ -151,7 +151,7 @@ def _mesh(text: str) -> Any:
     from ..engine.plan.options import read_axes
     from ..graph.placement.mesh import make_mesh
 
-    sizes = dict(read_axes(text))
+    sizes: dict[str, Any] = dict(read_axes(text))
     needed, devices = math.prod(map(abs, sizes.values())), jax.devices()
     if needed > len(devices):
         kind = devices[0].platform

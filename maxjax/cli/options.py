@@ -46,9 +46,10 @@ class Parser(argparse.ArgumentParser):
         options = {name[2:].replace("-", "_") for name in self._option_string_actions}
         name = given.partition("=")[0].lstrip("-").replace("-", "_")
         found = re.fullmatch(r": did you mean (\w+)=\?", meant(name, options))
-        if not given.startswith("-") or found is None or found[1] not in options:
+        like = name if name in options else found[1] if found else ""
+        if not given.startswith("-") or not like or like not in options:
             return ""
-        return f": did you mean --{found[1].replace('_', '-')}?"
+        return f": did you mean --{like.replace('_', '-')}?"
 
 
 def import_jax() -> None:

@@ -409,7 +409,8 @@ def test_inspect_of_a_gguf_file(tmp_path):
 
 def test_what_was_meant():
     """A command, an option before any command, a mode of pooling, a file, the model of the package."""
-    assert "no command 'genrate': did you mean generate?" in fails("genrate", "x", code=2)
+    for name in ("genrate", "gen"):
+        assert f"no command '{name}': did you mean generate?" in fails(name, "x", code=2)
     assert "unrecognized arguments: --verion: did you mean --version?" in fails("--verion", code=2)
     assert "--pooling: last: it must be one of cls" in fails(
         "embed", "--model", "m", "--pooling", "last", "x", code=2

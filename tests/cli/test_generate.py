@@ -253,6 +253,8 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--nosuch",), "unrecognized arguments: --nosuch"),
         (("--max-tokens", 5), "--max-tokens 5: did you mean --max-new-tokens?"),
         (("--temprature=1",), "did you mean --temperature?"),
+        (("-m", 5), "unrecognized arguments: -m 5"),
+        (("--max_new_tokens", 5), "did you mean --max-new-tokens?"),
     ],
 )
 def test_wrong_usage_is_two_lines_and_2(fails, arguments, says):
