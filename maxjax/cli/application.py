@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A closed stream (`>&-`) is None, and print() would send the output for stderr to stdout.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     if argv is None:
         # Imports and traces make many objects that stay, which the collector would look through
         # again and again: a fifth of the time to the first token.
@@ -55,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(argv)
     if rest:  # reported by the subcommand, which knows its options
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     if is_terminal(sys.stderr):
         draw_with(_bar)
     try:

@@ -84,6 +84,11 @@ def test_help_names_the_commands():
     assert all(command in out for command in ("inspect", "embed", "env"))
 
 
+def test_help_where_the_locale_has_no_such_characters():
+    done = maxjax("generate", "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "AXIS=N,…" in done.stdout, done.stderr
+
+
 def test_help_does_not_import_jax():
     code = (
         "import sys\nfrom maxjax.cli import main\n"
