@@ -154,7 +154,6 @@ MODEL = r"takes a maxjax Module, not int"
         (lambda: maxjax.labels(tiny(), 3), "takes a mapping from name patterns"),
         (lambda: maxjax.labels({"*": 1}, 3)(5), MODEL),
         (lambda: maxjax.save_pretrained(5, "x"), MODEL),
-        (lambda: maxjax.save_pretrained(tiny(), "x", tokenizer=5), "tokenizer is one that"),
         (lambda: maxjax.save_pretrained(tiny(), "x", config=5), "config is the content"),
         (lambda: maxjax.lora.add(5), MODEL),
         (lambda: maxjax.lora.load("x", tiny()), "takes a maxjax Module, not str"),
@@ -172,6 +171,24 @@ MODEL = r"takes a maxjax Module, not int"
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["generate", "embed", "rerank", "perplexity", "calibrate"])
+def test_what_is_no_model_and_what_is_no_tokenizer(name):
+    more = (["x"], ["x"]) if name == "rerank" else (["x"],)
+    more = ("x", *more[1:]) if name != "embed" else more
+    call = lambda model, tokenizer: getattr(maxjax, name)(model, tokenizer, *more)
+    model, tokenizer = maxjax.load("tiny")
+    for given, says in (
+        ((model, tokenizer), "tuple; pass the first item of the tuple"),
+        ("tiny", "str$"),
+        (maxjax.nn.Linear, r"the class Linear: make one, Linear\(…\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"maxjax\.{name} takes a maxjax Module, not {says}"):
+            call(given, tokenizer)
+    for use in (call, lambda *both: maxjax.save_pretrained(both[0], "/nowhere", tokenizer=both[1])):
+        with pytest.raises(TypeError, match="tokenizer is a str: it must be a tokenizer of maxjax"):
+            use(model, "tiny")
 
 
 @pytest.mark.parametrize("ids", ["a text", 5, [1.5], [], [[1], [1, 2]], None])

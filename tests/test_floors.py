@@ -75,7 +75,7 @@ nn/layer: state module layer_list
 nn/layer/stack: per_layer scanning layer_stack expert_stack rearranged
 nn/layer: __init__ layer
 nn/hooks: print_hook __init__
-nn: sequential clamp init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
+nn: sequential clamp random_key init __init__ activation quant_config quant_ops float8_scale_stacking hyper_connection
 nn: identity dropout low_rank product linear stacked_linear transposed_linear embedding
 nn/quantized: forms formats linear __init__
 nn/norm: norms batch_norm __init__ group_norm layer_norm rms_norm
@@ -132,7 +132,7 @@ models: __init__
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files function_schema render
 text: stream_decoders
-text/tokenizer: patterns limits added sentencepiece tekken vocab files tokenizer
+text/tokenizer: arguments patterns limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults

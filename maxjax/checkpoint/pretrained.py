@@ -26,6 +26,7 @@ from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
 from ..progress import short, task
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
+from ..text.tokenizer.arguments import check_is_tokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
 
@@ -87,11 +88,7 @@ def save_pretrained(
         ['maxjax_digests.json', 'model.safetensors']
     """
     check_module(model, "save_pretrained")
-    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-        raise UserInputError(
-            "tokenizer is one that maxjax.load or maxjax.load_tokenizer returned, not "
-            f"{type(tokenizer).__name__}"
-        )
+    check_is_tokenizer(tokenizer)
     if config is not None and not isinstance(config, Mapping):
         raise UserInputError(
             f"config is the content of config.json, a dict, not {type(config).__name__}"

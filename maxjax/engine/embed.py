@@ -27,8 +27,10 @@ from ..models import Decoder, Encoder
 from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
+from ..nn.layer.walk import check_module
 from ..progress import compiling, task
-from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
+from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
 
 # The smallest padded length: shorter programs are hardly faster.
@@ -134,6 +136,8 @@ def _embed(
     prompt_name: str | None,
     truncate_dim: int | None,
 ) -> np.ndarray:
+    check_module(model, "embed")
+    check_is_tokenizer(tokenizer)
     if tokenizer is None:
         raise UserInputError(
             "texts cannot be embedded without a tokenizer: "

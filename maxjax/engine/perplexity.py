@@ -26,8 +26,10 @@ from ..lockstep import Lockstep
 from ..models import Decoder
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
+from ..nn.layer.walk import check_module
 from ..progress import compiling, task
-from ..text.tokenizer.tokenizer import Tokenizer, check_unicode
+from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
+from ..text.tokenizer.tokenizer import Tokenizer
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
@@ -140,6 +142,7 @@ def _perplexity(
     context, stride = _sizes(model, context, stride)
     if not _is_integer(batch_size) or batch_size < 1:
         raise UserInputError(f"batch_size is {batch_size!r}: it must be a positive integer")
+    check_is_tokenizer(tokenizer)
     if tokenizer is None:
         raise UserInputError(
             "perplexity needs a tokenizer: the model's directory has no tokenizer.json. Put it there"
@@ -328,6 +331,7 @@ def _scored(part: list[Window], losses: Any, together: Lockstep) -> list[np.ndar
 
 
 def _check_model(model: Any) -> None:
+    check_module(model, "perplexity")
     if not isinstance(model, Decoder):
         raise UserInputError(
             f"{type(model).__name__} is not a language model: its perplexity is not defined. Load a decoder"

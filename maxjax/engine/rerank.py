@@ -19,7 +19,9 @@ from ..models import Decoder, Encoder
 from ..models.pooling import Pooling
 from ..models.sentence_files import CHAT_TEMPLATE
 from ..models.weights import check_loaded, shardings_of
-from ..text.tokenizer.tokenizer import Encoding, Tokenizer, checked_texts
+from ..nn.layer.walk import check_module
+from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .embed import is_count, pooled_rows, text_limit
 
 _PLACES = ("{query}", "{document}")
@@ -87,6 +89,8 @@ def rerank(
     if not is_count(batch_size):
         raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     with Lockstep("rerank", shardings_of(model)) as together, releasing():
+        check_module(model, "rerank")
+        check_is_tokenizer(tokenizer)
         if not hasattr(model, "family"):
             raise UserInputError(f"{type(model).__name__} is not a model that can rerank texts")
         check_loaded(model)

@@ -25,7 +25,7 @@ from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
-from .rebinding import check, sizes_of_names, undetermined
+from .rebinding import check, check_determined, sizes_of_names
 from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
@@ -267,13 +267,8 @@ class Model(Rendered):
             try:
                 exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             except ValueError as error:
-                dims = [dim for kind in graph.input_types for dim in kind.shape]
-                if not (names := sorted(undetermined(dims))):
-                    raise
-                raise ValueError(
-                    f"Graph '{self.name}': the sizes of the inputs {dims} do not determine {', '.join(names)}: declare "
-                    "a dimension that is the name itself, or a name of its own for the computed size"
-                ) from error
+                check_determined(self.name, graph.input_types, error)
+                raise
             self._run = jax.jit(exported.call, donate_argnums=positions)
             used = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
             shardings = [_replicated(used[0]) if used else None] * len(inputs)

@@ -216,8 +216,21 @@ def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
     return known
 
 
-def undetermined(dims: Iterable[Dim]) -> set[str]:
-    """The names that the sizes of these dimensions do not determine: none is linear in the name, and else known."""
+def check_determined(graph: str, types: Iterable[Any], cause: Exception) -> None:
+    """Checks that the sizes of inputs of these types determine all their names.
+
+    Raises:
+        ValueError: no size is linear in a name, or only one that has another such name; from ``cause``.
+    """
+    dims = [dim for kind in types for dim in kind.shape]
+    if names := sorted(_undetermined(dims)):
+        raise ValueError(
+            f"Graph '{graph}': the sizes of the inputs {dims} do not determine {', '.join(names)}: declare "
+            "a dimension that is the name itself, or a name of its own for the computed size"
+        ) from cause
+
+
+def _undetermined(dims: Iterable[Dim]) -> set[str]:
     names_of = {dim: {str(name) for name in dim.parameters} for dim in dims}
     names, known = set().union(*names_of.values()), set[str]()
     while found := {

@@ -25,6 +25,7 @@ from ...rendering.row import Row, counted
 from ...rendering.row import short as short_text
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names
+from ...text.tokenizer.arguments import check_is_tokenizer
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..pretrained import flat_name, model_files, tokenizer_files
 from .open import Saved, open_saved
@@ -136,12 +137,8 @@ def _begin(
     step = None if step is None else whole_number("step", step, 0)
     trees = _trees(model, items, copy)
     beside: dict[str, bytes] = {}
+    check_is_tokenizer(tokenizer)
     if tokenizer is not None:
-        if not isinstance(tokenizer, Tokenizer):
-            kind = type(tokenizer).__name__
-            raise UserInputError(
-                f"the tokenizer is a {kind}: pass what maxjax.load_tokenizer returns"
-            )
         beside |= tokenizer_files(tokenizer)
     if model is not None:
         dtype = main_dtype(model.raw_state_dict())

@@ -18,6 +18,7 @@ from ...lockstep import Lockstep
 from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import Watch
+from ...nn.layer.walk import check_module
 from ...nn.random_key import checked_key
 from ...progress import compiling
 from ..sampling.draw import Sampled
@@ -292,6 +293,7 @@ def check_model(model: Any) -> None:
             argument of a function that JAX transforms.
     """
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
+        check_module(model, "generate")
         raise UserInputError(
             f"{type(model).__name__} is not a language model: it cannot generate text. "
             "Load a decoder; maxjax.embed takes encoders"

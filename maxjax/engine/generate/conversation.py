@@ -20,7 +20,7 @@ from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
-from ...text.tokenizer.tokenizer import check_unicode
+from ...text.tokenizer.arguments import check_unicode
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import PartialCompletion

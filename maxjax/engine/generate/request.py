@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
-from ...text.tokenizer.tokenizer import check_unicode
+from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.settings import Sampling, eos_token_ids
 from .batch import Batch, check_model
 from .completion import PartialCompletion
@@ -37,11 +37,7 @@ class Request:
         values: dict[str, Any],
     ):
         check_model(model)
-        if tokenizer is not None and not hasattr(tokenizer, "_backend"):
-            raise TypeError(
-                f"tokenizer is a {type(tokenizer).__name__}: it must be a tokenizer of maxjax, from "
-                "maxjax.load or maxjax.load_tokenizer, or None"
-            )
+        check_is_tokenizer(tokenizer)
         defaults = getattr(model, "generation", None)
         if defaults is None:
             ends = getattr(tokenizer, "eos_ids", ())

@@ -18,11 +18,13 @@ from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
 from ...models.weights import check_loaded
 from ...nn.layer import Module, layer_hook
+from ...nn.layer.walk import check_module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.moe.algorithms import between
 from ...nn.stacked_linear import StackedLinear
 from ...nn.transposed_linear import TransposedLinear
 from ...progress import compiling, task
+from ...text.tokenizer.arguments import check_is_tokenizer
 from .importance import Importance
 
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
@@ -66,6 +68,8 @@ def calibrate(
         >>> matrix["model.layers.0.mlp.down_proj.weight"].shape
         (512,)
     """
+    check_module(model, "calibrate")
+    check_is_tokenizer(tokenizer)
     if not isinstance(model, Decoder):
         raise UserInputError(
             f"only language models are calibrated, and this is a {type(model).__name__}"

@@ -28,10 +28,12 @@ def check_module(model: Any, function: str) -> None:
     if hasattr(type(model), "_mx_definition"):
         return
     first = model[0] if isinstance(model, tuple) and model else None  # of what load() returns
-    hint = "; pass the first item of the tuple" if hasattr(type(first), "_mx_definition") else ""
-    raise UserInputError(
-        f"maxjax.{function} takes a maxjax Module, not {type(model).__name__}{hint}"
-    )
+    what, hint = type(model).__name__, ""
+    if hasattr(type(first), "_mx_definition"):
+        hint = "; pass the first item of the tuple, as in model, tokenizer = maxjax.load(path)"
+    elif isinstance(model, type) and hasattr(model, "_mx_definition"):
+        what, hint = f"the class {model.__name__}", f": make one, {model.__name__}(…)"
+    raise UserInputError(f"maxjax.{function} takes a maxjax Module, not {what}{hint}")
 
 
 class Walk:

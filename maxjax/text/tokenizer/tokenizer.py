@@ -32,6 +32,7 @@ from ...storage.save.beside import settled
 from ..stream_decoders import cleaned, token_id
 from ..template.files import TEMPLATE_FILE, listed_templates, read_templates
 from .added import CONFIG, MAP, SPECIAL
+from .arguments import checked_texts
 from .files import FILE, backend_of, guarded, read_tokenizer_files
 from .limits import check_tokenizer
 
@@ -465,36 +466,3 @@ def _max_length(settings: dict[str, Any], file: Path) -> int | None:
             found=found,
         )
     return None if value >= _NO_LIMIT else int(value)
-
-
-def checked_texts(texts: Iterable[str], which: str = "texts") -> list[str]:
-    """The texts as a list, after a check of each.
-
-    Raises:
-        TypeError: ``texts`` is a single text, or an item is not a str; the message names it.
-        UserInputError: a text is not valid Unicode.
-    """
-    if isinstance(texts, (str, bytes)):
-        raise TypeError(f"{which} must be a list of str: put a single text in brackets, [text]")
-    if not isinstance(texts, Iterable):
-        raise TypeError(f"{which} must be a list of str, not {type(texts).__name__}")
-    texts = list(texts)
-    for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{which}[{i}] is a {type(text).__name__}, not a str")
-        check_unicode(text, f"{which}[{i}]")
-    return texts
-
-
-def check_unicode(text: str, which: str) -> None:
-    """Raises an error for text with a lone surrogate, which UTF-8 cannot encode.
-
-    Raises:
-        UserInputError: the text is not valid Unicode; the message names it as ``which``.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserInputError(
-            f"{which} is not valid Unicode: a lone surrogate at {error.start}"
-        ) from None

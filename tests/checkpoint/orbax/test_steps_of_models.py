@@ -18,7 +18,6 @@ from maxjax.errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointSaveError,
-    UserInputError,
 )
 from maxjax.graph import DeviceRef
 from maxjax.storage.open import orbax_checkpoint
@@ -88,7 +87,7 @@ def test_without_a_tokenizer_there_is_none(tmp_path, tiny):
 
 
 def test_what_is_no_tokenizer(tmp_path, tiny):
-    with pytest.raises(UserInputError, match="tokenizer is a dict"):
+    with pytest.raises(TypeError, match="tokenizer is a dict"):
         save(tmp_path, tiny[0], tokenizer={"a": jnp.ones(2)})
     assert not os.listdir(tmp_path)
 
