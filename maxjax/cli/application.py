@@ -24,7 +24,7 @@ from ..errors import UserInputError, closest
 from ..progress import draw_with
 from .options import Parser
 from .tables import is_terminal, show
-from .terminal import explain
+from .terminal import explain, stoppable
 
 # Command → file and function of this folder, and what the help says; FUNCTION_arguments adds its options.
 COMMANDS = {
@@ -53,22 +53,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imports and traces make many objects that stay, which the collector would look through
         # again and again: a fifth of the time to the first token.
         gc.set_threshold(100_000)
-    parser = _parser(sys.argv[1:] if argv is None else argv)
-    options, rest = parser.parse_known_args(argv)
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("maxjax: interrupted", file=sys.stderr)
+        return _left(130, argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    with stoppable():
+        parser = _parser(sys.argv[1:] if argv is None else argv)
+        options, rest = parser.parse_known_args(argv)
     if rest:  # reported by the subcommand, which knows its options
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
     if is_terminal(sys.stderr):
         draw_with(_bar)
     try:
         with _limits(options):
-            show(options.run(options))
+            with stoppable():
+                lines = options.run(options)
+            show(lines)
     except BrokenPipeError:
         # Python flushes stdout once more at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _left(141, argv)
-    except KeyboardInterrupt:
-        print("maxjax: interrupted", file=sys.stderr)
-        return _left(130, argv)
     except SystemExit as stop:
         _left(stop.code, argv)
         raise

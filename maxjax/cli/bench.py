@@ -16,7 +16,6 @@ from ..columns import Table
 from ..errors import UserInputError
 from .model import LoadedModel, model_arguments, open_model
 from .options import positive
-from .terminal import stoppable
 
 _PROBE_BYTES = 256 << 20
 
@@ -51,16 +50,15 @@ def bench(options: argparse.Namespace) -> Iterable[str | Table]:
     if options.new < 2:
         options.error("--new must be at least 2: the first token comes from prefill")
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")
-    with stoppable():
-        opened = open_model(options, tokenizer=False)
-        longest, needed = opened.model.max_length, options.prompt + options.new
-        if needed > longest:
-            raise UserInputError(
-                f"--prompt {options.prompt} and --new {options.new} are {needed} tokens, and the"
-                f" model's context is {longest}: lower one of them"
-            )
-        probe = Bandwidth(opened.model)
-        rows = [_row(options, opened.model, batch, probe) for batch in options.batch]
+    opened = open_model(options, tokenizer=False)
+    longest, needed = opened.model.max_length, options.prompt + options.new
+    if needed > longest:
+        raise UserInputError(
+            f"--prompt {options.prompt} and --new {options.new} are {needed} tokens, and the"
+            f" model's context is {longest}: lower one of them"
+        )
+    probe = Bandwidth(opened.model)
+    rows = [_row(options, opened.model, batch, probe) for batch in options.batch]
     document = _about(options, opened) | {"bandwidth": _median(probe.found), "rows": rows}
     return [json.dumps(document, indent=1)] if options.json else _table(document)
 

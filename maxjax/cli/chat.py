@@ -27,7 +27,7 @@ from .model import (
     system_message,
     template_variables,
 )
-from .terminal import explain, stoppable
+from .terminal import explain
 
 _HELP = """\
 /reset      start again
@@ -56,9 +56,8 @@ def chat(options: argparse.Namespace) -> Iterable[str]:
     """
     values = sampling_values(options)
     opening, later = _messages(options)
-    with stoppable():
-        opened = open_model(options)
-        options.code = _Chat(options, opened, values, opening, later).run()
+    opened = open_model(options)
+    options.code = _Chat(options, opened, values, opening, later).run()
     return []
 
 

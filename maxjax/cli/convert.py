@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 
 from .options import checkpoint, float_type, quantization, shard_size
-from .terminal import stoppable
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,17 +47,16 @@ def convert(options: argparse.Namespace) -> Iterable[str]:
         options.error("--importance is for --quantize: say what to quantise to")
     from ..checkpoint.conversion.run import convert as convert_checkpoint
 
-    with stoppable():
-        found = convert_checkpoint(
-            options.source,
-            options.destination,
-            to=options.to,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            importance=options.importance,
-            max_shard_size=options.max_shard_size,
-            overwrite=options.overwrite,
-        )
+    found = convert_checkpoint(
+        options.source,
+        options.destination,
+        to=options.to,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        importance=options.importance,
+        max_shard_size=options.max_shard_size,
+        overwrite=options.overwrite,
+    )
     if options.json:
         document = {"path": str(found.path), "format": found.format, "tensors": found.tensors,
                     "bytes": found.nbytes, "packed": found.packed}  # fmt: skip

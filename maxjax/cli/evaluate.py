@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from .model import model_arguments, open_model
 from .options import integer, positive
-from .terminal import decoded, stoppable
+from .terminal import decoded
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +45,15 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
     else:
         with open(options.text, "rb") as file:
             text = decoded(file.read(), options.text)
-    with stoppable():
-        opened = open_model(options)
-        from dataclasses import asdict
+    opened = open_model(options)
+    from dataclasses import asdict
 
-        from ..engine.perplexity import perplexity
+    from ..engine.perplexity import perplexity
 
-        found = perplexity(
-            opened.model, opened.tokenizer, text,
-            context=options.context, stride=options.stride, batch_size=options.batch,
-        )  # fmt: skip
+    found = perplexity(
+        opened.model, opened.tokenizer, text,
+        context=options.context, stride=options.stride, batch_size=options.batch,
+    )  # fmt: skip
     if not options.json:
         return [str(found)]
     values = {

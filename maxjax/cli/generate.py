@@ -23,7 +23,7 @@ from .model import (
     template_variables,
 )
 from .options import setting
-from .terminal import decoded, stoppable
+from .terminal import decoded
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,7 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
     if options.template_arg and not _is_chat(options):
         options.error("--template-arg needs --chat: only a chat has a template")
     values = sampling_values(options)
-    with stoppable():
-        return _generate(options, prompt, values)
+    return _generate(options, prompt, values)
 
 
 def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:

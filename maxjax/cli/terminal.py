@@ -65,6 +65,8 @@ def decoded(data: bytes, name: str) -> str:
 
 # Seconds until a swallowed exception is raised again.
 _AGAIN = 0.02
+# The file of the functions that import modules.
+_IMPORTS = "<frozen importlib._bootstrap>"
 
 
 class _Interrupt:
@@ -87,25 +89,28 @@ def stoppable() -> Iterator[None]:
     """In this context SIGTERM ends a command like Ctrl-C, so that partial files are removed.
 
     Python ignores exceptions raised in some places, such as JAX's callbacks in the garbage collector
-    and ``sys.unraisablehook`` itself. An exception that a signal raises there would be lost, so a
-    timer raises it again.
+    and ``sys.unraisablehook`` itself, and an extension module that is being imported (NumPy's) makes
+    an ImportError of them. An exception that a signal raises there would be lost, so a timer raises
+    it again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     ignored: list[BaseException] = []
 
-    def is_in_hook(frame: Any) -> bool:
-        while frame is not None and frame.f_code is not ignore.__code__:
+    def is_lost(frame: Any) -> bool:
+        while frame is not None:
+            if frame.f_code is ignore.__code__ or frame.f_code.co_filename == _IMPORTS:
+                return True
             frame = frame.f_back
-        return frame is not None
+        return False
 
     def later(error: BaseException) -> None:
         ignored.append(error)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN)
 
     def raised(error: BaseException, frame: Any) -> None:
-        if is_in_hook(frame):
+        if is_lost(frame):
             later(error)
         else:
             raise error

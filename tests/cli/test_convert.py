@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import importlib
 import json
 import os
 import pty
@@ -456,6 +457,18 @@ def test_a_signal_that_comes_while_python_ignores_an_exception(monkeypatch, numb
             Fails()
             time.sleep(10)
     assert list(map(str, seen)) == ["in a destructor", "the end of the hook"]
+
+
+def test_an_interrupt_during_an_import_waits_for_its_end(tmp_path, monkeypatch):
+    """Of it NumPy would make an ImportError."""
+    (tmp_path / "interrupted_import.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ndone = sum(range(100))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with stoppable(), pytest.raises(KeyboardInterrupt):
+        found = importlib.import_module("interrupted_import")
+        time.sleep(10)
+    assert found.done == 4950
 
 
 def test_handlers_are_put_back(run, source, tmp_path):
