@@ -88,7 +88,7 @@ def save_pretrained(
         ['maxjax_digests.json', 'model.safetensors']
     """
     check_module(model, "save_pretrained")
-    check_is_tokenizer(tokenizer)
+    check_is_tokenizer(tokenizer, "files")
     if config is not None and not isinstance(config, Mapping):
         raise UserInputError(
             f"config is the content of config.json, a dict, not {type(config).__name__}"

@@ -137,7 +137,7 @@ def _begin(
     step = None if step is None else whole_number("step", step, 0)
     trees = _trees(model, items, copy)
     beside: dict[str, bytes] = {}
-    check_is_tokenizer(tokenizer)
+    check_is_tokenizer(tokenizer, "files")
     if tokenizer is not None:
         beside |= tokenizer_files(tokenizer)
     if model is not None:

@@ -8,13 +8,13 @@ from typing import Any
 from ...errors import UserInputError
 
 
-def check_is_tokenizer(tokenizer: Any) -> None:
-    """Checks that what a public function was given as a tokenizer is one of maxjax, or None.
+def check_is_tokenizer(tokenizer: Any, method: str = "tokens") -> None:
+    """Checks that what a public function was given as a tokenizer has the method that it calls, or is None.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it has not.
     """
-    if tokenizer is not None and not hasattr(tokenizer, "eos_ids"):
+    if tokenizer is not None and not hasattr(tokenizer, method):
         raise TypeError(
             f"tokenizer is a {type(tokenizer).__name__}: it must be a tokenizer of maxjax, from "
             "maxjax.load or maxjax.load_tokenizer, or None"
