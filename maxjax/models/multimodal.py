@@ -75,7 +75,8 @@ _QWEN3_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM",
     {
         "rope_theta": 5e5, "max_position_embeddings": 128_000, "num_key_value_heads": 16,
-        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        # By the name that is looked at second: files have it or num_experts.
+        "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip

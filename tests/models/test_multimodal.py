@@ -242,6 +242,20 @@ def test_what_a_text_config_leaves_out(kind, text, expected):
     )
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_either_name_of_the_number_of_experts(name):
+    """Qwen's own files have the first, those of transformers 5 the second."""
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        name: 4,
+    }
+    settings = text_settings({"model_type": "qwen3_vl_moe", "text_config": text})
+    assert ModelConfig.by_model_type["qwen3_moe"].from_dict(settings).num_experts == 4
+
+
 def test_names_of_any_age():
     places = ("language_model.model.", "model.language_model.", "model.text_model.", "model.")
     for prefix in places:
