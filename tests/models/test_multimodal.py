@@ -9,6 +9,7 @@ from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
 from maxjax.models.config import ModelConfig
 from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
+from maxjax.models.qwen3_moe import Qwen3MoEConfig
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same
 from tests.oracles.models import OracleModel
@@ -250,10 +251,11 @@ def test_either_name_of_the_number_of_experts(name):
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "intermediate_size": 48,
         name: 4,
     }
     settings = text_settings({"model_type": "qwen3_vl_moe", "text_config": text})
-    assert ModelConfig.by_model_type["qwen3_moe"].from_dict(settings).num_experts == 4
+    assert Qwen3MoEConfig.from_dict(settings).num_experts == 4
 
 
 def test_names_of_any_age():
