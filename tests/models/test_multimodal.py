@@ -248,9 +248,9 @@ def test_either_name_of_the_number_of_experts(name):
     """Qwen's own files have the first, those of transformers 5 the second."""
     text = {
         "vocab_size": 64,
-        "hidden_size": 32,
+        "hidden_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "num_attention_heads": 32,
         "intermediate_size": 48,
         name: 4,
     }
