@@ -50,8 +50,8 @@ class GPTJConfig(DecoderConfig):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of the first ``rotary_dim`` features of each head."""
-        sizes = {name: cls.value(raw, name) for name in ("hidden_size", "num_heads")}
-        width = count_of(sizes, "hidden_size") / count_of(sizes, "num_heads")
+        sizes = {"n_embd": cls.value(raw, "hidden_size"), "n_head": cls.value(raw, "num_heads")}
+        width = count_of(sizes, "n_embd") / count_of(sizes, "n_head")
         return {"rope": Rope(part=count_of(raw, "rotary_dim", 64) / width, interleaved=True)}
 
 

@@ -49,9 +49,9 @@ UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate
 UNUSED |= {("qwen3_next", "intermediate_size"), ("qwen2_moe", "intermediate_size")}
 UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers says
 UNUSED |= {("lfm2", "intermediate_size")}  # from which its own is computed
-UNUSED |= {("gemma4_text", f"global_{key}") for key in ("head_dim", "num_key_value_heads")}
+UNUSED |= {("gemma4_text", key) for key in ("global_head_dim", "num_global_key_value_heads")}
 # Numbers that may be a list with one for each layer.
-LISTS = {("hunyuan_v1_moe", "num_experts"), ("hunyuan_v1_moe", "moe_topk")}
+LISTS = {("hunyuan_v1_moe", key) for key in ("num_experts", "moe_topk", "num_experts_per_tok")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
 
 
