@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         name = given.partition("=")[0].lstrip("-").replace("-", "_")
         found = re.fullmatch(r": did you mean (\w+)=\?", meant(name, options))
         like = name if name in options else found[1] if found else ""
-        if not given.startswith("-") or not like or like not in options:
+        if not given.startswith("-") or like not in options:
             return ""
         return f": did you mean --{like.replace('_', '-')}?"
 

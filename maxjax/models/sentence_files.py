@@ -182,8 +182,8 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
 def _dense(place: Path) -> Dense | str:
     """The Dense in a directory, or a text that names the part of it that maxjax does not have."""
     file = _settings(place)
-    settings = _DenseConfig.from_dict(read_object(file), path=file)
     raw = read_object(file)
+    settings = _DenseConfig.from_dict(raw, path=file)
     own = (None, "sentence_embedding")
     if raw.get("use_residual"):
         return "a Dense module with 'use_residual'"

@@ -24,7 +24,7 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted
 from ...rendering.row import short as short_text
 from ...storage.limits import Limits, allowing
-from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names
+from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names, steps
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..pretrained import flat_name, model_files, tokenizer_files
@@ -367,7 +367,7 @@ class CheckpointManager(Rendered):
 
     def all_steps(self) -> list[int]:
         """The complete steps in order, also those that orbax named (``step_00000500``)."""
-        return sorted(step_names(os.fspath(self.path))) if self.path.is_dir() else []
+        return steps(self.path) if self.path.is_dir() else []
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""

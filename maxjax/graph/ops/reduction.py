@@ -29,9 +29,7 @@ def sum(x: Any, axis: int = -1) -> Any:
         [[3.]
          [7.]]
     """
-    x, axis = _numbers(x, axis, "sum")
-    found = wide(x)
-    return rounded(jnp.sum(found, axis, keepdims=True, dtype=found.dtype), x.dtype)
+    return _total(jnp.sum, x, axis, "sum")
 
 
 @lift
@@ -43,9 +41,7 @@ def mean(x: Any, axis: int = -1) -> Any:
 @lift
 def prod(x: Any, axis: int = -1) -> Any:
     """The product along an axis, which is kept with length 1."""
-    x, axis = _numbers(x, axis, "prod")
-    found = wide(x)
-    return rounded(jnp.prod(found, axis, keepdims=True, dtype=found.dtype), x.dtype)
+    return _total(jnp.prod, x, axis, "prod")
 
 
 @pairwise
@@ -143,6 +139,13 @@ def logsoftmax(value: Any, axis: int = -1) -> Any:
     """``log(softmax(x))`` along an axis; of 16-bit floats computed in float32."""
     x = floating(value, "logsoftmax")
     return rounded(jax.nn.log_softmax(wide(x), axis_of(axis, x.ndim, "logsoftmax")), x.dtype)
+
+
+def _total(reduce: Any, x: Any, axis: int, op: str) -> jax.Array:
+    """A sum or product in the dtype of the tensor."""
+    x, axis = _numbers(x, axis, op)
+    found = wide(x)
+    return rounded(reduce(found, axis, keepdims=True, dtype=found.dtype), x.dtype)
 
 
 def _numbers(x: Any, axis: int, op: str) -> tuple[jax.Array, int]:

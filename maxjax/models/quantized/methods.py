@@ -136,11 +136,11 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     if weights is None:
         raise group.refused("no weights")
     number = weights.only("type", *_COMPRESSED[kind], default="int")
-    if (
-        kind == "pack-quantized"
-    ):  # for other widths there are two ways of packing numbers into words
+    if kind == "pack-quantized":
+        # For other widths there are two ways of packing numbers into words.
         known_bits: tuple[int, ...] = (4, 8, 2)
-    else:  # an int8 for each number, also of fewer bits
+    else:
+        # An int8 for each number, also of fewer bits.
         known_bits = (8,) if number == "float" else (8, 7, 6, 5, 4, 3, 2)
     bits = weights.only("num_bits", *known_bits)
     asymmetric = not weights.get("symmetric", bool, True)
