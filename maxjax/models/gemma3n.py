@@ -1,5 +1,5 @@
-"""Gemma 3n (text): several hidden states (AltUp), learned residuals (LAuReL), per-layer embeddings, and
-layers that share keys and values.
+"""Gemma 3n (text): several hidden states (AltUp, arXiv:2301.13310), learned residuals (LAuReL,
+arXiv:2411.07501), per-layer embeddings, and layers that share keys and values.
 
 Shapes: A hidden states of B sequences with T tokens and hidden size E, of which a layer computes one.
 

@@ -71,7 +71,6 @@ def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
     for case in every():
         cases.setdefault(case.family, []).append(case)
     known = {one.model_type: one for one in maxjax.models.families()}
-    files = {one.model_type: sys.modules[one.config.__module__] for one in FAMILIES}
     found = []
     for name, of_family in cases.items():
         if names is not None and name not in names:
@@ -82,7 +81,7 @@ def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
             worst, has = max(worst, apart), has | dict.fromkeys(more)
         cells = (one.family, f"`{one.architectures[0]}`", f"`{one.gguf}`" if one.gguf else "–")
         print(name, f"{worst:.1e}", flush=True)
-        found.append((*cells, ", ".join(has), rounded_up(worst), source(files[name].__doc__ or "")))
+        found.append((*cells, ", ".join(has), rounded_up(worst), source_of(name)))
     return sorted(found, key=lambda row: row[0].lower())
 
 
@@ -100,13 +99,18 @@ def source(head: str) -> str:
     return ", ".join(f"`{name}`" for name in re.findall(r"``(modeling_\w+)``", head))
 
 
+def source_of(model_type: str) -> str:
+    """The :func:`source` of the file of a family's settings."""
+    config = next(one.config for one in FAMILIES if one.model_type == model_type)
+    return source(sys.modules[config.__module__].__doc__ or "")
+
+
 def encoders() -> list[tuple[str, ...]]:
     """The rows of the encoders: name, architectures, source."""
     found: dict[str, tuple[list[str], str]] = {}
     for one in FAMILIES:
         if issubclass(one.config, EncoderConfig):
-            head = sys.modules[one.config.__module__].__doc__ or ""
-            names, _ = found.setdefault(one.model_type, ([], source(head)))
+            names, _ = found.setdefault(one.model_type, ([], source_of(one.model_type)))
             names += [f"`{name}`" for name in one.architectures if f"`{name}`" not in names]
     return [(f"`{name}`", ", ".join(names), of) for name, (names, of) in found.items()]
 
