@@ -229,16 +229,16 @@ def load(tell: Tell) -> None:
     tell(zeros=float(np.asarray(total(model).addressable_data(0))))
 
 
-def multiply_and_load(tell: Tell) -> None:
-    """Runs :func:`matmul` and :func:`load` in the same processes."""
-    matmul(tell)
-    load(tell)
+def several(tell: Tell) -> None:
+    """Several scenarios in the same processes, as their start takes longer than most of them."""
+    for scenario in (matmul, load, calls.together, calls.refuse):
+        scenario(tell)
 
 
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        multiply_and_load, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
+        several, gather, compute, sleep, own_error, reduce, exchange, permute, scatter, differ,
         *calls.SCENARIOS,
     )
 }  # fmt: skip
