@@ -131,6 +131,7 @@ def test_500_unseen_sums(tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.default("--True-0.75")
 @pytest.mark.parametrize(
     ("sign", "words", "least"), [("-", False, 0.9), ("+", True, 0.9), ("-", True, 0.75)]
 )
@@ -178,6 +179,7 @@ def pairs(text):
     yield from ((NUMBERS[a], NUMBERS[b]) for a, b in re.findall(SPOKEN, text) if a in NUMBERS)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_unseen_sums_are_in_no_turn():
     seen = set()
