@@ -209,6 +209,12 @@ def test_recurrent_states_as_data():
     )
     both = MultiKVCacheParams.from_params({"kv": paged, "state": states})
     assert recurrent_leaf(both) is states and recurrent_leaf(paged) is None
+    beside = RecurrentStateParams(
+        regions=regions, devices=[CPU]
+    )  # its page_size is that of the paged cache
+    assert MultiKVCacheParams.from_params({"state": beside, "kv": paged}).page_size == 16
+    with pytest.raises(ValueError, match="has a page_size"):
+        MultiKVCacheParams.from_params({"state": beside})
     with pytest.raises(ValueError, match="different names"):
         RecurrentStateParams(regions=regions[:1] * 2, devices=[CPU])
     with pytest.raises(ValueError, match="1 devices do not divide into 2 groups"):

@@ -1,5 +1,6 @@
 """Paged caches: a program takes pages and gives the next ones back; attention is that of each sequence by itself."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -200,6 +201,16 @@ def test_settings_of_caches():
         dtype=F, head_dim=D, num_layers=1, devices=[CPU], n_kv_heads=K, num_draft_tokens=4
     )
     assert (spec_decode_cache_slack(PARAMS), spec_decode_cache_slack(drafts)) == (0, 13)
+    for method, per_step, slack in (("eagle", 1, 13), ("dflash", 4, 14)):  # recorded on MAX
+        one = replace(drafts, speculative_method=method)
+        for params in (one, MultiKVCacheParams.from_params({"a": one})):
+            assert params.num_draft_tokens_per_step == per_step, method
+            assert (spec_decode_cache_slack(params), params.num_draft_tokens) == (slack, 4), method
+    assert (PARAMS.num_draft_tokens_per_step, PARAMS.kv_dim, PARAMS.row_bytes) == (0, 2, 4 * K * D)
+    assert both.bytes_per_block == 2 * PARAMS.bytes_per_block and both.tensor_parallel_degree == 1
+    with pytest.raises(ValueError, match="must be one of"):
+        _ = replace(drafts, speculative_method="x").num_draft_tokens_per_step
+    assert not replace(PARAMS, dtype=DType.float8_e5m2).is_fp8_kv_dtype
     assert KVCacheInputsPerDevice[TensorType, BufferValue] is not None
 
 
@@ -208,6 +219,8 @@ def test_settings_of_caches():
     [
         ({"n_kv_heads": 3, "devices": [CPU] * 2}, ValueError, "3 KV heads do not divide over 2 devices"),
         ({"page_size": 0}, ValueError, "page_size must be positive"),
+        ({"slots_per_page": 0}, ValueError, "must divide the 128 tokens"),
+        ({"slots_per_page": 100}, ValueError, "must divide the 128 tokens"),
         ({"devices": [CPU] * 3, "data_parallel_degree": 2}, ValueError, "3 devices do not divide into 2"),
         ({"kvcache_quant_config": KVCacheQuantizationConfig()}, NotImplementedError, "kvcache_quant_config"),
         ({"per_layer_buffers": True}, NotImplementedError, "per_layer_buffers"),
@@ -221,6 +234,9 @@ def test_settings_that_are_refused(change, error, says):
         MultiKVCacheParams.from_params({})
     with pytest.raises(TypeError, match="has MHAKVCacheParams, not int"):
         MultiKVCacheParams.from_params({"a": PARAMS}).child("a", int)
+    for other in ({"page_size": 2 * PAGE}, {"num_draft_tokens": 1}):
+        with pytest.raises(ValueError, match=f"must have one {next(iter(other))}"):
+            MultiKVCacheParams.from_params({"a": PARAMS, "b": replace(PARAMS, **other)})
 
 
 class Attention(Module):

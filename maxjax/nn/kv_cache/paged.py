@@ -7,9 +7,10 @@ maxjax's own models use ``maxjax.nn.KVCache`` instead.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...dtype import DType
@@ -89,18 +90,49 @@ def over_pages(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     )
 
 
+# Whether a method of speculative decoding drafts all its tokens in one step.
+_DRAFTS_AT_ONCE = {
+    None: None,
+    "eagle": False,
+    "mtp": False,
+    "dflash": True,
+    "dflash2": True,
+    "dspark": True,
+}
+
+
 class KVCacheParamInterface:
     """Base class of the settings of caches."""
 
     page_size: int
     devices: Sequence[DeviceRef]
-    num_draft_tokens: int = 0
-    num_draft_tokens_per_step: int = 1
+    data_parallel_degree: int
+    enable_prefix_caching: bool
+    speculative_method: SpeculativeMethod | None
+    num_draft_tokens: int
 
     @property
     def n_devices(self) -> int:
         """The number of devices."""
         return len(self.devices)
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """The number of devices of a group."""
+        return self.n_devices // self.data_parallel_degree
+
+    @property
+    def num_draft_tokens_per_step(self) -> int:
+        """The number of tokens that a step of the draft writes: one, or all at once, or 0 without speculation.
+
+        Raises:
+            ValueError: ``speculative_method`` is unknown.
+        """
+        if self.speculative_method not in _DRAFTS_AT_ONCE:
+            raise ValueError(f"speculative_method is {self.speculative_method!r}: "
+                             f"it must be one of {list(_DRAFTS_AT_ONCE)}")  # fmt: skip
+        all_at_once = _DRAFTS_AT_ONCE[self.speculative_method]
+        return self.num_draft_tokens if all_at_once else int(all_at_once is not None)
 
     def get_symbolic_inputs(self, namespace: str = "") -> Any:
         """The types of a program's inputs, as a tree."""
@@ -145,6 +177,7 @@ class KVCacheParams(KVCacheParamInterface):
         num_layers: number of layers.
         devices: devices; each has some of the KV heads.
         page_size: number of tokens in a page.
+        slots_per_page: number of entries of a page, which divides ``page_size``; one for each token by default.
         data_parallel_degree: number of groups of devices, each of which has its own sequences.
         kvcache_quant_config, per_layer_buffers: not supported; ``maxjax.nn.KVCache`` can be quantised.
 
@@ -173,7 +206,6 @@ class KVCacheParams(KVCacheParamInterface):
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
     speculative_method: SpeculativeMethod | None = None
     num_draft_tokens: int = 0
-    num_draft_tokens_per_step: int = 1
     window_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -194,7 +226,12 @@ class KVCacheParams(KVCacheParamInterface):
             if value:
                 raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported; maxjax.nn.KVCache "
                                           "keeps keys and values as int8")  # fmt: skip
-        self.slots_per_page = self.slots_per_page or self.page_size
+        if self.slots_per_page is None:
+            self.slots_per_page = self.page_size
+        if self.slots_per_page < 1 or self.page_size % self.slots_per_page:
+            raise ValueError(
+                f"slots_per_page is {self.slots_per_page}: it must divide the {self.page_size} tokens of a page"
+            )
 
     @property
     def devices_per_replica(self) -> list[list[DeviceRef]]:
@@ -203,19 +240,14 @@ class KVCacheParams(KVCacheParamInterface):
         return [list(self.devices[i : i + each]) for i in range(0, len(self.devices), each)]
 
     @property
-    def tensor_parallel_degree(self) -> int:
-        """The number of devices of a group."""
-        return len(self.devices) // self.data_parallel_degree
-
-    @property
     def quantized_kv_cache(self) -> bool:
         """Whether keys and values are quantised: False."""
         return False
 
     @property
     def is_fp8_kv_dtype(self) -> bool:
-        """Whether keys and values are float8."""
-        return self.dtype.name.startswith("float8")
+        """Whether keys and values are float8 with four bits of exponent, as MAX's kernels have them."""
+        return self.dtype.name.startswith("float8_e4m3")
 
     @property
     def is_nvfp4_kv_cache(self) -> bool:
@@ -230,16 +262,30 @@ class KVCacheParams(KVCacheParamInterface):
     @property
     def shape_per_block(self) -> list[int]:
         """The shape of a page: keys and values, layers, tokens, KV heads, head_dim."""
-        slots = self.slots_per_page or self.page_size
-        return [2, self.num_layers, slots, self.n_kv_heads_per_device, self.head_dim]
+        assert self.slots_per_page is not None
+        return [
+            self.kv_dim,
+            self.num_layers,
+            self.slots_per_page,
+            self.n_kv_heads_per_device,
+            self.head_dim,
+        ]
+
+    @property
+    def kv_dim(self) -> int:
+        """The number of tensors in a page: keys and values."""
+        return 2
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of the keys of one token and layer on one device, in bytes."""
+        return self.n_kv_heads_per_device * self.head_dim * self.dtype.size_in_bytes
 
     @property
     def bytes_per_block(self) -> int:
         """The size of a page in bytes, summed over the devices of a group."""
         size = self.dtype.size_in_bytes * self.tensor_parallel_degree
-        for one in self.shape_per_block:
-            size *= one
-        return size
+        return size * math.prod(self.shape_per_block)
 
     def get_symbolic_inputs(
         self, namespace: str = ""
@@ -291,37 +337,52 @@ class MHAKVCacheParams(KVCacheParams):
         return max(stop - start, 1)
 
 
+# Settings that all caches of a model share.
+_SHARED = ("page_size", "data_parallel_degree", "devices", "enable_prefix_caching", "speculative_method",
+           "num_draft_tokens")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class MultiKVCacheParams(KVCacheParamInterface):
-    """Settings of several caches of one model, by name."""
+    """Settings of several caches of one model, by name.
 
-    children: Mapping[str, Any] = field(default_factory=dict)
+    ``page_size``, ``devices``, ``num_draft_tokens`` and others are those of the caches, which share them.
+
+    Raises:
+        ValueError: there is no cache, or none has pages, or caches with pages differ in a shared setting.
+    """
+
+    children: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.children:
+            raise ValueError("MultiKVCacheParams needs the settings of at least one cache")
+        paged = {key: one for key, one in self.children.items() if one.page_size}
+        if not paged:
+            raise ValueError(f"no cache of {list(self.children)} has a page_size")
+        for name in _SHARED:
+            found = {key: getattr(one, name) for key, one in paged.items()}
+            first, *others = (list(one) if name == "devices" else one for one in found.values())
+            if any(one != first for one in others):
+                raise ValueError(
+                    f"the caches of MultiKVCacheParams must have one {name}, not {found}"
+                )
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> MultiKVCacheParams:
-        """The settings of several caches.
-
-        Raises:
-            ValueError: ``params`` is empty, or the caches differ in ``page_size`` or devices.
-        """
-        if not params:
-            raise ValueError("MultiKVCacheParams needs the settings of at least one cache")
-        pages = {(one.page_size, tuple(one.devices)) for one in params.values()}
-        if len(pages) > 1:
-            raise ValueError(
-                "the caches of MultiKVCacheParams have one page_size and the same devices"
-            )
+        """The settings of several caches, as the constructor makes them."""
         return cls(dict(params))
 
-    @property
-    def page_size(self) -> int:  # type: ignore[override]
-        """The number of tokens in a page."""
-        return next(iter(self.children.values())).page_size
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SHARED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Recurrent states beside a paged cache have no pages of their own.
+        return getattr(next(one for one in self.children.values() if one.page_size), name)
 
     @property
-    def devices(self) -> Sequence[DeviceRef]:  # type: ignore[override]
-        """The devices, which all caches share."""
-        return next(iter(self.children.values())).devices
+    def bytes_per_block(self) -> int:
+        """The size of a page of every cache together, in bytes, summed over the devices of a group."""
+        return sum(one.bytes_per_block for one in self.children.values())
 
     def child(self, key: str, kind: type[Any]) -> Any:
         """The settings of one cache.

@@ -196,11 +196,6 @@ class RecurrentStateParams(KVCacheParamInterface):
             )
 
     @property
-    def tensor_parallel_degree(self) -> int:
-        """The number of devices of each replica."""
-        return self.n_devices // self.data_parallel_degree
-
-    @property
     def devices_per_replica(self) -> list[list[DeviceRef]]:
         """The devices of each replica."""
         size = self.tensor_parallel_degree
