@@ -15,6 +15,14 @@ from ..linear import Linear
 from .routing import Routing
 
 
+def refuse_no_features(shared_experts_dim: int) -> None:
+    """Raises ValueError for a shared expert without inner features, which would compute nothing."""
+    if shared_experts_dim < 1:
+        raise ValueError(
+            f"shared_experts_dim is {shared_experts_dim}: with has_shared_experts it must be positive"
+        )
+
+
 class MoEGate(Replicated, Module):
     """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
 
@@ -80,7 +88,7 @@ class MoEGate(Replicated, Module):
         chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
         shares = shares.astype(scores.dtype)
         if wraps(hidden_state):
-            return TensorValue(chosen), TensorValue(shares)
+            return TensorValue(chosen).cast(DType.int64), TensorValue(shares)
         return chosen, shares
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:

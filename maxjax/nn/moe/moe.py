@@ -30,7 +30,7 @@ from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .algorithms import ExpertWeights, Kind, between, one_by_one
 from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from .experts import ExpertSplit, mixture, split_of
-from .gate import MoEGate
+from .gate import MoEGate, refuse_no_features
 
 
 class MoE(Module):
@@ -68,7 +68,8 @@ class MoE(Module):
 
     Raises:
         NotImplementedError: experts are quantised, or have replicas.
-        ValueError: ``ep_size`` does not fit the manager or the number of experts.
+        ValueError: ``ep_size`` does not fit the manager or the number of experts, or there is a shared expert
+            without inner features.
 
     Experts that are plain MLPs run together (``experts.mixture``); others run one after the other
     over all tokens, with the same results. No token is dropped, however many choose the same
@@ -141,6 +142,7 @@ class MoE(Module):
             num_experts_per_token=num_experts_per_token, dtype=dtype if wide else DType.bfloat16,
         )  # fmt: skip
         if has_shared_experts:
+            refuse_no_features(shared_experts_dim)
             self.shared_experts = self._mlp(
                 shared_mlp_cls or mlp_cls, self.shared_experts_dtype, shared_experts_dim
             )

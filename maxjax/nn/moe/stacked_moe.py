@@ -23,6 +23,7 @@ from ..layer import Module
 from ..layer.sharded import sharded
 from ..linear import MLP
 from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
+from .gate import refuse_no_features
 
 
 class GateUpFormat(enum.Enum):
@@ -166,6 +167,7 @@ class StackedMoE(Module):
             num_experts_per_token=num_experts_per_token, dtype=router_dtype or DType.bfloat16,
         )  # fmt: skip
         if has_shared_experts:
+            refuse_no_features(shared_experts_dim)
             self.shared_experts = MLP(dtype, None, hidden_dim, shared_experts_dim, self.devices)
         if is_sharding:
             return

@@ -134,6 +134,8 @@ def test_the_gate_gives_scores_as_max_does():
     scores = x @ w["gate_score.weight"].T
     np.testing.assert_array_equal(np.asarray(chosen), np.argsort(-scores)[:, :2])
     np.testing.assert_allclose(np.asarray(shares), -np.sort(-scores)[:, :2], rtol=1e-5, atol=1e-5)
+    with jax.enable_x64(True):
+        assert gate(TensorValue(jnp.asarray(x)))[0].dtype == np.int64
 
 
 @pytest.mark.slow
@@ -162,6 +164,8 @@ def test_what_is_refused():
         ValueError, match="ep_size is 2: it must be the number of devices of ep_batch_manager"
     ):
         nn.MoE([CPU], 6, 4, 2, 8, ep_size=2)
+    with pytest.raises(ValueError, match="shared_experts_dim is 0"):
+        nn.MoE([CPU], 6, 4, 2, 8, has_shared_experts=True)
     with pytest.raises(NotImplementedError, match="copies of 3"):
         nn.MoE([CPU], 6, 4, 2, 8, num_logical_experts=3)
     with pytest.raises(NotImplementedError, match="maxjax.load reads quantised experts"):
