@@ -236,7 +236,8 @@ class Llama3RotaryEmbedding(_Scaled):
 class DynamicRotaryEmbedding(_Scaled):
     """RoPE without a limit on the length of sequences.
 
-    MAX's class grows its table with the positions; here there is no table to grow. With
+    MAX's class grows its table with the positions; here a call needs no table, and ``freqs_cis`` always has
+    2 · ``max_seq_len`` rows: use ``cos_sin(positions)`` for positions beyond. With
     ``DynamicScalingParams``, which MAX does not have, theta grows with the largest
     position of a call, as in Hugging Face's "dynamic".
     """
@@ -246,6 +247,13 @@ class DynamicRotaryEmbedding(_Scaled):
 
     def maybe_update_freqs(self, position_ids: Any) -> None:
         """Does nothing; code written for MAX calls it before it reads the table."""
+
+    @property
+    def inv_freq(self) -> TensorValue:
+        """The frequency of each pair in radians per position, ``[D/2]``, before any scaling."""
+        return TensorValue(unwrap(self._compute_inv_freqs()))
+
+    original_inv_freq = inv_freq
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         scaling, width = self.scaling_params, self._width

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxjax import nn
-from maxjax.nn.attention import MHAMaskVariant, attention
+from maxjax.graph import DeviceRef, ShardingStrategy
+from maxjax.nn.attention import AttentionMaskVariant, MHAMaskVariant, attention
 from tests.nn.layers import call, filled, random, same_everywhere
 from tests.oracles.recorded import recorded, torch, transformers
 
@@ -264,6 +265,27 @@ def test_names_as_max_has_them():
     assert list(layer_of(use_qk_norm=True)[1]) == [
         "q_norm.weight", "k_norm.weight", "o_proj.weight", *projections,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_attributes_as_max_has_them(stacked):
+    layer, w = layer_of(stacked_qkv=stacked, has_bias=True, clip_qkv=0.3, rms_norm_eps=1e-5,
+                        sharding_strategy=ShardingStrategy.tensor_parallel(2))  # fmt: skip
+    assert (layer.stacked_qkv, layer.has_bias, layer.clip_qkv, layer.rms_norm_eps) == (
+        stacked,
+        True,
+        0.3,
+        1e-5,
+    )
+    assert layer.q_weight_dim == 16 and layer.sharding_strategy.is_tensor_parallel
+    names = ["qkv_proj"] if stacked else ["q_proj", "k_proj", "v_proj"]
+    weight, bias = (
+        np.concatenate([w[f"{n}.{kind}"] for n in names]) for kind in ("weight", "bias")
+    )
+    np.testing.assert_allclose(layer.wqkv.to_numpy(), np.clip(weight, -0.3, 0.3), rtol=1e-6)
+    np.testing.assert_array_equal(layer.wqkv_bias.to_numpy(), bias)
+    assert [part.q_weight_dim for part in layer.shard([DeviceRef.CPU()] * 2)] == [8, 8]
+    assert layer_of()[0].wqkv_bias is None and AttentionMaskVariant("causal").name == "CAUSAL_MASK"
 
 
 def test_one_weight_for_three():

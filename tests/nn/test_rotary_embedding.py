@@ -184,6 +184,12 @@ def test_dynamic(length):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_frequencies_of_dynamic():
+    rope = DynamicRotaryEmbedding(**KW)
+    for freqs in (rope.inv_freq, rope.original_inv_freq):  # InternVL's file of MAX reads the latter
+        np.testing.assert_array_equal(freqs.to_numpy(), inv_freqs(8, 1e4))
+
+
 def test_equal_ropes_are_one_definition():
     params = nn.LongRoPEScalingParams([1.0, 1.1], [2.0, 3.0], 2, 16)
     make = lambda: nn.LongRoPERotaryEmbedding(8, 2, 1e4, 4, scaling_params=params)

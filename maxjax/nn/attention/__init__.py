@@ -10,6 +10,7 @@ if _TYPE_CHECKING:
     from .attention_with_rope import (
         TensorParallelAttentionWithRope as TensorParallelAttentionWithRope,
     )
+    from .mask_config import AttentionMaskVariant as AttentionMaskVariant
     from .mask_config import MHAMaskVariant as MHAMaskVariant
     from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
     from .multi_latent_attention import MLAPrefillMetadata as MLAPrefillMetadata
@@ -21,7 +22,7 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "attention_with_rope": "AttentionWithRope TensorParallelAttentionWithRope",
-        "mask_config": "MHAMaskVariant",
+        "mask_config": "AttentionMaskVariant MHAMaskVariant",
         "multi_head_attention": "MultiHeadAttention",
         "multi_latent_attention": "MLAPrefillMetadata",
         "multihead_attention": "MultiheadAttention num_heads_for_device",

@@ -71,6 +71,7 @@ class AttentionWithRope(Module):
 
     Args:
         rope: rotary embedding of queries and keys.
+        sharding_strategy: initial value of the attribute of this name.
         num_attention_heads, num_key_value_heads: numbers H and K of heads; H is a multiple of K.
         hidden_size: length E of the last axis of the input and of the result.
         kv_params: settings of the paged cache, or an object with ``head_dim``; None uses the rope's
@@ -102,6 +103,7 @@ class AttentionWithRope(Module):
         self,
         *,
         rope: RotaryEmbedding,
+        sharding_strategy: ShardingStrategy | None = None,
         num_attention_heads: int,
         num_key_value_heads: int,
         hidden_size: int,
@@ -141,7 +143,8 @@ class AttentionWithRope(Module):
         self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         self.mask_variant = MHAMaskVariant(mask_variant)
         self.sliding_window = sliding_window
-        self.use_qk_norm = use_qk_norm
+        self.stacked_qkv, self.has_bias, self.clip_qkv = stacked_qkv, has_bias, clip_qkv
+        self.use_qk_norm, self.rms_norm_eps = use_qk_norm, rms_norm_eps
         if use_qk_norm:
             self.q_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, dtype, rms_norm_eps)
@@ -152,7 +155,20 @@ class AttentionWithRope(Module):
             hidden_size, [q_dim, kv_dim, kv_dim], ["q_proj", "k_proj", "v_proj"], dtype, device,
             stacked_qkv, has_bias, linear_cls, clip_weight=clip_qkv,
         )  # fmt: skip
+        self.q_weight_dim = q_dim
         self.o_proj = linear_cls(in_dim=q_dim, out_dim=hidden_size, dtype=dtype, device=device)
+        if sharding_strategy is not None:
+            self.sharding_strategy = sharding_strategy
+
+    @property
+    def wqkv(self) -> TensorValue:
+        """The weights of the projections of queries, keys and values, one after the other."""
+        return self.qkv_proj.stacked_weight
+
+    @property
+    def wqkv_bias(self) -> TensorValue | None:
+        """The biases of these projections, one after the other, or None."""
+        return self.qkv_proj.stacked_bias
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits queries, keys and values by heads, and the columns of ``o_proj`` likewise."""
@@ -217,6 +233,7 @@ class AttentionWithRope(Module):
                 n = strategy.num_devices
                 part.n_heads = self.n_heads // n
                 part.num_key_value_heads = self.num_key_value_heads // n
+                part.q_weight_dim = part.n_heads * self.head_dim
                 part.qkv_proj.out_dims = tuple(size // n for size in self.qkv_proj.out_dims)
         return found
 

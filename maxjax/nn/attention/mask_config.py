@@ -1,4 +1,4 @@
-"""MHAMaskVariant: the masks that attention applies by itself, in addition to an explicit mask."""
+"""MHAMaskVariant and AttentionMaskVariant: the masks that attention applies by itself, as values of MAX."""
 
 import enum
 
@@ -11,3 +11,14 @@ class MHAMaskVariant(enum.StrEnum):
     CHUNKED_CAUSAL_MASK = "3"
     SLIDING_WINDOW_CAUSAL_MASK = "4"
     SLIDING_WINDOW_NONCAUSAL_MASK = "5"
+
+
+class AttentionMaskVariant(enum.StrEnum):
+    """The same masks, and that of a tensor, by the names in MAX's configurations."""
+
+    NULL_MASK = "null"
+    CAUSAL_MASK = "causal"
+    TENSOR_MASK = "tensor_mask"
+    CHUNKED_CAUSAL_MASK = "chunked_causal"
+    SLIDING_WINDOW_CAUSAL_MASK = "sliding_window_causal"
+    SLIDING_WINDOW_NONCAUSAL_MASK = "sliding_window_noncausal"
