@@ -164,7 +164,6 @@ MODEL = r"takes a maxjax Module, not int"
         (lambda: maxjax.lora.merge(5), MODEL),
         (lambda: maxjax.lora.remove(5), MODEL),
         (lambda: maxjax.lora.save("x", 5), MODEL),
-        (lambda: maxjax.add_layer_hook(5), "a hook is a function"),
         (lambda: maxjax.make_mesh(model=1, devices=[0]), "devices are those of jax.devices"),
         (lambda: maxjax.draw_attention(np.ones((1, 2, 2)), heads=0), "heads is a list"),
         (lambda: maxjax.draw_attention(np.ones((1, 2, 2)), heads=[0.5]), "numbers of heads"),

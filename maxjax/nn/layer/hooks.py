@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...errors import UserInputError
 from ...graph.weight.epoch import structure_changed
 from .observe.frames import OBSERVERS, OBSERVING
 
@@ -33,7 +32,7 @@ _PREHOOKS: list[Prehook] = []
 
 def _checked(fn: Any) -> Any:
     if not callable(fn):
-        raise UserInputError(f"a hook is a function, not {type(fn).__name__}")
+        raise TypeError(f"a hook is a function, not {type(fn).__name__}")
     return fn
 
 
@@ -43,7 +42,8 @@ def add_layer_hook(fn: Hook) -> None:
     ``args`` and ``kwargs`` are bound by the signature of that ``__call__``: a positional
     parameter that was given by keyword is in ``args``; defaults are not filled in. A return
     value of the hook other than None replaces the outputs. Hooks run in the order in which they
-    were added, inner layers first; a hook that is added twice runs twice.
+    were added, inner layers first; a hook that is added twice runs twice. As in MAX, an ``fn`` that
+    is not callable raises TypeError at the next call of a layer.
 
     Example:
         >>> from maxjax.nn import Module
@@ -57,7 +57,7 @@ def add_layer_hook(fn: Hook) -> None:
         6
         >>> clear_hooks()
     """
-    _HOOKS.append(_checked(fn))
+    _HOOKS.append(fn)
     structure_changed()
 
 
@@ -189,7 +189,7 @@ def dispatch(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict, ou
     for hook in _HOOKS:  # the live list: a hook may clear it or append to it
         if not any(other is hook for other in _HOOKS):
             continue  # an earlier hook has removed it
-        replaced = hook(layer, bound.args[1:], bound.kwargs, outputs)
+        replaced = _checked(hook)(layer, bound.args[1:], bound.kwargs, outputs)
         if replaced is not None:
             outputs = replaced
     return outputs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxjax.graph import DeviceRef, Weight
-from maxjax.nn import Layer, LayerList, Module
+from maxjax.nn import Identity, Layer, LayerList, Module
 from maxjax.nn.hooks import print_hook as hooks
 from maxjax.nn.layer import (
     add_layer_hook,
@@ -126,6 +126,15 @@ def test_instance_attributes_named_call_do_nothing():
     m = loaded()
     m.__dict__["__call__"] = lambda x: 99
     assert m(1.0) == 2
+
+
+def test_what_is_no_function_is_a_type_error_as_in_max():
+    add_layer_hook(3)
+    with pytest.raises(TypeError, match="a hook is a function, not int"):
+        Identity()(1)
+    with pytest.raises(TypeError, match="a hook is a function"), layer_prehook(3):
+        pass
+    clear_hooks()
 
 
 def test_jit_retraces_under_hooks_and_uses_the_old_program_again():
