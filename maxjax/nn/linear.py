@@ -53,6 +53,7 @@ class Linear(LowRank):
     Attributes:
         weight: Weight ``[out_dim, in_dim]``.
         bias: Weight ``[out_dim]``, or None.
+        input_scale, weight_scale, weight_scale_2: always None: MAX's scales of a ``quant_config``.
 
     The result has the wider float dtype of ``x`` and ``weight``. A bias of another dtype is
     added in float32 or wider, and the sum is rounded once.
@@ -63,6 +64,8 @@ class Linear(LowRank):
         (Weight(weight, DType.float32, [Dim(2), Dim(3)], cpu:0),
          Weight(bias, DType.float32, [Dim(2)], cpu:0))
     """
+
+    input_scale = weight_scale = weight_scale_2 = None
 
     def __init__(
         self,

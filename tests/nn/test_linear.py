@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.graph import DeviceRef, TensorValue
+from maxjax.graph import DeviceRef, TensorValue, Weight
 from maxjax.nn.linear import MLP, ColumnParallelLinear, FusedMLP, Linear, add_bias
 from maxjax.nn.product import linear
 from maxjax.nn.stacked_linear import StackedLinear
@@ -63,6 +63,13 @@ def test_names_are_those_of_max():
     assert names(has_bias=True, name="foo") == ["foo.weight", "foo.bias"]
     assert names(name="foo.bar") == ["foo.bar.weight"]
     assert names(has_bias=True, is_sharding=True) == []
+
+
+def test_scales_are_none_as_of_a_layer_of_max_without_them():
+    layer = Linear(3, 2)
+    assert (layer.input_scale, layer.weight_scale, layer.weight_scale_2) == (None, None, None)
+    layer.weight_scale = Weight("weight_scale", "float32", (), CPU)  # MAX's files assign one
+    assert list(layer.raw_state_dict()) == ["weight", "weight_scale"]
 
 
 def test_arguments_are_in_the_order_of_max():
