@@ -35,9 +35,9 @@ nn: YarnScalingParams Allreduce DistributedTransformer DistributedTransformerBlo
 nn: KVCacheInputs KVCacheParams MultiheadAttention QuantFormat ScaleGranularity ScaleOrigin Signals WeightScaleSpec
 nn: TensorParallelAttentionWithRope Transformer forward_moe_sharded_layers split_batch split_batch_replicated
 nn.activation: activation_function_from_name
-nn.attention: AttentionWithRope MHAMaskVariant
+nn.attention: AttentionMaskVariant AttentionWithRope MHAMaskVariant
 nn.attention.attention_with_rope: AttentionWithRope
-nn.attention.mask_config: MHAMaskVariant
+nn.attention.mask_config: AttentionMaskVariant MHAMaskVariant
 nn.clamp: clamp
 nn.conv: Conv1D Conv2d Conv3D
 nn.conv_transpose: ConvTranspose1d
@@ -56,7 +56,8 @@ nn.norm.rms_norm: RMSNorm
 nn.rotary_embedding: Llama3RotaryEmbedding RotaryEmbedding YarnRotaryEmbedding
 nn.sequential: Sequential
 nn.stacked_linear: StackedLinear
-nn.transformer: TransformerBlock
+nn.kv_cache: CacheLeafParamInterface KVCacheParamInterface KVCacheParams MultiKVCacheParams
+nn.transformer: DistributedLogitsPostprocessMixin LogitsPostprocessMixin TransformerBlock distributed_logits_postprocess
 nn.transformer.transformer: TransformerBlock
 """
 NAMES = [(path.strip(), name) for line in TABLE.strip().splitlines()

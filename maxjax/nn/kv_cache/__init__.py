@@ -6,6 +6,7 @@ latent vectors, as floats or int8; ``recurrent`` stores states that do not grow 
 
 from ...absent import absent as _absent
 from .cache import KVCache as KVCache
+from .cache_params import CacheLeafParamInterface as CacheLeafParamInterface
 from .paged import KVCacheInputs as KVCacheInputs
 from .paged import KVCacheInputsPerDevice as KVCacheInputsPerDevice
 from .paged import KVCacheParamInterface as KVCacheParamInterface

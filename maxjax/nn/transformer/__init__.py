@@ -3,8 +3,11 @@
 from ...absent import absent as _absent
 from .distributed_transformer import DistributedTransformer as DistributedTransformer
 from .distributed_transformer import DistributedTransformerBlock as DistributedTransformerBlock
+from .outputs import DistributedLogitsPostprocessMixin as DistributedLogitsPostprocessMixin
+from .outputs import LogitsPostprocessMixin as LogitsPostprocessMixin
 from .outputs import ReturnHiddenStates as ReturnHiddenStates
 from .outputs import ReturnLogits as ReturnLogits
+from .outputs import distributed_logits_postprocess as distributed_logits_postprocess
 from .outputs import logits_postprocess as logits_postprocess
 from .sequence import forward_sequential_layers as forward_sequential_layers
 from .sequence import forward_sharded_layers as forward_sharded_layers
