@@ -7,6 +7,7 @@ name in a safetensors header.
 from __future__ import annotations
 
 import builtins
+import re
 from enum import Enum
 from typing import Any
 
@@ -173,7 +174,7 @@ class DType(Enum):
 
         Args:
             dtype: a DType, a NumPy dtype or scalar type, a jax.numpy or torch dtype, an object
-                with a ``dtype``, or text: "bfloat16", "bf16", "torch.bfloat16".
+                with a ``dtype``, or text in either case: "bfloat16", "bf16", "torch.bfloat16", "fp16".
 
         Raises:
             ValueError: there is no such type.
@@ -308,8 +309,10 @@ def _of_numpy(dtype: Any) -> DType | None:
 
 
 def _from_text(text: str) -> DType:
-    name = text.removeprefix("torch.").removeprefix("DType.")
-    found = DType.__members__.get(name) or _SHORT_NAMES.get(name)
+    name = text.removeprefix("torch.").removeprefix("DType.").lower()
+    # PyTorch's tools call float16 "fp16" and "half".
+    short = "f16" if name == "half" else re.sub(r"^fp(?=\d)", "f", name)
+    found = DType.__members__.get(name) or _SHORT_NAMES.get(short)
     if found is None:
         near = closest(name, DType.__members__)
         hint = f" Did you mean '{near}'?" if near else ""

@@ -152,6 +152,9 @@ def test_of_takes_every_spelling():
     same = ["float32", "f32", "torch.float32", "DType.float32", np.float32, np.dtype("<f4")]
     same += [jnp.float32, DType.float32, np.zeros(1, "f4"), jnp.zeros(1), np.float32(1)]
     assert {DType.of(x) for x in same} == {DType.float32}
+    same16 = ["fp16", "FP16", "half", "F16", "torch.half", "Float16"]
+    assert {DType.of(x) for x in same16} == {DType.float16}
+    assert DType.of("BF16") is DType.bfloat16 and DType.of("fp32") is DType.float32
     assert DType.of(bool) is DType.of("bool") is DType.bool
     assert DType.of(ml_dtypes.float8_e4m3fn) is DType.float8_e4m3fn
 

@@ -208,20 +208,14 @@ def shard_size(found: str) -> str:
     return _checked(found, size_in_bytes, r"^max_shard_size(?:=| is )")
 
 
-_SHORT = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32",
-          "fp32": "float32", "f64": "float64", "fp64": "float64"}  # fmt: skip
-
-
 def dtype(found: str) -> str:
     """The type of the name of a dtype; short names become long ones."""
     from ..dtype import DType
 
-    name = _SHORT.get(found.lower(), found)
     try:
-        DType.of(name)
-    except (TypeError, ValueError, KeyError) as error:
+        return DType.of(found).name
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"{_short(found)} is not a dtype: {error}") from None
-    return name
 
 
 def float_type(found: str) -> str:

@@ -86,9 +86,7 @@ def read_axes(text: str) -> Iterator[tuple[str, int]]:
 def read_dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
-    # PyTorch's tools call float16 "fp16".
-    name = re.sub(r"^fp(?=\d)", "f", dtype) if isinstance(dtype, str) else dtype
-    found = named_dtype(option, name)
+    found = named_dtype(option, dtype)
     if option == "cache_dtype":
         check_cache_dtype(found)
     elif not found.is_float():
