@@ -136,7 +136,7 @@ text/tokenizer: arguments patterns limits added sentencepiece tekken vocab files
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults
-engine: hub load packing embed rerank perplexity session api memory
+engine: hub load isolation packing embed rerank perplexity session api memory
 engine/plan: topology options footprint meshes
 engine/quantize: importance choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

@@ -31,6 +31,7 @@ from ..nn.layer.walk import check_module
 from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from .isolation import isolated
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
 
 # The smallest padded length: shorter programs are hardly faster.
@@ -160,6 +161,7 @@ def _embed(
     )  # fmt: skip
 
 
+@isolated()
 def pooled_rows(
     model: Any,
     tokenizer: Tokenizer,

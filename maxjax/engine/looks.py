@@ -31,6 +31,7 @@ from ..rendering.picture import bars, histogram, image, number, small_histogram
 from ..rendering.rendered import boxed, card, table
 from ..rendering.row import counted, short
 from .drawings import ShardingDrawing, draw_sharding
+from .isolation import isolated
 from .statistics import Statistics, fetched, measured
 
 _HEAD = ("name", "type", "min", "mean", "max", "std", "zeros", "NaN", "Inf", "")
@@ -195,6 +196,7 @@ class TreeLook(Mapping[str, ArrayLook]):
         return boxed(f"<b>{html.escape(short(self.title, 200))}</b>{warnings}{body}{more}")
 
 
+@isolated()
 def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
     """Shows the values of arrays: statistics, a histogram, an image.
 

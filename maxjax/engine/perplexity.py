@@ -30,6 +30,7 @@ from ..nn.layer.walk import check_module
 from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..text.tokenizer.tokenizer import Tokenizer
+from .isolation import isolated
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
@@ -129,6 +130,7 @@ def perplexity(
     return found
 
 
+@isolated()
 def _perplexity(
     model: Any,
     tokenizer: Tokenizer | None,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..engine.isolation import isolated
 from ..engine.quantize.shards import encode_array
 from ..errors import UserInputError
 from ..graph.placement.device_major import DeviceMajor
@@ -26,6 +27,7 @@ from .targets import TargetLayer
 M = TypeVar("M", bound=Module)
 
 
+@isolated()
 def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     """Returns a new model whose weights are ``W + scale · B @ A``, rounded once.
 

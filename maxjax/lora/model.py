@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ..dtype import DType
+from ..engine.isolation import isolated
 from ..errors import UserInputError
 from ..graph.placement.specs import names_in, spec_of
 from ..graph.weight.weight import Weight
@@ -30,6 +31,7 @@ M = TypeVar("M", bound=Module)
 BIASES = ("none", "lora_only", "all")
 
 
+@isolated()
 def add(
     model: M,
     patterns: str | Iterable[str] | None = None,

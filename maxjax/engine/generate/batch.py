@@ -21,6 +21,7 @@ from ...nn.layer.observe.programs import Watch
 from ...nn.layer.walk import check_module
 from ...nn.random_key import checked_key
 from ...progress import compiling
+from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
@@ -60,6 +61,7 @@ class Batch:
         [4, 2]
     """
 
+    @isolated()
     def __init__(
         self,
         model: Any,
@@ -119,6 +121,7 @@ class Batch:
 
     # --- steps -------------------------------------------------------------------------------
 
+    @isolated()
     def prefill(self) -> DispatchTokens:
         """Runs the prompt tokens that are not in the cache yet, and samples each first token.
 
@@ -142,6 +145,7 @@ class Batch:
         counts = (np.asarray(lengths) > 0).astype(np.int32)
         return DispatchTokens(first.tokens, counts, done, bad, first)
 
+    @isolated()
     def decode(self, count: int = MAX_STEPS) -> DispatchTokens:
         """Dispatches the next decode steps, at most ``count``; :meth:`fetch` waits for the tokens."""
         if not 0 < count <= MAX_STEPS:
@@ -164,15 +168,18 @@ class Batch:
                 self.together, program, *args, rows=self._rows, **recorded, **static
             )
 
+    @isolated()
     def fetch(self, written: DispatchTokens) -> DispatchTokens:
         """Waits for the tokens of :meth:`decode` and copies them to the host."""
         return self.together.fetch(written)
 
+    @isolated()
     def stop(self, which: Sequence[bool]) -> None:
         """Ends the texts for which ``which`` is True."""
         done = self.together.fetch(self.state.done) | np.asarray(which, bool)
         self.state = self.state._replace(done=self._put(done))
 
+    @isolated()
     def resume(self, prompt: Sequence[int], limit: int, key: jax.Array | None = None) -> bool:
         """Replaces the only row by another prompt, and keeps the cache of their common prefix.
 

@@ -11,9 +11,11 @@ import numpy as np
 
 from ...errors import UnsupportedModelError, UserInputError
 from ...nn.layer import layer_hook
+from ..isolation import isolated
 from .batch import check_model
 
 
+@isolated()
 def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
     """Finds the first layer whose output has a NaN or an infinity for a prompt.
 

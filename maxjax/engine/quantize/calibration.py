@@ -25,11 +25,13 @@ from ...nn.stacked_linear import StackedLinear
 from ...nn.transposed_linear import TransposedLinear
 from ...progress import compiling, task
 from ...text.tokenizer.arguments import check_is_tokenizer
+from ..isolation import isolated
 from .importance import Importance
 
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
 
 
+@isolated()
 def calibrate(
     model: Module,
     tokenizer: Any,
