@@ -1,15 +1,18 @@
 """Python's operators, and some methods, for values that represent arrays.
 
-They are written out, not generated, so that editors and type checkers know them; ``value.py`` defines
+Operators are written out, not generated, so that editors and type checkers know them; ``value.py`` defines
 what an operator does.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from types import GenericAlias
 from typing import Any
+
+import jax
 
 
 class Value:
@@ -34,6 +37,18 @@ class Value:
             TypeError: it is none.
         """
         raise TypeError(f"Value is not a BufferValue, was '{type(self).__name__}'")
+
+
+def _of_array(name: str) -> Any:
+    """The method of jax.Array with this name, as a method that passes its arguments to the array."""
+
+    def method(self: Operators, *args: Any, **options: Any) -> Any:
+        return getattr(self._as_array(), name)(*args, **options)
+
+    # Of an abstract class; tolist is a method of concrete arrays alone.
+    method = functools.wraps(getattr(jax.Array, name, method))(method)
+    method.__name__, method.__doc__ = name, f"``jax.Array.{name}``."
+    return method
 
 
 class Operators(Value):
@@ -173,32 +188,27 @@ class Operators(Value):
     def __round__(self, digits: int | None = None) -> Any:
         return self._result(self._as_array().round(digits or 0))
 
-    # Methods of jax.Array that MAX's values do not have, for plain JAX code; they return plain arrays.
+    # What jax.Array has and MAX's values do not, for plain JAX code. Functions return plain arrays; everything else
+    # of an array (``addressable_shards``, ``view``) is that of ``value``.
 
-    def sum(self, *args: Any, **options: Any) -> Any:
-        """``jax.Array.sum``, by default over all axes, which are removed."""
-        return self._as_array().sum(*args, **options)
+    all, any, argmin, argsort = map(_of_array, ("all", "any", "argmin", "argsort"))
+    clip, conj, cumprod, cumsum = map(_of_array, ("clip", "conj", "cumprod", "cumsum"))
+    devices, diagonal, dot, nonzero = map(_of_array, ("devices", "diagonal", "dot", "nonzero"))
+    prod, ptp, ravel, repeat, round = map(_of_array, ("prod", "ptp", "ravel", "repeat", "round"))
+    sort, std, sum, swapaxes = map(_of_array, ("sort", "std", "sum", "swapaxes"))
+    take, tolist, trace = map(_of_array, ("take", "tolist", "trace"))
 
-    def prod(self, *args: Any, **options: Any) -> Any:
-        """``jax.Array.prod``, by default over all axes, which are removed."""
-        return self._as_array().prod(*args, **options)
+    @property
+    def mT(self) -> Any:
+        """``jax.Array.mT``: the last two axes swapped."""
+        return self._as_array().mT
 
-    def any(self, *args: Any, **options: Any) -> Any:
-        """``jax.Array.any``."""
-        return self._as_array().any(*args, **options)
+    @property
+    def real(self) -> Any:
+        """``jax.Array.real``."""
+        return self._as_array().real
 
-    def all(self, *args: Any, **options: Any) -> Any:
-        """``jax.Array.all``."""
-        return self._as_array().all(*args, **options)
-
-    def swapaxes(self, first: int, second: int) -> Any:
-        """``jax.Array.swapaxes``."""
-        return self._as_array().swapaxes(first, second)
-
-    def ravel(self) -> Any:
-        """``jax.Array.ravel``."""
-        return self._as_array().ravel()
-
-    def clip(self, *args: Any, **options: Any) -> Any:
-        """``jax.Array.clip``."""
-        return self._as_array().clip(*args, **options)
+    @property
+    def imag(self) -> Any:
+        """``jax.Array.imag``."""
+        return self._as_array().imag

@@ -44,6 +44,26 @@ class Methods(TensorValue):
     max, min, mean = map(_method, ("max", "min", "mean"))
     var, argmax, squeeze = map(_method, ("var", "argmax", "squeeze"))
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.size_in_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, also while there is no value."""
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        """The size of the first axis, also while there is no value.
+
+        Raises:
+            TypeError: there is no axis, or its size is not known.
+        """
+        if not self.rank:
+            raise TypeError("len() of a weight without axes")
+        return int(self.shape[0])
+
     def transpose(self, *axes: Any) -> Any:
         """With two axes, both swapped, as in MAX; otherwise ``jax.Array.transpose``.
 

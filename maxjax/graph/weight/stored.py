@@ -219,8 +219,17 @@ class StoredWeight:
         )  # fmt: skip
 
     def declare(self, dtype: DType, dims: tuple[Any, ...]) -> None:
-        """Sets dtype and shape, and drops the value."""
+        """Sets dtype and shape, and drops the value.
+
+        Raises:
+            ValueError: a size is negative.
+        """
         self.refuse_in_stack("another shape or dtype")
+        if any(isinstance(d, StaticDim) and d.dim < 0 for d in dims):
+            shape = ", ".join(map(str, dims))
+            raise ValueError(
+                f"weight '{self.weight.name}' has a negative size: its shape is [{shape}]"
+            )
         self.weight._dtype, self.weight._dims = dtype, dims
         self.weight._put(self.blank())
         structure_changed()

@@ -54,7 +54,7 @@ class Weight(OfWeight, Methods):
 
     Raises:
         TypeError: an argument is missing, or the shape is not a sequence.
-        ValueError: the Weight is used as an array while it has no value.
+        ValueError: a size is negative, or the Weight is used as an array while it has no value.
 
     A Weight is a pytree with one leaf and works in jnp functions, operators and
     indexing; ``jax.lax`` functions need ``w.value``. ``x @ w.T`` is the fast matmul

@@ -301,7 +301,31 @@ def test_it_is_a_pytree_of_one_leaf():
     assert jax.eval_shape(lambda w: w.T.array() @ w, lazy).shape == (3, 3)
 
 
+def test_methods_of_arrays():
+    w, array = loaded(), jnp.asarray(A)
+    for use in (
+        lambda x: x.std(axis=0),
+        lambda x: x.argmin(1),
+        lambda x: x.cumsum(0),
+        lambda x: x.round(1),
+        lambda x: x.mT,
+    ):
+        _same(use(w), use(array))
+    assert w.tolist() == array.tolist() and w.devices() == array.devices()
+    lazy = Weight("w", "bfloat16", (4, 3), CPU)
+    assert (len(lazy), lazy.itemsize, lazy.nbytes, bool(Weight("e", "int8", (0,), CPU))) == (
+        4,
+        2,
+        24,
+        True,
+    )
+    with pytest.raises(TypeError, match="without axes"):
+        len(loaded(A[0, 0]))
+
+
 def test_bad_declarations():
+    with pytest.raises(ValueError, match=r"'w' has a negative size: its shape is \[3, -1\]"):
+        Weight("w", "float32", (3, -1), CPU)
     with pytest.raises(TypeError, match="shape"):
         Weight("w", DType.float32)
     with pytest.raises(TypeError):
