@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import UserInputError
 from ..progress import short, task
-from .options import pooling, positive
+from .options import auto_or_float, pooling, positive
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +38,9 @@ def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype of the weights (default: the checkpoint's)",
+        type=auto_or_float,
+        metavar="TYPE",
+        help="dtype of the weights, such as bf16 or float32 (default: the checkpoint's)",
     )
 
 
@@ -49,11 +51,12 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Path,
-        metavar="FILE.npy",
-        help="write one float32 array [texts, width] (default: JSON lines on stdout)",
+        type=output_file,
+        metavar="FILE",
+        help="write FILE.npy, one float32 array [texts, width], or FILE.jsonl, JSON lines "
+        "(default: JSON lines on stdout)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE.npy if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parser.add_argument(
         "--pooling",
         type=pooling,
@@ -72,6 +75,15 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the first N numbers of each vector (for models trained for it)",
     )
     batch_arguments(parser, "texts")
+
+
+def output_file(found: str) -> Path:
+    """The type of a file of embeddings, whose name says its format."""
+    if found.lower().endswith((".npy", ".jsonl")):
+        return Path(found)
+    raise argparse.ArgumentTypeError(
+        f"{found}: it must end in .npy (one array) or .jsonl (JSON lines)"
+    )
 
 
 def embed(options: argparse.Namespace) -> Iterable[str]:
@@ -105,14 +117,24 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
         text = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
         text = text.replace("truncate_dim is", "--truncate-dim is")
         raise UserInputError(text) from error
-    if options.output is not None:
-        _save_npy(options.output, embeddings)
-        return []
-    return (
+    if options.output is None:
+        return _lines(texts, embeddings)
+    with _replacing(options.output) as file:
+        if options.output.suffix.lower() == ".npy":
+            import numpy as np
+
+            np.save(file, embeddings)
+        else:
+            file.writelines(f"{line}\n".encode() for line in _lines(texts, embeddings))
+    return []
+
+
+def _lines(texts: Iterable[str], embeddings: Any) -> Iterator[str]:
+    """A JSON object for each text."""
+    for text, row in zip(texts, embeddings, strict=True):
         # The shortest digits that give the same float32 again.
-        json.dumps({"text": text, "embedding": [float(str(v)) for v in row]}, ensure_ascii=False)
-        for text, row in zip(texts, embeddings, strict=True)
-    )
+        vector = [float(str(v)) for v in row]
+        yield json.dumps({"text": text, "embedding": vector}, ensure_ascii=False)
 
 
 def stdin_lines() -> list[str]:
@@ -122,16 +144,15 @@ def stdin_lines() -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line
 
 
-def _save_npy(path: Path, array: Any) -> None:
-    """Writes a temporary file beside ``path`` and renames it, so that no partial file is seen."""
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file beside ``path``, renamed to it at the end, so that no partial file is seen."""
     import tempfile
 
-    import numpy as np
-
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".npy.part")
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=f"{path.suffix}.part")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.save(file, array)
+            yield file
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only the owner can read

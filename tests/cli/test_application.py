@@ -114,6 +114,7 @@ def test_version():
         ("embed", "--model", "x", "--batch-size", "0", "text"),
         ("embed", "--model", "x", "--truncate-dim", "0", "text"),
         ("embed", "--model", "x", "--dtype", "int8", "text"),
+        ("embed", "--model", "x", "--output", "o.txt", "text"),
     ],
 )
 def test_wrong_usage_is_2(arguments):
@@ -257,6 +258,9 @@ def test_embed_arguments_stdin_and_file_agree(minilm, tmp_path):
     assert succeeds("embed", "--model", minilm, "--output", path, stdin=stdin) == ""
     np.testing.assert_array_equal(np.load(path), rows)
     assert list(tmp_path.iterdir()) == [path]
+    lines = tmp_path / "out.jsonl"
+    assert succeeds("embed", "--model", minilm, "--output", lines, *texts, run=maxjax) == ""
+    assert lines.read_text(encoding="utf-8") == out
 
 
 @pytest.mark.slow
@@ -285,7 +289,9 @@ def test_embed_output_directory_is_checked_first(tmp_path):
 
 
 def test_embed_output_is_a_directory(tmp_path):
-    assert "is a directory" in fails("embed", "--model", tmp_path, "--output", tmp_path, "text")
+    path = tmp_path / "o.npy"
+    path.mkdir()
+    assert "is a directory" in fails("embed", "--model", tmp_path, "--output", path, "text")
 
 
 @pytest.mark.slow
