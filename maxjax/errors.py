@@ -51,9 +51,13 @@ class CheckpointError(Exception):
         self.offset = offset
         self.expected = expected
         self.found = found
-        self.hint = self.advice if hint is None else hint
+        self.hint = self._advice() if hint is None else hint
         self.message = self._compose()
         super().__init__(self.message)
+
+    def _advice(self) -> str:
+        """The hint by default."""
+        return self.advice
 
     def _compose(self) -> str:
         parts = []
@@ -106,6 +110,11 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
     """A file, shard, split part or host directory does not exist."""
 
     advice = "Check the path."
+
+    def _advice(self) -> str:
+        if self.path is not None and self.path.startswith("~"):
+            return "Check the path: ~ is not expanded, pass os.path.expanduser(path)."
+        return self.advice
 
 
 class CheckpointAccessError(CheckpointError, PermissionError):

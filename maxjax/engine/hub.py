@@ -300,7 +300,7 @@ def find_model(
         single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
         raise CheckpointMissingError(
             "no such file or directory", path=path,
-            hint=f"Check the path{'; a name on the Hugging Face hub has two parts: org/name' * bool(single)}.",
+            hint="Check the path; a name on the Hugging Face hub has two parts: org/name." if single else None,
         )  # fmt: skip
     if filename is not None and found.file not in (None, filename):
         raise UserInputError(

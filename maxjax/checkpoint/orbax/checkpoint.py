@@ -25,6 +25,7 @@ from ...rendering.row import Row, counted
 from ...rendering.row import short as short_text
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names, steps
+from ...storage.save.durable import absolute
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..pretrained import flat_name, model_files, tokenizer_files
@@ -144,7 +145,7 @@ def _begin(
         dtype = main_dtype(model.raw_state_dict())
         files = model_files(model, dtype=dtype)
         beside |= {flat_name(name): found for name, found in files.items()}
-    root = os.path.abspath(os.fsdecode(path))
+    root = absolute(path)
     with task(f"saving {short(root)}") if wait else contextlib.nullcontext():
         return start(root, step, trees, keep, beside, wait=wait)
 
@@ -320,7 +321,7 @@ class CheckpointManager(Rendered):
     def __init__(
         self, path: PathLike, *, max_to_keep: int | None = None, keep_every: int | None = None
     ):
-        self.path = Path(os.path.abspath(os.fsdecode(path)))
+        self.path = Path(absolute(path))
         self._newest = newest(max_to_keep)
         self._every = None if keep_every is None else whole_number("keep_every", keep_every, 1)
         self._response: Response | None = None

@@ -31,7 +31,7 @@ from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
 from ...storage.digests import DIRECTORY, NAME, Record, to_bytes
 from ...storage.orbax.maxjax_metadata import custom_metadata
-from ...storage.save.durable import flush_folder, require_name, save_failed
+from ...storage.save.durable import flush_folder, save_failed
 from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
 from .arrays import held_parts, is_on_host, owners
@@ -128,7 +128,6 @@ def start(
     Raises:
         CheckpointError: an error of :class:`NewStep`, or the save failed at its start.
     """
-    require_name(root)
     before = _running.get(os.path.realpath(root))
     if before is not None:
         before._wait_over()

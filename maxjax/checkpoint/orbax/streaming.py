@@ -21,6 +21,7 @@ from ...graph.weights.given import host_or_jax
 from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
+from ...storage.save.durable import absolute
 from ..file_set import out_of_memory
 from .api import add, finish, quiet
 from .arrays import check_names, storable
@@ -66,7 +67,7 @@ def stream(
         raise UserInputError("there is nothing to save: every tensor is empty (a size is 0)")
     metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
-    target = NewStep(os.path.abspath(root), None, sum(map(_nbytes, full.values())))
+    target = NewStep(absolute(root), None, sum(map(_nbytes, full.values())))
     target.beside = dict(beside)
     # Orbax runs in a thread, as the caller's may have a running event loop (a notebook's does).
     with ThreadPoolExecutor(1, "maxjax-save") as pool:

@@ -15,13 +15,30 @@ from ..files import os_error
 
 
 def require_name(path: str) -> None:
-    """Refuses a path that no file can have.
+    """Refuses a path that no file can have, or that begins with the shell's ``~`` for a home directory.
 
     Raises:
-        CheckpointMissingError: a NUL character is in it.
+        CheckpointMissingError: a NUL character is in it, or it begins with ``~``.
     """
     if "\0" in path:
         raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+    if os.path.expanduser(path) != path:
+        raise CheckpointMissingError("there is no directory ~", path=path)
+
+
+def absolute(path: str | bytes | os.PathLike[Any]) -> str:
+    """The absolute path of what is written.
+
+    Raises:
+        CheckpointMissingError: as for :func:`require_name`.
+
+    Example:
+        >>> absolute("/tmp/run")
+        '/tmp/run'
+    """
+    name = os.fsdecode(path)
+    require_name(name)
+    return os.path.abspath(name)
 
 
 def require_writable(path: str) -> None:

@@ -17,7 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxjax.errors import CheckpointAccessError, CheckpointBusyError, CheckpointSaveError
+from maxjax.errors import (
+    CheckpointAccessError,
+    CheckpointBusyError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+)
 from maxjax.storage.save import durable, staging
 from maxjax.storage.save.staging import Staging, leftovers, sweep
 
@@ -51,6 +56,14 @@ def broken(call, number=errno.EIO, at=1, of=os):
 
 
 # -- what it writes
+
+
+@pytest.mark.parametrize("write", [saved, durable.absolute, durable.require_writable])
+def test_the_shell_s_name_of_a_home_directory_is_refused(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointMissingError, match=r"^~/run: .* pass os.path.expanduser"):
+        write("~/run")
+    assert not os.listdir(tmp_path)
 
 
 def test_files_are_made_and_replaced(tmp_path):
