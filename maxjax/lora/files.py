@@ -20,11 +20,11 @@ from ..graph.weights.gathering import Gathering
 from ..graph.weights.same import same_content
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
-from ..models.weights import model_facts, named_dtype, shardings_of
+from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
 from ..storage.strict_json import load_json
-from .model import adapted, attached
+from .model import adapted, attached, update_dtype
 from .peft import (
     CONFIG,
     OLD_WEIGHTS,
@@ -107,7 +107,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         else:
             gathering.follow()
         together.finish()
-    return Path(path)
+    return Path(directory)
 
 
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
@@ -129,7 +129,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             not supported; the message names the setting.
     """
     check_module(model, "lora.load")
-    directory = Path(path)
+    directory = Path(os.fsdecode(path))
     file = next(
         (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None
     )
@@ -137,9 +137,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         raise CheckpointMissingError(
             f"no {WEIGHTS}", path=directory, hint=f"An adapter is a directory with it and {CONFIG}."
         )
-    kind = None if dtype is None else named_dtype("dtype", dtype)
-    if kind is not None and (not kind.is_float() or kind.size_in_bits < 16):
-        raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
+    kind = None if dtype is None else update_dtype(dtype)
     with load_weights(file) as weights:
         with weights._beside.files() as folder:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))

@@ -78,6 +78,7 @@ def unmerge(model: M) -> M:
     Raises:
         UserInputError: the model has no LoRA weights, they are not merged, or base weights are quantised.
     """
+    check_module(model, "lora.unmerge")
     if not all(one.layer.lora.merged for one in adapted(model)):
         raise UserInputError("the LoRA weights are not merged: there is nothing to take out")
     return _changed(model, -1.0, False)

@@ -95,9 +95,7 @@ def add(
         raise UserInputError(f"alpha must be a number, not {alpha!r}")
     if bias not in BIASES:
         raise UserInputError(f"bias must be one of {', '.join(map(repr, BIASES))}, not {bias!r}")
-    kind = named_dtype("dtype", dtype)
-    if not kind.is_float() or kind.size_in_bits < 16:
-        raise UserInputError(f"dtype must be a float of 16 bits or more, not {kind.name}")
+    kind = update_dtype(dtype)
     check_module(model, "lora.add")
     names = chosen(model, patterns)
     if key is not None:
@@ -109,6 +107,18 @@ def add(
     if dora:
         _set_magnitudes(new, model)
     return init(new, key)
+
+
+def update_dtype(dtype: Any) -> DType:
+    """The dtype of A and B that a user named.
+
+    Raises:
+        UserInputError: it is not a float of 16 bits or more.
+    """
+    found = named_dtype("dtype", dtype)
+    if not found.is_float() or found.size_in_bits < 16:
+        raise UserInputError(f"dtype must be a float of 16 bits or more, not {found.name}")
+    return found
 
 
 def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:

@@ -25,6 +25,7 @@ from ..errors import (
     UserInputError,
     some,
 )
+from .checksums import check_verify
 from .digests import NAME as DIGESTS
 from .digests import Record, attach, warn_without_checksums
 from .directory import choose, is_weights, no_weights, unread
@@ -90,8 +91,7 @@ def open_checkpoint(
         maxjax.errors.CheckpointMissingError: no/such/directory: no such file. Check the path.
     """
     limits = in_force(limits)
-    if verify is not True and verify is not False and verify != "auto":
-        raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
+    check_verify(verify)
     paths = [path] if isinstance(path, str | bytes | os.PathLike) else path
     paths = [os.fsdecode(one) for one in paths]
     if not paths:

@@ -122,7 +122,9 @@ def _marked(content: Any) -> Any:
     if not isinstance(content, (list, tuple)):
         return None
     places = [
-        i for i, block in enumerate(content) if isinstance(block, Mapping) and "text" in block
+        i
+        for i, block in enumerate(content)
+        if isinstance(block, Mapping) and isinstance(block.get("text"), str)
     ]
     if not places:
         return None

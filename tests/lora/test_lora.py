@@ -281,6 +281,7 @@ def test_16_bits_are_added_in_the_wider_type():
         (lora.merge, UserInputError, "has no LoRA weights"),
         (lora.remove, UserInputError, "has no LoRA weights"),
         (lambda m: lora.unmerge(lora.add(m)), UserInputError, "not merged"),
+        (lambda m: lora.unmerge((m, None)), UserInputError, "lora.unmerge takes a maxjax Module"),
         (lambda m: lora.merge(lora.add(m)), UserInputError, "not loaded"),
         (lambda m: maxjax.partition(m, "*.lora_*"), UserInputError, "no weight has a name like"),
         (lambda m: maxjax.save_pretrained(drawn(lora.add(m, key=jax.random.key(0))), "/nowhere/x"),

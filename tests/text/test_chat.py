@@ -416,7 +416,7 @@ def test_a_last_message_that_cannot_be_continued(tokenizer):
     use = functools.partial(apply_chat_template, tokenizer, continue_final_message=True)
     with pytest.raises(UserInputError, match="does not show the last message"):
         use([USER], chat_template="x")
-    for content in (None, [{"type": "image"}]):
+    for content in (None, [{"type": "image"}], [{"type": "text", "text": None}]):
         with pytest.raises(UserInputError, match="no text to continue"):
             use([{"role": "assistant", "content": content}], chat_template="x")
 

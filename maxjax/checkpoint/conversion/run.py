@@ -160,7 +160,7 @@ def _format(target: Path, to: str | None) -> str:
 def _encoding(quantize: str | None, kind: str) -> str | None:
     if quantize is None:
         return None
-    if quantize.lower() not in MIXTURES:
+    if not isinstance(quantize, str) or quantize.lower() not in MIXTURES:
         raise UserInputError(f"quantize={quantize!r}: it must be one of {', '.join(MIXTURES)}")
     if kind != "gguf":
         raise UserInputError(f"quantize={quantize!r} is for GGUF files: {kind} has no such blocks")

@@ -18,6 +18,7 @@ from typing import Any, Self
 from ...errors import CheckpointError, CheckpointMissingError, UserInputError, releasing, some
 from ...models.weights import main_dtype
 from ...nn.layer import Module
+from ...nn.layer.walk import check_module
 from ...progress import short, task
 from ...rendering.division import numbers
 from ...rendering.rendered import Rendered
@@ -220,7 +221,10 @@ def restore(
         CheckpointCorruptError: a checksum does not match; the tensor is named.
         CheckpointError: the checkpoint cannot be read.
         OutOfMemoryError: the devices, or the host, cannot hold the values.
+        UserInputError: the model is not a Module, or ``verify`` is not "auto", True or False.
     """
+    if model is not None:
+        check_module(model, "checkpoint.restore")
     root = os.fsdecode(path)
     step = None if step is None else whole_number("step", step, 0)
     for attempt in range(_RETRIES + 1):

@@ -69,7 +69,7 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
     found = orbax_items(directory)
     item = title if title in found else chosen(found) if title == MODEL else None
     # The metadata that maxjax wrote is the same in every tree.
-    table = open_orbax(directory, item=next(iter(found)) if item is None else item)
+    table = open_orbax(directory, item=next(iter(found)) if item is None else item, verify=verify)
     try:
         saved = _saved(directory, title, item, table)
     except BaseException:
@@ -77,8 +77,6 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
         raise
     if saved is None or saved.table is not table:
         table.close()
-    if saved is not None:
-        saved.table.verify = verify
     return saved
 
 

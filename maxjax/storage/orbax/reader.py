@@ -28,6 +28,7 @@ from ...errors import (
     CheckpointUnsafeError,
 )
 from ..boxes import Box, Wanted, copy_shared, count, enclosing, extents, overlap, within
+from ..checksums import check_verify
 from ..digests import DIRECTORY, NAME, read_digests
 from ..entry import Checksum, Coding, TensorEntry
 from ..files import OpenFile, open_regular
@@ -71,12 +72,14 @@ def open_orbax(
         CheckpointUnsafeError: a name leads out of the directory.
         CheckpointLimitError: the checkpoint exceeds ``limits``.
         CheckpointAccessError: a file may not be read.
+        UserInputError: ``verify`` is not "auto", True or False.
 
     Example:
         >>> open_orbax("no/such/checkpoint")
         Traceback (most recent call last):
         maxjax.errors.CheckpointMissingError: no/such/checkpoint: no such file. Check the path.
     """
+    check_verify(verify)
     limits = in_force(limits)
     location, tree, metadata = _open_tree(os.fsdecode(path), item, limits)
     extra = read_maxjax_metadata(metadata, location.checkpoint, location.item, limits)

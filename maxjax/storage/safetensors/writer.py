@@ -7,6 +7,7 @@ and name, the header compact and padded with spaces.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,18 +70,13 @@ def _type(one: Outgoing) -> str:
         raise CheckpointMismatchError(
             "safetensors has no such dtype", tensor=one.name, found=one.dtype.name
         )
-    if one.dtype is DType.float4_e2m1fn and one.nbytes * 2 != _count(one):
+    if one.dtype is DType.float4_e2m1fn and one.nbytes * 2 != math.prod(one.shape):
         raise CheckpointMismatchError(
-            "safetensors holds an even number of float4 values", tensor=one.name, found=_count(one)
+            "safetensors holds an even number of float4 values",
+            tensor=one.name,
+            found=math.prod(one.shape),
         )
     return name
-
-
-def _count(one: Outgoing) -> int:
-    count = 1
-    for size in one.shape:
-        count *= size
-    return count
 
 
 def file_pieces(
@@ -160,7 +156,7 @@ def index(files: Sequence[SetFile]) -> bytes:
     """The JSON text of a set's index, as transformers writes it."""
     weight_map = {one.name: shard.name for shard in files for one in shard.tensors}
     metadata = {
-        "total_parameters": sum(_count(one) for shard in files for one in shard.tensors),
+        "total_parameters": sum(math.prod(one.shape) for shard in files for one in shard.tensors),
         "total_size": sum(shard.nbytes for shard in files),
     }
     document = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
@@ -179,6 +175,7 @@ def size_in_bytes(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size), re.IGNORECASE)
     unit = _UNITS.get(found[2].upper()) if found else None
-    if isinstance(size, bool) or found is None or unit is None or float(found[1]) * unit < 1:
+    nbytes = float(found[1]) * unit if found and unit else 0
+    if isinstance(size, bool) or not 1 <= nbytes < math.inf:
         raise UserInputError(f"{size!r} is not a size: write a number of bytes, or '5GB', '500MB'")
-    return int(float(found[1]) * unit)
+    return int(nbytes)

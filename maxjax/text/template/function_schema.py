@@ -60,7 +60,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     described = _arguments(sections.get("Args", ""))
     properties, required = {}, []
     hints = _hints(name, function)
-    for key, parameter in _parameters(function).items():
+    for key, parameter in _parameters(name, function).items():
         if parameter.annotation is parameter.empty:
             raise UserInputError(
                 f"argument {key} of {name} has no type hint: add one, or {_ADVICE}"
@@ -85,8 +85,11 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": found}
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    found = dict(inspect.signature(function).parameters)
+def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        found = dict(inspect.signature(function).parameters)
+    except ValueError as error:  # some functions written in C
+        raise UserInputError(f"{name} has no readable arguments: {_ADVICE}") from error
     first = next(iter(found), "")
     if first in ("self", "cls") and found[first].annotation is inspect.Parameter.empty:
         del found[first]
@@ -197,10 +200,10 @@ def _described(text: str) -> dict[str, Any]:
         return {"description": text}
     try:
         values = json.loads(choices[1])
-    except ValueError as error:
-        raise UserInputError(
-            f'{choices[0]!r} is no list in JSON: write (choices: ["a", "b"])'
-        ) from error
+    except ValueError:
+        values = None
+    if not isinstance(values, list):
+        raise UserInputError(f'{choices[0]!r} is no list in JSON: write (choices: ["a", "b"])')
     return {
         "enum": [value.strip() if isinstance(value, str) else value for value in values],
         "description": text[: choices.start()].strip(),

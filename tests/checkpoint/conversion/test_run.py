@@ -608,6 +608,7 @@ def small(tmp_path):
         ("m", {"quantize": "q4_k"}, "quantize='q4_k' is for GGUF files: safetensors has no such"),
         ("m", {"quantize": "q4_0", "to": "orbax"}, "orbax has no such blocks"),
         ("m.gguf", {"quantize": "q3_x"}, "'q3_x': it must be one of q4_0, q4_1, q5_0"),
+        ("m.gguf", {"quantize": 8}, "quantize=8: it must be one of q4_0, q4_1, q5_0"),
         ("m", {"max_shard_size": "many"}, "'many' is not a size"),
         ("m", {"max_shard_size": 0}, "0 is not a size"),
         ("m.bin", {}, r"m\.bin.*not written"),

@@ -442,6 +442,19 @@ def test_steps(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "9"]
 
 
+def test_arguments_of_other_types(tmp_path):
+    path = save(tmp_path, model := filled(Net()))
+    for verify in ("always", 1):
+        with pytest.raises(UserInputError, match='verify must be "auto", True or False, not'):
+            restore(tmp_path, model, verify=verify)
+    with pytest.raises(UserInputError, match=r"checkpoint.restore takes a maxjax Module, not str"):
+        restore(tmp_path, "model")
+    (path / "maxjax_digests.json").write_text("{")
+    with pytest.raises(CheckpointError, match="verify=False"):
+        restore(tmp_path, model)
+    assert restore(tmp_path, model, verify=False) == {}
+
+
 # --- integrity
 
 

@@ -266,7 +266,23 @@ def test_sizes(size, wanted):
 
 @pytest.mark.parametrize(
     "size",
-    [0, -1, "", "GB", "5XB", "5 G B", "-5GB", "1e9", True, None, "0GB", "0.5B", "nan", "5GB5"],
+    [
+        0,
+        -1,
+        "",
+        "GB",
+        "5XB",
+        "5 G B",
+        "-5GB",
+        "1e9",
+        True,
+        None,
+        "0GB",
+        "0.5B",
+        "nan",
+        "5GB5",
+        "9" * 400,
+    ],
 )
 def test_what_is_no_size(size):
     with pytest.raises(UserInputError, match="is not a size"):

@@ -143,6 +143,14 @@ def choices(x: str):
     """
 
 
+def number(x: int):
+    """Does.
+
+    Args:
+        x: it (choices: 5)
+    """
+
+
 def unknown(x: "Nothing"):  # noqa: F821
     """Does.
 
@@ -159,6 +167,8 @@ def unknown(x: "Nothing"):  # noqa: F821
         (undescribed, "does not describe y"),
         (odd, "argument x of odd has the type .*set"),
         (choices, "no list in JSON"),
+        (number, "no list in JSON"),
+        (dict, "dict has no readable arguments"),
         (unknown, "type hints of unknown cannot be read"),
     ],
 )
