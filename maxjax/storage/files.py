@@ -25,6 +25,7 @@ from ..errors import (
     CheckpointTruncatedError,
 )
 from ..progress import reading
+from .limits import Limits, in_force
 
 # For fewer bytes a thread pool costs more than it saves.
 PARALLEL_BYTES = 8 << 20
@@ -249,6 +250,21 @@ def open_regular(
         file.close()
         raise
     return file
+
+
+def read_whole(source: str | os.PathLike[str] | OpenFile, limits: Limits | None = None) -> bytes:
+    """All bytes of a file of at most ``limits.json_bytes``; it is closed only if it was opened here."""
+    limits = in_force(limits)
+    file = source if isinstance(source, OpenFile) else open_regular(source)
+    try:
+        if file.size > limits.json_bytes:
+            raise limits.error("the file is too long", "json_bytes", file.size, path=file.path)
+        data = file.pread(0, file.size)
+        file.check_unchanged()
+    finally:
+        if file is not source:
+            file.close()
+    return data
 
 
 def file_range(file: OpenFile, start: int, stop: int) -> Iterator[memoryview]:

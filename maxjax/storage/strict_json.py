@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
-from .files import OpenFile, open_regular
+from .files import OpenFile, read_whole
 from .limits import Limits, digits_hint, in_force
 from .signatures import SNIFF_BYTES, foreign
 
@@ -131,27 +131,19 @@ def load_json(
     if isinstance(source, bytes):
         return Text(source, name or "<bytes>", limits).parse(allow_nan=allow_nan)
     data = read_json_bytes(source, limits)
-    path = source.path if isinstance(source, OpenFile) else os.fspath(source)
-    return Text(data, path, limits).parse(allow_nan=allow_nan)
+    return Text(data, _path_of(source), limits).parse(allow_nan=allow_nan)
 
 
 def read_json_bytes(source: str | os.PathLike[str] | OpenFile, limits: Limits) -> bytes:
-    """The bytes of a JSON file; a file that is recognisably something else is refused.
-
-    The file is closed only if it was opened here.
-    """
-    file = source if isinstance(source, OpenFile) else open_regular(source)
-    try:
-        if file.size > limits.json_bytes:
-            raise limits.error("the file is too long", "json_bytes", file.size, path=file.path)
-        data = file.pread(0, file.size)
-        file.check_unchanged()
-    finally:
-        if file is not source:
-            file.close()
-    if error := foreign(file.path, data[:SNIFF_BYTES], "JSON text"):
+    """The bytes of a JSON file; a file that is recognisably something else is refused."""
+    data = read_whole(source, limits)
+    if error := foreign(_path_of(source), data[:SNIFF_BYTES], "JSON text"):
         raise error
     return data
+
+
+def _path_of(source: str | os.PathLike[str] | OpenFile) -> str:
+    return source.path if isinstance(source, OpenFile) else os.fspath(source)
 
 
 def require(

@@ -18,8 +18,7 @@ from ...models.gguf.metadata import Settings
 from ...models.gguf.tokenizer.bpe import sentencepiece
 from ...models.gguf.tokenizer.tokens import CONTROL, NORMAL, UNKNOWN
 from ...models.gguf.tokenizer.unigram import normalizer, unigram
-from ...storage.files import open_regular
-from ...storage.limits import in_force
+from ...storage.files import read_whole
 
 FILES = (
     "tokenizer.model",
@@ -237,17 +236,9 @@ def _unsupported(path: Path, what: str) -> UnsupportedModelError:
 
 
 def _content(path: Path) -> memoryview:
-    file = open_regular(path)
-    try:
-        limits = in_force()
-        if file.size > limits.json_bytes:
-            raise limits.error("the file is too long", "json_bytes", file.size, path=path)
-        data = file.pread(0, file.size)
-        file.check_unchanged()
-    finally:
-        file.close()
-    if bytes(data[:1]) != b"\n":  # the first field of every published model, a token
-        first = bytes(data[:40]).split(b"\n")[0].split(b" ")
+    data = read_whole(path)
+    if data[:1] != b"\n":  # the first field of every published model, a token
+        first = data[:40].split(b"\n")[0].split(b" ")
         if len(first) == 2 and first[1].isdigit():
             raise UnsupportedModelError(
                 f"{path}: the tokenizer is in the format tiktoken, which maxjax does not support: put the "

@@ -20,8 +20,7 @@ from typing import Any
 from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
 from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
-from ...storage.files import open_regular
-from ...storage.limits import in_force
+from ...storage.files import read_whole
 from .sentencepiece import FILES as SENTENCEPIECE
 from .sentencepiece import read_sentencepiece
 from .tekken import FILE as TEKKEN
@@ -297,17 +296,8 @@ def _wordpiece(file: Path, settings: Mapping[str, Any], kind: TokenizerClass) ->
 
 def _lines(path: Path) -> list[str]:
     r"""The lines of a text file, which end with ``\n`` or ``\r\n``."""
-    file = open_regular(path)
     try:
-        limits = in_force()
-        if file.size > limits.json_bytes:
-            raise limits.error("the file is too long", "json_bytes", file.size, path=path)
-        data = bytes(file.pread(0, file.size))
-        file.check_unchanged()
-    finally:
-        file.close()
-    try:
-        text = data.decode()
+        text = read_whole(path).decode()
     except UnicodeDecodeError as error:
         raise CheckpointFormatError(
             "the text is not UTF-8", path=path, offset=error.start
