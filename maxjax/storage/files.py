@@ -165,7 +165,7 @@ class OpenFile:
         except OSError:
             return None
         if self.fd < 0:  # closed: the inode may be reused by another file
-            return _content_identity(now) == _content_identity(self.stat)
+            return content_identity(now) == content_identity(self.stat)
         return (now.st_dev, now.st_ino) == (self.stat.st_dev, self.stat.st_ino)
 
     def check_unchanged(self) -> None:
@@ -176,14 +176,8 @@ class OpenFile:
             now = os.fstat(self.fd)
         except OSError as error:
             raise os_error(error, self.path, "fstat failed") from error
-        if _content_identity(now) != _content_identity(self.stat):
-            raise CheckpointChangedError(
-                "the file changed while it was being read",
-                path=self.path,
-                expected=_describe(self.stat),
-                found=_describe(now),
-                hint="Wait until nothing writes to it, then load again.",
-            )
+        if content_identity(now) != content_identity(self.stat):
+            raise changed(self.path, content_identity(self.stat), content_identity(now))
 
     def close(self, *, _close=os.close) -> None:
         """Closes the file; a second call does nothing."""
@@ -198,13 +192,31 @@ class OpenFile:
             self.close()
 
 
-def _content_identity(status: os.stat_result) -> tuple[int, int, int, int]:
+# Size, modification time in nanoseconds, inode and device.
+Identity = tuple[int, int, int, int]
+
+
+def content_identity(status: os.stat_result) -> Identity:
+    """What changes when a file is written to or replaced."""
     # Without the change time (ctime): a rename or unlink changes it, but not the content.
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
-def _describe(status: os.stat_result) -> str:
-    return f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns, inode {status.st_ino}"
+def changed(
+    path: str, before: Identity, now: Identity, tensor: str | None = None
+) -> CheckpointChangedError:
+    """The error for a file whose identity is no longer that of its opening."""
+    expected, found = (
+        f"{size} bytes, mtime {mtime} ns, inode {inode}" for size, mtime, inode, _ in (before, now)
+    )
+    return CheckpointChangedError(
+        "the file changed while it was being read",
+        path=path,
+        tensor=tensor,
+        expected=expected,
+        found=found,
+        hint="Wait until nothing writes to it, then load again.",
+    )
 
 
 def open_regular(

@@ -20,7 +20,6 @@ from urllib.parse import unquote
 
 from ...errors import (
     CheckpointAccessError,
-    CheckpointChangedError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
@@ -30,7 +29,7 @@ from ...errors import (
     OutOfMemoryError,
 )
 from ..boxes import Box
-from ..files import os_error
+from ..files import Identity, changed, content_identity, os_error
 from ..limits import Limits
 
 # "value:ocdbt.process_0/:d/0123:0:99": kind, directory, file, offset, length.
@@ -179,8 +178,6 @@ MANIFEST = "manifest.ocdbt"
 # Cache for the nodes of OCDBT's tree of keys, in bytes, as in orbax.
 _NODES_BYTES = 100_000_000
 _QUOTED = re.compile(r'"(/[^"]+)"')
-# A file's identity, which changes when the file is written to.
-_Stamp = tuple[int, int, int, int]
 
 
 class Store:
@@ -200,9 +197,9 @@ class Store:
         self.directory = os.path.abspath(directory)
         require_unicode(self.directory)
         self.limits = limits
-        self._stamps = dict(_stamps(self.directory, limits))
-        self.nbytes = sum(stamp[0] for stamp in self._stamps.values())
-        self.is_ocdbt = MANIFEST in self._stamps
+        self._identities = dict(_files(self.directory, limits))
+        self.nbytes = sum(identity[0] for identity in self._identities.values())
+        self.is_ocdbt = MANIFEST in self._identities
         self._arrays: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
         with self.wrapped(None):
@@ -233,12 +230,12 @@ class Store:
 
     def keys(self) -> list[str]:
         """All keys: those of the database, or the names of the files."""
-        return list(self._values if self.is_ocdbt else self._stamps)
+        return list(self._values if self.is_ocdbt else self._identities)
 
     def _read_values(self) -> dict[str, bytes | None]:
         """Key → value of the database, or None if the value lies in a file."""
         base = {"driver": "file", "path": f"{self.directory}/"}
-        sizes = {file: stamp[0] for file, stamp in self._stamps.items()}
+        sizes = {file: identity[0] for file, identity in self._identities.items()}
         with self.wrapped(None):
             files = self._ts.KvStore.open(base, context=self._context).result()
 
@@ -308,23 +305,16 @@ class Store:
             CheckpointChangedError: a file was modified.
         """
         below = "" if name is None or self.is_ocdbt else f"{name}/"
-        for file, stamp in self._stamps.items():
+        for file, identity in self._identities.items():
             if not file.startswith(below) or (self.is_ocdbt and not _is_data(file)):
                 continue
             path = os.path.join(self.directory, file)
             try:
-                now = _stamp(os.stat(path))
+                now = content_identity(os.stat(path))
             except OSError as error:
                 raise os_error(error, path, "stat failed", tensor=name) from error
-            if now != stamp:
-                raise CheckpointChangedError(
-                    "the file changed while it was being read",
-                    path=path,
-                    tensor=name,
-                    expected=f"{stamp[0]} bytes, mtime {stamp[1]} ns, inode {stamp[2]}",
-                    found=f"{now[0]} bytes, mtime {now[1]} ns, inode {now[2]}",
-                    hint="Wait until nothing writes to it, then load again.",
-                )
+            if now != identity:
+                raise changed(path, identity, now, name)
 
     @contextmanager
     def wrapped(self, tensor: str | None, *, opening: bool = False) -> Iterator[None]:
@@ -396,12 +386,8 @@ def _is_data(file: str) -> bool:
     return file == MANIFEST or f"{os.sep}d{os.sep}" in f"{os.sep}{file}"
 
 
-def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
-
-
-def _stamps(directory: str, limits: Limits) -> Iterable[tuple[str, _Stamp]]:
-    """The relative path and stamp of every file in a directory; each must be regular and readable."""
+def _files(directory: str, limits: Limits) -> Iterable[tuple[str, Identity]]:
+    """The relative path and identity of every file in a directory; each must be regular and readable."""
     folders, count = [""], 0
     seen: set[tuple[int, int]] = set()  # links may be circular
     while folders:
@@ -430,7 +416,7 @@ def _stamps(directory: str, limits: Limits) -> Iterable[tuple[str, _Stamp]]:
                 folders.append(file)
                 continue
             _check_file(path, status)
-            yield file, _stamp(status)
+            yield file, content_identity(status)
 
 
 def _check_file(path: str, status: os.stat_result) -> None:
