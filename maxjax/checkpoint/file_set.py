@@ -25,7 +25,7 @@ from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
 from ..storage.safetensors.writer import SetFile, file_pieces, in_order, index
 from ..storage.save.beside import Description, move_into_place, sum_of, waiting
-from ..storage.save.durable import flush_folder, require_name
+from ..storage.save.durable import flush_folder, require_target
 from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
 
@@ -61,7 +61,7 @@ def write_file(
         CheckpointSaveError, CheckpointAccessError: the file cannot be written; an older one is
             intact.
     """
-    require_name(os.fspath(path))
+    require_target(os.fspath(path))
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     with Staging(folder, exclusive=False) as staging:

@@ -219,6 +219,16 @@ def changed(
     )
 
 
+def require_name(path: str) -> None:
+    """Refuses a path that no file can have.
+
+    Raises:
+        CheckpointMissingError: a NUL character is in it.
+    """
+    if "\0" in path:
+        raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+
+
 def open_regular(
     path: str | bytes | os.PathLike,
     *,
@@ -244,8 +254,7 @@ def open_regular(
     """
     name = os.fsdecode(path)
     shown = shown or name
-    if "\0" in name:
-        raise CheckpointMissingError("a path cannot hold a NUL character", path=shown)
+    require_name(shown)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         # Checked before opening, because opening a device may already act on it.

@@ -22,13 +22,12 @@ from ...errors import (
     CheckpointMissingError,
     some,
 )
-from ..files import os_error
+from ..files import os_error, require_name
 from ..formats import ORBAX
+from ..save.staging import is_temporary
 from .metadata import CHECKPOINT, INDICATOR, TREE
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-# Prefix and suffix of the directories that maxjax writes into (see storage.save.staging).
-_OWN = ".maxjax-", ".tmp"
 # The names of trees, in order of preference, if a checkpoint has several and none is named; orbax's
 # API v1 calls the tree that it loads by default "pytree".
 PREFERRED = ("model", "default", "pytree", "state", "params")
@@ -271,16 +270,15 @@ def is_unfinished(name: str) -> bool:
         >>> is_unfinished("7.orbax-checkpoint-tmp-1"), is_unfinished(".maxjax-0a-1-x.tmp")
         (True, True)
     """
-    return UNFINISHED in name or (name.startswith(_OWN[0]) and name.endswith(_OWN[1]))
+    return UNFINISHED in name or is_temporary(name)
 
 
 def _listed(directory: str) -> list[str]:
+    require_name(directory)
     try:
         return sorted(os.listdir(directory))
     except OSError as error:
         raise os_error(error, directory, "listing the directory failed") from error
-    except ValueError:
-        raise CheckpointMissingError("a path cannot hold a NUL character", path=directory) from None
 
 
 def _check_finished(path: str) -> None:

@@ -11,17 +11,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointMissingError, CheckpointSaveError
-from ..files import os_error
+from ..files import os_error, require_name
 
 
-def require_name(path: str) -> None:
+def require_target(path: str) -> None:
     """Refuses a path that no file can have, or that begins with the shell's ``~`` for a home directory.
 
     Raises:
         CheckpointMissingError: a NUL character is in it, or it begins with ``~``.
     """
-    if "\0" in path:
-        raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+    require_name(path)
     if os.path.expanduser(path) != path:
         raise CheckpointMissingError("there is no directory ~", path=path)
 
@@ -30,14 +29,14 @@ def absolute(path: str | bytes | os.PathLike[Any]) -> str:
     """The absolute path of what is written.
 
     Raises:
-        CheckpointMissingError: as for :func:`require_name`.
+        CheckpointMissingError: as for :func:`require_target`.
 
     Example:
         >>> absolute("/tmp/run")
         '/tmp/run'
     """
     name = os.fsdecode(path)
-    require_name(name)
+    require_target(name)
     return os.path.abspath(name)
 
 
@@ -48,7 +47,7 @@ def require_writable(path: str) -> None:
         CheckpointMissingError: the directory of the path does not exist.
         CheckpointSaveError: the path is a directory or not a regular file.
     """
-    require_name(path)
+    require_target(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:

@@ -27,7 +27,7 @@ from .beside import WAITING
 from .durable import (
     flush_folder,
     has_no_room,
-    require_name,
+    require_target,
     save_error,
     save_failed,
     write_new,
@@ -77,7 +77,7 @@ class Staging:
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
         self._locks: list[int] = []  # of the directory, of the folder
         self.shown = os.fspath(directory)
-        require_name(self.shown)
+        require_target(self.shown)
         self.directory = os.path.realpath(self.shown)
         exists = os.path.isdir(self.directory)
         self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""
@@ -357,11 +357,12 @@ def _temporary(directory: str) -> list[str]:
         names = os.listdir(directory)
     except OSError:
         return []
-    return [
-        os.path.join(directory, name)
-        for name in sorted(names)
-        if name.startswith(_START) and name.endswith(_END)
-    ]
+    return [os.path.join(directory, name) for name in sorted(names) if is_temporary(name)]
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a temporary directory of a save has such a name."""
+    return name.startswith(_START) and name.endswith(_END)
 
 
 def _is_dead(path: str) -> bool:
