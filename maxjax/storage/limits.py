@@ -155,6 +155,17 @@ def raising(option: str) -> str:
     )
 
 
+def check_name(name: str, limits: Limits, **where: Any) -> None:
+    """Refuses the name of a tensor that is over the limit; ``where`` as for CheckpointError.
+
+    Raises:
+        CheckpointLimitError: the name has too many bytes.
+    """
+    # UTF-8 takes at most four bytes per character.
+    if 4 * len(name) > limits.name_bytes and (length := len(name.encode())) > limits.name_bytes:
+        raise limits.error("the tensor's name is too long", "name_bytes", length, **where)
+
+
 def digits_hint(count: int) -> str | None:
     """The hint if Python itself refuses to convert a number of ``count`` digits, or None."""
     limit = sys.get_int_max_str_digits()

@@ -14,7 +14,7 @@ from functools import partial
 from ...errors import CheckpointError, CheckpointFormatError
 from ..entry import TensorEntry, UnknownType
 from ..files import OpenFile
-from ..limits import Limits
+from ..limits import Limits, check_name
 from ..table import TensorTable, open_single
 from ..zip.archive import STORED, Archive, Member, read_directory
 from ..zip.directory import check_ratio
@@ -68,9 +68,7 @@ def _tensor_of(member: str) -> str:
 def _check_name(archive: Archive, member: Member, limits: Limits) -> None:
     name = _tensor_of(member.name)
     where = {"path": archive.file.path, "tensor": name, "offset": member.offset}
-    if len(name.encode()) > limits.name_bytes:
-        problem, length = "the tensor's name is too long", len(name.encode())
-        raise limits.error(problem, "name_bytes", length, **where)
+    check_name(name, limits, **where)
     if not member.name.endswith(_END):
         raise _other_format(member, where)
     # numpy.load also accepts a member's full name, which takes precedence.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointIncompleteError
 from ..formats import ORBAX
-from ..limits import Limits
+from ..limits import Limits, check_name
 from ..strict_json import invalid, load_json, require
 
 TREE, CHECKPOINT, INDICATOR = ORBAX.marks
@@ -114,11 +114,7 @@ def _leaf(path: str, title: str, entry: Any, random_keys: dict[str, str], limits
     require(is_entry, path, "a leaf", "an object", entry, title)
     keys = tuple(_keys(path, title, entry.get("key_metadata")))
     name = ".".join(key for key, _ in keys)
-    if len(name.encode()) > limits.name_bytes:
-        length = len(name.encode())
-        raise limits.error(
-            "the tensor's name is too long", "name_bytes", length, path=path, tensor=name
-        )
+    check_name(name, limits, path=path, tensor=name)
     # The title repeats the keys. Python's repr of non-ASCII text differs between versions.
     written = str(tuple(key for key, _ in keys))
     if written.isascii() and "\\" not in written:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ...errors import CheckpointFormatError
-from ..limits import Limits
+from ..limits import Limits, check_name
 from .names import Storage, Tensor
 from .pickle_machine import Token, shown
 
@@ -115,12 +115,7 @@ class _Walk:
 
     def _add(self, top: Any, name: str, tensor: Tensor) -> None:
         where = {"path": self.path, "tensor": name, "offset": tensor.at}
-        # UTF-8 takes at most four bytes per character.
-        if 4 * len(name) > self.limits.name_bytes:
-            length = len(name.encode())
-            if length > self.limits.name_bytes:
-                problem = "the tensor's name is too long"
-                raise self.limits.error(problem, "name_bytes", length, **where)
+        check_name(name, self.limits, **where)
         self.found.append((top, name, tensor))
         if len(self.found) > self.limits.tensors:
             raise self.limits.error("too many tensors", "tensors", len(self.found), **where)

@@ -21,7 +21,7 @@ from ...lazy import without_collector
 from ..blocks import KEPT, layout_of
 from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
 from ..files import OpenFile
-from ..limits import Limits
+from ..limits import Limits, check_name
 from ..signatures import SNIFF_BYTES, foreign, sniff
 from ..strict_json import KeyPath, Text
 from ..table import TensorTable, open_single
@@ -187,9 +187,8 @@ class _HeaderParser:
         return value
 
     def _entry(self, name: str, spec: Any) -> TensorEntry:
-        # UTF-8 takes at most four bytes per character.
-        if 4 * len(name) > self.limits.name_bytes:
-            self._check_name(name)
+        if 4 * len(name) > self.limits.name_bytes:  # to find where the name is takes time
+            check_name(name, self.limits, **self.text.where((name,)))
         if type(spec) is not dict:
             raise self._error(name, "entry", "not an object", "an object", spec)
         for field in ("dtype", "shape", "data_offsets"):
@@ -208,12 +207,6 @@ class _HeaderParser:
         coding = Nibbles() if dtype is DType.float4_e2m1fn else None
         start = self.data_start + begin
         return TensorEntry(name, dtype, shape, self.number, start, end - begin, coding)
-
-    def _check_name(self, name: str) -> None:
-        length = len(name.encode())
-        if length > self.limits.name_bytes:
-            where = self.text.where((name,))
-            raise self.limits.error("the tensor's name is too long", "name_bytes", length, **where)
 
     def _dtype(self, name: str, value: Any) -> tuple[Any, int | None]:
         """The dtype and its bits per value; bits are None for an unsupported dtype."""
