@@ -29,7 +29,7 @@ from .boxes import (
 )
 from .crc32 import combine, crc32, crc32_of, is_fast
 from .entry import Checksum, TensorEntry, check_bool, fill
-from .files import OpenFile, aligned_empty, run, run_jobs
+from .files import CORRUPT, OpenFile, aligned_empty, run, run_jobs
 
 # Bytes read or gathered at a time only for a checksum: they stay in the cache of a core.
 STEP_BYTES = 1 << 20
@@ -184,9 +184,7 @@ def mismatch(path: str, entry: TensorEntry, found: int) -> CheckpointCorruptErro
     """The error for a tensor whose bytes do not match its checksum."""
     recorded = entry.checksum
     assert recorded is not None
-    hint = "The file is corrupt: download it again."
-    if recorded.source is not None:
-        hint = stale_hint(recorded.source)
+    hint = CORRUPT if recorded.source is None else stale_hint(recorded.source)
     sums = " or ".join(f"{crc:08x}" for crc in (recorded.crc, *recorded.also))
     return CheckpointCorruptError(
         f"the bytes of {recorded.name} do not match their checksum",

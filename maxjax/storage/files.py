@@ -85,6 +85,11 @@ LARGE_BYTES = 4 << 20
 PIECE_BYTES = 16 << 20
 
 
+# What to do with a file that is too short, and with one whose bytes are wrong.
+DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
+CORRUPT = "The file is corrupt: download it again."
+
+
 class OpenFile:
     """A regular file open for positioned reads, from any number of threads at once.
 

@@ -17,11 +17,11 @@ from ...errors import (
     integer_text,
 )
 from ...lazy import without_collector
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign
 from .types import GGML_TYPES, REMOVED, GgmlType
-from .values import DOWNLOAD_AGAIN, MAX_LENGTH, UINT32, Cursor, number, own_limit
+from .values import MAX_LENGTH, UINT32, Cursor, number, own_limit
 
 MAX_DIMS = 4
 # The format says 64, but files of image models use up to 128, including C's NUL.

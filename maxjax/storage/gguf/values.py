@@ -19,7 +19,7 @@ from ...errors import (
     CheckpointLimitError,
     CheckpointTruncatedError,
 )
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
 
 # Bytes of one read of the header.
@@ -46,7 +46,6 @@ _TYPES = "a value type from 0 to 12"
 
 KEY_BYTES = 65_535
 """The format's own bound on the length of a key."""
-DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def number(kind: int, value: Any) -> Any:

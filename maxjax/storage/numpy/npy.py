@@ -24,7 +24,7 @@ from ...errors import (
     CheckpointUnsafeError,
 )
 from ..entry import MAX_DIMS, Strided, TensorEntry, UnknownType
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
 from ..signatures import foreign
 from ..table import TensorTable, open_single
@@ -325,7 +325,6 @@ WHAT = "a NumPy .npy array"
 MAGIC = b"\x93NUMPY"
 # The first read: magic, version, length, and nearly always all of the header.
 _START_BYTES = 256
-_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_npy(
@@ -382,7 +381,7 @@ def check_size(header: ArrayHeader, size: int, location: ArrayLocation) -> None:
             f"shape: the data of {list(header.shape)} is longer than the file",
             expected=f"{header.nbytes} bytes",
             found=f"{available} bytes",
-            hint=_DOWNLOAD_AGAIN,
+            hint=DOWNLOAD_AGAIN,
             **location.at(header.skip),
         )
     if header.nbytes < available:
@@ -442,7 +441,7 @@ def _truncated(
         f"the array ends inside the {what}",
         expected=f"{wanted} bytes",
         found=f"{available} bytes",
-        hint=_DOWNLOAD_AGAIN,
+        hint=DOWNLOAD_AGAIN,
         **location.at(at),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
 from ..entry import TensorEntry
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
 from .names import WIDTHS, Storage, Tensor, find, persistent
 from .pickle_machine import Reader, shown
@@ -25,7 +25,6 @@ MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 # Bytes read from the file at first; most pickles of weights are shorter.
 _FIRST_BYTES = 1 << 20
-_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def read_legacy(
@@ -170,7 +169,7 @@ class _Legacy:
                 offset=min(at, size),
                 expected=f"{8 + nbytes} bytes",
                 found=f"{max(size - at, 0)} bytes",
-                hint=_DOWNLOAD_AGAIN,
+                hint=DOWNLOAD_AGAIN,
             )
         return Stored(start, nbytes)
 

@@ -14,6 +14,7 @@ from ...errors import (
     CheckpointUnsafeError,
     integer_text,
 )
+from ..files import DOWNLOAD_AGAIN
 from ..limits import Limits, digits_hint
 
 
@@ -196,7 +197,7 @@ class Reader:
             offset=self.where(self.at),
             expected=f"{wanted} bytes",
             found=f"{available} bytes",
-            hint="Incomplete download? Download it again.",
+            hint=DOWNLOAD_AGAIN,
         )
 
     def over_limit(

@@ -19,7 +19,7 @@ from ...errors import (
     some,
 )
 from ..entry import Coding, TensorEntry
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
 from ..signatures import SNIFF_BYTES, foreign, sniff
 from ..table import TensorTable, open_single
@@ -84,7 +84,7 @@ def read_pytorch(
             offset=0,
             expected="at least 1 byte",
             found="0 bytes",
-            hint="Incomplete download? Download it again.",
+            hint=DOWNLOAD_AGAIN,
         )
     if start.startswith(_ZIP) or _ZIP[0].startswith(start):
         return _read_zip(file, number, limits)

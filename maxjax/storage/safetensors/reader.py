@@ -20,7 +20,7 @@ from ...errors import (
 from ...lazy import without_collector
 from ..blocks import KEPT, layout_of
 from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
-from ..files import OpenFile
+from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, check_name
 from ..signatures import SNIFF_BYTES, foreign, sniff
 from ..strict_json import KeyPath, Text
@@ -39,7 +39,6 @@ _DTYPES = {
 _METADATA = "__metadata__"
 # The metadata key that lists the tensors of quantised blocks, with their kind.
 ENCODINGS = "maxjax.encodings"
-_DOWNLOAD_AGAIN = "Incomplete download? Delete the file and download it again."
 
 
 def open_safetensors(
@@ -105,7 +104,7 @@ def _check_length(file: OpenFile, length: int, limits: Limits) -> None:
             offset=offset,
             expected=f"{wanted} bytes",
             found=f"{found} bytes",
-            hint=_DOWNLOAD_AGAIN,
+            hint=DOWNLOAD_AGAIN,
         )
     if length == 0 or length >= _MAX_LENGTH:
         expected = f"a length between 2 and {available}"
@@ -267,7 +266,7 @@ class _HeaderParser:
             offset=self.data_start + begin,
             expected=f"{end - begin} bytes",
             found=f"{max(self.data_bytes - begin, 0)} bytes",
-            hint=_DOWNLOAD_AGAIN,
+            hint=DOWNLOAD_AGAIN,
         )
 
     def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
@@ -288,7 +287,7 @@ class _HeaderParser:
                 offset=position,
                 expected=f"a file of {position} bytes",
                 found=f"{self.file.size} bytes",
-                hint="Incomplete download? Download it again.",
+                hint=DOWNLOAD_AGAIN,
             )
 
     def _check_begin(self, entry: TensorEntry, position: int) -> int:

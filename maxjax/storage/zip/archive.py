@@ -6,15 +6,15 @@ unpacked to the disk, and a member's name is never used as a path.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointLimitError
+from ...errors import CheckpointFormatError, CheckpointLimitError
 from ..crc32 import crc32
 from ..entry import Checksum
 from ..files import OpenFile
 from ..limits import Limits, in_force, raising
 from ..signatures import SNIFF_BYTES, foreign
-from .deflate import Deflated
+from .deflate import Deflated, corrupt
 from .directory import DEFLATED as DEFLATED
 from .directory import STORED as STORED
 from .directory import Directory
@@ -62,13 +62,10 @@ class Archive:
         Raises:
             CheckpointCorruptError: the bytes cannot be inflated.
         """
-        nbytes, tensor = min(nbytes, member.size), self._tensor_of(member.name)
+        nbytes = min(nbytes, member.size)
         if member.method == STORED:
-            return self.file.pread(member.offset, nbytes, tensor=tensor)
-        pieces = self.deflated(member).pieces(
-            self.file, member.offset, member.compressed, tensor=tensor
-        )
-        found = b""
+            return self.file.pread(member.offset, nbytes, tensor=self._tensor_of(member.name))
+        pieces, found = self._inflated(member), b""
         while len(found) < nbytes:
             found += next(pieces, b"")  # raises an error if the member is shorter
         return found[:nbytes]
@@ -90,21 +87,17 @@ class Archive:
                 hint=raising(option) if option else None,
                 **where,
             )
-        tensor, crc = where["tensor"], self.crc(member)
         if member.method == DEFLATED:
-            coding, place = self.deflated(member), (member.offset, member.compressed)
-            return b"".join(coding.pieces(self.file, *place, tensor=tensor))
-        data = self.file.pread(member.offset, member.size, tensor=tensor)
-        if crc is not None and crc32(data) != crc:
-            raise CheckpointCorruptError(
-                f"the bytes of {member.name} do not match their checksum",
-                offset=member.offset,
-                expected=f"CRC-32 {crc:08x}",
-                found=f"{crc32(data):08x}",
-                hint="The file is corrupt: download it again.",
-                **where,
-            )
+            return b"".join(self._inflated(member))
+        data, crc = self.head(member, member.size), self.crc(member)
+        if crc is not None and (found := crc32(data)) != crc:
+            expected, found = f"CRC-32 {crc:08x}", f"{found:08x}"
+            raise corrupt(member.name, expected, found, offset=member.offset, **where)
         return data
+
+    def _inflated(self, member: Member) -> Iterator[bytes]:
+        place, tensor = (member.offset, member.compressed), self._tensor_of(member.name)
+        return self.deflated(member).pieces(self.file, *place, tensor=tensor)
 
 
 def read_directory(

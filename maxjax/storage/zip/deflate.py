@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,21 @@ from ...errors import CheckpointCorruptError, CheckpointError, CheckpointFormatE
 from ..boxes import Wanted, copy_shared, count, extents, in_order
 from ..crc32 import crc32
 from ..entry import DECODED_BYTES, Coding, TensorEntry, swapped
-from ..files import OpenFile, aligned_empty
+from ..files import CORRUPT, OpenFile, aligned_empty
 
 # Bytes read from the file at a time.
 COMPRESSED_BYTES = 256 << 10
-_DOWNLOAD_AGAIN = "The file is corrupt: download it again."
+
+
+def corrupt(name: str, expected: str, found: str, **where: Any) -> CheckpointError:
+    """The error for a member whose bytes are not those that its checksum was made of."""
+    return CheckpointCorruptError(
+        f"the bytes of {name} do not match their checksum",
+        expected=expected,
+        found=found,
+        hint=CORRUPT,
+        **where,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +125,8 @@ class Deflated(Coding):
     def _corrupt(
         self, file: OpenFile, offset: int, tensor: str | None, expected: str, found: str
     ) -> CheckpointError:
-        return CheckpointCorruptError(
-            f"the bytes of {self.name} do not match their checksum",
-            path=file.path,
-            tensor=tensor,
-            offset=offset,
-            expected=expected,
-            found=found,
-            hint=_DOWNLOAD_AGAIN,
-        )
+        where = {"path": file.path, "tensor": tensor, "offset": offset}
+        return corrupt(self.name, expected, found, **where)
 
     def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:
         """The tensor's bytes, whole values at a time, in a reused buffer."""

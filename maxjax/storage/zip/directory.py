@@ -19,7 +19,7 @@ from ...errors import (
     CheckpointLimitError,
     CheckpointTruncatedError,
 )
-from ..files import OpenFile
+from ..files import CORRUPT, DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, raising
 
 _END = Struct("<4s4H2LH")
@@ -87,7 +87,7 @@ def _truncated(file: OpenFile) -> CheckpointError:
         offset=file.size,
         expected=f"an end record of {_END.size} bytes or more",
         found="the end of the file",
-        hint="Incomplete download? Delete the file and download it again.",
+        hint=DOWNLOAD_AGAIN,
     )
 
 
@@ -386,7 +386,7 @@ class Directory:
             offset=at,
             expected=f"CRC-32 {record.crc:08x}",
             found=f"{crc:08x}",
-            hint="The file is corrupt: download it again.",
+            hint=CORRUPT,
         )
 
     def _check_gap(self, record: _Record, flags: int, start: int, end: int) -> None:
