@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from ..dtype import DType
-from ..errors import CheckpointCorruptError, CheckpointFormatError, UserInputError
+from ..errors import CheckpointCorruptError, CheckpointFormatError
 from ..lazy import without_collector
 from .boxes import (
     Box,
@@ -266,16 +266,6 @@ Verify = Literal["auto"] | bool
 # Identifies a checksum by file, name, offset and length: all tensors of one storage of a PyTorch
 # file share one checksum.
 Key = tuple[int, str, int, int]
-
-
-def check_verify(verify: Any) -> None:
-    """Checks the argument ``verify`` of a public function.
-
-    Raises:
-        UserInputError: it is not "auto", True or False.
-    """
-    if verify is not True and verify is not False and verify != "auto":
-        raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
 
 
 class Checks:

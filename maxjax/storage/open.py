@@ -25,7 +25,6 @@ from ..errors import (
     UserInputError,
     some,
 )
-from .checksums import check_verify
 from .digests import NAME as DIGESTS
 from .digests import Record, attach, warn_without_checksums
 from .directory import choose, is_weights, no_weights, unread
@@ -37,9 +36,9 @@ from .limits import Limits, in_force
 from .orbax.paths import checkpoint_of, is_orbax
 from .save.beside import RETRY_SECONDS, Beside, replaced
 from .save.staging import leftovers
-from .signatures import SNIFF_BYTES, format_of
+from .signatures import SNIFF_BYTES, format_of, is_safetensors
 from .signatures import sniff as sniff
-from .table import TensorTable, Verify
+from .table import TensorTable, Verify, check_verify
 
 _LOG = logging.getLogger("maxjax")
 # How many directories and files below a directory without weights are searched for a hint.
@@ -238,8 +237,7 @@ def _format_of(path: str, limits: Limits) -> Format:
         start = file.pread(0, min(file.size, SNIFF_BYTES))
     finally:
         file.close()
-    length = int.from_bytes(start[:8], "little")
-    if start[8:9] == b"{" and length <= min(file.size - 8, limits.header_bytes):
+    if is_safetensors(start, min(file.size, limits.header_bytes + 8)):
         # Checked first: the length of a 640-byte header looks like the start of a pickle.
         return SAFETENSORS
     if len(start) > 8 and start[8:9] != b"{" and sniff(start) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointUnsafeError
-from .formats import FORMATS, PYTORCH, Format
+from .formats import FORMATS, PYTORCH, SAFETENSORS, Format
 
 _DOWNLOAD = "The download gave an error page instead of the file: download it again."
 _RENAME = "Rename it so that its name ends in {}."
@@ -63,6 +63,27 @@ def sniff(start: bytes) -> str | None:
         ('git-lfs pointer', 'GGUF')
     """
     return next((what for sign, what, _ in _SIGNS if sign.match(start)), None)
+
+
+def is_safetensors(start: bytes, size: int) -> bool:
+    """Whether a file of ``size`` bytes begins with the length of a header that fits in it, and the header."""
+    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
+
+
+def safetensors_instead(
+    path: str, start: bytes, size: int, expected: str
+) -> CheckpointFormatError | None:
+    """The error for a safetensors file that was to be ``expected``; None if it is none."""
+    if not is_safetensors(start, size):
+        return None
+    return CheckpointFormatError(
+        "the file is a safetensors file",
+        path=path,
+        offset=0,
+        expected=expected,
+        found="safetensors",
+        hint=_RENAME.format(SAFETENSORS.suffix),
+    )
 
 
 def format_of(start: bytes) -> Format | None:

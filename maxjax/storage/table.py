@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, OutOfMemoryError
+from ..errors import CheckpointError, OutOfMemoryError, UserInputError
 from .boxes import whole
 from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
@@ -191,6 +191,16 @@ class TensorTable:
     def __repr__(self) -> str:
         paths = self.files[0].path if len(self.files) == 1 else f"{len(self.files)} files"
         return f"TensorTable({self.format}, {len(self.entries)} tensors, {paths})"
+
+
+def check_verify(verify: Any) -> None:
+    """Checks the argument ``verify`` of a public function.
+
+    Raises:
+        UserInputError: it is not "auto", True or False.
+    """
+    if verify is not True and verify is not False and verify != "auto":
+        raise UserInputError(f'verify must be "auto", True or False, not {verify!r}')
 
 
 def open_single(

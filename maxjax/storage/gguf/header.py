@@ -19,7 +19,7 @@ from ...errors import (
 from ...lazy import without_collector
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, in_force
-from ..signatures import SNIFF_BYTES, foreign
+from ..signatures import SNIFF_BYTES, foreign, safetensors_instead
 from .types import GGML_TYPES, REMOVED, GgmlType
 from .values import MAX_LENGTH, UINT32, Cursor, number, own_limit
 
@@ -235,11 +235,11 @@ def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, An
 def _byte_order(file: OpenFile) -> str:
     """ "<" or ">", in whichever order the version is plausible; refuses other files."""
     start = file.pread(0, min(file.size, SNIFF_BYTES))
-    if not start or start[:4] != MAGIC[: len(start)]:
+    if start[:4] != MAGIC[: len(start)]:
         raise _other_kind(file, start)
     if len(start) < _START_BYTES:
         raise CheckpointTruncatedError(
-            "the file ends inside the header",
+            "the file ends inside the header" if start else "the file is empty",
             path=file.path,
             offset=len(start),
             expected=f"{_START_BYTES} bytes",
@@ -268,23 +268,13 @@ _OLD = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla", b"ns
 def _other_kind(file: OpenFile, start: bytes) -> CheckpointError:
     """The error for a file that does not begin like GGUF."""
     magic, where = start[:4], {"path": file.path, "offset": 0, "expected": WHAT}
-    if not start:
-        return CheckpointTruncatedError(
-            "the file is empty",
-            path=file.path,
-            offset=0,
-            expected=f"{_START_BYTES} bytes",
-            found="0 bytes",
-            hint=DOWNLOAD_AGAIN,
-        )
     old = _OLD.get(magic) or next((v for v in _OLD.values() if v.encode() == magic), None)
     if old:
         found = f"a pre-GGUF file ({old})"
         hint = CONVERT_AGAIN
         return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
-        found, hint = "a safetensors file", "Rename it so that its name ends in .safetensors."
-        return CheckpointFormatError(f"the file is {found}", found=found, hint=hint, **where)
+    if error := safetensors_instead(file.path, start, file.size, WHAT):
+        return error
     if magic.upper() != MAGIC[::-1] and (error := foreign(file.path, start, WHAT)):
         return error
     where["expected"] = repr(MAGIC)

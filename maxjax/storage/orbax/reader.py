@@ -28,12 +28,11 @@ from ...errors import (
     CheckpointUnsafeError,
 )
 from ..boxes import Box, Wanted, copy_shared, count, enclosing, extents, overlap, within
-from ..checksums import check_verify
 from ..digests import DIRECTORY, NAME, read_digests
 from ..entry import Checksum, Coding, TensorEntry
 from ..files import OpenFile, open_regular
 from ..limits import Limits, in_force
-from ..table import TensorTable, Verify
+from ..table import TensorTable, Verify, check_verify
 from .maxjax_metadata import read_maxjax_metadata
 from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
 from .paths import TreeLocation, locate, other_step

@@ -21,7 +21,7 @@ from ...errors import (
 from ..entry import Coding, TensorEntry
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
-from ..signatures import SNIFF_BYTES, foreign, sniff
+from ..signatures import SNIFF_BYTES, foreign, safetensors_instead, sniff
 from ..table import TensorTable, open_single
 from ..zip.archive import STORED, Archive, Member, read_directory
 from .legacy import read_legacy
@@ -106,15 +106,8 @@ def read_pytorch(
 
 def _check_kind(file: OpenFile, start: bytes) -> None:
     """Refuses a file of neither format, with an error that names its kind."""
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
-        raise CheckpointFormatError(
-            "the file is a safetensors file",
-            path=file.path,
-            offset=0,
-            expected=WHAT,
-            found="safetensors",
-            hint="Rename it to .safetensors.",
-        )
+    if error := safetensors_instead(file.path, start, file.size, WHAT):
+        raise error
     kind = sniff(start)
     if kind == "tar archive":
         raise CheckpointUnsafeError(
