@@ -139,17 +139,17 @@ class Reader:
         self,
         data: bytes,
         path: str,
-        offset: int | None,
+        offset: int,
         limits: Limits,
         tokens: Find,
         persistent: Callable[[Reader, Any], Any] | None,
         start: int,
-        compressed_offset: int,
+        is_compressed: bool,
     ):
         self.data = data
         self.path = path
         self.offset = offset
-        self.compressed_offset = compressed_offset
+        self.is_compressed = is_compressed
         self.limits = limits
         self.tokens = tokens
         self.persistent = persistent
@@ -163,7 +163,7 @@ class Reader:
 
     def where(self, at: int) -> int:
         """The offset in the file of byte ``at`` of the data."""
-        return self.compressed_offset if self.offset is None else self.offset + at
+        return self.offset if self.is_compressed else self.offset + at
 
     def error(self, problem: str, expected: str, found: str, key: Any = None) -> CheckpointError:
         """The error for an invalid pickle; ``key`` is the tensor's key in its dict."""

@@ -36,12 +36,12 @@ def read_pickle(
     data: bytes,
     *,
     path: str,
-    offset: int | None,
+    offset: int,
     limits: Limits,
     tokens: Find,
     persistent: Callable[[Reader, Any], Any] | None = None,
     start: int = 0,
-    compressed_offset: int = 0,
+    is_compressed: bool = False,
 ) -> tuple[Any, int]:
     """The value of the pickle that begins at byte ``start`` of ``data``, and the offset of its end.
 
@@ -51,8 +51,8 @@ def read_pickle(
     addition to some for each tensor.
 
     Args:
-        offset: offset of ``data`` in the file, or None if it is compressed there and begins at
-            ``compressed_offset``; messages then name that byte.
+        offset: offset of ``data`` in the file.
+        is_compressed: whether it is compressed there; messages then name its first byte.
         tokens: function (module, name) → token, or None if the name is refused.
         persistent: function from a persistent id to its value.
 
@@ -72,7 +72,7 @@ def read_pickle(
         maxjax.errors.CheckpointUnsafeError: m.pt: at byte 0: the file asks for 'posix.system',
         which weights do not need (expected ..., found posix.system). No code in the file was run...
     """
-    reader = Reader(data, path, offset, limits, tokens, persistent, start, compressed_offset)
+    reader = Reader(data, path, offset, limits, tokens, persistent, start, is_compressed)
     with without_collector():
         value = _run(reader)
     measure(value, limits, reader.over_limit)

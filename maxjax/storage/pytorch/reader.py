@@ -133,15 +133,14 @@ def _read_zip(
     root = pickle.name.removesuffix(_PICKLE)
     data = archive.read(pickle, limits.pickle_bytes, "pickle_bytes")
     _check_pickle(file, pickle, data)
-    stored = pickle.method == STORED
     value, end = read_pickle(
         data,
         path=file.path,
-        offset=pickle.offset if stored else None,
+        offset=pickle.offset,
         limits=limits,
         tokens=find,
         persistent=persistent,
-        compressed_offset=pickle.offset,
+        is_compressed=pickle.method != STORED,
     )
     if end != len(data):
         raise CheckpointFormatError(

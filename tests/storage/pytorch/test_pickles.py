@@ -144,7 +144,7 @@ def test_place_of_an_error():
             read_pickle(data, path="m", offset=offset, limits=Limits(), tokens=find)
         assert (caught.value.offset, caught.value.tensor) == (place, "w")
     with pytest.raises(CheckpointUnsafeError) as caught:
-        read_pickle(data, path="m", offset=None, compressed_offset=7, limits=Limits(), tokens=find)
+        read_pickle(data, path="m", offset=7, is_compressed=True, limits=Limits(), tokens=find)
     assert caught.value.offset == 7
 
 
