@@ -78,11 +78,12 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
     targets: dict[str, list[_Target]] = {}
     for part in parts:
         targets.setdefault(part.name, []).append(_target(table.entries[part.name], part))
-    sums = table.checks.sums((table.entries[name] for name in targets), table.verify)
+    entries = [table.entries[name] for name in targets]
+    sums = table.checks.sums(entries, table.verify)
     jobs: list[_BoxJob | CodedJob] = []
     nbytes = 0
-    for name, wanted in targets.items():
-        entry, needed = table.entries[name], [t for t in wanted if t.array.size]
+    for entry, wanted in zip(entries, targets.values(), strict=True):
+        needed = [target for target in wanted if target.array.size]
         nbytes += sum(target.array.nbytes for target in needed)
         one = sum_of_parts(entry, [target.region[:-1] for target in needed], sums)
         file = tapped(table.files[entry.file], one)
@@ -94,12 +95,8 @@ def read_parts(table: TensorTable, parts: Sequence[Part], *, threads: int | None
                 one.parts.extend(regions)
             jobs.extend(coded_jobs(file, entry, regions))
     jobs.sort(key=_place)
-    with table.reading():
-        read = sum(run_reads(jobs, nbytes, threads))
-        table.checks.compare(sums, table.verify, threads=threads)
-        for number in {table.entries[name].file for name in targets}:
-            table.files[number].check_unchanged()
-    return read
+    with table.reading(entries, sums, threads):
+        return sum(run_reads(jobs, nbytes, threads))
 
 
 def _place(job: _BoxJob | CodedJob) -> Any:

@@ -146,12 +146,8 @@ class TensorTable:
         sums = self.checks.sums(entries, self.verify)
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
-        with self.reading():
+        with self.reading(entries, sums, threads):
             run_reads(jobs, nbytes, threads)
-            self.checks.compare(sums, self.verify, threads=threads)
-            # This must come last, after every read.
-            for number in {entry.file for entry in entries}:
-                self.files[number].check_unchanged()
         return {entry.name: arrays[entry.name] for entry in entries}
 
     def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
@@ -164,13 +160,20 @@ class TensorTable:
         self.checks.check(entries, threads=threads)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context in which errors caused by a replaced checkpoint are raised as such.
+    def reading(
+        self, entries: Iterable[TensorEntry], sums: dict[Key, Sum], threads: int | None
+    ) -> Iterator[None]:
+        """Context in which entries are read; at its end it compares ``sums`` and checks the files.
 
-        This matters for orbax, whose files are opened by name only when they are read.
+        Errors caused by a replaced checkpoint are raised as such. This matters for orbax, whose files
+        are opened by name only when they are read.
         """
         try:
             yield
+            self.checks.compare(sums, self.verify, threads=threads)
+            # This must come last, after every read.
+            for number in {entry.file for entry in entries}:
+                self.files[number].check_unchanged()
         except CheckpointError as error:
             # An orbax step is a directory, and not all of its files are open.
             if self.format == "orbax" and not self.files[0].is_in_place():
