@@ -132,7 +132,6 @@ def parse(
     source: bytes | str | os.PathLike[str],
     *,
     limits: Limits | None = None,
-    name: str | None = None,
 ) -> Digests | None:
     """Parses the digests in a file or in bytes; returns None for an unknown version or algorithm.
 
@@ -140,9 +139,9 @@ def parse(
         CheckpointFormatError: the content is not what maxjax writes.
         CheckpointError: as for ``load_json``.
     """
-    path = name or (NAME if isinstance(source, bytes) else os.fspath(source))
+    path = NAME if isinstance(source, bytes) else os.fspath(source)
     try:
-        document = load_json(source, limits=limits, name=name)
+        document = load_json(source, limits=limits)
     except (CheckpointMissingError, CheckpointAccessError):
         raise
     except CheckpointError as error:

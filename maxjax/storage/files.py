@@ -61,12 +61,11 @@ def run(job: Any) -> Any:
 def run_reads(jobs: Sequence[Any], nbytes: int, threads: int | None = None) -> list[Any]:
     """As :func:`run_jobs` with :func:`run`; the ``nbytes`` of each job are counted if they are shown."""
     add = reading()
-    if add is None:
-        return run_jobs(run, jobs, nbytes, threads)
 
     def counted(job: Any) -> Any:
         found = job.run()
-        add(job.nbytes)
+        if add is not None:
+            add(job.nbytes)
         return found
 
     return run_jobs(counted, jobs, nbytes, threads)

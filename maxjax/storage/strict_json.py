@@ -228,10 +228,8 @@ class Text:
         except json.JSONDecodeError as error:
             self._bad_json(text, error)
         except RecursionError:  # the limit was raised above what Python can parse
-            problem, fixed = (
-                "nested deeper than Python can parse",
-                "No value of json_depth allows it.",
-            )
+            problem = "nested deeper than Python can parse"
+            fixed = "No value of json_depth allows it."
             raise self.limits.error(
                 problem, "json_depth", "more", fixed=fixed, path=self.path
             ) from None
@@ -239,10 +237,14 @@ class Text:
         return value
 
     def error(
-        self, problem: str, keys: KeyPath = (), *, cls: type[CheckpointError] | None = None, **more
+        self,
+        problem: str,
+        keys: KeyPath = (),
+        *,
+        cls: type[CheckpointError] = CheckpointFormatError,
+        **more,
     ) -> CheckpointError:
         """An error at the value that ``keys`` leads to; it names the tensor."""
-        cls = cls or CheckpointFormatError
         return cls(problem, **{**self.where(keys), **more})
 
     def where(self, keys: KeyPath = ()) -> dict[str, Any]:
@@ -250,12 +252,12 @@ class Text:
         tensor = self.tensor_of(keys) if keys else None
         return {"path": self.path, "tensor": tensor, "offset": self.locate(keys)}
 
-    def locate(self, keys: KeyPath, start: int = 0) -> int:
+    def locate(self, keys: KeyPath) -> int:
         """The offset in the file of the last of ``keys`` that can be found, searched in order.
 
         This is a text search, exact enough for a message, and not a second parser.
         """
-        position = start
+        position = 0
         for key in keys:
             if isinstance(key, str):
                 at = self._find(key, position)
@@ -375,7 +377,7 @@ class Text:
         truncated = error.reason == "unexpected end of data"
         raise self.error(
             "the JSON text ends inside a character" if truncated else "the JSON text is not UTF-8",
-            cls=self.truncated if truncated else None,
+            cls=self.truncated if truncated else CheckpointFormatError,
             offset=self.base + error.start,
             expected="UTF-8 text",
             found=f"byte {error.object[error.start]:02X}",
@@ -386,7 +388,7 @@ class Text:
         truncated = error.msg.startswith("Unterminated") or _CUT.fullmatch(rest)
         raise self.error(
             "the JSON text ends too early" if truncated else f"not valid JSON: {error.msg}",
-            cls=self.truncated if truncated else None,
+            cls=self.truncated if truncated else CheckpointFormatError,
             offset=self.base + len(text[: error.pos].encode()),
             expected=f"more than {len(self.data)} bytes" if truncated else "JSON",
             found=f"{len(self.data)} bytes" if truncated else repr(rest[:20]),

@@ -221,14 +221,13 @@ def read_header(file: OpenFile, limits: Limits) -> GGUFHeader:
     return header
 
 
-def typed_metadata(file: OpenFile, limits: Limits | None = None) -> dict[str, Any]:
+def typed_metadata(file: OpenFile) -> dict[str, Any]:
     """The metadata of an open file, with NumPy scalars so that each number keeps its type.
 
     Raises:
         CheckpointError: as for ``open_gguf``.
     """
-    limits = in_force(limits)
-    header = read_header(file, limits)
+    header = read_header(file, in_force())
     return {key: number(header.kinds[key], value) for key, value in header.metadata.items()}
 
 

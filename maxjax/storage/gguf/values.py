@@ -150,9 +150,9 @@ class Cursor:
         at = self.take(4, what, tensor)
         return self._u32.unpack_from(self.buffer, at)[0]
 
-    def u64(self, what: str, tensor: str | None = None) -> int:
+    def u64(self, what: str) -> int:
         """An unsigned integer of 8 bytes."""
-        at = self.take(8, what, tensor)
+        at = self.take(8, what)
         return self._u64.unpack_from(self.buffer, at)[0]
 
     def string(self, what: str) -> bytes:

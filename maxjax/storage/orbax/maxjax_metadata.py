@@ -20,7 +20,7 @@ from ...errors import CheckpointCorruptError, CheckpointFormatError
 from ..blocks import KEPT, layout_of
 from ..crc32 import crc32
 from ..entry import TensorEntry
-from ..limits import Limits, in_force
+from ..limits import Limits
 from ..strict_json import invalid, load_json
 from .metadata import CHECKPOINT
 
@@ -193,7 +193,7 @@ def read_maxjax_metadata(
     if _KEY not in metadata:
         return MaxjaxMetadata(path)
     text = metadata[_KEY].encode(errors="replace")
-    document = load_json(text, limits=in_force(limits), name=path)
+    document = load_json(text, limits=limits, name=path)
     if not isinstance(document, dict):
         raise invalid(path, _KEY, "an object", document)
     if require_checksum or "crc32" in document:
@@ -230,7 +230,7 @@ def _check_sum(document: dict[str, Any], path: str) -> None:
 def _encodings(document: dict[str, Any], item: str, path: str) -> dict[str, str]:
     found = _texts(document, "encodings", item, path)
     for name, encoding in found.items():
-        if encoding not in KEPT or layout_of(encoding).nbytes is None:
+        if encoding not in KEPT:
             raise invalid(path, "encodings", f"one of {', '.join(KEPT)}", encoding, name)
     return found
 
