@@ -37,6 +37,16 @@ def count(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array in C order, counted in elements.
+
+    Example:
+        >>> c_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """The slices that select a box in the array of an ``outer`` box.
 

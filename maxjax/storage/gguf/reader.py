@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from math import prod
 
 from ...dtype import DType
 from ...errors import CheckpointError, CheckpointFormatError, CheckpointMissingError
 from ..blocks import DECODERS, KEPT, LAYOUTS, Decoded
 from ..blocks.codings import Swapped
+from ..boxes import c_strides
 from ..directory import GGUF_PART, fetch_hint
 from ..entry import Coding, Strided, TensorEntry
 from ..files import OpenFile, open_regular
@@ -173,8 +173,7 @@ def _entry(header: GGUFHeader, info: Info, number: int, swap: bool) -> TensorEnt
     if kind.dtype is not None:
         dtype = kind.dtype
         if swap and kind.nbytes > 1:
-            strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            coding = Strided(strides, swap=True)
+            coding = Strided(c_strides(shape), swap=True)
         return TensorEntry(info.name, dtype, shape, number, offset, info.nbytes, coding)
     _check_blocks(header, info, swap)
     if kind.name in KEPT:

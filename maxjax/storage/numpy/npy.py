@@ -11,9 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import Any
 
 from ...dtype import DType
@@ -23,6 +21,7 @@ from ...errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
+from ..boxes import c_strides
 from ..entry import MAX_DIMS, Strided, TensorEntry, UnknownType
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
@@ -81,12 +80,9 @@ class ArrayHeader:
     @property
     def coding(self) -> Strided | None:
         """The coding of uncompressed data; None if the bytes are those of the array."""
-        if self.order is None and not self.swap:
-            return None
-        order = self.order or tuple(range(len(self.shape)))
-        steps = accumulate((self.shape[axis] for axis in reversed(order)), mul, initial=1)
-        strides = dict(zip(reversed(order), steps, strict=False))
-        return Strided(tuple(strides[axis] for axis in range(len(order))), self.swap)
+        if self.order is not None:
+            return Strided(c_strides(self.shape[::-1])[::-1], self.swap)
+        return Strided(c_strides(self.shape), swap=True) if self.swap else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ...errors import (
     CheckpointTruncatedError,
     CheckpointUnsafeError,
 )
+from ..boxes import c_strides
 from ..entry import MAX_DIMS, Checksum, Coding, Nibbles, Strided, TensorEntry, UnknownType
 from ..limits import Limits
 from .names import VIEW, Storage, Tensor
@@ -116,8 +117,7 @@ class _TensorParser:
         if len(shape) > MAX_DIMS:
             raise self.error("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
         self._check_size(shape, dtype)
-        # The stride of an axis of size 1 has no meaning.
-        steps = tuple(0 if n == 1 else step for n, step in zip(shape, steps, strict=True))
+        steps = _normal(shape, steps)
         span = self._check_span(shape, steps, offset, dtype, stored)
         self._check_expansion(shape, dtype)
         return self._entry(stored, dtype, shape, steps, offset, span)
@@ -305,8 +305,7 @@ class _TensorParser:
     ) -> TensorEntry:
         itemsize, number = dtype.np.itemsize, self.all.number
         start, swap = offset * itemsize, self.all.swap and itemsize > 1
-        plain = _c_order(shape)
-        is_plain = steps == plain or not span
+        is_plain = steps == _normal(shape, c_strides(shape)) or not span
         if dtype is DType.float4_e2m1fn:
             return self._nibbles(stored, shape, start, is_plain)
         if not span:
@@ -342,17 +341,13 @@ class _TensorParser:
 _ARITY = {"_rebuild_tensor": (4, 4), "_rebuild_tensor_v2": (6, 7), "_rebuild_tensor_v3": (7, 8)}
 
 
-def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of C order, counted in values, with 0 on axes of size 1."""
-    steps, step = [], 1
-    for size in reversed(shape):
-        steps.append(0 if size == 1 else step)
-        step *= size
-    return tuple(reversed(steps))
+def _normal(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, with 0 on axes of size 1, where they have no meaning."""
+    return tuple(0 if size == 1 else step for size, step in zip(shape, steps, strict=True))
 
 
 def _order(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
     """The axes from slowest to fastest if the values are contiguous, else None."""
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis])
-    sorted_steps = tuple(steps[axis] for axis in order)
-    return tuple(order) if sorted_steps == _c_order(tuple(shape[k] for k in order)) else None
+    sizes, sorted_steps = (tuple(of[axis] for axis in order) for of in (shape, steps))
+    return tuple(order) if sorted_steps == _normal(sizes, c_strides(sizes)) else None
