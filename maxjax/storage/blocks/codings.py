@@ -27,21 +27,14 @@ class Swapped(Coding):
 
     def read(self, file: OpenFile, entry: TensorEntry, parts: Sequence[Wanted]) -> int:
         """See :class:`Coding`."""
-        size, total = layout_of(self.type_name).nbytes, 0
-        in_blocks = (*entry.shape[:-1], entry.shape[-1] // size)
+        layout, total = layout_of(self.type_name), 0
         for part, array in parts:
             for box in self.split(entry, part) if array.size else ():
                 start, stop = box[-1]
-                blocks = (*box[:-1], (start // size, -(-stop // size)))
-                packed = aligned_empty(count(blocks) * size)
-                rows = packed.reshape(*extents(blocks), size)
-                for first, run in runs(in_blocks, blocks, rows):
-                    fill(file, entry, first * size, memoryview(run.reshape(-1)))
-                swap_blocks(self.type_name, packed)
-                values = packed.reshape(*extents(blocks[:-1]), -1)
-                skipped = start - blocks[-1][0] * size
-                array[within(box, part)] = values[..., skipped : skipped + stop - start]
-                total += packed.size
+                rows = _read_blocks(file, entry, box, layout, layout.nbytes, swap=True)
+                skipped = start % layout.nbytes
+                array[within(box, part)] = rows[..., skipped : skipped + stop - start]
+                total += rows.size
         return total
 
 
@@ -65,7 +58,7 @@ class Decoded(Coding):
         layout = layout_of(self.type_name)
         limit = max(1, DECODED_BYTES // 4 // layout.elements)
         start, stop = box[-1]
-        for piece in boxes.split(_enclosing(box, layout), limit):
+        for piece in boxes.split(_enclosing(box, layout.elements), limit):
             first, last = piece[-1]
             span = max(start, first * layout.elements), min(stop, last * layout.elements)
             yield (*piece[:-1], span)
@@ -74,36 +67,40 @@ class Decoded(Coding):
         """See :class:`Coding`."""
         total = 0
         for box, array in parts:
-            if array.size:
-                for piece in self.split(entry, box):
-                    total += self._read(file, entry, piece, array[within(piece, box)])
+            for piece in self.split(entry, box) if array.size else ():
+                total += self._read(file, entry, piece, array[within(piece, box)])
         return total
 
     def _read(self, file: OpenFile, entry: TensorEntry, box: Box, array: np.ndarray) -> int:
         layout = layout_of(self.type_name)
-        blocks = _enclosing(box, layout)
-        shape = extents(blocks)
-        packed = aligned_empty(count(blocks) * layout.nbytes)
-        rows = packed.reshape(*shape, layout.nbytes)
-        in_blocks = (*entry.shape[:-1], entry.shape[-1] // layout.elements)
-        for start, run in runs(in_blocks, blocks, rows):
-            fill(file, entry, start * layout.nbytes, memoryview(run.reshape(-1)))
-        if self.swap:
-            swap_blocks(self.type_name, packed)
-        rows = packed.reshape(*shape[:-1], shape[-1] * layout.nbytes)
+        rows = _read_blocks(file, entry, box, layout, layout.elements, self.swap)
         # One thread each: the jobs of a tensor already run in several.
-        decoded = (*shape[:-1], shape[-1] * layout.elements)
+        decoded = (*rows.shape[:-1], rows.shape[-1] // layout.nbytes * layout.elements)
         if array.shape == decoded:
             decode_into(self.type_name, rows, array, threads=1)
         else:
             values = np.empty(decoded, np.float32)
             decode_into(self.type_name, rows, values, threads=1)
-            start = box[-1][0] - blocks[-1][0] * layout.elements
+            start = box[-1][0] % layout.elements
             array[...] = values[..., start : start + array.shape[-1]]
-        return packed.size
+        return rows.size
 
 
-def _enclosing(box: Box, layout: BlockLayout) -> Box:
-    """The box, counted in blocks, that encloses a box of values."""
+def _read_blocks(
+    file: OpenFile, entry: TensorEntry, box: Box, layout: BlockLayout, unit: int, swap: bool
+) -> np.ndarray:
+    """The bytes of the blocks that enclose a box, ``[..., n * nbytes]``; a block is ``unit`` long on the last axis."""
+    blocks = _enclosing(box, unit)
+    shape, in_blocks = extents(blocks), (*entry.shape[:-1], entry.shape[-1] // unit)
+    packed = aligned_empty(count(blocks) * layout.nbytes)
+    for first, run in runs(in_blocks, blocks, packed.reshape(*shape, layout.nbytes)):
+        fill(file, entry, first * layout.nbytes, memoryview(run.reshape(-1)))
+    if swap:
+        swap_blocks(layout.name, packed)
+    return packed.reshape(*shape[:-1], shape[-1] * layout.nbytes)
+
+
+def _enclosing(box: Box, unit: int) -> Box:
+    """The box, counted in blocks, that encloses a box; a block is ``unit`` long on the last axis."""
     start, stop = box[-1]
-    return (*box[:-1], (start // layout.elements, -(-stop // layout.elements)))
+    return (*box[:-1], (start // unit, -(-stop // unit)))
