@@ -71,6 +71,18 @@ def run_reads(jobs: Sequence[Any], nbytes: int, threads: int | None = None) -> l
     return run_jobs(counted, jobs, nbytes, threads)
 
 
+def share_work(work: Callable[[], None], threads: int, name: str) -> None:
+    """Calls ``work`` in this thread and ``threads`` - 1 others at once; they take turns at an iterator."""
+    if threads <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(threads - 1, name) as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+        for other in others:
+            other.result()
+
+
 def _available_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..files import share_work
 from . import codebooks, iq_quants, k_quants, simple
 from .layout import block_shape, layout_of
 from .scratch import Scratch, scratch_of_thread
@@ -144,11 +144,4 @@ def _run(decoder: Decoder, blocks: np.ndarray, out: np.ndarray, threads: int | N
 
     if threads is None:
         threads = min(2, os.cpu_count() or 1)
-    if threads <= 1 or out.size < PARALLEL:
-        work()
-        return
-    with ThreadPoolExecutor(threads - 1, "maxjax-decode") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        work()
-        for other in others:
-            other.result()
+    share_work(work, threads if out.size >= PARALLEL else 1, "maxjax-decode")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..files import share_work
 from . import encode_k, encode_simple
 from .encode_native import encode_native, level
 from .encode_simple import Fields, ValueImportance
@@ -167,15 +167,8 @@ def _run(
     if threads is None:
         most = 2 if level() == "numpy" else 64
         threads = min(most, os.cpu_count() or 1)
-    threads = min(threads, -(-len(blocks) // step))
-    if threads <= 1 or values.size < PARALLEL:
-        work()
-        return invalid
-    with ThreadPoolExecutor(threads - 1, "maxjax-encode") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        work()
-        for other in others:
-            other.result()
+    threads = min(threads, -(-len(blocks) // step)) if values.size >= PARALLEL else 1
+    share_work(work, threads, "maxjax-encode")
     return invalid
 
 
