@@ -119,7 +119,7 @@ class _ByteLevel:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, text: str) -> list[str]:
-        table = _byte_letters()
+        table = byte_letters()
         found = [table.get(letter) for letter in text]
         data = text.encode() if None in found else bytes(b for b in found if b is not None)
         return [self._decoder.decode(data)]
@@ -129,8 +129,14 @@ class _ByteLevel:
 
 
 @lru_cache
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's letter → byte: printable bytes are their own letters, the others have letters from 256 on."""
+def byte_letters() -> dict[str, int]:
+    """GPT-2's letter → byte: printable bytes are their own letters, the others have letters from 256 on.
+
+    Example:
+        >>> table = byte_letters()
+        >>> len(table), table["a"], table["Ġ"]
+        (256, 97, 32)
+    """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -15,6 +15,7 @@ from ...errors import CheckpointFormatError, CheckpointLimitError
 from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER
 from ...models.gguf.tokenizer.tokens import added, template
+from ..stream_decoders import byte_letters
 
 FILE = "tekken.json"
 # The first special tokens of files that do not list them.
@@ -47,7 +48,7 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     special = _special(document, config, path)
     size = _count(config, "default_vocab_size", None, _MAX_TOKENS, path)
     ranks = _ranks(listed[: None if size is None else max(0, size - len(special))], path)
-    letters = _letters()
+    letters = {byte: letter for letter, byte in byte_letters().items()}
     spelled = {token: "".join(letters[b] for b in token) for token in ranks}
     vocab = {spelled[token]: rank + len(special) for token, rank in ranks.items()}
     if doubled := [text for text in special if text in vocab]:
@@ -138,13 +139,6 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
                 found.append((rank, ranks[left], ranks[right], left, right))
     found.sort(key=lambda pair: pair[:3])
     return [(left, right) for *_, left, right in found]
-
-
-def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level BPE, as in GPT-2."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
 
 
 def _count(config: Mapping[str, Any], key: str, default: Any, most: int, path: Path) -> Any:
