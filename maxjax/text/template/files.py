@@ -74,7 +74,7 @@ def _text(file: Path) -> str:
     finally:
         opened.close()
     try:
-        return bytes(data).decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointFormatError(
             "the chat template is not UTF-8", path=file, offset=error.start

@@ -123,9 +123,7 @@ def plain(value: Any) -> Any:
     if (fields := fields_of(value)) is not None:
         return plain(fields)
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]
-        )
+        return tuple(map(plain, value)) if type(value) is tuple else list(map(plain, value))
     if isinstance(value, np.generic):
         return plain(value.item())
     return f"<{type(value).__name__}>"

@@ -24,7 +24,7 @@ _LOG = logging.getLogger("maxjax")
 SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 """The names of special tokens in a ``tokenizer_config.json``."""
 CONFIG, MAP, LIST = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_TOKENS = 1 << 18
 _MAX_BYTES = 4 << 20
 _MAX_ID = 1 << 31
@@ -94,30 +94,28 @@ def read_beside(
         CheckpointLimitError: there are too many tokens.
     """
     where = os.fspath(directory)
-    decoder: dict[int, Added] = {}
-    has_decoder = "added_tokens_decoder" in settings
-    origin = os.path.join(where, CONFIG)
-    given: dict[str, tuple[Any, str]] = {k: (v, origin) for k, v in settings.items()}
-    origin = os.path.join(where, MAP)
+    config = os.path.join(where, CONFIG)
+    given: dict[str, tuple[Any, str]] = {k: (v, config) for k, v in settings.items()}
     _special(given)  # raises for invalid entries, even if another file replaces them
+    has_decoder = "added_tokens_decoder" in settings
     for key, value in special_map.items():
         if value is not None and (not has_decoder or settings.get(key) is None):
-            given[key] = (value, origin)
+            given[key] = (value, os.path.join(where, MAP))
     for key, value in (defaults or {}).items():
         given.setdefault(key, (value, ""))
     named, extra = _special(given)
+    own = [item for item in own if _is_own(item)]
+    decoder: dict[int, Added] = {}
     if has_decoder:
-        origin = os.path.join(where, CONFIG)
-        for number, token in _object(settings["added_tokens_decoder"], origin).items():
-            decoder[_number(number, token, origin)] = _token(token, "added_tokens_decoder", origin)
+        for number, token in _object(settings["added_tokens_decoder"], config).items():
+            decoder[_number(number, token, config)] = _token(token, "added_tokens_decoder", config)
     else:
         origin = os.path.join(where, LIST)
         special = {token.content for token in [*named.values(), *extra]}
         for text, number in listed.items():
             decoder[_number(number, text, origin)] = Added(text, text in special)
-    if not has_decoder:
-        decoder |= {i["id"]: _token(i, "added_tokens", where) for i in own if _is_own(i)}
-    return _merged(named, extra, decoder, {i["content"]: i for i in own if _is_own(i)})
+        decoder |= {item["id"]: _token(item, "added_tokens", where) for item in own}
+    return _merged(named, extra, decoder, {item["content"]: item for item in own})
 
 
 def _merged(
@@ -177,7 +175,7 @@ def _token(value: Any, key: str, origin: str) -> Added:
         return Added(value, True, normalized=False)
     if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
         raise _wrong(key, "a text, or an object with a text as 'content'", value, origin)
-    flags = {name: value[name] for name in _FLAGS if value.get(name) is not None}
+    flags = {name: value[name] for name in FLAGS if value.get(name) is not None}
     if wrong := [name for name, flag in flags.items() if type(flag) is not bool]:
         raise _wrong(f"{key}.{wrong[0]}", "true or false", flags[wrong[0]], origin)
     listed = key in ("added_tokens_decoder", "added_tokens")
@@ -190,7 +188,7 @@ def _is_own(item: Any) -> bool:
         isinstance(item, Mapping)
         and isinstance(item.get("content"), str)
         and type(item.get("id")) is int
-        and all(type(item.get(name, False)) is bool for name in _FLAGS)
+        and all(type(item.get(name, False)) is bool for name in FLAGS)
     )
 
 

@@ -17,7 +17,7 @@ from ...errors import CheckpointFormatError, UserInputError
 from ...models.config import read_object
 from ...storage.limits import in_force
 from ...storage.strict_json import load_json, read_json_bytes
-from .added import CONFIG, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
+from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
 from .vocab import Read, post_processor, read_vocabulary
 
@@ -158,12 +158,8 @@ def _changes_tokens(own: list[Any], beside: TokenFiles) -> bool:
     """Whether the other files change the list of added tokens in ``tokenizer.json``."""
     listed = {item.get("content"): item for item in own if isinstance(item, dict)}
     for token in beside.tokens:
-        item = listed.get(token.content)
-        added = token.made()
-        if item is None or any(
-            getattr(added, flag) != item.get(flag, False)
-            for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")
-        ):
+        item, added = listed.get(token.content), token.made()
+        if item is None or any(getattr(added, n) != item.get(n, False) for n in FLAGS):
             return True
     return False
 

@@ -31,7 +31,7 @@ from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import settled
 from ..stream_decoders import cleaned, token_id
 from ..template.files import TEMPLATE_FILE, listed_templates, read_templates
-from .added import CONFIG, MAP, SPECIAL
+from .added import CONFIG, FLAGS, MAP, SPECIAL
 from .arguments import checked_texts
 from .files import FILE, backend_of, guarded, read_tokenizer_files
 from .limits import check_tokenizer
@@ -260,7 +260,8 @@ class Tokenizer:
         """The files, by name, from which :func:`load_tokenizer` and transformers load this tokenizer."""
         with self._lock:
             text = self._backend.to_str(pretty=True)
-        settings = dict(self._beside.get("tokenizer_config.json", {}))
+        given = self._beside.get(CONFIG, {})
+        settings = dict(given)
         if not settings:
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
             settings["pad_token"] = self._backend.id_to_token(self.pad_id)
@@ -268,26 +269,30 @@ class Tokenizer:
                 settings["model_max_length"] = self.max_length
         if self._truncated_side == "left":  # which the tokenizer.json alone may have said
             settings["truncation_side"] = "left"
-        if self.chat_templates and self._lists_templates():
+        listed = listed_templates(given)
+        # There was no such file, or named templates were in separate ones.
+        lists_templates = not given or not self.chat_templates.keys() <= {"default", *listed}
+        if self.chat_templates and lists_templates:
             settings["chat_template"] = self._written_templates()
         for name in SPECIAL:  # the defaults of a class are in no file
-            token, given = self.special_tokens.get(name), settings.get(name)
-            if token is not None and token != (
-                given.get("content") if isinstance(given, Mapping) else given
-            ):
+            token, said = self.special_tokens.get(name), settings.get(name)
+            said = said.get("content") if isinstance(said, Mapping) else said
+            if token is not None and token != said:
                 settings[name] = token
         # With this entry, an old added_tokens.json is ignored, here and in transformers.
         settings["added_tokens_decoder"] = self._added()
-        found = {**self._beside, "tokenizer_config.json": settings}
-        written = {
-            n: json.dumps(d, indent=2, ensure_ascii=False) + "\n" for n, d in found.items() if d
-        }
-        jinja = self._chat_file()
-        return {"tokenizer.json": text, **written, **({TEMPLATE_FILE: jinja} if jinja else {})}
+        found = {FILE: text}
+        for name, content in {**self._beside, CONFIG: settings}.items():
+            if content:
+                found[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        default = self.chat_template
+        if default and not lists_templates and default != listed.get("default"):
+            found[TEMPLATE_FILE] = default
+        return found
 
     def _added(self) -> dict[str, dict[str, Any]]:
         """The added tokens by id, in the form that transformers writes."""
-        flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+        flags = ("content", *FLAGS)
         tokens = sorted(self._backend.get_added_tokens_decoder().items())
         return {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in tokens}
 
@@ -296,23 +301,6 @@ class Tokenizer:
         if list(self.chat_templates) == ["default"]:
             return self.chat_templates["default"]
         return [{"name": n, "template": text} for n, text in self.chat_templates.items()]
-
-    def _lists_templates(self) -> bool:
-        """Whether the templates are written in ``tokenizer_config.json``.
-
-        They are if the files had no ``tokenizer_config.json``, or had named templates in separate files.
-        """
-        settings = self._beside.get("tokenizer_config.json", {})
-        return (
-            not settings
-            or {*self.chat_templates} - {"default", *listed_templates(settings)} != set()
-        )
-
-    def _chat_file(self) -> str | None:
-        """The chat template for its own file; None if ``tokenizer_config.json`` contains it."""
-        settings = self._beside.get("tokenizer_config.json", {})
-        has_it = self.chat_template == listed_templates(settings).get("default")
-        return None if has_it or self._lists_templates() else self.chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
