@@ -86,17 +86,14 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         gathering = Gathering(together)
         names = tensor_names(model, found)
         weights = model.raw_state_dict()
-        data = {
-            tensor(names[name], part): weight_data(full, weights[full], gathering)
+        theirs = {
+            f"{name}.{part}": tensor(names[name], part)
             for one in found
             for name in one.names
             for part in one.parts.values()
-            for full in (f"{name}.{part}",)
         }
-        data |= {
-            theirs: weight_data(full, weights[full], gathering)
-            for full, theirs in (biases(model, found) | head_weights(model, found)).items()
-        }
+        theirs |= biases(model, found) | head_weights(model, found)
+        data = {their: weight_data(own, weights[own], gathering) for own, their in theirs.items()}
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, base))
         if together.is_shared:
@@ -166,25 +163,18 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
                 )  # fmt: skip
         dtypes = {data[name].dtype for name in layers}
         if kind is None and len(dtypes) > 1:
-            raise CheckpointMismatchError(
-                "tensors of several dtypes",
-                path=file,
-                hint="Pass dtype=: the dtype of the adapter.",
-            )
+            hint = "Pass dtype=: the dtype of the adapter."
+            raise CheckpointMismatchError("tensors of several dtypes", path=file, hint=hint)
         new = attached(model, adapters, kind or dtypes.pop())
-        without = set(adapters) - {name for one in adapted(new) for name in one.names}
+        new_layers = [(name, one) for one in adapted(new) for name in one.names]
+        without = set(adapters) - {name for name, _ in new_layers}
         if without:
             raise CheckpointMismatchError(
                 "LoRA weights for a layer that is not one of this model's linear layers and embeddings",
                 path=file,
                 tensor=min(without),
             )
-        parts = {
-            f"{name}.{part}"
-            for one in adapted(new)
-            for name in one.names
-            for part in one.parts.values()
-        }
+        parts = {f"{name}.{part}" for name, one in new_layers for part in one.parts.values()}
         given = {f"{layer}.{part}" for layer, part, _ in layers.values()}
         if parts != given:
             what = "a tensor is missing" if parts - given else "its layer has no such LoRA weight"

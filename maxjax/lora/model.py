@@ -136,18 +136,14 @@ def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
             "them into its weights, maxjax.lora.remove(model) drops them"
         )
     new = copy_of(model)
-    kinds = {
-        weight: adapters.get(name)
-        for one in targets(new)
-        for name, weight in zip(one.names, one.base_names, strict=True)
-    }
+    kinds: dict[str, Adapter | None] = {}
     for one in targets(new):
-        if one.in_mixture == "expert" and (
-            named := [name for name in one.names if name in adapters]
-        ):
-            raise NotImplementedError(
-                f"LoRA weights of experts are not supported, and there are some for '{named[0]}'"
-            )
+        for name, weight in zip(one.names, one.base_names, strict=True):
+            kinds[weight] = adapters.get(name)
+            if one.in_mixture == "expert" and name in adapters:
+                raise NotImplementedError(
+                    f"LoRA weights of experts are not supported, and there are some for '{name}'"
+                )
     new = unstack_unequal(new, kinds)
     for one in targets(new):
         if (adapter := adapters.get(one.names[0])) is not None:
@@ -184,13 +180,11 @@ def _set_magnitudes(new: Module, model: Module) -> None:
         model: the same model without them.
     """
     wanted = {name for one in adapted(new) for name in one.names}
-    walk = Walk(model)
-    layers = {
-        name: one.layer for one in targets(model, walk) for name in one.names if name in wanted
-    }
     values = {
-        f"{name}.lora_magnitude_vector".removeprefix("."): layer.magnitudes()
-        for name, layer in layers.items()
+        f"{name}.lora_magnitude_vector".removeprefix("."): one.layer.magnitudes()
+        for one in targets(model, Walk(model))
+        for name in one.names
+        if name in wanted
     }
     new.load_state_dict(values, strict=False, cast=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import (
@@ -180,11 +180,11 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
         if tensor in known:
             continue
         match = _TENSOR.fullmatch(tensor)
-        layer = None if match is None else _own_name(model, match[1])
-        if match is None or layer is None:
-            others.append(tensor)
-        else:
+        layer = match and _own_name(model, match[1])
+        if match and layer is not None:
             found[tensor] = layer, match[3] or f"{match[2]}.weight", match[1]
+        else:
+            others.append(tensor)
     if others:
         raise CheckpointMismatchError(
             f"these tensors are not supported: {some(others, 3)}", path=path
@@ -284,12 +284,13 @@ def tensor(name: str, part: str) -> str:
     return f"{_FRONT}{name}.{part}"
 
 
-def biases(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
+def biases(model: Module, chosen: Sequence[TargetLayer]) -> dict[str, str]:
     """PEFT's names of the biases that are trained together with the chosen layers, keyed by the model's names."""
-    chosen = list(chosen)
-    adapted = {f"{name}.bias" for one in chosen for name in one.names}
     kind, front = bias_of(chosen), _front(model)
-    names = [n for n in model.raw_state_dict() if n.endswith(".bias") and kind != "none"]
+    if kind == "none":
+        return {}
+    adapted = {f"{name}.bias" for one in chosen for name in one.names}
+    names = [n for n in model.raw_state_dict() if n.endswith(".bias")]
     return {
         name: tensor(
             name.removeprefix(front).removesuffix(".bias"),
