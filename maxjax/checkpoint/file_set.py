@@ -219,7 +219,10 @@ def _finish(
     try:
         with staging.saving("putting the other files into place"):
             if description is not None:
-                _with_retry(lambda: move_into_place(staging.directory, description))
+                try:
+                    move_into_place(staging.directory, description)
+                except OSError:  # which may be temporary
+                    move_into_place(staging.directory, description)
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
@@ -230,14 +233,6 @@ def _finish(
             staging.shown,
             error.problem,  # without the hint, which is about what was there before the commit
         )
-
-
-def _with_retry(act: Callable[[], None]) -> None:
-    """Call a function, and once more after an OSError, which may be temporary."""
-    try:
-        act()
-    except OSError:
-        act()
 
 
 def _final_record(record: Record) -> Record:
@@ -410,7 +405,11 @@ class Sums:
 
         def pieces() -> Iterator[memoryview]:
             crc, rest = 0, iter(one.pieces())
-            while (piece := _next(one, rest)) is not None:
+            while True:
+                with in_memory(one.name, one.nbytes):
+                    piece = next(rest, None)
+                if piece is None:
+                    break
                 found = self._pool.submit(crc32, piece, crc)
                 yield piece
                 crc = found.result()  # before the next piece, so that only one is in memory
@@ -437,21 +436,18 @@ class Sums:
         return Record(self.size, dict(self._tensors), self._header)
 
 
-def _next(one: Outgoing, pieces: Iterator[memoryview]) -> memoryview | None:
+@contextlib.contextmanager
+def in_memory(name: str, nbytes: int) -> Iterator[None]:
+    """Context of the conversion of a tensor that is written; a MemoryError in it names the tensor."""
     try:
-        return next(pieces, None)
+        yield
     except OutOfMemoryError:
         raise
     except MemoryError as error:
-        raise out_of_memory(one.name, one.nbytes) from error
-
-
-def out_of_memory(name: str, nbytes: int) -> OutOfMemoryError:
-    """The error for a tensor that does not fit into host memory while it is written."""
-    return OutOfMemoryError(
-        f"tensor '{name}': the host does not have enough memory to write its {nbytes:,} bytes. The "
-        "destination is unchanged. Free memory, or convert on a machine with more."
-    )
+        raise OutOfMemoryError(
+            f"tensor '{name}': the host does not have enough memory to write its {nbytes:,} bytes. The "
+            "destination is unchanged. Free memory, or convert on a machine with more."
+        ) from error
 
 
 def json_bytes(document: Any) -> bytes:

@@ -89,7 +89,7 @@ def save(
         >>> restore(root, model, note="")
         {'note': 'hello'}
     """
-    return _begin(path, model, step, newest(keep), items, tokenizer, copy=False, wait=True).result()
+    return _begin(path, model, step, newest(keep), items, tokenizer, wait=True).result()
 
 
 def save_async(
@@ -114,7 +114,7 @@ def save_async(
         >>> response.result().name, response.done()
         ('0', True)
     """
-    return _begin(path, model, step, newest(keep), items, tokenizer, copy=True, wait=False)
+    return _begin(path, model, step, newest(keep), items, tokenizer, wait=False)
 
 
 def newest(count: int | None) -> Keep:
@@ -131,17 +131,15 @@ def _begin(
     step: int | None,
     keep: Keep,
     items: Mapping[str, Any],
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None,
     *,
-    copy: bool,
     wait: bool,
 ) -> Response:
+    """Starts a save; a caller that does not wait for it may change its NumPy arrays, which are copied."""
     step = None if step is None else whole_number("step", step, 0)
-    trees = _trees(model, items, copy)
-    beside: dict[str, bytes] = {}
+    trees = _trees(model, items, copy=not wait)
     check_is_tokenizer(tokenizer, "files")
-    if tokenizer is not None:
-        beside |= tokenizer_files(tokenizer)
+    beside = {} if tokenizer is None else tokenizer_files(tokenizer)
     if model is not None:
         dtype = main_dtype(model.raw_state_dict())
         files = model_files(model, dtype=dtype)
@@ -151,7 +149,7 @@ def _begin(
         return start(root, step, trees, keep, beside, wait=wait)
 
 
-def _trees(model: Module | None, items: Mapping[str, Any], copy: bool) -> dict[str, Item]:
+def _trees(model: Module | None, items: Mapping[str, Any], *, copy: bool) -> dict[str, Item]:
     trees: dict[str, Item] = {}
     if isinstance(model, Module):
         trees[MODEL] = model_item(model)
@@ -344,9 +342,7 @@ class CheckpointManager(Rendered):
     ) -> Path:
         """Save a step and wait for it; see :func:`maxjax.checkpoint.save`."""
         self.wait_until_finished()
-        return _begin(
-            self.path, model, step, self._keep, items, tokenizer, copy=False, wait=True
-        ).result()
+        return _begin(self.path, model, step, self._keep, items, tokenizer, wait=True).result()
 
     def save_async(
         self,
@@ -358,10 +354,10 @@ class CheckpointManager(Rendered):
     ) -> Response:
         """Start to save a step; see :func:`maxjax.checkpoint.save_async`."""
         self.wait_until_finished()
-        self._response = _begin(
-            self.path, model, step, self._keep, items, tokenizer, copy=True, wait=False
+        self._response = response = _begin(
+            self.path, model, step, self._keep, items, tokenizer, wait=False
         )
-        return self._response
+        return response
 
     def restore(
         self, model: Module | None, step: int | None = None, **options: Any

@@ -109,9 +109,9 @@ def start(
     step: int | None,
     items: Mapping[str, Item],
     keep: Keep,
-    beside: Mapping[str, bytes] | None = None,
+    beside: dict[str, bytes],
     *,
-    wait: bool = False,
+    wait: bool,
 ) -> Response:
     """Start a save; return when the values may be changed or deleted.
 
@@ -128,17 +128,16 @@ def start(
     Raises:
         CheckpointError: an error of :class:`NewStep`, or the save failed at its start.
     """
-    before = _running.get(os.path.realpath(root))
-    if before is not None:
+    place = os.path.realpath(root)
+    if (before := _running.get(place)) is not None:
         before._wait_over()
-    target = NewStep(root, step, sum(item.nbytes for item in items.values()))
-    target.beside = dict(beside or {})
+    target = NewStep(root, step, sum(item.nbytes for item in items.values()), beside)
     response = Response(root)
     arguments = (response, target, dict(items), keep)
     # Not a daemon thread: a program waits for its checkpoint before it exits.
     thread = threading.Thread(target=_run, args=arguments, name="maxjax-save")
     response._thread = thread
-    _running[os.path.realpath(root)] = response
+    _running[place] = response
     _at_exit()
     try:
         thread.start()
@@ -147,7 +146,7 @@ def start(
         raise
     except BaseException:
         if thread.ident is None:  # it could not be started
-            _running.pop(os.path.realpath(root), None)
+            _running.pop(place, None)
             target.close()
         else:
             response._cancel()
@@ -205,9 +204,8 @@ def _save(response: Response, target: NewStep, items: dict[str, Item], keep: Kee
     nested = {name: item.nested for name, item in items.items() if item.nested}
     writing = Writing(target.written, nested, metadata)
     try:
-        sums = ArraySums(
-            items
-        )  # references the values it needs, which callers may delete from now on
+        # It references the values that it needs; callers may delete theirs from now on.
+        sums = ArraySums(items)
         arrays = [array for item in items.values() for array in item.arrays.values()]
         if all(map(is_on_host, arrays)):
             response._begun.set()

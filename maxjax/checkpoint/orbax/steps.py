@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class NewStep:
         root: directory of the steps.
         step: number of the step; None for one more than the newest.
         nbytes: size of the arrays in bytes.
+        beside: other files of the step: name → content.
 
     Raises:
         CheckpointBusyError: another process is saving there.
@@ -56,9 +58,9 @@ class NewStep:
         CheckpointAccessError: permission to write there is denied.
     """
 
-    def __init__(self, root: str, step: int | None, nbytes: int):
+    def __init__(self, root: str, step: int | None, nbytes: int, beside: Mapping[str, bytes]):
         self.staging: Staging | None = None
-        self.beside: dict[str, bytes] = {}  # other files of the step
+        self.beside = beside
         self.needed = nbytes
         found: dict[str, Any] = {}
         with Lockstep("save", None) as together:

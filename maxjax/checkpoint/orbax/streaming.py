@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from ...dtype import DType
-from ...errors import OutOfMemoryError, UserInputError
+from ...errors import UserInputError
 from ...graph.weights import WeightData
 from ...graph.weights.given import host_or_jax
 from ...storage.boxes import whole
 from ...storage.checksums import crc32_of_boxes
 from ...storage.orbax.maxjax_metadata import Extras, custom_metadata
 from ...storage.save.durable import absolute
-from ..file_set import out_of_memory
+from ..file_set import in_memory
 from .api import add, finish, quiet
 from .arrays import check_names, storable
 from .save import commit, translated
@@ -67,8 +67,7 @@ def stream(
         raise UserInputError("there is nothing to save: every tensor is empty (a size is 0)")
     metadata = custom_metadata({STATE: item})
     full = {name: data for name, data in tensors.items() if name not in item.empty}
-    target = NewStep(absolute(root), None, sum(map(_nbytes, full.values())))
-    target.beside = dict(beside)
+    target = NewStep(absolute(root), None, sum(map(_nbytes, full.values())), beside)
     # Orbax runs in a thread, as the caller's may have a running event loop (a notebook's does).
     with ThreadPoolExecutor(1, "maxjax-save") as pool:
         try:
@@ -118,9 +117,5 @@ def _batches(tensors: Mapping[str, WeightData]) -> Iterator[dict[str, WeightData
 
 def _read(data: WeightData) -> np.ndarray:
     """Read a tensor without keeping it, as ``data.data`` would."""
-    try:
+    with in_memory(data.name, _nbytes(data)):
         return np.asarray(host_or_jax(data))
-    except OutOfMemoryError:
-        raise
-    except MemoryError as error:
-        raise out_of_memory(data.name, _nbytes(data)) from error
