@@ -133,26 +133,23 @@ def convert(
 
 
 def _format(target: Path, to: str | None) -> str:
-    end = {".safetensors": "safetensors", ".gguf": "gguf"}.get(target.suffix.lower())
+    suffix, is_directory = target.suffix.lower(), os.path.isdir(target)
+    end = {".safetensors": "safetensors", ".gguf": "gguf"}.get(suffix)
     if to is not None and to not in FORMATS:
         raise UserInputError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
     if to is not None and end is not None and end != to:
         raise UserInputError(f"{target} is the name of a {end} file, and {to} was asked for")
-    if (
-        target.suffix.lower() in {*SUFFIXES, *UNREADABLE}
-        and end is None
-        and not os.path.isdir(target)
-    ):
+    if end is None and suffix in {*SUFFIXES, *UNREADABLE} and not is_directory:
         raise UserInputError(
             f"{target}: {target.suffix} files are not written: name a .safetensors or .gguf file, or "
             "a directory"
         )
-    if end is None and os.path.exists(target) and not os.path.isdir(target):
+    if end is None and os.path.exists(target) and not is_directory:
         raise UserInputError(
             f"{target} is a file: name a directory, or a .safetensors or .gguf file"
         )
     kind = to or end or "safetensors"
-    if kind == "gguf" and (end is None or os.path.isdir(target)):
+    if kind == "gguf" and (end is None or is_directory):
         raise UserInputError(f"{target}: name a file for GGUF, for example {target / 'model.gguf'}")
     return kind
 

@@ -27,15 +27,13 @@ from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.files import file_range, open_regular
 from ...storage.safetensors.reader import ENCODINGS
-from ...storage.save.beside import settled
+from ...storage.save.beside import DESCRIBING, settled
 from ...text.template.files import TEMPLATE_FOLDER
 from ...text.tokenizer.tokenizer import gguf_tokenizer
 from ..file_set import json_bytes
 from ..pretrained import METADATA, sentence_files
 
 _LOG = logging.getLogger("maxjax")
-# Suffixes of files beside the weights that belong to the model; code is not copied.
-_BESIDE = (".json", ".txt", ".model", ".jinja", ".md")
 _NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
 _FOLDERS = ("_Pooling", "_Normalize", "_Dense")
 _IN_FOLDERS = (".json", ".safetensors", ".bin")
@@ -136,7 +134,7 @@ def _is_beside(path: Path) -> bool:
     """Whether a file belongs to the model, by its name."""
     if path.stem.endswith(_FOLDERS) and path.suffix in _IN_FOLDERS:
         return True
-    return path.name.endswith(_BESIDE) and not path.name.endswith(_NOT_BESIDE)
+    return path.name.endswith(DESCRIBING) and not path.name.endswith(_NOT_BESIDE)
 
 
 def _deep_name(path: Path) -> str:

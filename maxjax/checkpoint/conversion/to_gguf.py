@@ -60,12 +60,12 @@ def to_gguf(
     importance: Mapping[str, np.ndarray] | None = None,
 ) -> Converted:
     """Write a GGUF file; ``choice`` is what to quantise to, a key of ``MIXTURES``."""
-    kind = dtype if choice is None else choice.upper()
+    kind = None if choice is None else choice.upper()
     if isinstance(found.weights, GGUFWeights):
-        metadata, data = _same_gguf(found.weights, kind)
+        metadata, data = _same_gguf(found.weights, kind or dtype)
         stored = {} if dtype else _stored_blocks(found.weights)
     else:
-        metadata, data = _new_gguf(found, dtype, None if choice is None else choice.upper())
+        metadata, data = _new_gguf(found, dtype, kind)
         stored = {}
     shapes = {name: tuple(map(int, one.logical_shape)) for name, one in data.items()}
     floats = {name: shapes[name] for name, one in data.items() if _is_float(one)}
@@ -99,8 +99,9 @@ def _is_float(data: WeightData) -> bool:
 
 def _as_floats(name: str, data: WeightData, shape: Sequence[int], dtype: DType | None) -> Outgoing:
     """A tensor that is not quantised; what llama.cpp requires in float32 is not converted."""
-    keeps = dtype is None or not _is_float(data) or is_wide(name, shape)
-    return outgoing_data(data if keeps or dtype is None else data.astype(dtype), name)
+    if dtype is None or not _is_float(data) or is_wide(name, shape):
+        return outgoing_data(data, name)
+    return outgoing_data(data.astype(dtype), name)
 
 
 def _quantised(
@@ -117,18 +118,17 @@ def _quantised(
     if packed is not None and packed.value == encoding:
         return outgoing_data(data, name)
     weights = importance.get(name)
-    if weights is not None:
-        shape: list[int] = [int(size) for size in data.logical_shape]
-        experts = shape[0] if len(shape) > 2 else 1
-        if weights.shape not in ((1, shape[-1]), (experts, shape[-1])):
-            raise UserInputError(
-                f"the importance of tensor '{name}' is {list(weights.shape)}, and {experts} x {shape[-1]} is "
-                "needed: it is of another model"
-            )
     if weights is None:
         return outgoing_data(data, name, (encoding, lambda kind, rows, _: encode(kind, rows)))
+    *outer, size = map(int, data.logical_shape)
+    experts = outer[0] if len(outer) > 1 else 1
+    if weights.shape not in ((1, size), (experts, size)):
+        raise UserInputError(
+            f"the importance of tensor '{name}' is {list(weights.shape)}, and {experts} x {size} is "
+            "needed: it is of another model"
+        )
     # The rows of each expert have its importance; a piece may have rows of several.
-    each = math.prod(map(int, data.logical_shape[:-1])) // len(weights)
+    each = math.prod(outer) // len(weights)
 
     def encode_rows(kind: str, rows: np.ndarray, first: int) -> np.ndarray:
         flat = rows.reshape(-1, rows.shape[-1])

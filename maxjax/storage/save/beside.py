@@ -32,8 +32,8 @@ _T = TypeVar("_T")
 _LOG = logging.getLogger("maxjax")
 # Seconds for which opening is repeated while the checkpoint is being replaced.
 RETRY_SECONDS = 5.0
-# Suffixes of files that may describe weights, and of those that only people read.
-_SMALL = (".json", ".txt", ".model", ".jinja", ".md")
+# Suffixes of files that may describe weights (code is not among them), and of those that only people read.
+DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md")
 _UNCHECKED = ".md"
 
 
@@ -138,10 +138,10 @@ class Beside:
 
     def _copy_to(self, folder: Path) -> None:
         """Copies the files into ``folder``, and links everything else of the directory."""
-        files = {} if self.described is None else self.described.files
-        gone = {} if self.described is None else self.described.gone
+        described = self.described or Description({})
+        files, gone = described.files, described.gone
         visible = (entry.name for entry in _visible_entries(self.directory))
-        sidecars = (name for name in visible if name.endswith(_SMALL))
+        sidecars = (name for name in visible if name.endswith(DESCRIBING))
         left_out = set()
         for name in dict.fromkeys([*files, *sidecars]):
             path = os.path.join(self.directory, name)
@@ -254,9 +254,10 @@ def move_into_place(directory: str, described: Description | None) -> None:
                 os.rename(path, place)
                 touched.add(os.path.dirname(place))
     for name, crc in gone.items():
-        if _has_checksum(os.path.join(directory, name), crc):
-            os.unlink(os.path.join(directory, name))
-            touched.add(os.path.dirname(os.path.join(directory, name)))
+        place = os.path.join(directory, name)
+        if _has_checksum(place, crc):
+            os.unlink(place)
+            touched.add(os.path.dirname(place))
     for folder in sorted(touched):
         flush_folder(folder)
     for folder in folders:
