@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError, OutOfMemoryError
@@ -68,10 +69,9 @@ def write_file(
         if os.path.exists(target):
             staging.keeps(f"The file that was there before is untouched: {os.fspath(path)}.")
         staging.require_space(nbytes)
-        sums = Sums()
-        staging.write(name, sums.passing(pieces(list(map(sums.of, tensors)))), nbytes=nbytes)
+        record = _write(staging, name, tensors, pieces, nbytes)
         staging.hold()
-        _commit(staging, _records(folder, [name]), {name: sums.record}, [name])
+        _commit(staging, _records(folder, [name]), {name: record}, [name])
 
 
 def write_with(
@@ -103,13 +103,11 @@ def write_with(
             staging.keeps(f"The files that were there before are untouched: {staging.shown}.")
         shard = SetFile(name, tuple(in_order(tensors)))
         staging.require_space(shard.nbytes)
-        sums = Sums()
-        pieces = file_pieces(list(map(sums.of, shard.tensors)), metadata)
-        staging.write(name, sums.passing(pieces), nbytes=shard.nbytes)
-        before = [one.beside for one in found.get(name, ()) if one.beside is not None]
+        pieces = partial(file_pieces, metadata=metadata)
+        record = _write(staging, name, shard.tensors, pieces, shard.nbytes)
         kept = {other: [content] for other, content in others.items()}
-        description = _stage_others(staging, kept, before)
-        _commit(staging, found, {name: replace(sums.record, beside=description)}, [name])
+        description = _stage_others(staging, kept, found.get(name, ()))
+        _commit(staging, found, {name: replace(record, beside=description)}, [name])
 
 
 def write_set(
@@ -144,26 +142,39 @@ def write_set(
             staging.keeps(f"The checkpoint that was there before is untouched: {staging.shown}.")
         shards = files(before)
         staging.require_space(sum(shard.nbytes for shard in shards))
-        records = {}
-        for shard in shards:
-            sums = Sums(progress)
-            pieces = file_pieces(list(map(sums.of, shard.tensors)), metadata)
-            staging.write(shard.name, sums.passing(pieces), nbytes=shard.nbytes)
-            records[shard.name] = sums.record
+        pieces = partial(file_pieces, metadata=metadata)
+        records = {
+            one.name: _write(staging, one.name, one.tensors, pieces, one.nbytes, progress)
+            for one in shards
+        }
         names = [shard.name for shard in shards]
         text = b"" if names == [SINGLE] else index(shards)
         if text:
             staging.write(INDEX, [text])
             records[INDEX] = Record(len(text), {}, (len(text), crc32(text)))
         last = INDEX if text else SINGLE
-        counts = [one.beside for name in before[:1] for one in found.get(name, ())]
-        description = _stage_others(staging, others, [one for one in counts if one is not None])
+        replaced = found.get(before[0], ()) if before else ()
+        description = _stage_others(staging, others, replaced)
         # In the record of each file: until the index is in place, the files are read without it.
         records = {name: replace(one, beside=description) for name, one in records.items()}
         # The index is deleted before its files, so that it never names a missing one.
         deleted = {*before, *_strays(folder, before, found)} - {last, *names}
         deleted = sorted(deleted, key=lambda name: (name != INDEX, name))
         _commit(staging, found, records, [*(n for n in names if n != last), last], deleted)
+
+
+def _write(
+    staging: Staging,
+    name: str,
+    tensors: Sequence[Outgoing],
+    pieces: Callable[[Sequence[Outgoing]], Iterable[Any]],
+    nbytes: int,
+    progress: Progress | None = None,
+) -> Record:
+    """Write a file of tensors, which the commit moves into place; the result is its record."""
+    sums = Sums(progress)
+    staging.write(name, sums.passing(pieces(list(map(sums.of, tensors)))), nbytes=nbytes)
+    return sums.record
 
 
 def _commit(
@@ -347,14 +358,14 @@ def _strays(folder: str, before: Sequence[str], recorded: Mapping[str, list[Reco
 
 
 def _stage_others(
-    staging: Staging, others: Mapping[str, Iterable[Any]], before: Sequence[Description]
+    staging: Staging, others: Mapping[str, Iterable[Any]], before: Sequence[Record]
 ) -> Description | None:
     """Stage the other files until the weights are committed; unchanged files are not written.
 
     Args:
         staging: transaction of the save.
         others: other files: name → content in pieces.
-        before: descriptions of the other files of the checkpoint that is replaced.
+        before: records of the weights of the checkpoint that is replaced.
 
     Returns:
         The description of these files for the record of the weights; None if there are none.
@@ -371,8 +382,9 @@ def _stage_others(
     # The files of a tokenizer belong together: old ones must not be read with the new ones.
     deleted = {
         name: crc
-        for description in before
-        for name, crc in description.files.items()
+        for record in before
+        if record.beside is not None
+        for name, crc in record.beside.files.items()
         if name not in files and any(head in files and part(name) for head, part in _FILE_SETS)
     }
     return Description(files, deleted) if files else None
