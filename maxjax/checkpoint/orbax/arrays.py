@@ -119,16 +119,13 @@ def unstacked(stack: StackedWeight) -> list[Any]:
         for box, device, array in shards:
             if all(start <= i < stop for i, (start, stop) in zip(index, box, strict=True)):
                 place = tuple(i - start for i, (start, _) in zip(index, box, strict=True))
-                parts.append(_put(array[place], device))
+                # On a CPU without a copy if the memory is aligned to 64 bytes.
+                one = jax.sharding.SingleDeviceSharding(device)
+                parts.append(jax.device_put(array[place], one))
         where = _sharding_of_one(stack, own, index)
         shape = own.shape[levels:]
         found.append(jax.make_array_from_single_device_arrays(shape, where, parts, dtype=own.dtype))
     return found
-
-
-def _put(array: Any, device: Any) -> jax.Array:
-    """device_put of a part; on a CPU without a copy if its memory is aligned to 64 bytes."""
-    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device))
 
 
 def _is_plain(sharding: Any) -> bool:

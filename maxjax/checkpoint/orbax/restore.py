@@ -6,9 +6,10 @@ differs; then each device reads its own part, with the sharding of the example's
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,7 @@ class Fitting:
         values: values of leaves that are not read, by the number of the leaf.
         targets: leaves that are read, by the number of the leaf.
         used: names of the checkpoint that the example asks for.
-        count: number of leaves and trees so far.
+        numbers: the numbers of the next leaves and trees.
         trees: treedef and numbers of the parts of each tree and Module in the example, by its number;
             a tree comes after its parts.
         top: number of the example itself.
@@ -171,7 +172,7 @@ class Fitting:
     values: dict[int, Any] = field(default_factory=dict)
     targets: dict[int, LeafTarget] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    count: int = 0
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     trees: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
     top: int = 0
 
@@ -181,10 +182,6 @@ class Fitting:
         unexpected = sorted(self.saved.names - self.used)
         if self.strict and unexpected:
             self.problems.append(f"nothing in the example is called {some(unexpected)}")
-
-    def _next(self) -> int:
-        self.count += 1
-        return self.count - 1
 
     def _tree(self, way: tuple[str, ...], tree: Any) -> int:
         """Compare a tree to which the keys ``way`` lead; the result is its number."""
@@ -207,19 +204,19 @@ class Fitting:
             if not hasattr(leaf, "dtype") or is_key(leaf):
                 numbers.append(self._tree((*way, name), leaf))
                 continue
-            number = self._next()
+            number = next(self.numbers)
             numbers.append(number)
             self._fit(number, of_holder(prefix, name, holder, leaf))
         return self._joined(treedef, numbers)
 
     def _joined(self, treedef: Any, numbers: list[int]) -> int:
         """The number of the tree of these leaves and trees."""
-        number = self._next()
+        number = next(self.numbers)
         self.trees[number] = (treedef, numbers)
         return number
 
     def _leaf(self, name: str, leaf: Any) -> int:
-        number = self._next()
+        number = next(self.numbers)
         if isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic):
             self.values[number] = self._plain(name, leaf)
         elif is_key(leaf):

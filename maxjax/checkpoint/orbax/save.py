@@ -9,6 +9,7 @@ holds; the first one does the rest. All of them compute the checksums of arrays,
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -160,20 +161,15 @@ def start(
 _running: dict[str, Response] = {}
 
 
+@functools.cache
 def _at_exit() -> None:
     """Wait for saves at exit before Python forbids new threads, which orbax needs to the end."""
-    global _registered
-    if not _registered:
-        _registered = True
-        # This must run before concurrent.futures closes its pools, which happens first at exit.
-        register = getattr(threading, "_register_atexit", None)
-        if register is not None:
-            import concurrent.futures.thread  # noqa: F401 (registers its own hook before ours)
+    # This must run before concurrent.futures closes its pools, which happens first at exit.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        import concurrent.futures.thread  # noqa: F401 (registers its own hook before ours)
 
-            register(_wait_all)
-
-
-_registered = False
+        register(_wait_all)
 
 
 def _wait_all() -> None:
