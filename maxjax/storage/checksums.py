@@ -7,7 +7,6 @@ checksums of adjacent blocks are then combined.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ from .boxes import (
 )
 from .crc32 import combine, crc32, crc32_of, is_fast
 from .entry import Checksum, TensorEntry, check_bool, fill
-from .files import CORRUPT, OpenFile, aligned_empty, run, run_jobs
+from .files import CORRUPT, OpenFile, aligned_empty, run_jobs
 
 # Bytes read or gathered at a time only for a checksum: they stay in the cache of a core.
 STEP_BYTES = 1 << 20
@@ -76,11 +75,11 @@ class Sum:
         if self._blocks.get(offset, (0, 0))[0] < nbytes:
             self._blocks[offset] = nbytes, crc
 
-    def blocks(self, size: int) -> Iterator[Block]:
-        """All bytes that the checksum covers, as blocks of at most ``size`` bytes still to read."""
+    def blocks(self, size: int) -> Iterator[tuple[int, int]]:
+        """All bytes that the checksum covers, as the offset and length of blocks of at most ``size`` bytes."""
         start, nbytes = self.checksum.offset, self.checksum.nbytes
         for done in range(0, nbytes, size):
-            yield Block(self, start + done, min(size, nbytes - done))
+            yield start + done, min(size, nbytes - done)
 
     def compare(self, crc: int | None = None) -> bool:
         """Compares it with the recorded checksum; returns False if too many bytes were not read.
@@ -127,19 +126,6 @@ class Sum:
             total = combine(total, crc, nbytes)
             place = offset + nbytes
         return total
-
-
-@dataclass(slots=True)
-class Block:
-    """A block that is read only for a checksum."""
-
-    sum: Sum
-    offset: int
-    nbytes: int
-
-    def run(self) -> None:
-        """Reads the block."""
-        self.sum.read(self.offset, self.nbytes)
 
 
 def tapped(file: OpenFile, sum: Sum | None) -> OpenFile:
@@ -319,8 +305,9 @@ class Checks:
         """Reads all bytes that the tensors' checksums cover, and compares; errors as ``compare``."""
         sums = self.unchecked(entries)
         plain = [one for one in sums.values() if not one.checksum.of_values]
-        jobs = [block for one in plain for block in one.blocks(BLOCK_BYTES)]
-        run_jobs(run, jobs, sum(job.nbytes for job in jobs), threads)
+        jobs = [(one, *block) for one in plain for block in one.blocks(BLOCK_BYTES)]
+        total = sum(nbytes for _, _, nbytes in jobs)
+        run_jobs(lambda job: job[0].read(*job[1:]), jobs, total, threads)
         for key, one in sums.items():
             one.compare(_of_values(one) if one.checksum.of_values else None)
             self.matched.add(key)
