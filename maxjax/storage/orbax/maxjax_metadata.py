@@ -141,20 +141,15 @@ class MaxjaxMetadata:
         if encoding is None:
             return entry
         block = layout_of(encoding).nbytes
-        if not entry.shape or entry.shape[-1] % block:
-            raise self._mismatch(entry, f"rows of blocks of {block} bytes ({encoding})")
-        if entry.dtype is not DType.uint8:
-            raise self._mismatch(entry, "uint8")
+        if entry.dtype is not DType.uint8 or not entry.shape or entry.shape[-1] % block:
+            raise CheckpointFormatError(
+                "the tensor is not stored as the checkpoint's metadata says",
+                path=self.path,
+                tensor=entry.name,
+                expected=f"uint8 rows of blocks of {block} bytes ({encoding})",
+                found=f"{entry.dtype.name} {list(entry.shape)}",
+            )
         return replace(entry, encoding=encoding)
-
-    def _mismatch(self, entry: TensorEntry, expected: str) -> CheckpointFormatError:
-        return CheckpointFormatError(
-            "the tensor is not stored as the checkpoint's metadata says",
-            path=self.path,
-            tensor=entry.name,
-            expected=expected,
-            found=f"{entry.dtype.name} {list(entry.shape)}",
-        )
 
 
 # Type of a leaf that is not an array → the function that restores it from text.

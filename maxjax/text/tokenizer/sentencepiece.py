@@ -186,9 +186,14 @@ class _Model:
         found = self._message(value)
         self.kind = self._int(found, 3, _UNIGRAM)
         if self.kind not in (_UNIGRAM, _BPE):
-            raise _unsupported(self.path, f"is one of {_KINDS.get(self.kind, 'an unknown kind')}")
+            raise _unsupported(
+                self.path,
+                f"this SentencePiece model is one of {_KINDS.get(self.kind, 'an unknown kind')}",
+            )
         if self._int(found, 24, 0):
-            raise _unsupported(self.path, "puts spaces at the ends of words")
+            raise _unsupported(
+                self.path, "this SentencePiece model puts spaces at the ends of words"
+            )
         numbers = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}
         for name, field in numbers.items():
             found_id = self._int(found, field, self.ids[name])
@@ -203,7 +208,7 @@ class _Model:
         self.adds_prefix = bool(self._int(found, 3, 1))
         self.squeezes = bool(self._int(found, 4, 1))
         if not self._int(found, 5, 1):
-            raise _unsupported(self.path, "keeps spaces as they are")
+            raise _unsupported(self.path, "this SentencePiece model keeps spaces as they are")
 
     def _int(self, found: Mapping[int, Any], field: int, default: int) -> int:
         value = found.get(field, default)
@@ -230,7 +235,7 @@ class _Model:
 
 def _unsupported(path: Path, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path}: this SentencePiece model {what}, which maxjax does not support: put the model's "
+        f"{path}: {what}, which maxjax does not support: put the model's "
         "tokenizer.json beside it. To load the model without it: maxjax.load(…, tokenizer=False)."
     )
 
@@ -240,9 +245,6 @@ def _content(path: Path) -> memoryview:
     if data[:1] != b"\n":  # the first field of every published model, a token
         first = data[:40].split(b"\n")[0].split(b" ")
         if len(first) == 2 and first[1].isdigit():
-            raise UnsupportedModelError(
-                f"{path}: the tokenizer is in the format tiktoken, which maxjax does not support: put the "
-                "model's tokenizer.json beside it. To load the model without it: maxjax.load(…, tokenizer=False)."
-            )
+            raise _unsupported(path, "the tokenizer is in the format tiktoken")
         raise CheckpointFormatError("not a SentencePiece model", path=path, offset=0)
     return memoryview(data)
