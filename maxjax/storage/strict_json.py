@@ -211,7 +211,8 @@ class Text:
 
     def parse(self, *, allow_nan: bool = False) -> Any:
         """Parses the value; every exception is a CheckpointError with path and offset."""
-        long_digits = self._check_bytes()
+        # Shorter runs of digits than these are not looked for before parsing.
+        long_digits = self._check_bytes() or self.limits.json_digits < 2 * _DIGITS
         try:
             text = self.data.decode("utf-8")
         except UnicodeDecodeError as error:

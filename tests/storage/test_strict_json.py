@@ -95,11 +95,13 @@ def test_nan_where_it_is_allowed():
     assert {type(one) for one in value} == {float}
 
 
-def test_limits_can_be_raised():
+def test_limits_can_be_raised_and_lowered():
     deep = b"[" * 70 + b"]" * 70
     assert load_json(deep, limits=Limits(json_depth=70))
     digits = b"[" + b"7" * 4300 + b"]"
     assert load_json(digits) == [int("7" * 4300)]
+    with pytest.raises(CheckpointLimitError, match="json_digits"):
+        load_json(b"[123456]", limits=Limits(json_digits=5))
     with pytest.raises(CheckpointLimitError, match="json_depth"):  # no RecursionError
         load_json(b"[" * 10**5 + b"]" * 10**5, limits=Limits(json_depth=10**6))
 

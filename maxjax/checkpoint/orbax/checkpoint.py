@@ -117,11 +117,11 @@ def save_async(
     return _begin(path, model, step, newest(keep), items, tokenizer, wait=False)
 
 
-def newest(count: int | None) -> Keep:
-    """The rule that keeps the ``count`` newest steps; None keeps all."""
+def newest(count: int | None, name: str = "keep") -> Keep:
+    """The rule that keeps the ``count`` newest steps; None keeps all. ``name`` is that of the argument."""
     if count is None:
         return lambda steps: steps
-    number = whole_number("keep", count, 1)
+    number = whole_number(name, count, 1)
     return lambda steps: sorted(steps)[-number:]
 
 
@@ -324,7 +324,7 @@ class CheckpointManager(Rendered):
         self, path: PathLike, *, max_to_keep: int | None = None, keep_every: int | None = None
     ):
         self.path = Path(absolute(path))
-        self._newest = newest(max_to_keep)
+        self._newest = newest(max_to_keep, "max_to_keep")
         self._every = None if keep_every is None else whole_number("keep_every", keep_every, 1)
         self._response: Response | None = None
 

@@ -144,5 +144,5 @@ def test_what_is_no_number_of_a_step(tmp_path, step):
 
 @pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"max_to_keep": True}, {"keep_every": 0}])
 def test_wrong_arguments(tmp_path, options):
-    with pytest.raises(UserInputError):
+    with pytest.raises(UserInputError, match=f"{next(iter(options))} is"):
         CheckpointManager(tmp_path, **options)
