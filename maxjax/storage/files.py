@@ -10,8 +10,9 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -279,14 +280,22 @@ def open_regular(
     except OSError as error:
         raise os_error(error, shown, "opening failed") from error
     file = OpenFile(fd, shown, os.fstat(fd))
-    try:
+    with closed_on_error([file]):
         # Checked again: the name may lead to another file by now.
         _require_regular(file.stat, shown)
         _require_stored(file)
-    except BaseException:
-        file.close()
-        raise
     return file
+
+
+@contextmanager
+def closed_on_error(files: Iterable[Any]) -> Iterator[None]:
+    """Context that closes files, or whatever else has ``close``, if it ends with an exception."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
 
 
 def read_whole(source: str | os.PathLike[str] | OpenFile, limits: Limits | None = None) -> bytes:

@@ -22,7 +22,7 @@ from ..errors import (
 from ..lazy import without_collector
 from .directory import fetch_hint, is_index
 from .entry import TensorEntry
-from .files import OpenFile, open_regular, os_error
+from .files import OpenFile, closed_on_error, open_regular, os_error
 from .formats import FORMATS, PYTORCH, SAFETENSORS
 from .limits import Limits, in_force
 from .strict_json import KeyPath, Text, read_json_bytes
@@ -58,13 +58,9 @@ def open_index(
     # Stays open until the shards are open: meanwhile another set's index may replace it.
     opened = open_regular(path)
     files: list[OpenFile] = []
-    try:
+    with closed_on_error([opened]), closed_on_error(files):
         index = _Index(opened, limits)
         entries, metadata = index.open_all(files)
-    except BaseException:
-        for file in [opened, *files]:
-            file.close()
-        raise
     table = TensorTable(index.format.name, files, entries, metadata)
     table.indexes = [opened]
     return table

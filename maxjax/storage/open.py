@@ -29,7 +29,7 @@ from .digests import NAME as DIGESTS
 from .digests import Record, attach, warn_without_checksums
 from .directory import choose, is_weights, no_weights, unread
 from .entry import TensorEntry
-from .files import open_regular, os_error
+from .files import closed_on_error, open_regular, os_error
 from .formats import FORMATS, ORBAX, SAFETENSORS, SUFFIXES, UNREADABLE, Format
 from .index_file import open_index as open_index
 from .limits import Limits, in_force
@@ -170,16 +170,13 @@ def _with_checksums(table: TensorTable, limits: Limits) -> list[Record]:
     folders = {os.path.dirname(file.path) for file in [*table.files, *table.indexes]}
     if not any(map(_has_digests, folders)):
         return []
-    try:
-        return attach(table, limits=limits, compare=table.verify is not False)
-    except CheckpointError:
-        if table.verify is not False:
-            table.close()
-            raise
-        return []
-    except BaseException:
-        table.close()
-        raise
+    with closed_on_error([table]):
+        try:
+            return attach(table, limits=limits, compare=table.verify is not False)
+        except CheckpointError:
+            if table.verify is not False:
+                raise
+            return []
 
 
 def _has_digests(directory: str) -> bool:
@@ -232,11 +229,8 @@ def _format_of(path: str, limits: Limits) -> Format:
             found=f"a {end} file",
             hint="Convert it to safetensors.",
         )
-    file = open_regular(path)
-    try:
+    with contextlib.closing(open_regular(path)) as file:
         start = file.pread(0, min(file.size, SNIFF_BYTES))
-    finally:
-        file.close()
     if is_safetensors(start, min(file.size, limits.header_bytes + 8)):
         # Checked first: the length of a 640-byte header looks like the start of a pickle.
         return SAFETENSORS
@@ -255,7 +249,7 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
     """Merges several checkpoints into one table; duplicate names are refused unless ``last_wins``."""
     files, indexes, metadata, formats = [], [], {}, set()
     entries: dict[str, TensorEntry] = {}
-    try:
+    with closed_on_error(files), closed_on_error(indexes):
         for path in paths:
             table = _open_one(path, limits, verify)
             first = len(files)
@@ -273,10 +267,6 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
                     )
                 entries[name] = replace(entry, file=first + entry.file)
             metadata.update(table.metadata)
-    except BaseException:
-        for file in [*files, *indexes]:
-            file.close()
-        raise
     merged = TensorTable(" and ".join(sorted(formats)), files, entries, metadata)
     merged.indexes = indexes
     return merged

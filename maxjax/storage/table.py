@@ -23,7 +23,7 @@ from .boxes import whole
 from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
 from .entry import CodedJob, TensorEntry, coded_jobs, fill
-from .files import ALIGNMENT, OpenFile, aligned_empty, open_regular, run_reads
+from .files import ALIGNMENT, OpenFile, aligned_empty, closed_on_error, open_regular, run_reads
 from .limits import Limits, in_force
 from .save.beside import Beside, replaced
 
@@ -219,11 +219,8 @@ def open_single(
     """
     limits = in_force(limits)
     file = open_regular(path)
-    try:
+    with closed_on_error([file]):
         entries, metadata = read(file, 0, limits)
-    except BaseException:
-        file.close()
-        raise
     return TensorTable(format, [file], entries, metadata)
 
 

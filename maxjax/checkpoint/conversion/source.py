@@ -150,11 +150,8 @@ def _deep_name(path: Path) -> str:
 
 def content(path: Path) -> Iterator[memoryview]:
     """The bytes of a file that is copied, in pieces."""
-    file = open_regular(path)
-    try:
+    with contextlib.closing(open_regular(path)) as file:
         yield from file_range(file, 0, file.size)
-    finally:
-        file.close()
 
 
 def as_hugging_face(found: Opened) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ...graph.weights import Weights
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row
-from ...storage.files import open_regular
+from ...storage.files import closed_on_error, open_regular
 from ...storage.orbax.maxjax_metadata import read_maxjax_metadata
 from ...storage.orbax.paths import chosen
 from ...storage.orbax.reader import open_orbax, orbax_items, orbax_tree
@@ -70,11 +70,8 @@ def open_saved(directory: str, title: str, verify: Any) -> Saved | None:
     item = title if title in found else chosen(found) if title == MODEL else None
     # The metadata that maxjax wrote is the same in every tree.
     table = open_orbax(directory, item=next(iter(found)) if item is None else item, verify=verify)
-    try:
+    with closed_on_error([table]):
         saved = _saved(directory, title, item, table)
-    except BaseException:
-        table.close()
-        raise
     if saved is None or saved.table is not table:
         table.close()
     return saved

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import CheckpointError, UserInputError
 from ...lockstep import Lockstep
+from ...storage.files import closed_on_error
 from ...storage.orbax.paths import is_orbax, step_names
 from ...storage.orbax.store import require_unicode
 from ...storage.save.durable import save_failed
@@ -83,7 +84,7 @@ class NewStep:
     def _open(self, root: str, step: int | None) -> Staging:
         require_unicode(root)
         staging = Staging(root)
-        try:
+        with closed_on_error([staging]):
             steps = steps_in(root)
             if steps:
                 last = os.path.join(root, str(steps[-1]))
@@ -102,9 +103,6 @@ class NewStep:
                 hint = "Save another step, or delete this one first: steps are not overwritten."
                 raise save_failed("the step exists already", path, errno.EEXIST, hint)
             staging.require_space(self.needed + _EXTRA_BYTES)
-        except BaseException:
-            staging.close()
-            raise
         return staging
 
     def close(self) -> None:

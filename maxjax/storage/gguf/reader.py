@@ -18,7 +18,7 @@ from ..blocks.codings import Swapped
 from ..boxes import c_strides
 from ..directory import GGUF_PART, fetch_hint
 from ..entry import Coding, Strided, TensorEntry
-from ..files import OpenFile, open_regular
+from ..files import OpenFile, closed_on_error, open_regular
 from ..limits import Limits, in_force
 from ..table import TensorTable
 from .header import GGUFHeader, Info, error, read_header
@@ -63,15 +63,11 @@ def open_gguf(
     """
     limits = in_force(limits)
     parts = [open_regular(path)]
-    try:
+    with closed_on_error(parts):
         headers = [read_header(parts[0], limits)]
         if _split_value(headers[0], _COUNT) > 1:
             _open_set(headers, parts, limits)
         entries = _entries(headers)
-    except BaseException:
-        for file in parts:
-            file.close()
-        raise
     return TensorTable("gguf", parts, entries, headers[0].metadata)
 
 

@@ -30,7 +30,7 @@ from ...errors import (
 from ..boxes import Box, Wanted, copy_shared, count, enclosing, extents, overlap, within
 from ..digests import DIRECTORY, NAME, read_digests
 from ..entry import Checksum, Coding, TensorEntry
-from ..files import OpenFile, open_regular
+from ..files import OpenFile, closed_on_error, open_regular
 from ..limits import Limits, in_force
 from ..table import TensorTable, Verify, check_verify
 from .maxjax_metadata import read_maxjax_metadata
@@ -84,7 +84,7 @@ def open_orbax(
     extra = read_maxjax_metadata(metadata, location.checkpoint, location.item, limits)
     store = Store(location.directory, limits)
     file = open_regular(os.path.join(location.directory, TREE))
-    try:
+    with closed_on_error([file]):
         arrays = _describe(store, tree, limits)
         extra.check_names({leaf.name for leaf, _ in arrays})
         digests = None if verify is False else read_digests(location.checkpoint, limits=limits)
@@ -101,9 +101,6 @@ def open_orbax(
             offset += entry.nbytes
         entries.update((entry.name, entry) for entry in extra.empty)
         _check_total(store, offset)
-    except BaseException:
-        file.close()
-        raise
     table = TensorTable("orbax", [file], entries, metadata)
     table.verify = verify
     table.directory = location.checkpoint

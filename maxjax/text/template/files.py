@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,13 @@ def listed_templates(settings: Mapping[str, Any], file: Path | None = None) -> d
 
 
 def _text(file: Path) -> str:
-    opened = open_regular(file)
-    try:
+    with closing(open_regular(file)) as opened:
         if opened.size > _MAX_BYTES:
             raise CheckpointLimitError(
                 "the chat template is too long",
                 path=file, expected=f"at most {_MAX_BYTES} bytes", found=opened.size,
             )  # fmt: skip
         data = opened.pread(0, opened.size)
-    finally:
-        opened.close()
     try:
         return data.decode()
     except UnicodeDecodeError as error:
