@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -154,14 +153,12 @@ def _compare_blobs(files: Iterable[OpenFile]) -> int:
 
 def _read(table: TensorTable, entry: TensorEntry) -> None:
     box, itemsize = whole(entry.shape), entry.dtype.np.itemsize
-    if not math.prod(entry.shape):
+    if not count(box):
         return
     if entry.coding is not None and not entry.coding.is_divisible:
         table.read(entry.name)
         return
-    memory = aligned_empty(0)
-    for piece in split(box, max(1, _BYTES // itemsize)):
-        nbytes = itemsize * count(piece)
-        if nbytes > memory.size:
-            memory = aligned_empty(nbytes)
-        read_parts(table, [Part(entry.name, piece, memory[:nbytes])])
+    limit = max(1, _BYTES // itemsize)
+    memory = aligned_empty(itemsize * min(limit, count(box)))
+    for piece in split(box, limit):
+        read_parts(table, [Part(entry.name, piece, memory[: itemsize * count(piece)])])

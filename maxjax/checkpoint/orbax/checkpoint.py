@@ -225,16 +225,17 @@ def restore(
         check_module(model, "checkpoint.restore")
     root = os.fsdecode(path)
     step = None if step is None else whole_number("step", step, 0)
-    for attempt in range(_RETRIES + 1):
+    attempts = 0
+    while True:
         directory = _directory(root, step)
         try:
             with releasing(), allowing(limits), task(f"restoring {short(directory)}", reads=True):
                 return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
             # A writer may delete old steps at any time; then there is a newer step to restore.
-            if step is not None or os.path.isdir(directory) or attempt == _RETRIES:
+            attempts += 1
+            if step is not None or os.path.isdir(directory) or attempts > _RETRIES:
                 raise
-    raise AssertionError
 
 
 def _directory(root: str, step: int | None) -> str:

@@ -159,16 +159,8 @@ def key_text(key: Any) -> str:
 def plain_value(leaf: Any) -> Any:
     """A number or text as a value of Python's own type, not of a subclass such as an IntEnum or a Completion."""
     kind = next(kind for kind in PLAIN if isinstance(leaf, kind))
-    if type(leaf) is kind:
-        return leaf
-    own: Any = {
-        str: str.__str__,
-        bytes: bytes,
-        bool: bool,
-        int: int.__int__,
-        float: float.__float__,
-    }
-    return own.get(kind, kind)(leaf)
+    # The type's own method: a subclass may have another.
+    return leaf if type(leaf) is kind else getattr(kind, f"__{kind.__name__}__")(leaf)
 
 
 def _leaf(title: str, name: str, leaf: Any, copy: bool) -> tuple[Any, Any]:

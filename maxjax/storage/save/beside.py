@@ -97,20 +97,19 @@ class Beside:
             CheckpointChangedError: the checkpoint was replaced since its weights were opened, so
                 the files that were read may belong to another. Raised at the end of the block.
         """
-        with contextlib.ExitStack() as stack:
-            folder = Path(self.directory)
-            if copied or not self._is_consistent(names):
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxjax-")))
+        if copied or not self._is_consistent(names):
+            with tempfile.TemporaryDirectory(prefix="maxjax-") as temporary:
+                folder = Path(temporary)
                 self._copy_to(folder)
                 self._require_in_place()
                 yield folder
-                return
-            try:
-                yield folder
-            except Exception:
-                self._require_in_place()  # a replacement may be the cause of the error
-                raise
-            self._require_in_place()
+            return
+        try:
+            yield Path(self.directory)
+        except Exception:
+            self._require_in_place()  # a replacement may be the cause of the error
+            raise
+        self._require_in_place()
 
     def _require_in_place(self) -> None:
         # A save renames the weights before the files that describe them. So if the weights are

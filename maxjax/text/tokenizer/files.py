@@ -118,7 +118,8 @@ def backend_of(text: str, path: Any) -> Any:
     try:
         return guarded(tokenizers.Tokenizer.from_str, text)
     except UserInputError as error:
-        raise CheckpointFormatError("not a tokenizer", path=path, found=error) from None
+        reason = str(error).removeprefix("the tokenizer failed: ")
+        raise CheckpointFormatError(f"not a tokenizer: {reason}", path=path) from None
 
 
 def guarded(function: Any, *args: Any) -> Any:
