@@ -130,7 +130,7 @@ def attached(model: M, adapters: Mapping[str, Adapter], dtype: DType) -> M:
         UserInputError: the model has LoRA weights already.
         NotImplementedError: ``adapters`` names experts.
     """
-    if has_lora(model):
+    if any(one.layer.lora_A is not None for one in targets(model)):
         raise UserInputError(
             "the model has LoRA weights already, and there is one adapter at a time: maxjax.lora.merge(model) puts "
             "them into its weights, maxjax.lora.remove(model) drops them"
@@ -212,11 +212,6 @@ def remove(model: M) -> M:
             remove_weight(new, one.layer, attr)
         set_static(one.layer, "lora", None)
     return new
-
-
-def has_lora(model: Module) -> bool:
-    """Whether a model has LoRA weights, merged or not."""
-    return any(one.layer.lora_A is not None for one in targets(model))
 
 
 def adapted(model: Module) -> list[TargetLayer]:

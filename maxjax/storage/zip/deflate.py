@@ -90,6 +90,7 @@ class Deflated(Coding):
         Raises:
             CheckpointCorruptError: the data is not deflated, or its length or CRC-32 is wrong.
         """
+        where = {"path": file.path, "tensor": tensor, "offset": offset}
         inflater, total, crc = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
         place, end, data = offset, offset + nbytes, b""
         while not inflater.eof:
@@ -102,13 +103,13 @@ class Deflated(Coding):
                 piece = inflater.decompress(data, most)
             except zlib.error as error:
                 found = str(error).removeprefix("Error ")
-                raise self._corrupt(file, offset, tensor, "deflated data", found) from error
+                raise corrupt(self.name, "deflated data", found, **where) from error
             if not piece and not inflater.eof and place == end and not inflater.unconsumed_tail:
                 break
             data = inflater.unconsumed_tail
             total, crc = total + len(piece), crc32(piece, crc)
             if total > self.size:
-                raise self._corrupt(file, offset, tensor, f"{self.size} bytes", "more")
+                raise corrupt(self.name, f"{self.size} bytes", "more", **where)
             if piece:
                 yield piece
         rest = len(inflater.unused_data) + end - place
@@ -120,13 +121,7 @@ class Deflated(Coding):
         elif self.crc is not None and crc != self.crc:
             mismatch = f"CRC-32 {self.crc:08x}", f"{crc:08x}"
         if mismatch:
-            raise self._corrupt(file, offset, tensor, *mismatch)
-
-    def _corrupt(
-        self, file: OpenFile, offset: int, tensor: str | None, expected: str, found: str
-    ) -> CheckpointError:
-        where = {"path": file.path, "tensor": tensor, "offset": offset}
-        return corrupt(self.name, expected, found, **where)
+            raise corrupt(self.name, *mismatch, **where)
 
     def _blocks(self, file: OpenFile, entry: TensorEntry) -> Iterator[np.ndarray]:
         """The tensor's bytes, whole values at a time, in a reused buffer."""
@@ -144,8 +139,8 @@ class Deflated(Coding):
                     yield block[:used]
                     used = 0
         if missing:  # the entry asks for more than the member has
-            expected = f"{missing} bytes more"
-            raise self._corrupt(file, entry.offset, entry.name, expected, f"{self.size} bytes")
+            where = {"path": file.path, "tensor": entry.name, "offset": entry.offset}
+            raise corrupt(self.name, f"{missing} bytes more", f"{self.size} bytes", **where)
 
     def _values(
         self, file: OpenFile, entry: TensorEntry, first: int, block: np.ndarray

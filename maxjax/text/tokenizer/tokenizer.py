@@ -212,7 +212,7 @@ class Tokenizer:
             return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
         return [Encoding(encoding.ids, [0] * len(encoding.ids)) for encoding in encodings]
 
-    def _truncate_to(self, max_length: int, is_pair: bool = False) -> None:
+    def _truncate_to(self, max_length: int, is_pair: bool) -> None:
         least = self._backend.num_special_tokens_to_add(is_pair) + 1
         if max_length < least:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
