@@ -150,14 +150,14 @@ class TensorTable:
             run_reads(jobs, nbytes, threads)
         return {entry.name: arrays[entry.name] for entry in entries}
 
-    def check(self, entries: Iterable[TensorEntry]) -> None:
+    def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
         """Compares the checksums of tensors with their bytes, each once while the table is open.
 
         Raises:
             CheckpointCorruptError: a checksum does not match.
             CheckpointChangedError: a checksum does not match, and the file was modified since opening.
         """
-        self.checks.check(entries)
+        self.checks.check(entries, threads=threads)
 
     @contextlib.contextmanager
     def reading(
