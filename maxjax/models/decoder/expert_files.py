@@ -21,12 +21,10 @@ from ...dtype import DType
 from ...errors import CheckpointFormatError
 from ...graph.quantization import QuantizationEncoding
 from ...graph.weights import WeightData
-from ...graph.weights.weight_data import PartSource
-from ...storage.boxes import Box, count, extents
-from ...storage.parts import Part
+from ...storage.boxes import Box
 from ..gguf.layouts import Expert as ExpertLayout
 from ..gguf.names import Source
-from ..gguf.sources import Relaid, read_box
+from ..gguf.sources import ArraySource, Relaid, read_box
 from .experts import MAPS_PROJ
 from .model import DecoderFamily
 
@@ -328,7 +326,7 @@ class _Cut:
         return found[first:last][step]
 
 
-class _Expert(PartSource):
+class _Expert(ArraySource):
     """Source of one projection of one expert, from a float tensor that holds all experts of a layer."""
 
     def __init__(self, data: WeightData, cut: _Cut):
@@ -340,24 +338,18 @@ class _Expert(PartSource):
         sizes = sizes[::-1] if self._cut.transposed else sizes
         return self._data.dtype.np, (sizes[0] // self._cut.parts, *sizes[1:])
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts)
-
-    def _read(self, part: Part) -> int:
-        dtype, shape = self.stored(part.name)
-        if not count(part.region):
-            return 0
-        cut, (rows, *rest) = self._cut, part.region
-        span, step = cut.rows(rows, shape[0])
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
+        cut, (rows, *rest) = self._cut, region
+        span, step = cut.rows(rows, self.stored(name)[1][0])
         box = (*rest, span) if cut.transposed else (span, *rest)
         values, total = read_box(self._data, ((cut.expert, cut.expert + 1), *box))
         values = values[0].T if cut.transposed else values[0]
-        part.memory.view(dtype).reshape(extents(part.region))[...] = values[step]
+        array[...] = values[step]
         return total
 
 
-class _Blocks(PartSource):
+class _Blocks(ArraySource):
     """Source of one projection of one expert in MXFP4, with blocks as in GGUF files.
 
     Each of a block's 16 bytes holds two neighbouring numbers in files of gpt-oss, and the numbers i and
@@ -372,15 +364,10 @@ class _Blocks(PartSource):
         _, rows, blocks = (int(n) for n in self._scales.shape)
         return np.dtype(np.uint8), (rows // self._cut.parts, blocks * (_BYTES + 1))
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts)
-
-    def _read(self, part: Part) -> int:
-        if not count(part.region):
-            return 0
-        rows, (first, last) = part.region
-        cut, (height, _) = self._cut, self.stored(part.name)[1]
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
+        rows, (first, last) = region
+        cut, (height, _) = self._cut, self.stored(name)[1]
         span, step = cut.rows(rows, height)
         start, stop = first // (_BYTES + 1), -(-last // (_BYTES + 1))
         box = ((cut.expert, cut.expert + 1), span, (start, stop))
@@ -393,21 +380,20 @@ class _Blocks(PartSource):
         found[..., 1:] = numbers[..., :_BYTES] | numbers[..., _BYTES:] << 4
         flat = found.reshape(len(found), -1)
         offset = start * (_BYTES + 1)
-        memory = part.memory.view(np.uint8).reshape(extents(part.region))
-        memory[...] = flat[:, first - offset : last - offset]
+        array[...] = flat[:, first - offset : last - offset]
         return total + more
 
 
 # --- all experts from single ones ---------------------------------------------------------------
 
 
-class _All(PartSource):
+class _All(ArraySource):
     """Source of a tensor of all experts of a layer, from ``each``: the parts of expert 0, those of expert 1, …"""
 
     def __init__(self, each: Sequence[WeightData], parts: int, interleaved: bool):
         self._each, self._parts, self._interleaved = each, parts, interleaved
 
-    def _fill(
+    def _fill_expert(
         self, expert: int, rows: tuple[int, int], into: np.ndarray,
         read: Callable[[WeightData, tuple[int, int]], tuple[np.ndarray, int]],
     ) -> int:  # fmt: skip
@@ -442,22 +428,18 @@ class _Joined(_All):
         shape = shape[::-1] if self._transposed else shape
         return self._each[0].dtype.np, (len(self._each) // self._parts, *shape)
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts)
-
-    def _read(self, part: Part) -> int:
-        if not count(part.region):
-            return 0
-        (first, last), *box = part.region
-        array = part.memory.view(self.stored(part.name)[0]).reshape(extents(part.region))
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
+        (first, last), *box = region
         rows, *rest = box[::-1] if self._transposed else box
 
         def read(data: WeightData, span: tuple[int, int]) -> tuple[np.ndarray, int]:
             return read_box(data, (span, *rest))
 
         return sum(
-            self._fill(i, rows, array[i - first].T if self._transposed else array[i - first], read)
+            self._fill_expert(
+                i, rows, array[i - first].T if self._transposed else array[i - first], read
+            )
             for i in range(first, last)
         )
 
@@ -471,15 +453,9 @@ class _Unpacked(_All):
         shape = (len(self._each) // self._parts, rows * self._parts, width // (_BYTES + 1))
         return np.dtype(np.uint8), (*shape, _BYTES) if name.endswith("_blocks") else shape
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts)
-
-    def _read(self, part: Part) -> int:
-        if not count(part.region):
-            return 0
-        (first, last), rows, (start, stop), *inside = part.region
-        array = part.memory.view(np.uint8).reshape(extents(part.region))
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
+        (first, last), rows, (start, stop), *inside = region
 
         def read(data: WeightData, span: tuple[int, int]) -> tuple[np.ndarray, int]:
             box: Box = (span, (start * (_BYTES + 1), stop * (_BYTES + 1)))
@@ -492,4 +468,4 @@ class _Unpacked(_All):
             found = numbers[..., ::2] | numbers[..., 1::2] << 4
             return found[..., slice(*inside[0])], nbytes
 
-        return sum(self._fill(i, rows, array[i - first], read) for i in range(first, last))
+        return sum(self._fill_expert(i, rows, array[i - first], read) for i in range(first, last))

@@ -15,9 +15,9 @@ from ...errors import CheckpointFormatError
 from ...graph.weights import WeightData
 from ...graph.weights.weight_data import PartSource
 from ...storage.blocks import LAYOUTS, decode
-from ...storage.boxes import count, extents, whole
+from ...storage.boxes import Box, count, extents, whole
 from ...storage.parts import Part
-from .sources import read_box
+from .sources import ArraySource, read_box
 
 
 def computed(
@@ -115,7 +115,7 @@ def columns(name: str, data: WeightData, order: np.ndarray, width: int) -> Weigh
     return WeightData.lazy(source, name, DType.of(dtype), stored, encoding)
 
 
-class _Columns(PartSource):
+class _Columns(ArraySource):
     """The Source of one tensor of :func:`columns`."""
 
     def __init__(self, data: WeightData, order: np.ndarray):
@@ -125,20 +125,13 @@ class _Columns(PartSource):
         """The dtype and shape of the tensor."""
         return self._data.dtype.np, tuple(map(int, self._data.shape))
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        dtype, (_, size) = self.stored("")
-        total = 0
-        for part in parts:
-            if not count(part.region):
-                continue
-            span, box = part.region
-            values, nbytes = read_box(self._data, (span, (0, size)))
-            total += nbytes
-            heads = values.reshape(len(values), len(self._order), -1)[:, self._order]
-            array = part.memory.view(dtype).reshape(extents(part.region))
-            array[...] = heads.reshape(values.shape)[:, slice(*box)]
-        return total
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`ArraySource`."""
+        span, box = region
+        values, nbytes = read_box(self._data, (span, (0, self.stored(name)[1][1])))
+        heads = values.reshape(len(values), len(self._order), -1)[:, self._order]
+        array[...] = heads.reshape(values.shape)[:, slice(*box)]
+        return nbytes
 
 
 class _Computed(PartSource):
@@ -189,7 +182,7 @@ class _Computed(PartSource):
         return made, total
 
 
-class _Rows(PartSource):
+class _Rows(ArraySource):
     """The Source of one tensor of :func:`rows`."""
 
     def __init__(self, each: Sequence[WeightData], order: np.ndarray):
@@ -201,14 +194,9 @@ class _Rows(PartSource):
         first = self._each[0]
         return first.dtype.np, (len(self._order), *map(int, first.shape[1:]))
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts if count(part.region))
-
-    def _read(self, part: Part) -> int:
-        dtype, total = self.stored(part.name)[0], 0
-        array = part.memory.view(dtype).reshape(extents(part.region))
-        wanted = self._order[slice(*part.region[0])]
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`ArraySource`."""
+        total, wanted = 0, self._order[slice(*region[0])]
         for number, data in enumerate(self._each):
             first, last = self._starts[number : number + 2]
             here = np.flatnonzero((wanted >= first) & (wanted < last))
@@ -216,7 +204,7 @@ class _Rows(PartSource):
                 continue
             places = wanted[here] - first
             low, high = int(places.min()), int(places.max()) + 1
-            values, nbytes = read_box(data, ((low, high), *part.region[1:]))
+            values, nbytes = read_box(data, ((low, high), *region[1:]))
             array[here] = values[places - low]
             total += nbytes
         return total

@@ -25,7 +25,24 @@ from .names import Source
 _READ_BYTES = 4 << 20
 
 
-class Relaid(PartSource):
+class ArraySource(PartSource):
+    """A DataSource that is defined by :meth:`stored` and :meth:`fill`: its parts are read one after another."""
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads parts of tensors into the memory of each part, and returns the number of bytes read."""
+        total = 0
+        for name, region, memory in parts:
+            if count(region):
+                array = memory.view(self.stored(name)[0]).reshape(extents(region))
+                total += self.fill(array, name, region)
+        return total
+
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """Fills an array with a region of a tensor, which is not empty; returns the number of bytes read."""
+        raise NotImplementedError
+
+
+class Relaid(ArraySource):
     """The Source of tensors that have another name or another layout in the file."""
 
     def __init__(self, stored: Mapping[str, WeightData], names: Mapping[str, Source]):
@@ -38,54 +55,48 @@ class Relaid(PartSource):
         dtype = DType.float32 if is_decoded else data.dtype
         return dtype.np, layout.shape(tuple(map(int, shape)))
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts of tensors into the memory of each part, and returns the number of bytes read."""
-        return sum(self._read(part) for part in parts)
-
     def _of(self, name: str) -> tuple[WeightData, Layout, bool]:
         """(Tensor in the file, its layout, whether its blocks are dequantised) for a name."""
         where = self._names[name]
         data, layout = self._stored[where.tensor], where.layout
         return data, layout, data.is_packed and not (layout.by_rows and layout.keeps_values)
 
-    def _read(self, part: Part) -> int:
-        data, layout, is_decoded = self._of(part.name)
-        dtype, shape = self.stored(part.name)
-        if not count(part.region):
-            return 0
-        array = part.memory.view(dtype).reshape(extents(part.region))
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`ArraySource`."""
+        data, layout, is_decoded = self._of(name)
+        shape = self.stored(name)[1]
         if type(layout) is Same and array.ndim > 2:
-            values, total = read_box(data, part.region)
+            values, total = read_box(data, region)
             array[...] = values
             return total
         if isinstance(layout, Transposed) and not is_decoded:
-            values, total = read_box(data, part.region[::-1])
+            values, total = read_box(data, region[::-1])
             array[...] = values.T
             return total
         if not layout.by_rows or isinstance(layout, Matrix):
             values, total = read_box(data, whole(tuple(map(int, data.shape))))
             values = _decoded(data, values) if is_decoded else values
-            array[...] = layout.apply(values)[tuple(slice(*span) for span in part.region)]
+            array[...] = layout.apply(values)[tuple(slice(*span) for span in region)]
             return total
         if isinstance(layout, Expert) and len(shape) == 1:  # the bias of one expert
-            first, last = (layout.part * shape[0] + edge for edge in part.region[0])
+            first, last = (layout.part * shape[0] + edge for edge in region[0])
             values, total = read_box(data, ((layout.index, layout.index + 1), (first, last)))
             array[...] = values[0]
             return total
         total = 0
-        width = math.prod(shape[1:]) * dtype.itemsize
+        width = math.prod(shape[1:]) * array.itemsize
         rows = max(1, _READ_BYTES // max(1, width))
-        first, last = part.region[0]
+        first, last = region[0]
         for start in range(first, last, rows):
             stop = min(start + rows, last)
             indices = layout.rows(shape[0])[start:stop]
-            values, nbytes = _rows(data, indices, part.region[1:], is_decoded)
+            values, nbytes = _rows(data, indices, region[1:], is_decoded)
             array[start - first : stop - first] = layout.change(values)
             total += nbytes
         return total
 
 
-class Stacked(PartSource):
+class Stacked(ArraySource):
     """The Source of stacks of experts: tensors of the same dtype and shape, stacked along axis 0."""
 
     def __init__(self, stacks: Mapping[str, Sequence[WeightData]]):
@@ -96,22 +107,16 @@ class Stacked(PartSource):
         stack = self._stacks[name]
         return stack[0].dtype.np, (len(stack), *map(int, stack[0].shape))
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts of stacks into the memory of each part, and returns the number of bytes read."""
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`ArraySource`."""
         total = 0
-        for name, region, memory in parts:
-            if not count(region):
-                continue
-            array = memory.view(self.stored(name)[0]).reshape(extents(region))
-            first, last = region[0]
-            for index, data in enumerate(self._stacks[name][first:last]):
-                values, nbytes = read_box(data, region[1:])
-                array[index] = values
-                total += nbytes
+        for index, data in enumerate(self._stacks[name][slice(*region[0])]):
+            array[index], nbytes = read_box(data, region[1:])
+            total += nbytes
         return total
 
 
-class Exact(PartSource):
+class Exact(ArraySource):
     """The Source of one tensor that the file has twice: changed, and so rounded; and exact, in the metadata.
 
     The exact values are used only if their change gives the tensor's values. So a program may edit the tensor
@@ -125,22 +130,15 @@ class Exact(PartSource):
         """The dtype and shape of the original."""
         return self._original.dtype, self._original.shape
 
-    def read_parts(self, parts: Sequence[Part]) -> int:
-        """Reads parts into the memory of each part, and returns the number of bytes read."""
-        total = 0
-        for _, region, memory in parts:
-            values, nbytes = self._read()
-            total += nbytes
-            array = memory.view(values.dtype).reshape(extents(region))
-            array[...] = values[tuple(slice(*span) for span in region)]
-        return total
-
-    def _read(self) -> tuple[np.ndarray, int]:
+    def fill(self, array: np.ndarray, name: str, region: Box) -> int:
+        """See :class:`ArraySource`."""
         shifted, nbytes = read_box(self._shifted, whole(self._original.shape))
         wide = self._original.astype(shifted.dtype)
         again = self._layout.apply(self._layout.back().apply(wide))
         same = np.array_equal(again, shifted, equal_nan=True)
-        return (self._original if same else shifted.astype(self._original.dtype)), nbytes
+        values = self._original if same else shifted
+        array[...] = values[tuple(slice(*span) for span in region)]
+        return nbytes
 
 
 def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
