@@ -9,7 +9,6 @@ llama-vocab.cpp; ``generate_merges`` of transformers for the order of merges wit
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ....errors import CheckpointLimitError, some
@@ -21,11 +20,13 @@ from .tokens import (
     NORMAL,
     UNKNOWN,
     UNUSED,
-    USER,
     WORD,
-    added,
+    added_tokens,
+    document,
+    spaces_decoder,
     special_id,
     template,
+    token_scores,
     token_types,
     vocabulary,
 )
@@ -104,23 +105,12 @@ def _pieces(given: Settings, usual: dict[str, int], prefix: bool) -> dict[str, A
         given, tokens, types, True, usual,
         normalizer={"type": "Sequence", "normalizers": steps},
         pre_tokenizer=None,
-        decoder=_decoder(prefix),
+        decoder=spaces_decoder(prefix),
         model=_model(
             vocab, merges, byte_fallback=True, fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
         ),
     )  # fmt: skip
-
-
-def _decoder(prefix: bool) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": WORD}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if prefix:
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {"type": "Sequence", "decoders": steps}
 
 
 def _splitting(given: Settings) -> Splitting:
@@ -138,7 +128,7 @@ def _splitting(given: Settings) -> Splitting:
     return found
 
 
-_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
+_WITHOUT_RSTRIP = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 def _document(
@@ -151,23 +141,9 @@ def _document(
 ) -> dict[str, Any]:
     # GGUF files do not say it: llama.cpp takes it from the name of the model too (``llama_vocab::impl::load``).
     name = str(given.metadata.get("general.name", "")).lower()
-    strips = "phi-3" in name or "phi3" in name
-    found = [
-        added(i, token, kind != USER, strips and token not in _WITHOUT_RSTRIP)
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD))
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [item for item in found if item["content"]],
-        "normalizer": parts["normalizer"],
-        "pre_tokenizer": parts["pre_tokenizer"],
-        "post_processor": _around(given, tokens, adds_bos, usual or {}),
-        "decoder": parts["decoder"],
-        "model": parts["model"],
-    }
+    stripping = set(tokens) - _WITHOUT_RSTRIP if "phi-3" in name or "phi3" in name else ()
+    around = _around(given, tokens, adds_bos, usual or {})
+    return document(added_tokens(tokens, types, stripping), post_processor=around, **parts)
 
 
 def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
@@ -278,13 +254,7 @@ def _scored(
 
 def _scores(given: Settings, tokens: list[str]) -> list[float]:
     """The score of each token."""
-    scores = given.items("scores", float)
-    if len(scores) != len(tokens):
-        raise given.wrong(
-            "scores", f"{len(tokens)} values", len(scores), "is of another length", shown=True
-        )
-    if not all(map(math.isfinite, scores)):
-        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+    scores = token_scores(given, len(tokens))
     if str(given.metadata.get("general.architecture")).startswith("gemma"):
         # The converter gives special scores to added tokens, including runs of spaces. Gemma's
         # merges have the order of its tokens.

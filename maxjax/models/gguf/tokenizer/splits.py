@@ -165,10 +165,10 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
         >>> pre_name({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}, {}, None)
         'gpt-2'
     """
-    for item in _sequence(tokenizer.get("normalizer"), "normalizers"):
+    for item in sequence(tokenizer.get("normalizer"), "normalizers"):
         if item.get("type") != "NFC":  # llama.cpp leaves NFC out; most texts are in NFC already
             raise unsupported(f"the normalizer {short(item.get('type'))} in a GGUF file", path)
-    steps = _sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    steps = sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
     ignores = model.get("ignore_merges") is True
     last = steps[-1] if steps else {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is True:
@@ -202,7 +202,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
         False
     """
     prefix = replaces = False
-    for item in _sequence(tokenizer.get("normalizer"), "normalizers"):
+    for item in sequence(tokenizer.get("normalizer"), "normalizers"):
         kind = item.get("type")
         if kind == "Prepend" and item.get("prepend") == "▁":
             prefix = True
@@ -210,7 +210,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
             replaces = True
         else:
             raise unsupported(f"the normalizer {short(kind)} in a GGUF file", path)
-    for item in _sequence(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for item in sequence(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         kind = item.get("type")
         if kind == "Metaspace" and item.get("replacement") == "▁" and item.get("split") is not True:
             given = item.get("prepend_scheme")
@@ -245,7 +245,7 @@ def bert_flags(tokenizer: Mapping[str, Any], path: Any) -> dict[str, bool]:
     return found
 
 
-def _sequence(value: Any, key: str) -> list[Mapping[str, Any]]:
+def sequence(value: Any, key: str) -> list[Mapping[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer; none, one, or a Sequence."""
     if not isinstance(value, dict):
         return []

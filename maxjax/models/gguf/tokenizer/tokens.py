@@ -5,6 +5,8 @@ Source: ``enum llama_token_type`` of llama.cpp.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ....errors import CheckpointFormatError
@@ -33,6 +35,18 @@ def token_types(given: Settings, count: int) -> list[int] | None:
 def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
     """The id of a special token; None if the file does not give it."""
     return token_id(given, key, len(tokens))
+
+
+def token_scores(given: Settings, count: int) -> list[float]:
+    """The score of each token."""
+    scores = given.items("scores", float)
+    if len(scores) != count:
+        raise given.wrong(
+            "scores", f"{count} values", len(scores), "is of another length", shown=True
+        )
+    if not all(map(math.isfinite, scores)):
+        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+    return scores
 
 
 def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
@@ -70,6 +84,41 @@ def added(index: int, token: str, special: bool, rstrip: bool = False) -> dict[s
         "normalized": False,
         "special": special,
     }
+
+
+def added_tokens(
+    tokens: Sequence[str], types: Sequence[int], stripping: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """The entries of control tokens, of the unknown token, and of added tokens that are not runs of spaces.
+
+    Args:
+        tokens, types: tokens and their types, by id.
+        stripping: tokens that take the spaces behind them along.
+    """
+    return [
+        added(i, token, kind != USER, token in stripping)
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if token and (kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD)))
+    ]
+
+
+def document(added_tokens: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` that neither truncates nor pads."""
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens}
+    order = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
+    return head | {key: parts[key] for key in order}
+
+
+def spaces_decoder(prefix: bool) -> dict[str, Any]:
+    """The decoder of tokens with ▁ for spaces and tokens for bytes; ``prefix``: a text begins with a space."""
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": WORD}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
 
 
 def template(

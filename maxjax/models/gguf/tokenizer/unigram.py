@@ -10,11 +10,21 @@ Sources: ``llm_tokenizer_ugm`` of llama.cpp, ``SpmConverter`` of transformers 5.
 from __future__ import annotations
 
 import base64
-import math
 from typing import Any
 
 from ..metadata import Settings
-from .tokens import CONTROL, NORMAL, UNKNOWN, USER, WORD, added, special_id, template, token_types
+from .tokens import (
+    NORMAL,
+    UNKNOWN,
+    WORD,
+    added_tokens,
+    document,
+    spaces_decoder,
+    special_id,
+    template,
+    token_scores,
+    token_types,
+)
 
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": WORD}
 # Not Strip, which would remove newlines too. At the end, sentencepiece also removes ▁, which stands for spaces.
@@ -31,13 +41,10 @@ def unigram(given: Settings) -> dict[str, Any]:
     Raises:
         CheckpointFormatError: a key is missing or wrong.
     """
-    tokens, scores = given.items("tokens", str), given.items("scores", float)
-    if not tokens or len(scores) != len(tokens):
-        raise given.wrong(
-            "scores", f"{len(tokens)} values", len(scores), "is of another length", shown=True
-        )
-    if not all(map(math.isfinite, scores)):
-        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+    tokens = given.items("tokens", str)
+    scores = token_scores(given, len(tokens))
+    if not tokens:
+        raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
     types = token_types(given, len(tokens)) or [NORMAL] * len(tokens)
     named = {key: special_id(given, tokens, key) for key in ("bos", "eos", "unknown", "seperator")}
     unknown = named["unknown"]
@@ -45,33 +52,25 @@ def unigram(given: Settings) -> dict[str, Any]:
         unknown = types.index(UNKNOWN) if UNKNOWN in types else None
     prefix = given.flag("add_space_prefix", True)
     has_bytes = "<0x00>" in tokens
-    found = [
-        added(i, token, kind != USER)
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, UNKNOWN) or (kind == USER and token.strip(WORD))
-    ]
     before = named["bos"] if given.flag("add_bos_token", True) else None
     after = named["eos"] if given.flag("add_eos_token", True) else None
     pair = [i for i in (named["seperator"], before) if i is not None]
     around = None if before is None and after is None else template(
         tokens, before, after, second=pair[0] if pair else None, segments=False
     )  # fmt: skip
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [item for item in found if item["content"]],
-        "normalizer": normalizer(given, prefix),
-        "pre_tokenizer": {
+    return document(
+        added_tokens(tokens, types),
+        normalizer=normalizer(given, prefix),
+        pre_tokenizer={
             "type": "Metaspace", "replacement": WORD, "split": True, "prepend_scheme": "never"
         },
-        "post_processor": around,
-        "decoder": _decoder(prefix, has_bytes),
-        "model": {
+        post_processor=around,
+        decoder=_decoder(prefix, has_bytes),
+        model={
             "type": "Unigram", "unk_id": unknown, "byte_fallback": has_bytes,
             "vocab": [list(pair) for pair in zip(tokens, map(float, scores), strict=True)],
         },
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def normalizer(given: Settings, prefix: bool, *, keeps_first: bool = False) -> dict[str, Any]:
@@ -102,13 +101,7 @@ def charsmap(given: Settings) -> bytes:
 
 
 def _decoder(prefix: bool, has_bytes: bool) -> dict[str, Any]:
-    if not has_bytes:
-        scheme = "always" if prefix else "never"
-        return {"type": "Metaspace", "replacement": WORD, "prepend_scheme": scheme, "split": True}
-    steps: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": WORD}, "content": " "},
-        {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
-    if prefix:
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {"type": "Sequence", "decoders": steps}
+    if has_bytes:
+        return spaces_decoder(prefix)
+    scheme = "always" if prefix else "never"
+    return {"type": "Metaspace", "replacement": WORD, "prepend_scheme": scheme, "split": True}

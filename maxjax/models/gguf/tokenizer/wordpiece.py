@@ -18,6 +18,7 @@ from .tokens import (
     USER,
     WORD,
     added,
+    document,
     special_id,
     template,
     token_types,
@@ -47,23 +48,20 @@ def wordpiece(given: Settings) -> dict[str, Any]:
             path=given.path,
         )
     special = [i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN, USER)]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added(i, tokens[i], types[i] != USER) for i in special],
-        "normalizer": _normalizer(given, tokens, types),
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _template(given, tokens),
-        "decoder": {"type": "WordPiece", "prefix": PIECE, "cleanup": True},
-        "model": {
+    return document(
+        [added(i, tokens[i], types[i] != USER) for i in special],
+        normalizer=_normalizer(given, tokens, types),
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        post_processor=_template(given, tokens),
+        decoder={"type": "WordPiece", "prefix": PIECE, "cleanup": True},
+        model={
             "type": "WordPiece",
             "unk_token": tokens[unknown],
             "continuing_subword_prefix": PIECE,
             "max_input_chars_per_word": _MAXWORD,
             "vocab": vocab,
         },
-    }
+    )
 
 
 def _types(given: Settings, tokens: list[str]) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 from ....errors import CheckpointFormatError, CheckpointMismatchError
 from ..metadata import short, unsupported
 from .read import HF_JSON, PIECE
-from .splits import bert_flags, pre_name, space_prefix
+from .splits import bert_flags, pre_name, sequence, space_prefix
 from .tokens import BYTE, CONTROL, NORMAL, SPECIAL, UNKNOWN, UNUSED, USER, WORD
 
 # As tokens.SPECIAL, for BERT, where [CLS] begins a text.
@@ -345,8 +345,8 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[st
 
 def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any]:
     """SentencePiece's Unigram: scores, and the table that normalises text."""
-    steps = _flat(tokenizer.get("normalizer"), "normalizers")
-    pre = _flat(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    steps = sequence(tokenizer.get("normalizer"), "normalizers")
+    pre = sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
     tables = [step for step in steps if step.get("type") == "Precompiled"]
     kinds = {str(step.get("type")) for step in steps} - {
         "Precompiled",
@@ -404,11 +404,3 @@ def _marks(tokenizer: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, in
         f"{key}_token_id": ids[name]
         for key, name in zip(("bos", "eos"), names, strict=True) if isinstance(name, str) and name in ids
     }  # fmt: skip
-
-
-def _flat(value: Any, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer: those in its sequence, or itself."""
-    if not isinstance(value, dict):
-        return []
-    listed = value.get(inner) if value.get("type") == "Sequence" else [value]
-    return [step for step in listed if isinstance(step, dict)] if isinstance(listed, list) else []
