@@ -125,6 +125,7 @@ def weights_of(**changes):
          UnsupportedModelError, "bnb_4bit_quant_storage 'bfloat16'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, CheckpointFormatError, "two positive"),
         ({"quant_method": "fp8", "weight_block_size": [128, -1]}, CheckpointFormatError, "two positive"),
+        ({"quant_method": "fp8", "weight_block_size": "9" * 5000 + "x1"}, CheckpointFormatError, "two positive"),
         ({"quant_method": "fp8", "activation_scheme": 3}, UnsupportedModelError, "activation_scheme 3"),
         ({"quant_method": "compressed-tensors"}, UnsupportedModelError, "no config_groups"),
         ({**weights_of(), "format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4-pack"),

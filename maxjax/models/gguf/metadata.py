@@ -77,7 +77,7 @@ class Settings:
 
         The default is also returned for a list of zeros.
         """
-        value = self.any(key) if self.has(key) else None
+        value = self.any(key, None)
         if not isinstance(value, list) or not value:
             return self.count(key, default)
         counts = [count for count in self.items(key, int) if count]
@@ -123,9 +123,9 @@ class Settings:
         }
         return Settings({**self.metadata, **first}, self.prefix, self.path) if first else self
 
-    def any(self, key: str) -> Any:
+    def any(self, key: str, default: Any = ...) -> Any:
         """The value without checks; arrays become lists."""
-        return self._value(key, ...)
+        return self._value(key, default)
 
     def wrong(
         self,
@@ -206,6 +206,6 @@ def token_id(given: Settings, key: str, count: int) -> int | None:
     Some converters write -1 as 32 bits, 4294967295, for a token that does not exist.
     """
     name = f"{key}_token_id"
-    if given.metadata.get(given.prefix + name) == _NO_TOKEN:
+    if given.any(name, None) == _NO_TOKEN:
         return None
     return given.count(name, None, minimum=0, maximum=count - 1)

@@ -79,7 +79,7 @@ class QuantSettings:
         if value is None:
             return None
         if isinstance(value, str):
-            value = [int(n) if n.isdecimal() else n for n in value.split("x")]
+            value = [int(n) if n.isdecimal() and len(n) < 10 else n for n in value.split("x")]
         if len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
             raise CheckpointFormatError(
                 f"'{key}' of '{self.where}' is not two positive integers", path=self.path

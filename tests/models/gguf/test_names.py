@@ -383,3 +383,8 @@ def test_multimodal_glm4_has_pairs_in_halves(sections):
     found = GLM4_GGUF.join(metadata, {n: WeightData.from_numpy(v, n) for n, v in stored.items()})
     for name, value in values.items():
         np.testing.assert_array_equal(np.asarray(found[name].data), value)
+    for wrong in ({"rope.dimension_sections": 5}, {"rope.dimension_count": 2 * width}):
+        given = {**metadata.metadata, **{f"glm4.{key}": value for key, value in wrong.items()}}
+        if "rope.dimension_sections" in wrong or any(sections or ()):
+            with pytest.raises(CheckpointFormatError, match="glm4.rope.dimension_"):
+                GLM4_GGUF.join(Settings(given, "glm4."), {})

@@ -25,12 +25,11 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
     llama.cpp's multimodal RoPE rotates halves (``Glm4Model.normal_to_neox`` of its converter).
     """
     found = dict(tensors)
-    sections = given.any("rope.dimension_sections") if given.has("rope.dimension_sections") else []
-    if not any(sections):
+    if not any(given.items("rope.dimension_sections", int, [])):
         return found
     heads = given.count("attention.head_count")
     width = given.count("attention.key_length", given.count("embedding_length") // heads)
-    half = given.count("rope.dimension_count", width) // 2
+    half = given.count("rope.dimension_count", width, maximum=width) // 2
     of_head = np.arange(width)
     of_head[: 2 * half] = np.arange(2 * half).reshape(2, half).T.reshape(-1)
     counts = {"q_proj": heads, "k_proj": given.count("attention.head_count_kv", heads)}

@@ -11,12 +11,7 @@ from ..table import ENCODER_NAMES, GGUFTable
 
 def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
     """The settings in a GGUF file that only this architecture has."""
-    period = (
-        given.any("attention.sliding_window_pattern")
-        if given.has("attention.sliding_window_pattern")
-        else 3
-    )
-    if period != 3:
+    if given.any("attention.sliding_window_pattern", 3) != 3:
         raise given.unsupported(f"'{given.prefix}attention.sliding_window_pattern' other than 3")
     return {
         "hidden_activation": given.text("hidden_act", "gelu"),

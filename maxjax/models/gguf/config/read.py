@@ -203,7 +203,7 @@ def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
     checked = model.has_rope and not model.is_partial
     inner = "feed_forward_length"
     # Some files leave out the MLP's width if every layer has experts, or list a 0 for each.
-    listed = given.any(inner) if given.has(inner) else None
+    listed = given.any(inner, None)
     none = isinstance(listed, list) and len(listed) > 0 and not any(listed)
     left_out = none or given.has(f"expert_{inner}")
     return {

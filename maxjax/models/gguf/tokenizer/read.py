@@ -120,7 +120,7 @@ def special_tokens(
         {'bos_token': '<s>'}
     """
     given = Settings(metadata, "tokenizer.ggml.", path)
-    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    tokens = given.items("tokens", str, [])
     found = {}
     for name, key in SPECIAL.items():
         index = special_id(given, tokens, key)
@@ -142,7 +142,7 @@ def end_ids(
         (0, 1)
     """
     given = Settings(metadata, "tokenizer.ggml.", path)
-    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    tokens = given.items("tokens", str, [])
     if not tokens:  # the tokenizer is beside the file
         return ()
     found = [special_id(given, tokens, key) for key in ("eos", "eot", "eom")]
@@ -156,7 +156,7 @@ def end_ids(
 def padding_id(metadata: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> int:
     """The id of the padding token; 0 if the file names none."""
     given = Settings(metadata, "tokenizer.ggml.", path)
-    tokens = given.items("tokens", str, []) if given.has("tokens") else []
+    tokens = given.items("tokens", str, [])
     return special_id(given, tokens, "padding") or 0 if tokens else 0
 
 

@@ -261,7 +261,7 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
     if not isinstance(pattern, dict):
         return None
     if step.get("type") == "Split":
-        kept = {("Isolated", False), ("Removed", True), ("MergedWithPrevious", False)}
+        kept = [("Isolated", False), ("Removed", True), ("MergedWithPrevious", False)]
         if (step.get("behavior"), step.get("invert") is True) not in kept:
             return None
     found = pattern.get("Regex", pattern.get("String"))

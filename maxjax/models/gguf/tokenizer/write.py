@@ -364,10 +364,9 @@ def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any
         or (step.get("type") == "Replace" and "{2,}" in str(step.get("pattern")))
         for step in (*steps, *pre)
     )
-    schemes = {
-        step.get("prepend_scheme", "always") for step in pre if step.get("type") == "Metaspace"
-    }
-    prefix = any(step.get("type") == "Prepend" for step in steps) or bool(schemes - {"never"})
+    prefix = any(step.get("type") == "Prepend" for step in steps) or any(
+        step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never" for step in pre
+    )
     scores, types = np.zeros(len(tokens.texts), np.float32), tokens.types.copy()
     for index, (text, score) in enumerate(tokens.model["vocab"]):
         scores[index] = score

@@ -269,6 +269,8 @@ def test_special_tokens_are_in_the_vocabulary():
     assert "pad_token_id" not in found
     with pytest.raises(CheckpointFormatError, match=r"eos_token_id' is out of range .* 0 to 63"):
         config(extra={"tokenizer.ggml.eos_token_id": 64})
+    with pytest.raises(UnsupportedModelError, match=r"bos_token_id' \(1 and 2\)"):
+        config(extra={"tokenizer.ggml.bos_token_id": np.array([1, 2])})
 
 
 @pytest.mark.parametrize(

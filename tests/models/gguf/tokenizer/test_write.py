@@ -233,6 +233,18 @@ def test_llamas_that_llama_cpp_has_not(llama, change, says):
         gguf_tokenizer_metadata({**llama, **change})
 
 
+def test_a_step_whose_setting_is_no_text(gpt2):
+    split = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": ["Isolated"]}
+    steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    data = {**gpt2, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    with pytest.raises(NotImplementedError, match="in a GGUF file"):
+        gguf_tokenizer_metadata(data)
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": ["always"]}
+    model = {"type": "Unigram", "vocab": [["a", 0.0]]}
+    found = gguf_tokenizer_metadata({"model": model, "pre_tokenizer": space})
+    assert found[KEY + "add_space_prefix"] is True
+
+
 # --- all kinds ----------------------------------------------------------------------------------
 
 
