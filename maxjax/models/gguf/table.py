@@ -13,7 +13,7 @@ from typing import Any
 from ...graph.weights import WeightData
 from ..config import ModelConfig
 from .config.llama_cpp import describe
-from .config.read import MODELS, WINDOWS, Architecture, Config, Shapes
+from .config.read import MODELS, WINDOWS, Architecture, Reading
 from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
@@ -55,7 +55,7 @@ ENCODER_BIASES = (
 
 
 @dataclass(frozen=True)
-class GGUFTable:
+class GGUFTable(Reading):
     """A description of how GGUF files name a family's architecture, tensors and settings.
 
     Attributes:
@@ -110,19 +110,10 @@ class GGUFTable:
 
     architecture: str
     tensors: Mapping[str, str | Rule | Sequence[Rule] | None] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[Settings, Shapes, Config], Config] | None = None
     write: Callable[[Any], Mapping[str, Any]] | None = None
     biases: Collection[str] = ("attn_q", "attn_k", "attn_v")
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     layer: str = "model.layers.*."
-    period: int | None = None
-    has_rope: bool = True
-    attends: bool = True
     lists_windows: bool = False
-    listed: Collection[str] = ()
-    is_partial: bool = False
     is_tied: bool = False
     is_divided: bool = False
     is_long: bool = False
@@ -133,8 +124,6 @@ class GGUFTable:
     truncates: bool = True
     computed: Collection[str] = ()
     model_types: Collection[str] = ()
-    width: str | None = None
-    log_multiplier: float = 0.0
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
@@ -160,12 +149,7 @@ def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
     name = table.architecture
     TABLES[name] = table
     ARCHITECTURES[name] = table.names
-    MODELS[name] = Architecture(
-        model_type, architecture, dict(table.fixed), table.read, has_rope=table.has_rope,
-        attends=table.attends, epsilon=table.epsilon,
-        keys=table.keys, is_partial=table.is_partial, period=table.period, width=table.width,
-        log_multiplier=table.log_multiplier, listed=table.listed,
-    )  # fmt: skip
+    MODELS[name] = Architecture(model_type, architecture, table)
     window = ["attention.sliding_window"] if table.period else []
     window += [WINDOWS] if table.lists_windows else []
     rope = [LOG_MULTIPLIER] if table.log_multiplier else []

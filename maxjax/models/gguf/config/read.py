@@ -44,43 +44,37 @@ WINDOWS = "attention.sliding_window_pattern"
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The part of a ``GGUFTable``, which describes these attributes, that says how metadata becomes settings."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Settings, Shapes, Config], Config] | None = None
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    period: int | None = None
+    has_rope: bool = True
+    attends: bool = True
+    listed: Collection[str] = ()
+    is_partial: bool = False
+    width: str | None = None
+    log_multiplier: float = 0.0
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: its names in Hugging Face's files, and its particular settings.
+    """One architecture of GGUF files.
 
     Attributes:
-        model_type, architecture: names as in ``config.json``.
-        fixed: settings that are the same in every model of the architecture, or that models have whose files
-            lack their key.
-        more: function that reads settings that only this architecture has; None: there are none.
+        model_type, architecture: its names in ``config.json``.
+        table: how its metadata becomes settings.
         is_decoder: whether it is a Llama-like decoder, whose files share most keys.
-        has_rope: whether its attention has RoPE.
-        attends: whether it has attention and MLPs; without them, files have 0 heads and 0 features.
-        epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
-        keys: further metadata keys of numbers and flags, and their keys in ``config.json``.
-        is_partial: whether RoPE may rotate a part of each head.
-        period: n, where every n-th layer has full attention if the file has a sliding window.
-        width: metadata key of the width of a head; None: the width of keys, which values must share.
-        log_multiplier: ratio of the number that files hold for YaRN to its ``mscale_all_dim``; 0: files
-            do not hold it.
-        listed: keys that may differ between layers. The decoder's settings use the first layer's value;
-            ``more`` reads the others.
     """
 
     model_type: str
     architecture: str
-    fixed: Config = field(default_factory=dict)
-    more: Callable[[Settings, Shapes, Config], Config] | None = None
+    table: Reading
     is_decoder: bool = True
-    has_rope: bool = True
-    attends: bool = True
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-    keys: Mapping[str, str] = field(default_factory=dict)
-    is_partial: bool = False
-    period: int | None = None
-    width: str | None = None
-    log_multiplier: float = 0.0
-    listed: Collection[str] = ()
 
 
 def hf_config(
@@ -128,13 +122,15 @@ def hf_config(
         what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
         raise unsupported(what, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
-    config |= model.fixed
+    config |= model.table.fixed
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.is_decoder:
-        config |= _decoder(given, tensors, required(divisors, tensors), model)
-    if model.more is not None:
-        config |= model.more(given, tensors, config)
+        config |= _decoder(given, tensors, required(divisors, tensors), model.table)
+        if model.architecture.endswith("ForCausalLM") and not given.flag("attention.causal", True):
+            config["is_causal"] = False
+    if model.table.read is not None:
+        config |= model.table.read(given, tensors, config)
     file_type = Settings(metadata, "general.", path).count("file_type", None, minimum=0)
     if file_type is not None:
         config["torch_dtype"] = _FILE_TYPES.get(file_type, "bfloat16")
@@ -161,46 +157,43 @@ def pooling(
 
 
 def _decoder(
-    given: Settings, tensors: Shapes, divisors: Mapping[str, np.ndarray], model: Architecture
+    given: Settings, tensors: Shapes, divisors: Mapping[str, np.ndarray], table: Reading
 ) -> Config:
-    given = given.firsts(model.listed)
-    epsilon, name = model.epsilon
+    given = given.firsts(table.listed)
+    epsilon, name = table.epsilon
     found: Config = {
         "hidden_size": given.count("embedding_length"),
         "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
         "max_position_embeddings": given.count("context_length"),
         name: given.number(epsilon),
     }
-    if model.attends:
-        found |= _attention(given, tensors, model)
-    if model.attends and model.has_rope:
+    if table.attends:
+        found |= _attention(given, tensors, table)
+    if table.attends and table.has_rope:
         head_dim, theta = found["head_dim"], given.number("rope.freq_base", 10_000.0)
         rotated = given.count("rope.dimension_count", head_dim)
         found["rope_theta"] = theta
         found["rope_scaling"] = rope_scaling(
-            given, rotated, theta, divisors, log_multiplier=model.log_multiplier
+            given, rotated, theta, divisors, log_multiplier=table.log_multiplier
         )
-        if model.is_partial:
+        if table.is_partial:
             found["partial_rotary_factor"] = rotated / head_dim
-    for key, name in model.keys.items():
+    for key, name in table.keys.items():
         if given.has(key):
             found[name] = given.any(key)  # its family checks type and range
             if name == "sliding_window" and found[name] == 0:  # none, as in Phi-4
                 found[name] = None
-    both_ways = given.flag("attention.causal", True) is False
-    if both_ways and model.architecture.endswith("ForCausalLM"):
-        found["is_causal"] = False
-    window = given.count("attention.sliding_window", 0, minimum=0) if model.period else 0
-    if model.period and window:
+    window = given.count("attention.sliding_window", 0, minimum=0) if table.period else 0
+    if table.period and window:
         found["sliding_window"] = window
-        found["layer_types"] = _layer_types(given, found, model.period)
+        found["layer_types"] = _layer_types(given, found, table.period)
     return found
 
 
-def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
+def _attention(given: Settings, tensors: Shapes, table: Reading) -> Config:
     """The sizes of attention and MLPs; files list them for each layer if some layers have none."""
     heads = given.count("attention.head_count")
-    checked = model.has_rope and not model.is_partial
+    checked = table.has_rope and not table.is_partial
     inner = "feed_forward_length"
     # Some files leave out the MLP's width if every layer has experts, or list a 0 for each.
     listed = given.any(inner, None)
@@ -210,7 +203,7 @@ def _attention(given: Settings, tensors: Shapes, model: Architecture) -> Config:
         "intermediate_size": given.some(inner, None if left_out else ...),
         "num_attention_heads": heads,
         "num_key_value_heads": given.some("attention.head_count_kv", heads),
-        "head_dim": given.count(model.width) if model.width else _head_dim(given, heads, checked),
+        "head_dim": given.count(table.width) if table.width else _head_dim(given, heads, checked),
         "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
     }
 
@@ -344,16 +337,14 @@ def _query_scalar(given: Settings, config: Config) -> int:
 
 def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
     """The kinds of the layers: all but every ``period``-th slide, unless the file has another pattern."""
-    key, layers = WINDOWS, config["num_hidden_layers"]
-    slides = [bool((i + 1) % period) for i in range(layers)]
-    if given.has(key):
-        if isinstance(given.any(key), list):
-            slides = given.items(key, bool)
-            if len(slides) != layers:
-                raise given.wrong(key, f"{layers} values", len(slides), "does not fit", shown=True)
-        else:
-            period = given.count(key)
-            slides = [bool((i + 1) % period) for i in range(layers)]
+    layers, pattern = config["num_hidden_layers"], given.any(WINDOWS, None)
+    if isinstance(pattern, list):
+        slides = given.items(WINDOWS, bool)
+        if len(slides) != layers:
+            raise given.wrong(WINDOWS, f"{layers} values", len(slides), "does not fit", shown=True)
+    else:
+        period = given.count(WINDOWS, period)
+        slides = [bool((i + 1) % period) for i in range(layers)]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
@@ -414,33 +405,29 @@ _QWEN: Config = {**_SILU, "use_sliding_window": False}
 _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 MODELS: MutableMapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _SILU, _llama),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _QWEN),
-    # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
-    "qwen2moe": Architecture(
-        "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
-    ),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QWEN, _qwen3),
-    "qwen3moe": Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
-    ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", _GEMMA_ACTS),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
-    "gemma-embedding": Architecture(
-        "gemma3_text",
-        "Gemma3TextModel",
-        {**_GEMMA_ACTS, "use_bidirectional_attention": True},
-        _gemma3,
-    ),
-    "gpt2": Architecture(
-        "gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2, is_decoder=False
-    ),
-    "bert": Architecture(
-        "bert",
-        "BertModel",
-        {"hidden_act": "gelu", "position_embedding_type": "absolute"},
-        _bert,
-        is_decoder=False,
-    ),
-}
+    name: Architecture(
+        model_type, architecture, Reading(fixed=fixed, read=read), name not in ("gpt2", "bert")
+    )
+    for name, (model_type, architecture, fixed, read) in {
+        "llama": ("llama", "LlamaForCausalLM", _SILU, _llama),
+        "qwen2": ("qwen2", "Qwen2ForCausalLM", _QWEN, None),
+        # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
+        "qwen2moe": (
+            "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
+        ),
+        "qwen3": ("qwen3", "Qwen3ForCausalLM", _QWEN, _qwen3),
+        "qwen3moe": (
+            "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
+        ),
+        "gemma": ("gemma", "GemmaForCausalLM", _GEMMA_ACTS, None),
+        "gemma2": ("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
+        "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
+        "gemma-embedding": (
+            "gemma3_text", "Gemma3TextModel", {**_GEMMA_ACTS, "use_bidirectional_attention": True}, _gemma3
+        ),
+        "gpt2": ("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2),
+        "bert": (
+            "bert", "BertModel", {"hidden_act": "gelu", "position_embedding_type": "absolute"}, _bert
+        ),
+    }.items()
+}  # fmt: skip
