@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError
+from ...errors import CheckpointFormatError, CheckpointMismatchError
 from ...graph.weights import WeightData
 from ...graph.weights.weight_data import PartSource
 from ...storage.blocks import LAYOUTS, decode
@@ -46,6 +46,20 @@ def computed(
     dtype = dtype or (kinds.pop() if len(kinds) == 1 else DType.float32)
     source = _Computed(each, function, tuple(shape), dtype)
     return WeightData.lazy(source, name, dtype, tuple(shape))
+
+
+def check_rows(name: str, data: WeightData, count: int) -> None:
+    """Checks that a tensor has the number of rows that the settings of its model give.
+
+    Raises:
+        CheckpointMismatchError: it has another.
+    """
+    shape = tuple(map(int, data.logical_shape))
+    if shape[:1] != (count,):
+        raise CheckpointMismatchError(
+            "a tensor does not fit the configuration", tensor=name,
+            expected=f"{count} rows", found=f"shape {list(shape)}",
+        )  # fmt: skip
 
 
 def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData:

@@ -26,6 +26,7 @@ from maxjax.models.gguf import (
     hf_names,
 )
 from maxjax.models.gguf.architectures.glm4 import GLM4_GGUF
+from maxjax.models.gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_NEXT_GGUF
 from maxjax.models.gguf.config.read import MODELS
 from maxjax.models.gguf.metadata import Settings
 from maxjax.models.gguf.names import BARE
@@ -388,3 +389,25 @@ def test_multimodal_glm4_has_pairs_in_halves(sections):
         if "rope.dimension_sections" in wrong or any(sections or ()):
             with pytest.raises(CheckpointFormatError, match="glm4.rope.dimension_"):
                 GLM4_GGUF.join(Settings(given, "glm4."), {})
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        (GLM4_GGUF, {"attention.head_count": HUGE, "rope.dimension_sections": [1]}),
+        (GLM4_GGUF, {"attention.key_length": HUGE, "rope.dimension_sections": [1]}),
+        (QWEN3_NEXT_GGUF, {"ssm.state_size": HUGE}),
+        (QWEN3_5_GGUF, {"ssm.time_step_rank": HUGE, "ssm.inner_size": HUGE}),
+    ],
+)
+def test_sizes_are_compared_with_the_tensors_before_rows_are_reordered(table, keys):
+    usual = {"attention.head_count": 2, "embedding_length": 8, "block_count": 1, "ssm.group_count": 1,
+             "ssm.time_step_rank": 1, "ssm.inner_size": 4, "ssm.state_size": 2}  # fmt: skip
+    names = ("self_attn.q_proj.weight", "linear_attn.in_proj_qkv.weight")
+    tensors = {n: WeightData.from_numpy(np.zeros((8, 8), np.float32), n) for n in names}
+    table.join(Settings(usual, ""), tensors)
+    with pytest.raises(CheckpointMismatchError, match=r"does not fit .* \d+ rows"):
+        table.join(Settings({**usual, **keys}, ""), tensors)

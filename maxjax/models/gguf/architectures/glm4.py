@@ -10,7 +10,7 @@ import numpy as np
 from ....graph.weights import WeightData
 from ..metadata import Settings
 from ..names import HEAD_NORMS, NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
-from ..pieces import rows
+from ..pieces import check_rows, rows
 from ..table import GATE_UP, GGUFTable
 
 GLM_GGUF = GGUFTable(
@@ -30,14 +30,15 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
     heads = given.count("attention.head_count")
     width = given.count("attention.key_length", given.count("embedding_length") // heads)
     half = given.count("rope.dimension_count", width, maximum=width) // 2
-    of_head = np.arange(width)
-    of_head[: 2 * half] = np.arange(2 * half).reshape(2, half).T.reshape(-1)
     counts = {"q_proj": heads, "k_proj": given.count("attention.head_count_kv", heads)}
     for name, data in tensors.items():
         count = counts.get(name.rpartition(".")[0].rpartition(".")[2])
         if count is not None:
-            order = (np.arange(count)[:, None] * width + of_head).reshape(-1)
-            found[name] = rows(name, [data], order)
+            check_rows(name, data, count * width)
+            order = np.arange(count * width).reshape(count, width)
+            halves = order[:, : 2 * half].reshape(count, 2, half)
+            order[:, : 2 * half] = halves.swapaxes(1, 2).reshape(count, -1)
+            found[name] = rows(name, [data], order.reshape(-1))
     return found
 
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointMismatchError
 from ....graph.weights import WeightData
 from ...decoder.mamba2 import Mamba2Settings
 from ..config.read import Config, Shapes
 from ..metadata import MAX_EXPERTS, Settings, unsupported
 from ..names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
-from ..pieces import computed, rows
+from ..pieces import check_rows, computed, rows
 from ..state_layouts import Both, Flat, Logarithm, Taps
 from ..table import PERMUTED, GGUFTable
 from .granite import GRANITE_GGUF, attention_scale
@@ -90,16 +89,6 @@ def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
         "ssm.conv_kernel": of.taps, "ssm.state_size": of.state_size, "ssm.group_count": of.groups,
         "ssm.time_step_rank": of.heads, "ssm.inner_size": of.inner,
     }  # fmt: skip
-
-
-def _check_rows(name: str, data: WeightData, rows: int) -> None:
-    """Checks that a checkpoint's tensor has the number of rows that the configuration gives."""
-    shape = tuple(map(int, data.logical_shape))
-    if shape[:1] != (rows,):
-        raise CheckpointMismatchError(
-            "a tensor does not fit the configuration", tensor=name,
-            expected=f"{rows} rows", found=f"shape {list(shape)}",
-        )  # fmt: skip
 
 
 def _check_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
@@ -209,7 +198,7 @@ def _split(config: Any, tensors: Tensors) -> Tensors:
     found = {}
     for name, data in tensors.items():
         if name.endswith(_BOTH):
-            _check_rows(name, data, 2 * config.shared_intermediate_size)
+            check_rows(name, data, 2 * config.shared_intermediate_size)
             halves = np.split(np.arange(2 * config.shared_intermediate_size), 2)
             for part, half in zip(("gate", "up"), halves, strict=True):
                 new = f"{name.removesuffix(_BOTH)}{to}{part}_proj.weight"
@@ -348,7 +337,7 @@ def _scaled(name: str, data: WeightData, factors: Sequence[Any]) -> WeightData:
         return data
     for factor in factors:
         if np.ndim(factor):
-            _check_rows(name, data, len(factor))
+            check_rows(name, data, len(factor))
 
     def change(values: np.ndarray) -> np.ndarray:
         found = values.astype(np.float32)

@@ -20,7 +20,7 @@ from ...decoder.config import all_but_every
 from ..layouts import Matrix, Plus
 from ..metadata import Settings, unsupported
 from ..names import BARE, NEXT, Rule, expert_names
-from ..pieces import columns, rows
+from ..pieces import check_rows, columns, rows
 from ..state_layouts import Logarithm, Taps
 from ..table import GGUFTable
 
@@ -45,6 +45,16 @@ def _sizes_of(given: Settings) -> Sizes:
     return groups, given.count("ssm.state_size"), heads, inner // heads
 
 
+def _has(part: str, tensors: Mapping[str, WeightData], sizes: Sizes) -> bool:
+    """Whether there are the tensors ``part`` of some layers; checks that they have the rows that the sizes give."""
+    groups, width, heads, values = sizes
+    count = 2 * groups * width + heads * values * (2 if part == _BOTH else 1)
+    names = [name for name in tensors if name.endswith(part)]
+    for name in names:
+        check_rows(name, tensors[name], count)
+    return bool(names)
+
+
 # --- Qwen3-Next: queries, keys, values and gates of each key head are consecutive ----------------
 
 
@@ -58,7 +68,10 @@ def _order(sizes: Sizes) -> np.ndarray:
 
 def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
     """Joins ``in_proj_qkvz`` from its two parts."""
-    found, order = dict(tensors), _order(_sizes_of(given))
+    found, sizes = dict(tensors), _sizes_of(given)
+    if not _has(_MIXED, tensors, sizes):
+        return found
+    order = _order(sizes)
     for name in [name for name in tensors if name.endswith(_MIXED)]:
         front = name.removesuffix(_MIXED)
         if front + _GATE in found:
@@ -70,6 +83,8 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
 def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
     """Splits ``in_proj_qkvz`` into its two parts."""
     sizes = _sizes(config)
+    if not _has(_BOTH, tensors, sizes):
+        return dict(tensors)
     where = np.argsort(_order(sizes))
     found = {}
     for name, data in tensors.items():
@@ -88,6 +103,8 @@ def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightDa
 def _reordered(
     sizes: Sizes, tensors: Mapping[str, WeightData], *, back: bool
 ) -> dict[str, WeightData]:
+    if not _has(_MIXED, tensors, sizes):
+        return dict(tensors)
     groups, width, heads, values = sizes
     order = np.arange(heads).reshape(groups, -1).T.reshape(-1)  # the first of each, the second, …
     order = np.argsort(order) if back else order
