@@ -73,7 +73,26 @@ class Same(Layout):
 
 
 @dataclass(frozen=True)
-class Permuted(Layout):
+class Reordered(Layout):
+    """Base class of the changes of the order of rows, which subclasses define by :meth:`rows`."""
+
+    def shape(self, stored: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        self._check(stored[0] if stored else 1)
+        return tuple(stored)
+
+    def apply(self, stored: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`."""
+        self.shape(stored.shape)
+        return stored[self.rows(len(stored))]
+
+    def _check(self, count: int) -> None:
+        """Checks that a tensor can have ``count`` rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Permuted(Reordered):
     """Reorders rows of queries or keys, which GGUF interleaves for llama.cpp's RoPE (``LlamaModel.permute``).
 
     RoPE rotates pairs of features. In Hugging Face's Llama, row i of a head is paired with row
@@ -89,21 +108,11 @@ class Permuted(Layout):
 
     heads: int
 
-    def shape(self, stored: Sequence[int]) -> Shape:
-        """See :class:`Layout`."""
-        self._check(stored[0] if stored else 1)
-        return tuple(stored)
-
     def rows(self, count: int) -> np.ndarray:
         """See :class:`Layout`."""
         self._check(count)
         pairs = np.arange(count).reshape(self.heads, -1, 2)
         return pairs.swapaxes(1, 2).reshape(-1)
-
-    def apply(self, stored: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`."""
-        self.shape(stored.shape)
-        return stored[self.rows(len(stored))]
 
     def back(self) -> Layout:
         """See :class:`Layout`."""
@@ -139,7 +148,7 @@ class Paired(Permuted):
 
 
 @dataclass(frozen=True)
-class Grouped(Layout):
+class Grouped(Reordered):
     """Reorders the rows of a linear layer of queries, keys and values, which Hugging Face has in groups.
 
     A group has the queries of one KV head, its key and its value; GGUF has all queries, then all keys,
@@ -156,22 +165,12 @@ class Grouped(Layout):
     heads: int
     kv_heads: int
 
-    def shape(self, stored: Sequence[int]) -> Shape:
-        """See :class:`Layout`."""
-        self._check(stored[0] if stored else 1)
-        return tuple(stored)
-
     def rows(self, count: int) -> np.ndarray:
         """See :class:`Layout`."""
         self._check(count)
         parts = np.split(np.arange(count), count // self._total * np.cumsum(self._counts)[:-1])
         groups = [part.reshape(self.kv_heads, -1) for part in parts]
         return np.concatenate(groups, 1).reshape(-1)
-
-    def apply(self, stored: np.ndarray) -> np.ndarray:
-        """See :class:`Layout`."""
-        self.shape(stored.shape)
-        return stored[self.rows(len(stored))]
 
     def back(self) -> Layout:
         """See :class:`Layout`."""

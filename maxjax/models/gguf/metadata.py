@@ -193,7 +193,7 @@ def settings(
     return Settings(metadata, f"{architecture}.", path)
 
 
-def unsupported(what: str, path: str | os.PathLike[str] | None) -> UnsupportedModelError:
+def unsupported(what: str, path: str | os.PathLike[str] | None = None) -> UnsupportedModelError:
     """Makes the error, on one line, for a model that no GGUF table of maxjax describes."""
     where = "" if path is None else f"{os.fspath(path)}: "
     text = f"{where}{what} is not supported"

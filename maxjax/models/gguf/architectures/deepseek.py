@@ -126,9 +126,9 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
 def _to_gguf(config: Any) -> dict[str, Any]:
     """The widths of a head, and how experts are chosen."""
     if not config.rope.interleaved:
-        raise unsupported("'rope_interleave' False in a GGUF file", None)
+        raise unsupported("'rope_interleave' False in a GGUF file")
     if not config.shared_size:
-        raise unsupported("'n_shared_experts' 0 in a GGUF file", None)
+        raise unsupported("'n_shared_experts' 0 in a GGUF file")
     softmax = config.scoring == "softmax"
     groups = {}
     if config.n_group > 1:
@@ -144,7 +144,7 @@ def _to_gguf(config: Any) -> dict[str, Any]:
     size, rotated = config.kv_lora_rank, config.qk_rope_head_dim
     dense = config.sparse.index(True) if any(config.sparse) else config.num_layers
     if not all(config.sparse[dense:]):
-        raise unsupported("layers without experts after one with experts in a GGUF file", None)
+        raise unsupported("layers without experts after one with experts in a GGUF file")
     return {
         "attention.head_count_kv": 1,
         "attention.key_length": size + rotated,

@@ -23,7 +23,7 @@ def _to_gguf_moe(config: Any) -> dict[str, Any]:
     if config.sparse != tuple(
         (i + 1) % config.interval == 0 and i >= config.first for i in numbers
     ):
-        raise unsupported("'moe_layer_end_index' before the last layer in a GGUF file", None)
+        raise unsupported("'moe_layer_end_index' before the last layer in a GGUF file")
     return {"expert_shared_feed_forward_length": config.shared_size or 0}
 
 

@@ -17,8 +17,7 @@ def _write(config: Any) -> dict[str, Any]:
     is_deep = config.slides == config.rotates and any(config.slides)
     if not (is_deep if config.num_layers == _LAYERS else is_plain):
         raise unsupported(
-            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file",
-            None,
+            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file"
         )
     return {}
 

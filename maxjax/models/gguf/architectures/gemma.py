@@ -102,7 +102,7 @@ def _entries(given: Settings, tensors: Mapping[str, Sequence[int]]) -> int:
 def _check_near(config: Any) -> None:
     """Checks the RoPE of sliding layers, and which layers' keys and values are read by others."""
     if config.local_rope.scaling is not None:
-        raise unsupported("rope scaling in sliding-window layers of a GGUF file", None)
+        raise unsupported("rope scaling in sliding-window layers of a GGUF file")
     if not config.num_kv_shared_layers:
         return
     first = config.first_sharing
@@ -112,8 +112,8 @@ def _check_near(config: Any) -> None:
             raise unsupported(
                 f"'layer_types' whose layer {first - 1} does not see all tokens, or whose layer "
                 f"{first - 2} has no sliding window, before 'num_kv_shared_layers' "
-                f"{config.num_kv_shared_layers} others in a GGUF file", None,
-            )  # fmt: skip
+                f"{config.num_kv_shared_layers} others in a GGUF file"
+            )
 
 
 # --- Gemma 3n -----------------------------------------------------------------------------------
@@ -221,26 +221,24 @@ def _write_3n(config: Any) -> dict[str, Any]:
     """The metadata keys that the converter writes; models that differ from llama.cpp's code are refused."""
     _check_near(config)
     if config.logit_soft_cap is None:
-        raise unsupported("Gemma 3n without 'final_logit_softcapping' in a GGUF file", None)
+        raise unsupported("Gemma 3n without 'final_logit_softcapping' in a GGUF file")
     if (shared := config.num_kv_shared_layers) != max(config.num_layers - _FIRST_SHARING, 0):
         raise unsupported(
             f"'num_kv_shared_layers' {shared} in a GGUF file of 'gemma3n' (llama.cpp's layers share "
-            f"keys and values from layer {_FIRST_SHARING} on)", None,
-        )  # fmt: skip
-    if not isinstance(config.rope.scaling, (LinearScalingParams, type(None))):
-        raise unsupported(
-            "rope scaling of a type other than 'linear' in a GGUF file of 'gemma3n'", None
+            f"keys and values from layer {_FIRST_SHARING} on)"
         )
+    if not isinstance(config.rope.scaling, (LinearScalingParams, type(None))):
+        raise unsupported("rope scaling of a type other than 'linear' in a GGUF file of 'gemma3n'")
     if len(set(config.sizes)) > 1:
         raise unsupported(
-            "'intermediate_size' that differs between layers in a GGUF file of 'gemma3n'", None
+            "'intermediate_size' that differs between layers in a GGUF file of 'gemma3n'"
         )
     share = [_SPARSITY] * _SPARSE + [0.0] * config.num_layers
     if list(config.sparsity) != share[: config.num_layers]:
         raise unsupported(
             f"'activation_sparsity_pattern' other than {_SPARSITY} in the first {_SPARSE} layers and 0 in "
-            "the others in a GGUF file of 'gemma3n'", None,
-        )  # fmt: skip
+            "the others in a GGUF file of 'gemma3n'"
+        )
     normal = statistics.NormalDist()
     return {
         "attention.shared_kv_layers": config.num_kv_shared_layers,
@@ -386,10 +384,10 @@ def _write_4(config: Any) -> dict[str, Any]:
     if not isinstance(config.rope.scaling, Proportional):
         raise unsupported(
             "rope of a type other than 'proportional' in layers that see all tokens of a GGUF file of "
-            "'gemma4'", None,
-        )  # fmt: skip
+            "'gemma4'"
+        )
     if config.num_layers < 2:
-        raise unsupported("'num_hidden_layers' 1 in a GGUF file of 'gemma4'", None)
+        raise unsupported("'num_hidden_layers' 1 in a GGUF file of 'gemma4'")
     each = [config.of_layer(i) for i in range(config.num_layers)]
     own = config.hidden_size_per_layer_input
     return {

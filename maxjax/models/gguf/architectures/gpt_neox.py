@@ -54,7 +54,7 @@ def _read_falcon(
 
 def _write_falcon(config: Any) -> dict[str, Any]:
     if not config.new_decoder_architecture and not config.parallel_attn:
-        raise unsupported("'parallel_attn' false in a GGUF file of 'falcon'", None)
+        raise unsupported("'parallel_attn' false in a GGUF file of 'falcon'")
     return {}
 
 

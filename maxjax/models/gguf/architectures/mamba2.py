@@ -84,7 +84,7 @@ def _to_gguf(config: Any, least: float = 0.0) -> dict[str, Any]:
         ("a norm before the gate", of.norm != "before"),
     ):
         if not fits:
-            raise unsupported(f"Mamba 2 with {what} in a GGUF file", None)
+            raise unsupported(f"Mamba 2 with {what} in a GGUF file")
     return {
         "ssm.conv_kernel": of.taps, "ssm.state_size": of.state_size, "ssm.group_count": of.groups,
         "ssm.time_step_rank": of.heads, "ssm.inner_size": of.inner,
@@ -95,7 +95,7 @@ def _check_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
     """Refuses a hybrid that lacks one kind of layer, because llama.cpp aborts on an empty cache."""
     for kind, layers in (("Mamba 2", recurs), ("attention", attends)):
         if not any(layers):
-            raise unsupported(f"a hybrid without a layer of {kind} in a GGUF file", None)
+            raise unsupported(f"a hybrid without a layer of {kind} in a GGUF file")
 
 
 _WRITTEN = tuple(
@@ -172,7 +172,7 @@ def _granite_instead(config: Any) -> tuple[str, dict[str, Any]] | None:
         return None
     if config.num_experts or config.rotates:
         what = "experts" if config.num_experts else "layers without RoPE"
-        raise unsupported(f"a Granite 4 without Mamba 2 and with {what} in a GGUF file", None)
+        raise unsupported(f"a Granite 4 without Mamba 2 and with {what} in a GGUF file")
     return "granite", {"intermediate_size": config.shared_intermediate_size}
 
 
@@ -181,8 +181,8 @@ def _granite_to(config: Any) -> dict[str, Any]:
     if config.mamba.inner != 2 * config.hidden_size:
         raise unsupported(
             f"a Granite 4 with {config.mamba.inner} features of Mamba 2, which are not two for each of "
-            f"{config.hidden_size} hidden ones, in a GGUF file", None,
-        )  # fmt: skip
+            f"{config.hidden_size} hidden ones, in a GGUF file"
+        )
     _check_kinds(config.recurs, [not one for one in config.recurs])
     inner = "expert_shared_feed_forward_length" if config.num_experts else "feed_forward_length"
     return {

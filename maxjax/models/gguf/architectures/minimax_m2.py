@@ -13,7 +13,7 @@ from ..table import GGUFTable
 def _to_gguf(config: Any) -> dict[str, Any]:
     """Metadata that only this architecture has: shares are computed by sigmoids."""
     if config.tie_word_embeddings:
-        raise unsupported("a tied head in a GGUF file of a MiniMax M2", None)
+        raise unsupported("a tied head in a GGUF file of a MiniMax M2")
     return {"expert_gating_func": 2}
 
 

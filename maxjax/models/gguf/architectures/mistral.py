@@ -23,7 +23,7 @@ def _write(config: Any) -> dict[str, Any]:
     if growth is None:
         return {}
     if growth.length != getattr(scaling, "original_max_position_embeddings", None):
-        raise unsupported("'llama_4_scaling_beta' without yarn in a GGUF file", None)
+        raise unsupported("'llama_4_scaling_beta' without yarn in a GGUF file")
     return {"attention.temperature_scale": growth.beta}
 
 

@@ -22,7 +22,7 @@ def _write(config: Any) -> dict[str, Any]:
     """Checks the RoPE of sliding layers: llama.cpp uses the base of the other layers, without scaling."""
     near = config.local_rope
     if near is not None and near != Rope(config.rope.theta):
-        raise unsupported("rope settings of sliding layers alone in a GGUF file", None)
+        raise unsupported("rope settings of sliding layers alone in a GGUF file")
     return {}
 
 

@@ -10,7 +10,7 @@ from ..table import GATE_UP, PLAIN_BIASES, GGUFTable, Tensors
 
 def _split(config: Any, tensors: Tensors) -> Tensors:
     if config.qk_norm:
-        raise unsupported("'qk_layernorm' in a GGUF file of 'phi2'", None)
+        raise unsupported("'qk_layernorm' in a GGUF file of 'phi2'")
     return tensors
 
 

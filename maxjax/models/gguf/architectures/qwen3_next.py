@@ -174,12 +174,12 @@ def _to_gguf(config: Any, *, sections: bool) -> dict[str, Any]:
     if width != values:
         raise unsupported(
             f"'linear_value_head_dim' {values}, which is not 'linear_key_head_dim' {width}, in a "
-            "GGUF file", None,
-        )  # fmt: skip
+            "GGUF file"
+        )
     linear = list(config.linear)
     every = 1 + (linear.index(False) if False in linear else len(linear))
     if tuple(linear) != all_but_every(every, len(linear)):
-        raise unsupported("'layer_types' whose attention is not every n-th in a GGUF file", None)
+        raise unsupported("'layer_types' whose attention is not every n-th in a GGUF file")
     # llama.cpp requires the sections of RoPE for images. Text has the same position in all sections.
     pairs = config.rope.rotated(config.width) // 2
     parts = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]

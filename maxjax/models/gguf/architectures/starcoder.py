@@ -18,7 +18,7 @@ def _read(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]
 
 def _write(config: Any) -> dict[str, Any]:
     if not config.multi_query:
-        raise unsupported("'multi_query' false in a GGUF file of 'starcoder'", None)
+        raise unsupported("'multi_query' false in a GGUF file of 'starcoder'")
     return {}
 
 
@@ -40,7 +40,7 @@ STARCODER_GGUF = GGUFTable(
 
 def _write_2(config: Any) -> dict[str, Any]:
     if not config.attention_bias:
-        raise unsupported("'use_bias' false in a GGUF file of 'starcoder2'", None)
+        raise unsupported("'use_bias' false in a GGUF file of 'starcoder2'")
     return {}
 
 
