@@ -6,7 +6,7 @@ Values are Python's (int, float, bool, str, lists of these) or NumPy's.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +198,14 @@ def unsupported(what: str, path: str | os.PathLike[str] | None = None) -> Unsupp
     where = "" if path is None else f"{os.fspath(path)}: "
     text = f"{where}{what} is not supported"
     return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))
+
+
+def unknown_architecture(
+    name: str, known: Iterable[str], path: str | os.PathLike[str] | None
+) -> UnsupportedModelError:
+    """Makes the error for a GGUF architecture that is none of the known ones."""
+    what = f"the GGUF architecture {name[:80]!r} (maxjax supports {', '.join(known)})"
+    return unsupported(what, path)
 
 
 def token_id(given: Settings, key: str, count: int) -> int | None:

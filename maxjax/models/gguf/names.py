@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
-from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unsupported
+from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unknown_architecture
 from .state_layouts import Flat, Taps
 
 # ``Rule.only`` of a GGUF tensor without a suffix. Then: names of layouts that need the number of heads, groups
@@ -158,14 +158,7 @@ ROUTED_DEFAULTS = {
 # Tensors of layers of multi-token prediction, which follow the model's own layers.
 NEXT = {
     f".nextn.{name}": name.replace("shared_head_", "shared_head.")
-    for name in (
-        "eh_proj",
-        "embed_tokens",
-        "enorm",
-        "hnorm",
-        "shared_head_head",
-        "shared_head_norm",
-    )
+    for name in "eh_proj embed_tokens enorm hnorm shared_head_head shared_head_norm".split()
 }
 # Norms after attention and after the MLP, and no norms before them.
 AFTER_NORMS = {
@@ -300,7 +293,9 @@ def hf_names(
         >>> found["model.layers.0.self_attn.q_proj.weight"]
         Source(tensor='blk.0.attn_q.weight', layout=Permuted(heads=4))
     """
-    table = _find(architecture, path)
+    table = ARCHITECTURES.get(architecture)
+    if table is None:
+        raise unknown_architecture(architecture, ARCHITECTURES, path)
     counts = _Counts(settings(metadata, architecture, path))
     ignored = frozenset() if architecture in _NO_ROPE else IGNORED
     found: dict[str, Source] = {}
@@ -312,7 +307,7 @@ def hf_names(
         if not entries:
             unknown.append(tensor)
         elif isinstance(tensors, Mapping):
-            _check_shape(tensor, entries[0][1], tensors[tensor], path)
+            check_shape(tensor, entries[0][1], tensors[tensor], path)
         for name, layout in entries:
             if name in found:
                 raise CheckpointFormatError(
@@ -324,15 +319,6 @@ def hf_names(
             f"tensors that a {architecture} model does not have: {some(unknown)}", path=path
         )
     return found
-
-
-def _find(architecture: str, path: Any) -> Table:
-    table = ARCHITECTURES.get(architecture)
-    if table is None:
-        known = ", ".join(ARCHITECTURES)
-        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
-        raise unsupported(what, path)
-    return table
 
 
 class _Counts:
@@ -391,7 +377,12 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
             yield name.replace("#", expert or ""), counts.layout(what, 0)
 
 
-def _check_shape(tensor: str, layout: Layout, shape: Sequence[int], path: Any) -> None:
+def check_shape(tensor: str, layout: Layout, shape: Sequence[int], path: Any) -> None:
+    """Checks that a tensor of this shape can have the layout.
+
+    Raises:
+        CheckpointFormatError: it cannot; the message names the file and the tensor.
+    """
     try:
         layout.shape(tuple(shape))
     except CheckpointFormatError as error:

@@ -159,7 +159,8 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size, table = model.config, TABLES.get(model.architecture)
-    found = {**_sizes(size), **_epsilon(table, size)}
+    key = "attention.layer_norm_rms_epsilon" if table is None else table.epsilon[0]
+    found = {**_sizes(size), key: _epsilon(size)}
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
     if table is None or table.attends:
@@ -189,10 +190,9 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     return found
 
 
-def _epsilon(table: GGUFTable | None, size: Any) -> dict[str, float]:
+def _epsilon(config: Any) -> float:
     """The number that norms add to the variance."""
-    key = table.epsilon[0] if table else "attention.layer_norm_rms_epsilon"
-    return {key: size.rms_norm_eps if hasattr(size, "rms_norm_eps") else size.layer_norm_eps}
+    return config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_eps
 
 
 def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
@@ -272,12 +272,8 @@ def _period(slides: list[bool], usual: int) -> int | None:
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.settings.get("layer_types")
-    own = (
-        "gemma2",
-        "gemma3",
-        "gemma-embedding",
-        *TABLES,
-    )  # their layers are compared where keys are written
+    # The layers of these are compared where keys are written.
+    own = ("gemma2", "gemma3", "gemma-embedding", *TABLES)
     if isinstance(listed, list) and model.architecture not in own:
         kinds = {kind for kind in listed if isinstance(kind, str)}
         alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
@@ -290,10 +286,8 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
 
 def _plain(model: FamilyConfig) -> dict[str, Any]:
     """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
-    found, epsilon = _sizes(model.config), "attention.layer_norm_epsilon"
-    if model.architecture == "bert":
-        return {**found, epsilon: model.config.layer_norm_eps, "attention.causal": False}
-    return {**found, epsilon: model.config.rms_norm_eps}
+    found = {**_sizes(model.config), "attention.layer_norm_epsilon": _epsilon(model.config)}
+    return {**found, "attention.causal": False} if model.architecture == "bert" else found
 
 
 # --- whether the configuration survives the round trip -------------------------------------------

@@ -102,9 +102,8 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
     gating = given.count("expert_gating_func", 0, minimum=0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         raise given.unsupported(f"'{given.prefix}expert_gating_func' {gating}")
-    more = given.count(
-        "nextn_predict_layers", 0, minimum=0
-    )  # layers of multi-token prediction, as of GLM-4.7-Flash
+    # Layers of multi-token prediction, as of GLM-4.7-Flash.
+    more = given.count("nextn_predict_layers", 0, minimum=0)
     found = {
         "num_hidden_layers": config["num_hidden_layers"] - more,
         "num_key_value_heads": config["num_attention_heads"],

@@ -74,9 +74,8 @@ def _filled(config: Any, tensors: Tensors) -> dict[str, WeightData]:
         count = int(data.logical_shape[0]) if data.logical_shape else 0
         if name.endswith(_TABLE) and 0 < count < config.vocab_size:
             order = np.arange(config.vocab_size)
-            order[count:] = (
-                count  # the first row of the second copy, so that no other row is read for it
-            )
+            # The first row of the second copy, so that no other row is read for it.
+            order[count:] = count
             found[name] = rows(name, [data, data], order)
     return found
 
@@ -145,11 +144,8 @@ def _split_3n(config: Any, tensors: Tensors) -> dict[str, WeightData]:
     sizes["v_proj"] = sizes["k_proj"]
     for name, data in list(found.items()):
         match = _OF_LAYER.fullmatch(name)
-        if (
-            match
-            and match[3] == "q_proj"
-            and config.first_sharing <= int(match[2]) < config.num_layers
-        ):
+        layer = int(match[2]) if match and match[3] == "q_proj" else -1
+        if match and config.first_sharing <= layer < config.num_layers:
             dtype = DType.float32 if data.is_packed else data.dtype
             for kind in _KV:
                 new = f"{match[1]}{match[2]}.self_attn.{kind}.weight"

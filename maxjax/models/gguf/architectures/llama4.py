@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...decoder.config import (
-    all_but_every,
-)
+from ...decoder.config import all_but_every
 from ..metadata import unsupported
 from ..names import expert_names
 from ..table import GGUFTable

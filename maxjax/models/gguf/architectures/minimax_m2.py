@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...decoder.experts import MAPS_W
-from ..metadata import unsupported
 from ..names import HEAD_NORMS, Rule, expert_names
 from ..table import GGUFTable
-
-
-def _to_gguf(config: Any) -> dict[str, Any]:
-    """Metadata that only this architecture has: shares are computed by sigmoids."""
-    if config.tie_word_embeddings:
-        raise unsupported("a tied head in a GGUF file of a MiniMax M2")
-    return {"expert_gating_func": 2}
-
 
 MINIMAX_M2_GGUF = GGUFTable(
     "minimax-m2",
@@ -33,8 +22,9 @@ MINIMAX_M2_GGUF = GGUFTable(
     read=lambda given, tensors, config: {
         "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
     },
-    write=_to_gguf,
+    write=lambda config: {"expert_gating_func": 2},
     written=("expert_gating_func",),
     biases=("exp_probs_b",),
     is_partial=True,
+    has_head=True,
 )

@@ -24,6 +24,7 @@ from ..metadata import (
     settings,
     short,
     token_id,
+    unknown_architecture,
     unsupported,
 )
 from ..names import CLASSIFIER
@@ -118,9 +119,7 @@ def hf_config(
     architecture = given.prefix[:-1]
     model = MODELS.get(architecture)
     if model is None:
-        known = ", ".join(MODELS)
-        what = f"the GGUF architecture {architecture[:80]!r} (maxjax supports {known})"
-        raise unsupported(what, path)
+        raise unknown_architecture(architecture, MODELS, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
     config |= model.table.fixed
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)

@@ -31,6 +31,7 @@ from ..names import (
     STACK,
     UPS,
     Source,
+    check_shape,
 )
 from ..sources import Relaid, Stacked, read_box
 from ..state_layouts import Flat, Taps
@@ -38,7 +39,8 @@ from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
-# Old suffixes and today's; then prefixes that some files add.
+# Old suffixes and today's; then, for architectures whose tables have the names of the model without its head,
+# the prefix that its files with a head have.
 _RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
 _PREFIX = {
     "bert": "bert.",
@@ -46,10 +48,10 @@ _PREFIX = {
     "jina-bert-v3": "roberta.",
     "modern-bert": "model.",
 }
-# Architectures whose tables have the names of the model without its head.
-_ENCODERS = ("bert", "nomic-bert", "jina-bert-v3", "modern-bert")
 # Tensors that are computed from the configuration, not learned.
 _BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+# The number of a layer or of an expert in a name.
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
 # Learned weights that llama.cpp does not use.
 _HEADS = {
     "bert": re.compile(r"(bert\.)?pooler\..*|cls\..*"),
@@ -133,19 +135,15 @@ def gguf_tensors(
     embedding = next(
         (data for name, data in tensors.items() if _canonical(architecture, name) == table), None
     )
-    for name in tensors:
+    heads = _HEADS.get(architecture)
+    for name, data in tensors.items():
         clean = _canonical(architecture, name)
-        if tied and embedding is None and clean == "lm_head.weight":
+        is_tied = tied and clean == "lm_head.weight"
+        if is_tied and embedding is None:
             clean = table  # a file may hold either of the two
-        heads = _HEADS.get(architecture)
-        if _BUFFERS.fullmatch(name) or (heads is not None and heads.fullmatch(name)):
-            left_out.append(name)
-        elif (
-            tied
-            and embedding is not None
-            and clean == "lm_head.weight"
-            and same_values(tensors[name], embedding)
-        ):
+        is_head = heads is not None and heads.fullmatch(name)
+        is_copy = is_tied and embedding is not None and same_values(data, embedding)
+        if _BUFFERS.fullmatch(name) or is_head or is_copy:
             left_out.append(name)
         elif (place := _place(known, clean, model)) is None:
             unknown.append(name)
@@ -162,10 +160,8 @@ def gguf_tensors(
         found[name] = WeightData.from_numpy(divisors, name)
     metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
-        if (
-            not place.layout.keeps_values
-            and (exact := _rounded(tensors[name], place.layout)) is not None
-        ):
+        exact = None if place.layout.keeps_values else _rounded(tensors[name], place.layout)
+        if exact is not None:
             metadata[EXACT_KEY + _canonical(architecture, name)] = exact
     return GGUFTensors(found, metadata, tuple(left_out))
 
@@ -278,8 +274,8 @@ def _canonical(architecture: str, name: str) -> str:
     """A tensor's name as it is spelled in the tables."""
     for old, new in _RENAMED.get(architecture, ()):
         name = name.removesuffix(old) + new if name.endswith(old) else name
-    if architecture in _ENCODERS:
-        return name.removeprefix(_PREFIX.get(architecture, ""))
+    if architecture in _PREFIX:
+        return name.removeprefix(_PREFIX[architecture])
     table = ARCHITECTURES[architecture]
     front = table["token_embd"][0].name.partition(".")[0] + "."
     if name.startswith(front):
@@ -295,9 +291,9 @@ def _place(
 ) -> FilePlace | None:
     """A tensor's place in the file; None if its name is unknown."""
     suffix = name.rpartition(".")[2]
-    numbers = [int(n) for n in re.findall(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", name)]
+    numbers = [int(n) for n in _NUMBER.findall(name)]
     marks = iter("*#")
-    generic = re.sub(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])", lambda _: next(marks, "?"), name)
+    generic = _NUMBER.sub(lambda _: next(marks, "?"), name)
     entry = known.get(generic)  # for tensors without a suffix in the checkpoint or in the file
     if entry is None and suffix in ("weight", "bias"):
         entry = known.get(generic.removesuffix(f".{suffix}"))
@@ -410,14 +406,11 @@ def _relaid(
     found = {}
     for name in order:
         source = stacked if name in stacks else relaid
-        encoding = (stacks[name][0] if name in stacks else sources[name]).quantization_encoding
-        try:
-            dtype, shape = source.stored(name)
-        except CheckpointFormatError as error:
-            raise CheckpointFormatError(
-                error.problem, path=path, tensor=name, expected=error.expected, found=error.found
-            ) from None
-        packed = encoding if dtype == np.uint8 else None
+        first = stacks[name][0] if name in stacks else sources[name]
+        if name in moved:
+            check_shape(name, moved[name].layout, tuple(map(int, first.logical_shape)), path)
+        dtype, shape = source.stored(name)
+        packed = first.quantization_encoding if dtype == np.uint8 else None
         found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, packed)
     return found
 

@@ -117,7 +117,7 @@ def _splitting(given: Settings) -> Splitting:
     """The way of splitting text that the file names; files from 2023 name none."""
     name = given.text("pre", None)
     if name is None:
-        is_gpt2 = given.metadata.get("general.architecture") == "gpt2"
+        is_gpt2 = str(given.metadata.get("general.architecture")) == "gpt2"
         name = "gpt-2" if is_gpt2 else "default"
     found = SPLITTINGS.get(name)
     if found is None:
