@@ -94,10 +94,8 @@ class AlbertTransformer(Module):
         self.albert_layer_groups: Any = LayerList(AlbertGroup(config, types) for _ in range(count))
 
     def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        x, groups = (
-            self.embedding_hidden_mapping_in(x).astype(x.dtype),
-            list(self.albert_layer_groups),
-        )
+        x = self.embedding_hidden_mapping_in(x).astype(x.dtype)
+        groups = list(self.albert_layer_groups)
         for number in self.each:
             x = groups[number](x, tokens)
         return x

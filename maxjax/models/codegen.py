@@ -44,10 +44,8 @@ class CodeGenAttention(GPTJAttention):
     def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
         """Makes ``qkv_proj`` and ``out_proj``."""
         size, cpu = config.hidden_size, DeviceRef.CPU()
-        self.qkv_proj, self.out_proj = (
-            Linear(size, 3 * size, dtype, cpu),
-            Linear(size, size, dtype, cpu),
-        )
+        self.qkv_proj = Linear(size, 3 * size, dtype, cpu)
+        self.out_proj = Linear(size, size, dtype, cpu)
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries, keys and values ``[..., H, D]``."""

@@ -63,9 +63,8 @@ class Cohere2Config(CohereConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window, which are those with RoPE."""
-        period = count_of(
-            raw, "sliding_window_pattern", 4
-        )  # null where the kinds of the layers are listed
+        # The period is null where the kinds of the layers are listed.
+        period = count_of(raw, "sliding_window_pattern", 4)
         slides = slides_of(raw, all_but_every(period, layers_of(raw)))
         found = windowed(slides, raw.get("sliding_window"))
         return {**found, "rotates": slides}

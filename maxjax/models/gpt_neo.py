@@ -31,16 +31,9 @@ class GPTNeoConfig(PositionedConfig):
 
     intermediate_size: int | None = setting(default=None, minimum=1, held="axis")  # type: ignore[assignment]
     num_layers: int = setting(
-        "num_layers",
-        default=24,
-        minimum=1,
-        maximum=1000,
-        held="layers",
-        also=("num_hidden_layers",),
+        default=24, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
     )
-    num_heads: int = setting(
-        "num_heads", default=16, minimum=1, held="axis", also=("num_attention_heads",)
-    )
+    num_heads: int = setting(default=16, minimum=1, held="axis", also=("num_attention_heads",))
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     hidden_act: str = setting("activation_function", default="gelu_new")
     output_bias: bool | None = own(True)

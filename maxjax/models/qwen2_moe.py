@@ -44,11 +44,8 @@ class Qwen2MoEConfig(Qwen3MoEConfig):
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The experts, and the layers with a window: every second one before ``max_window_layers``."""
         found = super().derived(raw)
-        first, layers, window = (
-            raw.get("max_window_layers"),
-            layers_of(raw),
-            found["sliding_window"],
-        )
+        first, layers = raw.get("max_window_layers"), layers_of(raw)
+        window = found["sliding_window"]
         if type(first) is not int or not layers:
             return found
         slides = [window is not None and i % 2 == 0 and i < first for i in range(layers)]

@@ -306,9 +306,7 @@ class SparseMLP(Module):
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules = linear_rules(self.router_name, ShardingStrategy.replicate(1))
         whole = () if self._stacked_experts is None else ("expert",)
-        for i in (
-            self.experts._mx_children
-        ):  # the one child that stands for all experts, or every expert
+        for i in self.experts._mx_children:  # one stands for all experts where they are stacked
             for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
                 rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
         return rules
@@ -366,9 +364,7 @@ class SparseMLP(Module):
     @property
     def _is_quantised(self) -> bool:
         """Whether weights of experts are stored as several tensors."""
-        each = (
-            self.experts._mx_children.values()
-        )  # the one child that stands for all experts, or every expert
+        each = self.experts._mx_children.values()  # one stands for all where they are stacked
         return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
 
     def _one_by_one(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
