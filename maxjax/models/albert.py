@@ -18,7 +18,7 @@ from .bert import BERT, BertConfig
 from .config import setting
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
-from .encoder.model import Encoder, with_head
+from .encoder.model import Encoder, Layers, with_head
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,10 @@ class AlbertLayer(EncoderMLP):
         return plus(self.full_layer_layer_norm, x, super().__call__(x))
 
 
-class AlbertGroup(Module):
+def _group(config: AlbertConfig, types: Types) -> Layers:
     """The layers of one set of weights."""
-
-    def __init__(self, config: AlbertConfig, types: Types):
-        super().__init__()
-        count = config.inner_group_num
-        self.albert_layers: Any = LayerList(AlbertLayer(config, types) for _ in range(count))
-
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        for layer in self.albert_layers:
-            x = layer(x, tokens)
-        return x
+    layers = (AlbertLayer(config, types) for _ in range(config.inner_group_num))
+    return Layers("albert_layers", layers)
 
 
 class AlbertTransformer(Module):
@@ -91,7 +83,7 @@ class AlbertTransformer(Module):
         count = config.num_hidden_groups
         self.each = [i * count // config.num_layers for i in range(config.num_layers)]
         self.embedding_hidden_mapping_in = types.linear(config.embedding_size, config.hidden_size)
-        self.albert_layer_groups: Any = LayerList(AlbertGroup(config, types) for _ in range(count))
+        self.albert_layer_groups: Any = LayerList(_group(config, types) for _ in range(count))
 
     def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
         x = self.embedding_hidden_mapping_in(x).astype(x.dtype)
@@ -150,5 +142,5 @@ ALBERT = AlbertModel.family = BERT.like(
     heads=(*BERT.heads, "predictions.*", "sop_classifier.*"),
 )
 ALBERT_HEAD = AlbertForSequenceClassification.family = with_head(
-    ALBERT, AlbertForSequenceClassification, "AlbertForSequenceClassification"
+    ALBERT, AlbertForSequenceClassification
 )

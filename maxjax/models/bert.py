@@ -13,13 +13,13 @@ import jax
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import ACTIVATIONS
 from ..nn.attention.tapped_attention import tapped_attention
-from ..nn.layer import LayerList, Module
+from ..nn.layer import Module
 from ..nn.linear import linear_rules, linears
 from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import Encoder, EncoderOutput, with_head
+from .encoder.model import Encoder, EncoderOutput, Layers, with_head
 from .family import Family
 
 BertOutput = EncoderOutput
@@ -114,11 +114,17 @@ class BertIntermediate(Module):
 
 
 class BertLayer(Module):
-    """Attention, then an MLP, each with a residual connection and a LayerNorm after it."""
+    """Attention, then an MLP, each with a residual connection and a LayerNorm after it.
+
+    Attributes:
+        attention_class: class of the attention, which is called with hidden states and ``tokens``.
+    """
+
+    attention_class: ClassVar[Any] = BertAttention
 
     def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
-        self.attention = BertAttention(config, types)
+        self.attention: Any = self.attention_class(config, types)
         self.intermediate = BertIntermediate(config, types)
         self.output = BertResidual(config.intermediate_size, config, types)
 
@@ -127,22 +133,9 @@ class BertLayer(Module):
         rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         return linear_rules("intermediate.dense", rows) | linear_rules("output.dense", columns)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        x = self.attention(x, mask)
+    def __call__(self, x: jax.Array, tokens: Any) -> jax.Array:
+        x = self.attention(x, tokens)
         return self.output(self.intermediate(x), x)
-
-
-class BertEncoder(Module):
-    """The layers, one after the other."""
-
-    def __init__(self, config: EncoderConfig, types: Types):
-        super().__init__()
-        self.layer = LayerList([BertLayer(config, types) for _ in range(config.num_layers)])
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        for layer in self.layer:
-            x = layer(x, mask)
-        return x
 
 
 class BertModel(Encoder):
@@ -171,7 +164,8 @@ class BertModel(Encoder):
             config, types, positions=config.max_position_embeddings,
             token_types=config.type_vocab_size,
         )  # fmt: skip
-        self.encoder = BertEncoder(config, types)
+        layers = (BertLayer(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layer", layers)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
@@ -191,6 +185,4 @@ BERT = BertModel.family = Family.of(
     ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
     heads=("cls.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
-BERT_HEAD = BertForSequenceClassification.family = with_head(
-    BERT, BertForSequenceClassification, "BertForSequenceClassification"
-)
+BERT_HEAD = BertForSequenceClassification.family = with_head(BERT, BertForSequenceClassification)

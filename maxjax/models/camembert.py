@@ -37,5 +37,5 @@ CAMEMBERT = CamembertModel.family = ROBERTA.like(
     *(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
 )
 CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
-    CAMEMBERT, CamembertForSequenceClassification, "CamembertForSequenceClassification"
+    CAMEMBERT, CamembertForSequenceClassification
 )

@@ -24,7 +24,7 @@ from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.config import refuse
 from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
-from .encoder.model import Encoder, Pooler, with_head
+from .encoder.model import Encoder, Pooler, in_turn, with_head
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DebertaV2Layer(BertLayer):
         super().__init__(config, types)
         size, heads, shares = config.hidden_size, config.num_heads, config.share_att_key
         attention = DisentangledAttention(size, heads, config.pos_att_type, shares, types)
-        setattr(self.attention, "self", attention)  # noqa: B010 which BertAttention declares otherwise
+        self.attention.self = attention
 
 
 class DebertaV2Encoder(Module):
@@ -121,9 +121,7 @@ class DebertaV2Encoder(Module):
         rows = self.rel_embeddings(jnp.arange(2 * self.config.span))
         rows = rows if self.LayerNorm is None else self.LayerNorm(rows)
         near = Near(mask, rows.astype(x.dtype), jnp.asarray(self.config.classes(x.shape[1])))
-        for layer in self.layer:
-            x = layer(x, near)
-        return x
+        return in_turn(self.layer, x, near)
 
 
 class DebertaV2Pooler(Pooler):
@@ -176,5 +174,5 @@ DEBERTA_V2 = DebertaV2Model.family = BERT.like(
     heads=(*BERT.heads, "lm_predictions.*", "mask_predictions.*"),
 )
 DEBERTA_V2_HEAD = DebertaV2ForSequenceClassification.family = with_head(
-    DEBERTA_V2, DebertaV2ForSequenceClassification, "DebertaV2ForSequenceClassification"
+    DEBERTA_V2, DebertaV2ForSequenceClassification
 )

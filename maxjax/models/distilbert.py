@@ -112,5 +112,5 @@ DISTILBERT = DistilBertModel.family = Family.of(
     heads=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
 DISTILBERT_HEAD = DistilBertForSequenceClassification.family = with_head(
-    DISTILBERT, DistilBertForSequenceClassification, "DistilBertForSequenceClassification"
+    DISTILBERT, DistilBertForSequenceClassification
 )

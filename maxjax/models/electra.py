@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from .bert import BERT, BertConfig, BertEncoder, BertModel
+from .bert import BERT, BertConfig, BertLayer, BertModel
 from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
-from .encoder.model import ClassificationHead, with_head
+from .encoder.model import ClassificationHead, Layers, with_head
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ElectraModel(BertModel):
     """
 
     has_pooler: ClassVar[bool] = False
+    head_class: ClassVar[Any] = ElectraHead
 
     def make(self, config: ElectraConfig, types: Types) -> None:
         """Makes embeddings and layers."""
@@ -56,11 +57,8 @@ class ElectraModel(BertModel):
             token_types=config.type_vocab_size, size=size,
         )  # fmt: skip
         self.embeddings_project = types.linear(size, hidden) if size != hidden else None
-        self.encoder = BertEncoder(config, types)
-
-    def make_head(self, config: ElectraConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with two linear layers."""
-        self.classifier = ElectraHead(config, types)
+        layers = (BertLayer(config, types) for _ in range(config.num_layers))
+        self.encoder = Layers("layer", layers)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
@@ -84,5 +82,5 @@ ELECTRA = ElectraModel.family = BERT.like(
     heads=(*BERT.heads, "discriminator_predictions.*", "generator_*"),
 )
 ELECTRA_HEAD = ElectraForSequenceClassification.family = with_head(
-    ELECTRA, ElectraForSequenceClassification, "ElectraForSequenceClassification"
+    ELECTRA, ElectraForSequenceClassification
 )

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
 from .config import setting
 from .decoder.config import own
 from .decoder.rope import Rope, read_rope
@@ -95,15 +93,8 @@ class JinaV3Model(NormedEncoder):
     """
 
     takes_types: ClassVar[bool] = False
+    head_class: ClassVar[Any] = ClassificationHead
     layer_class: ClassVar[Any] = JinaV3Layer
-
-    def make_head(self, config: JinaV3Config, types: Types) -> None:
-        """Makes ``classifier``, a head with two linear layers."""
-        self.classifier = ClassificationHead(config, types)
-
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
 
 
 class JinaV3ForSequenceClassification(JinaV3Model):

@@ -168,5 +168,5 @@ MODERNBERT = ModernBertModel.family = Family.of(
     gguf=MODERNBERT_GGUF,
 )  # fmt: skip
 MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(
-    MODERNBERT, ModernBertForSequenceClassification, "ModernBertForSequenceClassification"
+    MODERNBERT, ModernBertForSequenceClassification
 )

@@ -17,7 +17,7 @@ from ..graph.device import DeviceRef
 from ..graph.placement.strategy import ShardingStrategy
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from .bert import BertIntermediate, BertResidual
+from .bert import BertLayer
 from .config import setting
 from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
@@ -70,18 +70,10 @@ class MPNetAttention(Module):
         return plus(self.LayerNorm, x, self.attn(x, tokens))
 
 
-class MPNetLayer(Module):
-    """Attention, then BERT's MLP."""
+class MPNetLayer(BertLayer):
+    """MPNet's attention, then BERT's MLP."""
 
-    def __init__(self, config: MPNetConfig, types: Types):
-        super().__init__()
-        self.attention = MPNetAttention(config, types)
-        self.intermediate = BertIntermediate(config, types)
-        self.output = BertResidual(config.intermediate_size, config, types)
-
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        x = self.attention(x, tokens)
-        return self.output(self.intermediate(x), x)
+    attention_class: ClassVar[Any] = MPNetAttention
 
 
 class MPNetEncoder(Module):
@@ -130,15 +122,12 @@ class MPNetModel(Encoder):
     """
 
     takes_types: ClassVar[bool] = False
+    head_class: ClassVar[Any] = ClassificationHead
 
     def make(self, config: MPNetConfig, types: Types) -> None:
         """Makes embeddings and layers."""
         self.embeddings = EncoderEmbeddings(config, types, positions=config.max_position_embeddings)
         self.encoder = MPNetEncoder(config, types)
-
-    def make_head(self, config: MPNetConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with two linear layers."""
-        self.classifier = ClassificationHead(config, types)
 
     def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
         """:meth:`Encoder.places`, as in RoBERTa."""
@@ -147,10 +136,6 @@ class MPNetModel(Encoder):
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(input_ids, types, positions), mask)
-
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
 
 
 class MPNetForSequenceClassification(MPNetModel):
@@ -166,5 +151,5 @@ MPNET = MPNetModel.family = Family.of(
     heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
 )  # fmt: skip
 MPNET_HEAD = MPNetForSequenceClassification.family = with_head(
-    MPNET, MPNetForSequenceClassification, "MPNetForSequenceClassification"
+    MPNET, MPNetForSequenceClassification
 )

@@ -139,5 +139,5 @@ NOMIC_BERT = NomicBertModel.family = Family.of(
     gguf=NOMIC_BERT_GGUF,
 )  # fmt: skip
 NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
-    NOMIC_BERT, NomicBertForSequenceClassification, "NomicBertForSequenceClassification"
+    NOMIC_BERT, NomicBertForSequenceClassification
 )

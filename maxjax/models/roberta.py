@@ -9,14 +9,13 @@ Sources: arXiv:1907.11692, arXiv:1911.02116.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from .bert import BERT, BertConfig, BertModel
 from .config import setting
-from .encoder.attention import Types
 from .encoder.model import ClassificationHead, with_head
 
 _HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
@@ -46,18 +45,11 @@ class RobertaModel(BertModel):
     """
 
     takes_types: ClassVar[bool] = False
+    head_class: ClassVar[Any] = ClassificationHead
 
     def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
         """``position_ids`` that count only real tokens; the position of padding is the padding token's id."""
         return places_after(input_ids, places, self.config.pad_token_id)
-
-    def make_head(self, config: RobertaConfig, types: Types) -> None:
-        """Makes ``classifier``, a head with two linear layers."""
-        self.classifier = ClassificationHead(config, types)
-
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
 
 
 class RobertaForSequenceClassification(RobertaModel):
@@ -103,7 +95,7 @@ ROBERTA = RobertaModel.family = BERT.like(
     heads=(*BERT.heads, "lm_head.*"),
 )
 ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
-    ROBERTA, RobertaForSequenceClassification, "RobertaForSequenceClassification"
+    ROBERTA, RobertaForSequenceClassification
 )
 XLM_ROBERTA = XLMRobertaModel.family = ROBERTA.like(
     XLMRobertaModel,
@@ -112,5 +104,5 @@ XLM_ROBERTA = XLMRobertaModel.family = ROBERTA.like(
     *(f"XLMRobertaFor{head}" for head in _HEADS),
 )
 XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
-    XLM_ROBERTA, XLMRobertaForSequenceClassification, "XLMRobertaForSequenceClassification"
+    XLM_ROBERTA, XLMRobertaForSequenceClassification
 )

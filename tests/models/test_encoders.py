@@ -12,6 +12,7 @@ from maxjax.graph.weights import load_weights
 from maxjax.models import build, find_family
 from maxjax.models.deberta_v2 import DebertaV2Config, DebertaV2Pooler
 from maxjax.models.encoder.attention import Types
+from maxjax.models.mpnet import MPNetConfig, MPNetModel
 from maxjax.models.pooling import pool
 from maxjax.nn.attention.both_ways import both_ways
 from tests.oracles.models import OracleModel
@@ -193,6 +194,14 @@ def test_meshes_and_what_transformers_opens(tmp_path, number):
         maxjax.save_pretrained(model, tmp_path / "b")
         again, _ = answer_of(ids, mask)(opened(kind, tmp_path / "b"))
         np.testing.assert_allclose(again[real], states[real], rtol=1e-5, atol=1e-5)
+
+
+def test_mpnets_mlps_are_split_over_a_mesh():
+    config = MPNetConfig(64, 16, 32, num_layers=1, num_heads=2)
+    weights = MPNetModel(config).to(maxjax.make_mesh(model=2)).raw_state_dict()
+    names = ("intermediate.dense.weight", "output.dense.weight")
+    specs = [tuple(weights[f"encoder.layer.0.{name}"].sharding.spec) for name in names]
+    assert specs == [("model", None), (None, "model")]
 
 
 @pytest.mark.parametrize("length, window", [(4, 1), (40, 3), (21, 5)])

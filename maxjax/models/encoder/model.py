@@ -79,6 +79,8 @@ class Encoder(PretrainedModel):
         head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
             classification head takes.
         pooler_class: class of the pooler.
+        head_class: class of ``classifier``, which takes the state without the pooler; None: a linear layer
+            after the pooler, if there is one.
         has_pooler: whether models have a pooler by default.
         takes_types: whether the model was trained with token types for pairs of texts.
     """
@@ -86,6 +88,7 @@ class Encoder(PretrainedModel):
     head_pooling: ClassVar[str] = "cls"
     has_pooler: ClassVar[bool] = False
     pooler_class: ClassVar[Any] = Pooler
+    head_class: ClassVar[Any] = None
     takes_types: ClassVar[bool] = True
 
     def __init__(
@@ -125,7 +128,8 @@ class Encoder(PretrainedModel):
 
     def make_head(self, config: Any, types: Types) -> None:
         """Makes ``classifier``, the layer of the scores."""
-        self.classifier = types.linear(config.hidden_size, config.num_labels)
+        linear = lambda config, types: types.linear(config.hidden_size, config.num_labels)
+        self.classifier = (self.head_class or linear)(config, types)
 
     @property
     def max_length(self) -> int:
@@ -201,7 +205,7 @@ class Encoder(PretrainedModel):
 
     def scores(self, pooled: jax.Array) -> jax.Array:
         """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``. It needs a ``classifier``."""
-        if self.pooler is not None:
+        if self.pooler is not None and self.head_class is None:
             pooled = self.pooler(pooled[:, None])
         return self.classifier(pooled)
 
@@ -244,12 +248,12 @@ class Layers(Module):
         self.attribute = name
         setattr(self, name, LayerList(layers))
 
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        """Hidden states ``[B, T, E]`` → the same shape."""
+    def __call__(self, x: jax.Array, tokens: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → the same shape; ``tokens`` is what each layer gets."""
         return in_turn(getattr(self, self.attribute), x, tokens)
 
 
-def in_turn(layers: Iterable[Any], x: jax.Array, tokens: TokenInputs) -> jax.Array:
+def in_turn(layers: Iterable[Any], x: jax.Array, tokens: Any) -> jax.Array:
     """Runs the layers one after another, or a LayerStack as one loop."""
     if isinstance(layers, LayerStack):
         return layers.scan(x, tokens=tokens)
@@ -264,10 +268,11 @@ def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Famil
     Args:
         family: the family of the encoder.
         kind: class of the model with the head.
-        architectures: names in ``config.json`` of models with this head.
+        architectures: names in ``config.json`` of models with this head; the class's name by default.
     """
     own = ("classifier.*", "pre_classifier.*", "head.*")
     heads = tuple(name for name in family.heads if name not in own)
     return dataclasses.replace(
-        family, architectures=architectures, make=kind.of_checkpoint, heads=heads, gguf=None
-    )
+        family, architectures=architectures or (kind.__name__,), make=kind.of_checkpoint,
+        heads=heads, gguf=None,
+    )  # fmt: skip
