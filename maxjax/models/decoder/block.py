@@ -107,7 +107,7 @@ class DecoderLayer(Module):
         """The layer's MLP, which maps ``[..., E]`` to the same shape."""
         names, sizes = self.mlp_names, (config.hidden_size, config.intermediate_size)
         if names:
-            kind: Any = PlainMLP if len(names) == 2 else GatedMLP
+            kind = PlainMLP if len(names) == 2 else GatedMLP
             return kind(names, *sizes, dtype, config.hidden_act, config.mlp_bias)
         return MLP(
             dtype, None, *sizes, [DeviceRef.CPU()],
@@ -253,7 +253,38 @@ class FusedMLP(Module):
         return self.down_proj(gated(gate, up, self.activation_function, 0.0))
 
 
-class GatedMLP(Module):
+class NamedMLP(Module):
+    """The linear layers of an MLP, with the attribute names of the checkpoint; the last one is "down".
+
+    The arguments are those of :class:`GatedMLP` and :class:`PlainMLP`.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], hidden_dim: int, feed_forward_length: int,
+        dtype: Any = DType.float32, activation_function: str = "silu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.names, self.activation_function = tuple(names), activation_function
+        sizes = (hidden_dim, feed_forward_length)
+        for name in names:
+            in_dim, out_dim = sizes if name != names[-1] else sizes[::-1]
+            setattr(self, name, Linear(in_dim, out_dim, dtype, DeviceRef.CPU(), has_bias))
+
+    @property
+    def layers(self) -> list[Any]:
+        """The linear layers, in the order of ``names``."""
+        return [getattr(self, name) for name in self.names]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        *inputs, down = self.names
+        rules = linear_rules(down, ShardingStrategy.columnwise(1))
+        for name in inputs:
+            rules |= linear_rules(name, ShardingStrategy.rowwise(1))
+        return rules
+
+
+class GatedMLP(NamedMLP):
     """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` with other attribute names.
 
     Args:
@@ -268,32 +299,14 @@ class GatedMLP(Module):
         ['w1.weight', 'w3.weight', 'w2.weight']
     """
 
-    def __init__(
-        self, names: tuple[str, str, str], hidden_dim: int, feed_forward_length: int,
-        dtype: Any = DType.float32, activation_function: str = "silu", has_bias: bool = False,
-    ):  # fmt: skip
-        super().__init__()
-        self.names, self.activation_function = tuple(names), activation_function
-        for name in names[:2]:
-            layer = Linear(hidden_dim, feed_forward_length, dtype, DeviceRef.CPU(), has_bias)
-            setattr(self, name, layer)
-        down = Linear(feed_forward_length, hidden_dim, dtype, DeviceRef.CPU(), has_bias)
-        setattr(self, names[2], down)
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the inner features."""
-        gate, up, down = self.names
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return linear_rules(gate, rows) | linear_rules(up, rows) | linear_rules(down, columns)
-
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., E]`` → the same shape."""
-        first, second, down = (getattr(self, name) for name in self.names)
-        gate, up = linears([first, second], x)  # [..., F]
+        *inputs, down = self.layers
+        gate, up = linears(inputs, x)  # [..., F]
         return down(gated(gate, up, self.activation_function, 0.0))
 
 
-class PlainMLP(Module):
+class PlainMLP(NamedMLP):
     """``down(activation(up(x)))``: an MLP without a gate.
 
     Args:
@@ -309,26 +322,16 @@ class PlainMLP(Module):
     """
 
     def __init__(
-        self, names: tuple[str, str], hidden_dim: int, feed_forward_length: int,
+        self, names: tuple[str, ...], hidden_dim: int, feed_forward_length: int,
         dtype: Any = DType.float32, activation_function: str = "gelu", has_bias: bool = False,
     ):  # fmt: skip
-        super().__init__()
-        self.names, self.activation_function = tuple(names), activation_function
-        up, down = names
-        setattr(self, up, Linear(hidden_dim, feed_forward_length, dtype, DeviceRef.CPU(), has_bias))
-        setattr(
-            self, down, Linear(feed_forward_length, hidden_dim, dtype, DeviceRef.CPU(), has_bias)
+        super().__init__(
+            names, hidden_dim, feed_forward_length, dtype, activation_function, has_bias
         )
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the inner features."""
-        up, down = self.names
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return linear_rules(up, rows) | linear_rules(down, columns)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., E]`` → the same shape."""
-        up, down = (getattr(self, name) for name in self.names)
+        up, down = self.layers
         return down(self.activated(up(x)))
 
     def activated(self, x: jax.Array) -> jax.Array:
