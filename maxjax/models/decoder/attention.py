@@ -241,10 +241,6 @@ class DecoderAttention(Module):
             return self.cache_group
         return "sliding" if self.sliding_window is not None and "sliding" in cached else "full"
 
-    def _has_kernel(self, rotating: bool) -> bool:
-        """Whether ``kernels.decode_attention`` computes a decode step."""
-        return rotating or not self.chunked
-
     def _rotated(self, step: Step, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
         """Queries and keys ``[B, T, heads, D]`` after RoPE; unchanged in a layer without RoPE. ``k`` may be None."""
         angles = step.rotations.get(self.rope)
@@ -268,17 +264,7 @@ class DecoderAttention(Module):
         batch = q.shape[0]
         layout = self.cache_layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.num_kv_heads):
-            if q.ndim == 3 and (is_tapped("weights") or not self._has_kernel(rotating)):
-                # A prefill of one token, which computes attention by its definition: only that can mask
-                # the tokens before a chunk that does not begin at the first slot.
-                q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
-                q, k = self._rotated(step, q, k)
-                y, slots = self._prefill_full(q, k, v, step, slots, layer, None, rotating)
-                return y[:, 0], slots
-            if q.ndim == 3:
-                return self._decode(q, k, v, step, slots, layer, rotating)
-            prefill = self._prefill_sliding if rotating else self._prefill_full
-            return prefill(*self._rotated(step, q, k), v, step, slots, layer)
+            return self._with_slots(q, k, v, step, slots, layer, rotating)
         if is_tapped("weights"):
             raise UserInputError(
                 "attention weights cannot be captured with a KV cache that is sharded over a mesh: call "
@@ -306,20 +292,31 @@ class DecoderAttention(Module):
         sinks = None if step.sinks is None else part.of_heads(step.sinks)
         step = jax.tree.map(part.rows, step._replace(sinks=None))._replace(sinks=sinks)
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
-        if layout.slots == 1 and q.ndim == 3 and self._has_kernel(rotating):
-            y, slots = self._decode(q, k, v, step, slots, layer, rotating, part)
-            return part.results(y, None), slots
+        return self._with_slots(q, k, v, step, slots, layer, rotating, part)
+
+    def _with_slots(
+        self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any, rotating: bool,
+        part: CachePart | None = None,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """:meth:`_with_cache` for a cache, or for the part of one on this device: a decode step or a prefill."""
         is_step = q.ndim == 3
-        if is_step:
+        has_slots = part is None or part.slots == 1
+        # The kernel cannot mask the tokens before a chunk that does not begin at the first slot.
+        has_kernel = rotating or not self.chunked
+        if is_step and has_slots and has_kernel and not is_tapped("weights"):
+            y, slots = self._decode(q, k, v, step, slots, layer, rotating, part)
+            return (y if part is None else part.results(y, None)), slots
+        if is_step:  # a prefill of one token
             q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
         prefill = self._prefill_sliding if rotating and not is_step else self._prefill_full
         y, slots = prefill(*self._rotated(step, q, k), v, step, slots, layer, part, rotating)
-        return y[:, 0] if is_step else y, slots
+        return (y[:, 0] if is_step else y), slots
 
     def _decode(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        rotating: bool, part: CachePart | None = None,
+        rotating: bool, part: CachePart | None,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """One token of each sequence, by ``kernels.decode_attention``."""
         if self._heads_are_whole():
             q = resharded(q, 1, ())  # replicated, as the heads of the cache are
         rotations = step.rotations.get(self.rope)
@@ -342,7 +339,7 @@ class DecoderAttention(Module):
 
     def _prefill_full(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        part: CachePart | None = None, rotating: bool = False,
+        part: CachePart | None, rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Writes the tokens to the cache, then attends to it.
 
@@ -372,7 +369,7 @@ class DecoderAttention(Module):
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        part: CachePart | None = None, rotating: bool = True,
+        part: CachePart | None, rotating: bool,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Attends to a rotating cache and to the new tokens, then stores the last of the new tokens."""
         length, size = q.shape[1], slots.size
