@@ -8,12 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
-from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..nn.layer import Module
-from ..nn.linear import Linear
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
@@ -35,26 +29,11 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
     norm_topk_prob: bool = own(True)
 
 
-class GraniteRouter(Module):
-    """A router whose linear layer is called ``layer`` in files."""
-
-    def __init__(self, size: int, count: int, dtype: DType):
-        super().__init__()
-        self.layer = Linear(size, count, dtype, DeviceRef.CPU())
-
-    def __call__(self, x: jax.Array) -> Any:
-        """``[..., E]`` → ``[..., X]``."""
-        return self.layer(x)
-
-
 class GraniteMoEMLP(SparseMLP):
     """The experts of a Granite 3 MoE."""
 
     router_name: ClassVar[str] = "router"
-
-    def make_router(self, config: Any, dtype: DType) -> GraniteRouter:
-        """Makes the router."""
-        return GraniteRouter(config.hidden_size, config.num_experts, dtype)
+    inner_router: ClassVar[str] = "layer"
 
 
 class GraniteMoELayer(MixtralLayer):

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
-from ..dtype import DType
 from ..errors import UnsupportedModelError
-from ..graph.device import DeviceRef
-from ..nn.layer import Module
-from ..nn.linear import Linear
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
@@ -62,32 +56,12 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
         return found
 
 
-class HunyuanRouter(Module):
-    """A router whose linear layer is called ``wg`` in files."""
-
-    def __init__(self, size: int, count: int, dtype: DType):
-        super().__init__()
-        self.wg = Linear(size, count, dtype, DeviceRef.CPU())
-
-    @property
-    def weight(self) -> Any:
-        """The weight of the linear layer."""
-        return self.wg.weight
-
-    def __call__(self, x: jax.Array) -> Any:
-        """``[..., E]`` → ``[..., X]``."""
-        return self.wg(x)
-
-
 class HunyuanMLP(SparseMLP):
     """Experts whose shares are a softmax over the chosen ones, and an MLP that every token goes through."""
 
     shared_name: ClassVar[str] = "shared_mlp"
     route: ClassVar[Mapping[str, Any]] = {"shares": "softmax of chosen", "wide": True}
-
-    def make_router(self, config: Any, dtype: DType) -> HunyuanRouter:
-        """Makes the router."""
-        return HunyuanRouter(config.hidden_size, config.num_experts, dtype)
+    inner_router: ClassVar[str] = "wg"
 
 
 class HunyuanMoELayer(MoELayer):

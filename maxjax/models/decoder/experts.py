@@ -208,6 +208,19 @@ class BalancedRouter(Linear):
         )
 
 
+class WrappedRouter(Module):
+    """A router that holds its linear layer under an attribute name, as in files of some families."""
+
+    def __init__(self, name: str, layer: Linear):
+        super().__init__()
+        self.name = name
+        setattr(self, name, layer)
+
+    def __call__(self, x: jax.Array) -> Any:
+        """``[..., E]`` → ``[..., X]``."""
+        return getattr(self, self.name)(x)
+
+
 class SparseMLP(Module):
     """A mixture of experts that replaces an MLP: ``Σ share · expert(x)`` over the k chosen experts.
 
@@ -225,6 +238,7 @@ class SparseMLP(Module):
         router_name, shared_name: attribute names of the router, a Linear with weight ``[X, E]``, and of
             the MLP that every token goes through, if there is one.
         experts_have_biases: whether the linear layers of experts have biases.
+        inner_router: attribute name of the router's linear layer, if the router is a module that holds it.
         route: how experts are chosen, if that is the same in every model of a family: arguments of
             ``Routing`` after the number of a token's experts.
 
@@ -240,6 +254,7 @@ class SparseMLP(Module):
     router_name: ClassVar[str] = "gate"
     shared_name: ClassVar[str] = "shared_expert"
     experts_have_biases: ClassVar[bool] = False
+    inner_router: ClassVar[str] = ""
     route: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: MoEConfig, dtype: DType):
@@ -273,7 +288,8 @@ class SparseMLP(Module):
 
     def make_router(self, config: Any, dtype: DType) -> Module:
         """The linear layer that gives each expert a score."""
-        return Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+        layer = Linear(config.hidden_size, config.num_experts, dtype, DeviceRef.CPU())
+        return WrappedRouter(self.inner_router, layer) if self.inner_router else layer
 
     def make_shared(self, config: Any, dtype: DType) -> Module | None:
         """The MLP that every token goes through, if ``config.shared_size`` is a number."""
