@@ -41,7 +41,7 @@ from .config import (
     layers_of,
     own,
 )
-from .mixer import GatedNorm, RecurrentMixer, gated_norm
+from .mixer import GatedNorm, RecurrentMixer, gated_norm, recurrence
 
 _KINDS = {"linear_attention": True, "full_attention": False}
 
@@ -278,13 +278,7 @@ def _tokens(
         real = jnp.arange(length, dtype=jnp.int32)[None] < counts[:, None]
         g, beta = (jnp.where(real[..., None], a, 0) for a in (g, beta))
     operands = (q * key_dim**-0.5, k, v.reshape(batch, length, heads, -1), g, beta)
-    if length == 1:
-        now = (*(a[:, 0] for a in operands), delta)
-        y, delta = parts.by_heads(delta_step, now, [1] * 6, [(3, 1), (4, 1)])
-        y = y[:, None]
-    else:
-        all_ = (*operands, delta)
-        y, delta = parts.by_heads(delta_chunks, all_, [2] * 5 + [1], [(4, 2), (4, 1)])
+    y, delta = recurrence(parts.by_heads, delta_step, delta_chunks, operands, delta)
     return parts.norm(y, gate).astype(dtype), {"conv": conv, "delta": delta}
 
 

@@ -31,7 +31,7 @@ from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.ssd import ssd_chunks, ssd_step
 from ..config import setting
 from .config import DecoderConfig, own
-from .mixer import GatedNorm, RecurrentMixer
+from .mixer import GatedNorm, RecurrentMixer, recurrence
 
 
 @dataclass(frozen=True)
@@ -222,19 +222,14 @@ class Mamba2Mixer(RecurrentMixer):
         self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As :meth:`RecurrentMixer.mix`; the states are "conv" and "ssm"."""
-        of, (batch, length, _) = self.settings, x.shape
+        of = self.settings
         if states is None:
-            ssm = jnp.zeros((batch, of.heads, of.head_dim, of.state_size), jnp.float32)
+            ssm = jnp.zeros((len(x), of.heads, of.head_dim, of.state_size), jnp.float32)
         else:
             ssm = states["ssm"]
 
         def recur(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-            if length != 1:
-                all_ = (*operands, ssm)
-                return self.by_heads(ssd_chunks, all_, [2] * 4 + [1], [(4, 2), (4, 1)])
-            now = (*(a[:, 0] for a in operands), ssm)
-            y, after = self.by_heads(ssd_step, now, [1] * 5, [(3, 1), (4, 1)])
-            return y[:, None], after
+            return recurrence(self.by_heads, ssd_step, ssd_chunks, operands, ssm)
 
         y, conv, after = self._around(x, None if states is None else states["conv"], counts, recur)
         return y, {"conv": conv, "ssm": after}

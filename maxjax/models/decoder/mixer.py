@@ -99,6 +99,27 @@ def gated_norm(
     return y if gate_first else y * gate
 
 
+def recurrence(
+    by_heads: Callable[..., Any], step: Callable[..., Any], chunks: Callable[..., Any],
+    operands: Sequence[jax.Array], state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs a recurrence over tokens: results ``[B, T, H, ...]``, and the state ``[B, H, ...]`` after them.
+
+    Args:
+        by_heads: function that runs it, as :meth:`RecurrentMixer.by_heads`.
+        step, chunks: the recurrence for one token, whose axis of tokens is left out, and for several.
+        operands: inputs ``[B, T, H, ...]``.
+        state: state before the tokens.
+    """
+    count = len(operands)
+    if operands[0].shape[1] != 1:
+        axes = [2] * count + [1]
+        return by_heads(chunks, (*operands, state), axes, [(4, 2), (4, 1)])
+    now = (*(a[:, 0] for a in operands), state)
+    y, state = by_heads(step, now, [1] * (count + 1), [(3, 1), (4, 1)])
+    return y[:, None], state
+
+
 class RecurrentMixer(Module):
     """Mixes tokens by named recurrent states, which ``config.states(number)`` lists under ``group``.
 
