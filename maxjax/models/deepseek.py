@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..errors import UnsupportedModelError
 from .config import setting
-from .decoder.config import own
+from .decoder.config import layers_of, own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
@@ -70,15 +70,12 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
                 f"'topk_method' {str(method)[:60]!r} of a {cls.model_type}: "
                 f"supported are {', '.join(cls.methods)}"
             )
-        found: dict[str, Any] = {"sliding_window": None}
-        layers, size, shared = (
-            raw.get(key, default) for key, default in (
-                ("num_hidden_layers", 0), ("moe_intermediate_size", cls.moe_intermediate_size),
-                ("n_shared_experts", cls.n_shared_experts),
-            )
-        )  # fmt: skip
-        if type(layers) is int and 0 < layers <= 1000:
-            found["sparse"] = after_dense(raw, layers, cls.first_dense)
+        found = {
+            "sliding_window": None,
+            "sparse": after_dense(raw, layers_of(raw), cls.first_dense),
+        }
+        size = cls.value(raw, "moe_intermediate_size")
+        shared = raw.get("n_shared_experts", cls.n_shared_experts)
         if type(size) is int and type(shared) is int and 0 <= shared <= 1000:
             found["shared_size"] = size * shared or None
         return {**found, **yarn_scale(raw)}

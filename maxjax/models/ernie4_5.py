@@ -21,6 +21,7 @@ class Ernie45Config(DecoderConfig):
     """The settings of an ERNIE 4.5: either all linear layers of a layer have biases, or none."""
 
     model_type = "ernie4_5"
+    fixed = {"sliding_window": None}
 
     unsaid: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128,
@@ -30,13 +31,8 @@ class Ernie45Config(DecoderConfig):
     rms_norm_eps: float = setting(default=1e-5)
     tie_word_embeddings: bool = setting(default=True)
     attention_bias: bool = setting("use_bias", default=False)
-    mlp_bias: bool = own(False)
+    mlp_bias: bool = setting("use_bias", default=False)
     rope: Rope = own(Rope(5e5, interleaved=True))
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The biases; an ERNIE 4.5 has no sliding window."""
-        return {"mlp_bias": bool(raw.get("use_bias")), "sliding_window": None}
 
 
 class Ernie45(Decoder):

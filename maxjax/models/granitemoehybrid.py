@@ -18,7 +18,7 @@ from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.block import FusedMLP, HybridLayer
-from .decoder.config import check_kinds, own
+from .decoder.config import check_kinds, kinds_of, layers_of, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
@@ -64,24 +64,15 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
         kind = raw.get("position_embedding_type")
         if kind not in (None, "rope", "nope"):
             raise UnsupportedModelError(f"'position_embedding_type' {str(kind)[:60]!r}")
-        layers = raw.get("num_hidden_layers")
+        key = "layers_block_type" if raw.get("layer_types") is None else "layer_types"
         found = {
-            **super().derived(raw),
-            "time_steps": limits_of(raw),
-            "mamba_d_head": head_dim_of(raw, 128),
-        }
-        if kind != "rope" and type(layers) is int and 0 < layers <= 1000:
-            found["rotates"] = (False,) * layers
+            **super().derived(raw), "time_steps": limits_of(raw),
+            "mamba_d_head": head_dim_of(raw, 128), "recurs": kinds_of(raw, _KINDS, key=key),
+        }  # fmt: skip
+        if kind != "rope":
+            found["rotates"] = (False,) * layers_of(raw)
         if raw.get("num_local_experts") == 0:  # the other numbers of experts are not used
             found |= {"num_experts": 0, "num_experts_per_tok": 1}
-        kinds = raw.get("layer_types")
-        kinds = raw.get("layers_block_type") if kinds is None else kinds
-        if kinds is not None:
-            if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
-                raise ValueError("'layer_types' is not a list of strings")
-            if other := [one for one in kinds if one not in _KINDS]:
-                raise UnsupportedModelError(f"'layer_types' with {other[0][:80]!r}")
-            found["recurs"] = tuple(_KINDS[one] for one in kinds)
         return found
 
 

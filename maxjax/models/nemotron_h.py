@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 import jax
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
 from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import PlainMLP
-from .decoder.config import DecoderConfig, own
+from .decoder.config import DecoderConfig, kinds_of, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
 from .decoder.mixer import MixerLayer
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
@@ -96,22 +95,17 @@ class NemotronHConfig(DecoderConfig):
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The kinds of the layers, which may be given as letters."""
-        kinds, letters = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
-        kinds = raw.get("layer_types") if kinds is None else kinds
-        if kinds is None and letters is not None:
+        key, letters = "layers_block_type", raw.get("hybrid_override_pattern")
+        given = raw.get("layer_types") if raw.get(key) is None else raw[key]
+        if given is None and letters is not None:
             if not isinstance(letters, str):
                 raise ValueError("'hybrid_override_pattern' is not a string")
-            kinds = [_LETTERS.get(letter, letter) for letter in letters]
-        kinds = _DEFAULT if kinds is None else kinds
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise ValueError("'layers_block_type' is not a list of strings")
-        if other := [kind for kind in kinds if kind not in _KINDS]:
-            raise UnsupportedModelError(f"a Nemotron-H with layers of kind {other[0][:60]!r}")
+            given = [_LETTERS.get(letter, letter) for letter in letters]
+        kinds = kinds_of({key: _DEFAULT if given is None else given}, _KINDS, key=key)
         for key in _OF_EXPERTS:  # read, so that no warning names them: no layer has experts
             raw.get(key)
         return {
-            "kinds": tuple(_KINDS[kind] for kind in kinds), "attention_bias": False,
-            "num_hidden_layers": len(kinds), "sliding_window": None,
+            "kinds": kinds, "attention_bias": False, "num_hidden_layers": len(kinds), "sliding_window": None,
         }  # fmt: skip
 
 

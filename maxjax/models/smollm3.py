@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.config import DecoderConfig, own, rotates_of, slides_of
+from .decoder.config import DecoderConfig, own, rotates_of, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily
 from .decoder.rope import Rope
 from .gguf.architectures.smollm3 import SMOLLM3_GGUF
@@ -34,8 +34,7 @@ class SmolLM3Config(DecoderConfig):
         window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
         rotates = rotates_of(raw)
         slides = slides_of(raw, [window is not None and not one for one in rotates])
-        window = window if any(slides) else None
-        return {"rotates": rotates, "slides": slides, "sliding_window": window}
+        return {"rotates": rotates, **windowed(slides, window)}
 
 
 class SmolLM3(Decoder):

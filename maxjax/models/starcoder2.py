@@ -29,14 +29,8 @@ class Starcoder2Config(DecoderConfig):
     hidden_act: str = setting(default="gelu_pytorch_tanh")
     tie_word_embeddings: bool = setting(default=True)
     attention_bias: bool = setting("use_bias", default=True)
-    mlp_bias: bool = own(True)
+    mlp_bias: bool = setting("use_bias", default=True)
     norm: str = own("layer")
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The biases of the MLP, which follow ``use_bias``."""
-        bias = raw.get("use_bias")
-        return {"mlp_bias": True if bias is None else bias}
 
 
 class Starcoder2Layer(DecoderLayer):
