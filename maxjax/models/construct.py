@@ -99,10 +99,10 @@ def build(
         if isinstance(model, Decoder):
             model.unstack()  # a family of the user's may have stacked its layers
         packed = quantization.apply(model, found, main)
-    if isinstance(model, Decoder) and headless:
-        model.lm_head = None
     if isinstance(model, Decoder) and has_score(raw):
         model.make_score(labels_of(raw), main)
+    elif isinstance(model, Decoder) and headless:
+        model.lm_head = None
     model.hf_config = raw
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})

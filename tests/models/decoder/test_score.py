@@ -139,6 +139,10 @@ def test_what_a_classification_head_is_not_for(tmp_path):
     save_file(values, place / "model.safetensors")
     with pytest.raises(CheckpointMismatchError, match=r"score\.weight"):
         maxjax.load(place)
+    bare = {name.removeprefix("model."): value for name, value in values.items()}
+    save_file(bare, place / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match=r"score\.weight"):
+        maxjax.load(place)
     config = json.loads((place / "config.json").read_text())
     config["architectures"] = ["Qwen3ForTokenClassification"]
     (place / "config.json").write_text(json.dumps(config))
