@@ -58,12 +58,14 @@ def check_bounds(
     raw, unused = config.counted(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
-        most, what = limits.get(field.metadata.get("held") or "", (None, ""))
+        limit = limits.get(field.metadata.get("held") or "")
+        if limit is None or key in unused:
+            continue
+        most, what = limit
         for name in (key, *field.metadata.get("also", ())):
             value = raw.get(name)
-            if most is None or type(value) is not int or value <= most or key in unused:
-                continue
-            raise CheckpointMismatchError(
-                f"'{name}' is larger than the tensors of the file allow", path=path,
-                expected=f"at most {most}, {what}", found=value if value < 10**30 else "more",
-            )  # fmt: skip
+            if type(value) is int and value > most:
+                raise CheckpointMismatchError(
+                    f"'{name}' is larger than the tensors of the file allow", path=path,
+                    expected=f"at most {most}, {what}", found=value if value < 10**30 else "more",
+                )  # fmt: skip

@@ -7,7 +7,6 @@ are equal, as in transformers 5.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -85,10 +84,7 @@ def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
     for part in (config, text if isinstance(text, Mapping) else {}):
         if part.get(key) is not None:
             return part[key] is True
-    fields = (
-        {} if family is None else {f.name: f.default for f in dataclasses.fields(family.config)}
-    )
-    return fields.get(key) is True
+    return family is not None and getattr(family.config, key, False) is True
 
 
 def with_tie(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:

@@ -464,11 +464,6 @@ def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
     return jax.sharding.reshard(array, explicit.sharding(mesh, rows))
 
 
-def make(kind: type[Decoder]) -> Any:
-    """``Family.make`` for a decoder of this class, as in :meth:`Family.of`."""
-    return kind.of_checkpoint
-
-
 @dataclasses.dataclass(frozen=True)
 class DecoderFamily(Family):
     """A Family of decoders with the tensor names of Llama's files.
@@ -497,4 +492,4 @@ class DecoderFamily(Family):
 
 
 # The family of models that are made in code; no checkpoint names it.
-Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, make(Decoder))
+Decoder.family = Family("decoder", ("Decoder",), DecoderConfig, Decoder.of_checkpoint)

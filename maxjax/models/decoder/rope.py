@@ -302,9 +302,7 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ('rope_scaling', {'rope_theta': 500000.0, 'type': 'linear', 'factor': 2})
     """
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"'{name}' must be an object, not {type(given).__name__}")
+    given = object_of(raw, name)
     outer = {key: raw[key] for key in _OUTER if raw.get(key)}
     return name, {**outer, **given}
 
