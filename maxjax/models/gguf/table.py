@@ -13,7 +13,7 @@ from typing import Any
 from ...graph.weights import WeightData
 from ..config import ModelConfig
 from .config.llama_cpp import describe
-from .config.read import MODELS, WINDOWS, Architecture, Reading
+from .config.read import MODELS, WINDOWS, Architecture, MetadataTable
 from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
 from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
@@ -55,7 +55,7 @@ ENCODER_BIASES = (
 
 
 @dataclass(frozen=True)
-class GGUFTable(Reading):
+class GGUFTable(MetadataTable):
     """A description of how GGUF files name a family's architecture, tensors and settings.
 
     Attributes:

@@ -46,7 +46,7 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class MetadataTable:
     """The part of a ``GGUFTable``, which describes these attributes, that says how metadata becomes settings."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Architecture:
 
     model_type: str
     architecture: str
-    table: Reading
+    table: MetadataTable
     is_decoder: bool = True
 
 
@@ -156,7 +156,7 @@ def pooling(
 
 
 def _decoder(
-    given: Settings, tensors: Shapes, divisors: Mapping[str, np.ndarray], table: Reading
+    given: Settings, tensors: Shapes, divisors: Mapping[str, np.ndarray], table: MetadataTable
 ) -> Config:
     given = given.firsts(table.listed)
     epsilon, name = table.epsilon
@@ -189,7 +189,7 @@ def _decoder(
     return found
 
 
-def _attention(given: Settings, tensors: Shapes, table: Reading) -> Config:
+def _attention(given: Settings, tensors: Shapes, table: MetadataTable) -> Config:
     """The sizes of attention and MLPs; files list them for each layer if some layers have none."""
     heads = given.count("attention.head_count")
     checked = table.has_rope and not table.is_partial
@@ -405,7 +405,7 @@ _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 MODELS: MutableMapping[str, Architecture] = {
     name: Architecture(
-        model_type, architecture, Reading(fixed=fixed, read=read), name not in ("gpt2", "bert")
+        model_type, architecture, MetadataTable(fixed=fixed, read=read), name not in ("gpt2", "bert")
     )
     for name, (model_type, architecture, fixed, read) in {
         "llama": ("llama", "LlamaForCausalLM", _SILU, _llama),
