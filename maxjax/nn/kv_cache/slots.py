@@ -36,6 +36,21 @@ class _Tokens(Rendered):
     # Whether the keys are also the values.
     is_shared: ClassVar[bool] = False
 
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
+        window: int | None = None, parts: int = 1,
+    ) -> Self:  # fmt: skip
+        """Slots of zeros with ``shape`` (L, B, K, S, D), and with scales if ``dtype`` is int8.
+
+        ``zeros`` is ``jnp.zeros``, or a function with its arguments that makes placeholders.
+        """
+        each = range(1 if cls.is_shared else 2)
+        arrays = [zeros(shape, dtype, device=sharding) for _ in each]
+        scales = [_scales(shape, dtype, sharding, zeros) for _ in each]
+        subclass: Any = cls
+        return subclass(*arrays, *scales, window, parts)
+
     def _mx_row(self) -> Row:
         arrays = {f.name: getattr(self, f.name) for f in _fields(self)}
         return total(type(self).__name__, arrays)
@@ -72,6 +87,23 @@ class _Tokens(Rendered):
     def arrays(self) -> list[jax.Array]:
         """Keys and values ``[L, B, K, S, D]`` and, for int8, their scales, in the order of the kernels' arguments."""
         return jax.tree.leaves(self)
+
+    @property
+    def scales(self) -> tuple[jax.Array, ...] | None:
+        """The scales of keys and of values, or None."""
+        return tuple(self.arrays[2:]) or None
+
+    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values in a float dtype."""
+        found = self._restored(jax.tree.leaves(self), dtype)
+        return found[0], found[-1]
+
+    def _restored(self, arrays: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Stored arrays, which are followed by their scales for int8, as floats."""
+        if self.key_scales is None:
+            return [a.astype(dtype) for a in arrays]
+        half = len(arrays) // 2
+        return [restored(a, s, dtype) for a, s in zip(arrays[:half], arrays[half:], strict=True)]
 
     def longer(self, more: int) -> Self:
         """A copy with ``more`` further slots of zeros, on the same devices."""
@@ -123,10 +155,7 @@ class _Tokens(Rendered):
             return array[layer, rows, columns, place]
 
         found = [_gathered(run, a, jnp.asarray(layer, jnp.int32), place) for a in self.arrays]
-        if self.key_scales is None:
-            return [a.astype(dtype) for a in found]
-        keys, values, *scales = found
-        return [restored(a, s, dtype) for a, s in zip((keys, values), scales, strict=True)]
+        return self._restored(found, dtype)
 
     def decoded(
         self, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, **options: Any
@@ -166,7 +195,11 @@ class _Tokens(Rendered):
 
     def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Keys and values in their stored form, in the order of the leaves."""
-        raise NotImplementedError
+        new = [k] if self.is_shared else [k, v]
+        if self.key_scales is None:
+            return new
+        values, scales = zip(*map(quantised, new), strict=True)
+        return [*values, *scales]
 
     def rounded(self, *new: jax.Array) -> tuple[jax.Array, ...]:
         """The values that :meth:`floats` would return for ``new [..., D]`` after it was stored, in its dtype."""
@@ -209,39 +242,6 @@ class Slots(_Tokens):
     window: int | None = _static(None)
     parts: int = _static(1)
 
-    @classmethod
-    def empty(
-        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
-        window: int | None = None, parts: int = 1,
-    ) -> Slots:  # fmt: skip
-        """Slots of zeros with ``shape`` (L, B, K, S, D), and with scales if ``dtype`` is int8.
-
-        ``zeros`` is ``jnp.zeros``, or a function with its arguments that makes placeholders.
-        """
-        keys, values = (zeros(shape, dtype, device=sharding) for _ in range(2))
-        key_scales, value_scales = (_scales(shape, dtype, sharding, zeros) for _ in range(2))
-        return cls(keys, values, key_scales, value_scales, window, parts)
-
-    @property
-    def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        """The scales of keys and of values, or None."""
-        if self.key_scales is None or self.value_scales is None:
-            return None
-        return self.key_scales, self.value_scales
-
-    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values in a float dtype."""
-        if self.scales is None:
-            return self.keys.astype(dtype), self.values.astype(dtype)
-        ks, vs = self.scales
-        return restored(self.keys, ks, dtype), restored(self.values, vs, dtype)
-
-    def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        if self.scales is None:
-            return [k, v]
-        (k, ks), (v, vs) = quantised(k), quantised(v)
-        return [k, v, ks, vs]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -270,40 +270,15 @@ class Latent(_Tokens):
     parts: int = _static(1)
     is_shared: ClassVar[bool] = True
 
-    @classmethod
-    def empty(
-        cls, shape: tuple[int, ...], dtype: Any, sharding: Any = None, zeros: Any = jnp.zeros,
-        window: int | None = None, parts: int = 1,
-    ) -> Latent:  # fmt: skip
-        """:meth:`Slots.empty` for one array."""
-        scales = _scales(shape, dtype, sharding, zeros)
-        return cls(zeros(shape, dtype, device=sharding), scales, window, parts)
-
     @property
     def values(self) -> jax.Array:
         """The keys, which are also the values."""
         return self.keys
 
     @property
-    def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        """The scales of keys and of values, or None."""
-        return None if self.key_scales is None else (self.key_scales, self.key_scales)
-
-    @property
     def arrays(self) -> list[jax.Array]:
         """The array twice and, for int8, its scales twice, as in :attr:`Slots.arrays`."""
-        return [self.keys, self.keys, *(self.scales or ())]
-
-    def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values in a float dtype."""
-        if self.key_scales is None:
-            found = self.keys.astype(dtype)
-        else:
-            found = restored(self.keys, self.key_scales, dtype)
-        return found, found
-
-    def _stored(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        return [k] if self.key_scales is None else list(quantised(k))
+        return [leaf for leaf in jax.tree.leaves(self) for _ in range(2)]
 
 
 def _scales(shape: tuple[int, ...], dtype: Any, sharding: Any, zeros: Any) -> Any:
