@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.operation import varying_with
-from .segments import chunked, segment_sums
+from .segments import chunked, in_chunks, joined, segment_sums
 
 CHUNK = 64
 """Number C of tokens whose corrections are found by one triangular solve; a multiple of _BLOCK."""
@@ -76,16 +76,10 @@ def delta_chunks(
         >>> y.shape, state.shape
         ((1, 5, 2, 4), (1, 2, 4, 4))
     """
-    batch, length, heads, _ = q.shape
-    count, size = chunked(length, CHUNK, _BLOCK)
-    pad = count * size - length
-    # Chunks are the leading axis, tokens of a chunk follow the heads: [n, B, H, C, ...].
-    chunks = []
-    for a in (q, k, v, g[..., None], beta[..., None]):
-        a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
-        a = a.reshape(batch, count, size, heads, a.shape[-1])
-        chunks.append(a.transpose(1, 0, 3, 2, 4))
-    q, k, v, g, beta = chunks
+    length = q.shape[1]
+    chunks = chunked(length, CHUNK, _BLOCK)
+    # [n, B, H, C, ...]
+    q, k, v, g, beta = (in_chunks(a, *chunks) for a in (q, k, v, g[..., None], beta[..., None]))
     decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
     since = jnp.exp(jnp.cumsum(g, axis=-2))  # decay since the chunk began, [n, B, H, C, 1]
     until = decay[..., -1, :, None]  # decay until the chunk ends, [n, B, H, C, 1]
@@ -105,8 +99,7 @@ def delta_chunks(
 
     each = (values, reads, within, q * since, k * until, since[..., -1:, :])
     state, y = jax.lax.scan(chunk, varying_with(state.astype(jnp.float32), each), each)
-    y = y.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, y.shape[-1])
-    return y[:, :length], state
+    return joined(y, length), state
 
 
 def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -23,6 +23,25 @@ def chunked(length: int, most: int, block: int = 1) -> tuple[int, int]:
     return -(-length // size), size
 
 
+def in_chunks(array: jax.Array, count: int, size: int) -> jax.Array:
+    """``[B, T, H, ...]`` → ``[count, B, H, size, ...]`` in float32, with zeros after the last token.
+
+    Example:
+        >>> in_chunks(jnp.arange(1.0, 4.0).reshape(1, 3, 1, 1), 2, 2)[..., 0].tolist()
+        [[[[1.0, 2.0]]], [[[3.0, 0.0]]]]
+    """
+    pads = ((0, 0), (0, count * size - array.shape[1]), (0, 0), (0, 0))
+    array = jnp.pad(array.astype(jnp.float32), pads)
+    return array.reshape(array.shape[0], count, size, *array.shape[2:]).transpose(1, 0, 3, 2, 4)
+
+
+def joined(chunks: jax.Array, length: int) -> jax.Array:
+    """``[n, B, H, C, D]`` → ``[B, length, H, D]``, the inverse of :func:`in_chunks`."""
+    count, batch, heads, size, width = chunks.shape
+    tokens = chunks.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, width)
+    return tokens[:, :length]
+
+
 def segment_sums(g: jax.Array) -> jax.Array:
     """``[..., C]`` → ``[..., C, C]``: at i, j the sum of ``g[j + 1 … i]``; -inf where j > i.
 

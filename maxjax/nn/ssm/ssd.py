@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.operation import varying_with
-from .segments import chunked, segment_sums
+from .segments import chunked, in_chunks, joined, segment_sums
 
 CHUNK = 64
 """Number C of tokens in a chunk."""
@@ -73,15 +73,10 @@ def ssd_chunks(
         ((1, 5, 4, 3), (1, 4, 3, 6))
     """
     batch, length, heads, width = x.shape
-    groups, (count, size) = b.shape[2], chunked(length, CHUNK)
-    each, pad = heads // groups, count * size - length
-    # Chunks are the leading axis, tokens of a chunk follow the groups: [n, B, G, H / G, C, ...] and [n, B, G, C, N].
-    chunks = []
-    for a in (x, g[..., None], b, c):
-        a = jnp.pad(a.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
-        a = a.reshape(batch, count, size, *a.shape[2:]).transpose(1, 0, 3, 2, 4)
-        chunks.append(a)
-    x, g, b, c = chunks
+    groups, chunks = b.shape[2], chunked(length, CHUNK)
+    each = heads // groups
+    x, g, b, c = (in_chunks(a, *chunks) for a in (x, g[..., None], b, c))  # b, c: [n, B, G, C, N]
+    # [n, B, G, H / G, C, ...]
     x, g = (a.reshape(*a.shape[:2], groups, each, *a.shape[3:]) for a in (x, g))
 
     def chunk(state: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +91,5 @@ def ssd_chunks(
 
     state = state.astype(jnp.float32).reshape(batch, groups, each, width, b.shape[-1])
     state, y = jax.lax.scan(chunk, varying_with(state, x, g, b, c), (x, g, b, c))
-    y = y.reshape(count, batch, heads, size, width).transpose(1, 0, 3, 2, 4)
-    y = y.reshape(batch, count * size, heads, width)[:, :length]
+    y = joined(y.reshape(*y.shape[:2], heads, *y.shape[4:]), length)
     return y, state.reshape(batch, heads, width, b.shape[-1])
