@@ -25,8 +25,21 @@ _Tensor = TypeVar("_Tensor")
 _Buffer = TypeVar("_Buffer")
 
 
+class TreeNode:
+    """The protocol by which ``max.tree`` flattens and unflattens a dataclass; fields that are None are left out."""
+
+    def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        found = {name: value for name, value in values.items() if value is not None}
+        return tuple(found.values()), tuple(found)
+
+    @classmethod
+    def __tree_unflatten__(cls, names: tuple[str, ...], children: Sequence[Any]) -> Any:
+        return cls(**dict(zip(names, children, strict=True)))
+
+
 @dataclass
-class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
+class KVCacheInputsPerDevice(TreeNode, Generic[_Tensor, _Buffer]):
     """The inputs of a program for a paged cache on one device: their types, or their values.
 
     Attributes:
@@ -52,26 +65,11 @@ class KVCacheInputsPerDevice(Generic[_Tensor, _Buffer]):
 
     def flatten(self) -> list[Any]:
         """The fields that are set, in order."""
-        found = [getattr(self, one.name) for one in fields(self)]
-        return [one for one in found if one is not None]
+        return list(self.__tree_flatten__()[0])
 
     def unflatten(self, values: Iterator[Any]) -> KVCacheInputsPerDevice[TensorValue, BufferValue]:
         """A copy whose set fields have the next values, for example of ``graph.inputs``."""
-        found = {
-            one.name: next(values) for one in fields(self) if getattr(self, one.name) is not None
-        }
-        return KVCacheInputsPerDevice(**found)
-
-    # The protocol by which ``max.tree`` flattens and unflattens a node.
-    def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        names = tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
-        return tuple(getattr(self, name) for name in names), names
-
-    @classmethod
-    def __tree_unflatten__(
-        cls, names: tuple[str, ...], children: Sequence[Any]
-    ) -> KVCacheInputsPerDevice[Any, Any]:
-        return cls(**dict(zip(names, children, strict=True)))
+        return KVCacheInputsPerDevice(**{name: next(values) for name in self.__tree_flatten__()[1]})
 
 
 PagedCacheValues = KVCacheInputsPerDevice[TensorValue, BufferValue]
@@ -118,7 +116,7 @@ class KVCacheParamInterface:
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """The number of devices of a group."""
+        """The number of devices of a replica."""
         return self.n_devices // self.data_parallel_degree
 
     @property
@@ -133,6 +131,19 @@ class KVCacheParamInterface:
                              f"it must be one of {list(_DRAFTS_AT_ONCE)}")  # fmt: skip
         all_at_once = _DRAFTS_AT_ONCE[self.speculative_method]
         return self.num_draft_tokens if all_at_once else int(all_at_once is not None)
+
+    @property
+    def devices_per_replica(self) -> list[list[DeviceRef]]:
+        """The devices of each replica."""
+        size = self.tensor_parallel_degree
+        return [list(self.devices[i : i + size]) for i in range(0, self.n_devices, size)]
+
+    def _check_devices(self) -> None:
+        degree = self.data_parallel_degree
+        if degree < 1 or not self.devices or self.n_devices % degree:
+            raise ValueError(
+                f"{self.n_devices} devices do not divide into {degree} groups of data parallelism"
+            )
 
     def get_symbolic_inputs(self, namespace: str = "") -> Any:
         """The types of a program's inputs, as a tree."""
@@ -214,10 +225,7 @@ class KVCacheParams(KVCacheParamInterface):
                 raise ValueError(
                     f"{type(self).__name__}: {name} must be positive, not {getattr(self, name)}"
                 )
-        if not self.devices or len(self.devices) % self.data_parallel_degree:
-            raise ValueError(
-                f"{len(self.devices)} devices do not divide into {self.data_parallel_degree} groups of data parallelism"
-            )
+        self._check_devices()
         refused = {
             "kvcache_quant_config": self.kvcache_quant_config,
             "per_layer_buffers": self.per_layer_buffers,
@@ -232,12 +240,6 @@ class KVCacheParams(KVCacheParamInterface):
             raise ValueError(
                 f"slots_per_page is {self.slots_per_page}: it must divide the {self.page_size} tokens of a page"
             )
-
-    @property
-    def devices_per_replica(self) -> list[list[DeviceRef]]:
-        """The devices of each group."""
-        each = self.tensor_parallel_degree
-        return [list(self.devices[i : i + each]) for i in range(0, len(self.devices), each)]
 
     @property
     def quantized_kv_cache(self) -> bool:

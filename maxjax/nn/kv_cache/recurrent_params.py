@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.tensor_type import BufferType, TensorType
 from ...graph.value import TensorValue
-from .paged import KVCacheParamInterface, MultiKVCacheParams
+from .paged import KVCacheParamInterface, MultiKVCacheParams, TreeNode
 from .server_settings import CacheLeafKind, SpeculativeMethod
 
 _Tensor = TypeVar("_Tensor")
@@ -91,20 +91,8 @@ class RecurrentStateRegion:
         return range(page * self.num_layers, (page + 1) * self.num_layers)
 
 
-class _Tree:
-    """The protocol by which ``max.tree`` flattens and unflattens a dataclass."""
-
-    def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        names = tuple(one.name for one in fields(self))  # type: ignore[arg-type]
-        return tuple(getattr(self, name) for name in names), names
-
-    @classmethod
-    def __tree_unflatten__(cls, names: tuple[str, ...], children: Sequence[Any]) -> Any:
-        return cls(**dict(zip(names, children, strict=True)))
-
-
 @dataclass
-class RecurrentLeafInputs(_Tree, Generic[_Tensor, _Buffer]):
+class RecurrentLeafInputs(TreeNode, Generic[_Tensor, _Buffer]):
     """The inputs of a program for one kind of recurrent state on one device: their types, or their values.
 
     Attributes:
@@ -133,7 +121,7 @@ class RecurrentLeafInputs(_Tree, Generic[_Tensor, _Buffer]):
 
 
 @dataclass
-class RecurrentStateInputsPerDevice(_Tree, Generic[_Tensor, _Buffer]):
+class RecurrentStateInputsPerDevice(TreeNode, Generic[_Tensor, _Buffer]):
     """The inputs of a program for all recurrent states on one device, in the order of their regions.
 
     Attributes:
@@ -189,17 +177,7 @@ class RecurrentStateParams(KVCacheParamInterface):
         if not names or len(set(names)) < len(names):
             raise ValueError(f"RecurrentStateParams needs regions of different names, not {names}")
         self.regions = tuple(self.regions)
-        degree = self.data_parallel_degree
-        if degree < 1 or not self.devices or len(self.devices) % degree:
-            raise ValueError(
-                f"{len(self.devices)} devices do not divide into {degree} groups of data parallelism"
-            )
-
-    @property
-    def devices_per_replica(self) -> list[list[DeviceRef]]:
-        """The devices of each replica."""
-        size = self.tensor_parallel_degree
-        return [list(self.devices[i : i + size]) for i in range(0, self.n_devices, size)]
+        self._check_devices()
 
     @property
     def bytes_per_state(self) -> int:

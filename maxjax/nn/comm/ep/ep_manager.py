@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ....driver import Buffer
 from ....graph.tensor_type import BufferType, TensorType
 from ....graph.value import TensorValue, unwrap, wraps
+from ...kv_cache.paged import TreeNode
 from ...moe.exchange import Sorting, plan_of, received, weighed
 from .ep_config import EPConfig
 from .ep_config import _bound_fused_moe_workspace as _bound_fused_moe_workspace
@@ -57,7 +58,7 @@ def check_supported(config: EPConfig) -> None:
 
 
 @dataclass
-class EPCommBuffers:
+class EPCommBuffers(TreeNode):
     """MAX's container of communication buffers; maxjax has no such buffers, so it stays empty.
 
     Attributes:
@@ -71,15 +72,6 @@ class EPCommBuffers:
     recv_count_ptrs: list[Any] = field(default_factory=list)
     eplb_log2phy: dict[int, Any] | None = None
     eplb_logcnt: dict[int, Any] | None = None
-
-    # The protocol by which ``max.tree`` flattens and unflattens a node.
-    def __tree_flatten__(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        names = tuple(one.name for one in fields(self))
-        return tuple(getattr(self, name) for name in names), names
-
-    @classmethod
-    def __tree_unflatten__(cls, names: tuple[str, ...], children: Sequence[Any]) -> EPCommBuffers:
-        return cls(**dict(zip(names, children, strict=True)))
 
 
 class EPCommInitializer:
