@@ -116,34 +116,6 @@ def _before_last(input_row_offsets: Any, count: Any) -> Any:
     return ops.reshape(ends - back, (-1,))
 
 
-def _postprocess(
-    h: Sequence[TensorValue],
-    input_row_offsets: Sequence[TensorValue],
-    return_n_logits: TensorValue,
-    logits_of: Callable[[Sequence[TensorValue]], TensorValue],
-    return_logits: ReturnLogits,
-    finish: Callable[[TensorValue], TensorValue],
-) -> tuple[list[TensorValue], tuple[TensorValue, ...]]:
-    """The hidden states of the last tokens on each device, and the tuple of logits and offsets to return."""
-    last_h = [
-        ops.gather(x, offsets[1:] - 1, axis=0)
-        for x, offsets in zip(h, input_row_offsets, strict=True)
-    ]
-    found: tuple[TensorValue, ...] = (finish(logits_of(last_h)),)
-    if return_logits == ReturnLogits.VARIABLE:
-        count = return_n_logits[0]
-        indices = [_before_last(offsets, count) for offsets in input_row_offsets]
-        tokens = [ops.gather(x, i, axis=0) for x, i in zip(h, indices, strict=True)]
-        ends = ops.range(
-            0, TensorValue(indices[0].shape[0]) + count, count,
-            out_dim="logit_offsets", dtype=DType.int64, device=h[0].device,
-        )  # fmt: skip
-        found += finish(logits_of(tokens)), ends
-    elif return_logits == ReturnLogits.ALL:
-        found += finish(logits_of(h)), input_row_offsets[0]
-    return last_h, found
-
-
 def logits_postprocess(
     h: TensorValue,
     input_row_offsets: TensorValue,
@@ -170,20 +142,10 @@ def logits_postprocess(
         The logits of the last tokens, ``[B, vocab_size]``; unless ``return_logits`` is ``LAST_TOKEN``, the logits
         of the further tokens and the offsets of their sequences; and the hidden states that are wanted.
     """
-
-    def finish(logits: TensorValue) -> TensorValue:
-        logits = ops.cast(logits, DType.float32)
-        return logits if logits_scaling == 1.0 else logits / logits_scaling
-
-    last_h, found = _postprocess(
-        [h],
-        [input_row_offsets],
-        return_n_logits,
-        lambda xs: lm_head(norm(xs[0])),
-        return_logits,
-        finish,
-    )
-    return found + extract_hs(return_hidden_states, last_h, [h], [norm], capture_hidden_states)
+    return distributed_logits_postprocess(
+        [h], [input_row_offsets], return_n_logits, lambda xs, _: [lm_head(xs[0])], (), return_logits, None, [norm],
+        return_hidden_states, logits_scaling, capture_hidden_states=capture_hidden_states,
+    )  # fmt: skip
 
 
 def distributed_logits_postprocess(
@@ -210,21 +172,31 @@ def distributed_logits_postprocess(
         logit_softcapping: cap ``c`` of the logits, ``c · tanh(logits / c)``.
     """
 
-    def finish(logits: TensorValue) -> TensorValue:
-        logits = ops.cast(logits, DType.float32)
+    def logits_of(xs: Sequence[TensorValue]) -> TensorValue:
+        normed = list(xs) if norm_shards is None else forward_sharded_layers(norm_shards, xs)
+        logits = ops.cast(lm_head(normed, signal_buffers)[0], DType.float32)
         if logits_scaling != 1.0:
             logits = logits / logits_scaling
         if logit_softcapping is not None:
             logits = ops.tanh(logits / logit_softcapping) * logit_softcapping
         return logits
 
-    def logits_of(xs: Sequence[TensorValue]) -> TensorValue:
-        normed = list(xs) if norm_shards is None else forward_sharded_layers(norm_shards, xs)
-        return lm_head(normed, signal_buffers)[0]
-
-    last_h, found = _postprocess(
-        h, input_row_offsets, return_n_logits, logits_of, return_logits, finish
-    )
+    last_h = [
+        ops.gather(x, offsets[1:] - 1, axis=0)
+        for x, offsets in zip(h, input_row_offsets, strict=True)
+    ]
+    found: tuple[TensorValue, ...] = (logits_of(last_h),)
+    if return_logits == ReturnLogits.VARIABLE:
+        count = return_n_logits[0]
+        indices = [_before_last(offsets, count) for offsets in input_row_offsets]
+        tokens = [ops.gather(x, i, axis=0) for x, i in zip(h, indices, strict=True)]
+        ends = ops.range(
+            0, TensorValue(indices[0].shape[0]) + count, count,
+            out_dim="logit_offsets", dtype=DType.int64, device=h[0].device,
+        )  # fmt: skip
+        found += logits_of(tokens), ends
+    elif return_logits == ReturnLogits.ALL:
+        found += logits_of(h), input_row_offsets[0]
     return found + extract_hs(return_hidden_states, last_h, h, norm_shards, capture_hidden_states)
 
 
