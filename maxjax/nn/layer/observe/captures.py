@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ....errors import UserInputError, closest, some
-from .frames import StackedValues, Taps, concrete, is_span, label_of, renumbered, types_of
+from .frames import StackedValues, Taps, concrete, label_of, of_layer, types_of
 from .places import Place, has_wildcard, match, natural, split
 
 
@@ -181,8 +181,8 @@ class Captures(Mapping[str, Any]):
         for (name, site), runs in self._values.items():
             first = concrete(name)
             if _is_stacked(runs):
-                first = renumbered(name, _stack(name), runs[0].numbers[0])
-                name = renumbered(name, _stack(name), _ranges(runs[0].numbers))
+                first = of_layer(name, runs[0].numbers[0])
+                name = of_layer(name, _ranges(runs[0].numbers))
                 one = len(runs[0].numbers) == 1
                 runs = tuple(run.tree for run in runs)
                 runs = jax.tree.map(_without_first, runs) if one else runs
@@ -210,7 +210,7 @@ def _homes(values: Mapping[Place, Any]) -> dict[Place, tuple[Place, int | None]]
             found[concrete(name), site] = place, None
             continue
         for row, number in enumerate(runs[0].numbers):
-            found[renumbered(name, _stack(name), number), site] = place, row
+            found[of_layer(name, number), site] = place, row
     return found
 
 
@@ -241,13 +241,6 @@ def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
         return jax.eval_shape(function, *arrays)
     return function(*arrays)
-
-
-def _stack(name: str) -> str:
-    """The part of a name up to the last pattern of a stack's layers."""
-    parts = name.split(".")
-    last = max(i for i, part in enumerate(parts) if is_span(part))
-    return ".".join(parts[: last + 1])
 
 
 def _without_first(array: Any) -> Any:

@@ -69,16 +69,14 @@ class Observer:
         """Whether the call of a Module that is about to start is observed."""
         if not self._is_open or RUNNING.graphs or self._name_of(module) is None:
             return False
-        if RUNNING.modules and self._is_inner(module):
-            return False
+        if any(self._name_of(one) is not None for one in RUNNING.modules):
+            return (
+                False  # the call is inside that of another Module of the model, which is observed
+            )
         if trace() != self._trace:
             self.missed += 1
             return False
         return True
-
-    def _is_inner(self, module: Any) -> bool:
-        """Whether another Module of the model is running, so that this call is inside an observed one."""
-        return any(self._name_of(one) is not None for one in RUNNING.modules)
 
     def _name_of(self, module: Any) -> str | None:
         if self._structure != EPOCH.structure:

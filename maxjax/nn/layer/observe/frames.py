@@ -77,6 +77,11 @@ class Observation(NamedTuple):
     patches: tuple[Patch, ...]
     level: int
 
+    @property
+    def places(self) -> set[tuple[str, str]]:
+        """(name, site) of all places that are captured or patched."""
+        return {*self.captures, *(place for patch in self.patches for place in patch.places)}
+
 
 class Loop(NamedTuple):
     """The loop of a LayerStack whose body runs in a frame.
@@ -143,17 +148,19 @@ class Frame:
     def numbered(self, plan: Observation, name: str) -> list[tuple[int, str]] | None:
         """The indices and names of the layers that a name in the body of a loop represents; None outside a loop."""
         where = None if self.loop is None else self.loop.where.get(plan)
-        if where is None or not (name == where or name.startswith(f"{where}.")):
+        if where is None or not _is_below(name, where):
             return None
         assert self.loop is not None
         return [(i, renumbered(name, where, i)) for i in self.loop.members]
 
+    def names(self, plan: Observation, name: str) -> list[str]:
+        """The names of a Module: one, or in the body of a loop one for each of its layers."""
+        layers = self.numbered(plan, name)
+        return [concrete(name)] if layers is None else [full for _, full in layers]
+
     def wants(self, plan: Observation, name: str, site: str) -> bool:
         """Whether a plan captures or patches the place, in at least one of its layers."""
-        layers = self.numbered(plan, name)
-        names = [concrete(name)] if layers is None else [full for _, full in layers]
-        wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
-        return any((full, site) in wanted for full in names)
+        return not plan.places.isdisjoint((full, site) for full in self.names(plan, name))
 
     def patched(self, plan: Observation, name: str, site: str, value: Any) -> Any:
         """The value after the patches of a plan."""
@@ -183,12 +190,11 @@ class Frame:
         names = self.see(plan, name, site)
         if any((full, site) in plan.captures for full in names):
             self._check_trace(name, site)
-            self.found.setdefault((plan.level, name, site, "value"), []).append(_plain(value))
+            self.found.setdefault((plan.level, name, site, "value"), []).append(unwrapped(value))
 
     def see(self, plan: Observation, name: str, site: str) -> list[str]:
         """Notes that a place exists; returns its name, or the names for all layers of a loop."""
-        layers = self.numbered(plan, name)
-        names = [concrete(name)] if layers is None else [full for _, full in layers]
+        names = self.names(plan, name)
         self.seen.update((plan.level, full, site) for full in names)
         return names
 
@@ -288,17 +294,14 @@ def passing(module: Any, site: str, value: Any) -> Any:
 def wants(module: Any, site: str) -> bool:
     """Whether a plan captures or patches a place of a Module."""
     marks = _live_marks(module)
-    frame = OBSERVING.frames[-1] if marks else None
-    return frame is not None and any(frame.wants(plan, name, site) for plan, name in marks)
+    return any(OBSERVING.frames[-1].wants(plan, name, site) for plan, name in marks)
 
 
 def is_wanted(module: Any) -> bool:
     """Whether a plan captures or patches any place of a Module, so that its ``__call__`` must run."""
     for plan, name in _live_marks(module):
-        layers = OBSERVING.frames[-1].numbered(plan, name)
-        names = {concrete(name)} if layers is None else {full for _, full in layers}
-        wanted = {place for patch in plan.patches for place in patch.places} | plan.captures
-        if any(one in names for one, _ in wanted):
+        names = set(OBSERVING.frames[-1].names(plan, name))
+        if any(one in names for one, _ in plan.places):
             return True
     return False
 
@@ -375,6 +378,13 @@ def renumbered(name: str, where: str, number: int | str) -> str:
     return f"{head}{dot}{number}{name[len(where) :]}"
 
 
+def of_layer(name: str, number: int | str) -> str:
+    """``name`` with the index of a layer instead of the last pattern of a stack's layers."""
+    parts = name.split(".")
+    parts[max(i for i, part in enumerate(parts) if is_span(part))] = str(number)
+    return ".".join(parts)
+
+
 def marks_of(layer: Any, module: Any, number: int) -> tuple[Mark, ...]:
     """The marks of a Module in the representing layer, renamed for the same Module of another layer."""
     where = dict(layer._mx_marks)
@@ -396,9 +406,9 @@ def _number(name: str) -> int | None:
 # --- patches ------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def unwrapped(tree: Any) -> Any:
     """The tree with arrays instead of TensorValues."""
-    return jax.tree.map(unwrap, value, is_leaf=lambda v: isinstance(v, TensorValue))
+    return jax.tree.map(unwrap, tree, is_leaf=lambda v: isinstance(v, TensorValue))
 
 
 def _new(patch: Patch, given: Any, value: Any, row: Any, number: Any) -> Any:
@@ -431,7 +441,7 @@ def _in_loop(patch: Patch, given: Any, value: Any, at: Mapping[int, int], loop: 
 def _fitted(patch: Patch, new: Any, old: Any) -> Any:
     """``new`` if it has the structure, shapes and dtypes of ``old``; a Python number fills its shape."""
     kept = jax.tree.structure(old)  # with TensorValues, if there are any
-    new, old = _plain(new), _plain(old)
+    new, old = unwrapped(new), unwrapped(old)
     leaves, tree = jax.tree.flatten(old)
     if _is_number(new):
         new = jax.tree.map(lambda a: jnp.full_like(a, new), old)

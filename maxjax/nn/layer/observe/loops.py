@@ -27,8 +27,8 @@ from .frames import (
     Taps,
     is_span,
     live,
+    of_layer,
     opened,
-    renumbered,
 )
 
 
@@ -36,9 +36,7 @@ def values_of(stack: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
     """For each mark of a stack, the values of its plan's patches, and whether the plan is active."""
     plans = live()
     found = [plans.get(plan) for plan, _ in stack._mx_marks]
-    return tuple(() if one is None else one for one in found), tuple(
-        one is not None for one in found
-    )
+    return tuple(one or () for one in found), tuple(one is not None for one in found)
 
 
 def holds_functions(stack: Any) -> bool:
@@ -115,9 +113,8 @@ class Kept:
     def _wanted(self, key: Key) -> list[int]:
         """The layers whose values are captured."""
         level, name, site, _ = key
-        where = _where(name)
         captures = self._plans[level].captures
-        return [i for i in self._members if (renumbered(name, where, i), site) in captures]
+        return [i for i in self._members if (of_layer(name, i), site) in captures]
 
     def _is_few(self, key: Key) -> bool:
         return key[3] == "value" and len(self._wanted(key)) < len(self._members)
@@ -160,10 +157,3 @@ class Kept:
                 values = jax.tree.map(lambda a: a[:-1], values)
             found[key] = tuple(StackedValues(value, wanted) for value in values)
         return found
-
-
-def _where(name: str) -> str:
-    """The part of a name up to the last pattern of a stack's layers."""
-    parts = name.split(".")
-    last = max(i for i, part in enumerate(parts) if is_span(part))
-    return ".".join(parts[: last + 1])

@@ -43,9 +43,8 @@ def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> t
 
 def _check_sites(plan: Observation, frame: Frame) -> None:
     seen: set[Place] = {(name, site) for level, name, site in frame.seen if level == plan.level}
-    wanted = {*plan.captures, *(place for patch in plan.patches for place in patch.places)}
-    for site in sorted({site for _, site in wanted}):
-        group = [place for place in sorted(wanted) if place[1] == site]
+    for site in sorted({site for _, site in plan.places}):
+        group = [place for place in sorted(plan.places) if place[1] == site]
         what = "patch" if plan.patches else "capture"
         if error := unseen(group, seen, seen, what, strict=False):
             raise error

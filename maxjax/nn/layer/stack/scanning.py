@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....graph.kind import KIND
-from ....graph.value import TensorValue, unwrap
+from ....graph.value import unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
 from ..definition import Definition, rebuild
-from ..observe.frames import Taps
+from ..observe.frames import Taps, unwrapped
 from ..observe.loops import Kept, LoopFrame, hand_on, holds_functions, values_of
 from .per_layer import PerLayer, StackPattern
 
@@ -79,7 +79,7 @@ def scan(
     if holds_functions(stack):
         # A function may close over tracers, also over those that are differentiated, which a
         # ``custom_jvp`` would not see.
-        carry, outputs, taps = _run_plain(static, False, *operands)
+        carry, outputs, taps = _run_plain(static, *operands)
     else:
         carry, outputs, taps = _run(static, *operands)
     hand_on(taps)
@@ -155,28 +155,18 @@ def _gather(outputs: Sequence[PerLayer], keep: bool) -> tuple[Any, ...]:
 # -- the loop itself
 
 
-@partial(jax.jit, static_argnums=0)
-def _run(static: _Static, *operands: Any) -> Any:
-    return _either(static, *operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _run_plain(static: _Static, sliced: bool, *operands: Any) -> Any:
-    return _loop(static, sliced, *operands)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _either(static: _Static, *operands: Any) -> Any:
-    return _loop(static, True, *operands)
+    return _loop(True, static, *operands)
 
 
 @_either.defjvp
 def _(static: _Static, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(partial(_loop, static, False), primals, tangents)
+    return jax.jvp(partial(_loop, False, static), primals, tangents)
 
 
 def _loop(
-    static: _Static, sliced: bool, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any,
+    sliced: bool, static: _Static, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any,
     given: Any,
 ) -> Any:  # fmt: skip
     """Runs the layers; returns the last carry, the outputs, and the values that observers have recorded."""
@@ -246,6 +236,10 @@ def _loop(
     )
 
 
+_run: Any = jax.jit(_either, static_argnums=0)
+_run_plain: Any = jax.jit(partial(_loop, False), static_argnums=0)
+
+
 def _runner(
     static: _Static, sliced: bool, dynamic: Sequence[Any], observed: LoopFrame | None
 ) -> Callable[..., Any]:
@@ -305,16 +299,18 @@ def _call(
 
 def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:
     """Splits the result of a layer into (carry, outputs)."""
-    expected = jax.tree.structure(_bare(carry))
+    expected = jax.tree.structure(unwrapped(carry))
     outputs: tuple[Any, ...] = ()
     kept = result
-    if jax.tree.structure(_bare(result)) != expected:
+    if jax.tree.structure(unwrapped(result)) != expected:
         if not isinstance(result, (tuple, list)) or not result:
             raise TypeError(_not_carry(result, carry))
         kept, outputs = result[0], tuple(result[1:])
-        if jax.tree.structure(_bare(kept)) != expected:
+        if jax.tree.structure(unwrapped(kept)) != expected:
             raise TypeError(_not_carry(result, carry))
-    pairs = list(zip(jax.tree.leaves(_bare(kept)), jax.tree.leaves(_bare(carry)), strict=True))
+    pairs = list(
+        zip(jax.tree.leaves(unwrapped(kept)), jax.tree.leaves(unwrapped(carry)), strict=True)
+    )
     for new, old in pairs:
         if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
             raise TypeError(
@@ -334,17 +330,12 @@ def _sharded_as(new: jax.Array, old: Any) -> jax.Array:
     return jax.sharding.reshard(new, wanted)
 
 
-def _bare(tree: Any) -> Any:
-    """The tree with arrays instead of TensorValues."""
-    return jax.tree.map(unwrap, tree, is_leaf=lambda v: isinstance(v, TensorValue))
-
-
 def _kind(array: Any) -> str:
     return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
 
 
 def _not_carry(result: Any, carry: Any) -> str:
-    found, expected = (str(jax.tree.structure(_bare(tree))) for tree in (result, carry))
+    found, expected = (str(jax.tree.structure(unwrapped(tree))) for tree in (result, carry))
     return (
         f"a layer of a stack returns its carry, or a tuple that begins with it: {expected} "
         f"(or ({expected}, outputs...)), not {found}"
