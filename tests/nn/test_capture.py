@@ -478,3 +478,10 @@ def test_layers_after_other_axes_are_reduced():
 def test_a_class_of_characters_may_be_negated():
     assert match("layers.[!0]", ["layers.0", "layers.1", "layers.2"]) == ["layers.1", "layers.2"]
     assert match("layers.[!3].mlp", ["layers.3.mlp", "layers.4.mlp"]) == ["layers.4.mlp"]
+
+
+def test_keys_with_a_range_that_cannot_be():
+    _, found = maxjax.captured(CALL, "layers.*")(blocks(), jnp.float32(1))
+    assert "layers.[0-1]" in found and "layers.[1-0]" not in found
+    with pytest.raises(KeyError, match=r"nothing was captured under 'layers.\[1-0\]'"):
+        found["layers.[1-0]"]

@@ -69,12 +69,12 @@ def match(name: str, names: Iterable[str]) -> list[str]:
         ['model.layers.1']
     """
     names = list(names)
-    whole = re.compile(_regex(name))
+    try:
+        whole, end = re.compile(_regex(name)), re.compile(rf"(?:.+\.)?{_regex(name)}")
+    except re.error:  # a range such as [9-1]
+        return []
     found = [one for one in names if whole.fullmatch(one)]
-    if found or not name:
-        return found
-    end = re.compile(rf"(?:.+\.)?{_regex(name)}")
-    return [one for one in names if end.fullmatch(one)]
+    return found if found or not name else [one for one in names if end.fullmatch(one)]
 
 
 def _regex(name: str) -> str:
@@ -113,10 +113,7 @@ def places(model: Any, pattern: Any, what: str) -> tuple[Place, ...]:
     """
     name, site = split(pattern)
     names = names_of(model)
-    try:
-        found = match(name, names)
-    except re.error:
-        found = []
+    found = match(name, names)
     if not found:
         raise UserInputError(
             f"{what}: no module of {type(model).__name__} is named '{name}'{nearest(name, names)}"
