@@ -45,13 +45,14 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         args, kwargs = hooks.prepared(module, call, args, kwargs)
     # super().__call__ is a part of the Module's own call, and is not observed separately.
     inner = bool(RUNNING.modules) and RUNNING.modules[-1] is module
-    if inner or not OBSERVING.frames:
-        outputs = call_stack.run(module, call, args, kwargs)
-        return hooks.dispatch(module, call, args, kwargs, outputs) if hooks._HOOKS else outputs
-    args, kwargs = _inputs(module, call, args, kwargs)
+    observed = bool(OBSERVING.frames) and not inner
+    if observed:
+        args, kwargs = _inputs(module, call, args, kwargs)
     outputs = call_stack.run(module, call, args, kwargs)
     if hooks._HOOKS:
         outputs = hooks.dispatch(module, call, args, kwargs, outputs)
+    if not observed:
+        return outputs
     if module._mx_carries and isinstance(outputs, tuple):
         return passing(module, OUTPUT, outputs[0]), *outputs[1:]
     return passing(module, OUTPUT, outputs)

@@ -61,8 +61,7 @@ def add_layer_hook(fn: Hook) -> None:
     structure_changed()
 
 
-@contextlib.contextmanager
-def layer_hook(fn: Hook) -> Iterator[None]:
+def layer_hook(fn: Hook) -> contextlib.AbstractContextManager[None]:
     """:func:`add_layer_hook` for the duration of a ``with`` block; only this hook is removed after it.
 
     Example:
@@ -77,12 +76,7 @@ def layer_hook(fn: Hook) -> Iterator[None]:
         >>> Double()(3)
         6
     """
-    mine = functools.partial(_checked(fn))  # distinct from the same function added elsewhere
-    add_layer_hook(mine)
-    try:
-        yield
-    finally:
-        remove(mine)
+    return _during(add_layer_hook, fn)
 
 
 def add_layer_prehook(fn: Prehook) -> None:
@@ -110,8 +104,7 @@ def add_layer_prehook(fn: Prehook) -> None:
     structure_changed()
 
 
-@contextlib.contextmanager
-def layer_prehook(fn: Prehook) -> Iterator[None]:
+def layer_prehook(fn: Prehook) -> contextlib.AbstractContextManager[None]:
     """:func:`add_layer_prehook` for the duration of a ``with`` block; only this prehook is removed after it.
 
     Example:
@@ -125,8 +118,13 @@ def layer_prehook(fn: Prehook) -> Iterator[None]:
         (3,)
         6
     """
+    return _during(add_layer_prehook, fn)
+
+
+@contextlib.contextmanager
+def _during(add: Callable[[Any], None], fn: Any) -> Iterator[None]:
     mine = functools.partial(_checked(fn))  # distinct from the same function added elsewhere
-    add_layer_prehook(mine)
+    add(mine)
     try:
         yield
     finally:
