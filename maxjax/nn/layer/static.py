@@ -111,13 +111,13 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
             f"{where} holds a {kind.__name__} inside a container, where it would not be found. {_HELD_BY}"
         )
     if getattr(kind, "_maxjax_frozen", False):
-        return _freeze_fields(value, _fields(value), where)
+        return _freeze_fields(value, where)
     if kind in _FREEZERS:
         return _FREEZERS[kind](value, where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hidden := _pytree_array(value):
             raise TypeError(_hidden_refusal(where, kind, hidden))
-        return _freeze_fields(value, _fields(value), where)
+        return _freeze_fields(value, where)
     return _freeze_other(value, where)
 
 
@@ -219,19 +219,13 @@ def _freeze_slice(value: slice, where: str) -> tuple[Any, Hashable]:
     return value, (slice, freeze((value.start, value.stop, value.step), where)[1])
 
 
-def _freeze_namespace(value: types.SimpleNamespace, where: str) -> tuple[Any, Hashable]:
-    return _freeze_fields(value, dict(vars(value)), where)
-
-
-def _freeze_fields(value: Any, fields: dict[str, Any], where: str) -> tuple[Any, Hashable]:
+def _freeze_fields(value: Any, where: str) -> tuple[Any, Hashable]:
     """A frozen copy of an object that consists of fields (dataclass, namespace)."""
-    frozen = {name: freeze(v, f"{where}.{name}") for name, v in fields.items()}
+    frozen = {name: freeze(v, f"{where}.{name}") for name, v in _fields(value).items()}
     base = type(value).__mro__[1] if getattr(type(value), "_maxjax_frozen", False) else type(value)
-    clone = _bare(base)
-    if hasattr(value, "__dict__"):
-        clone.__dict__.update(vars(value))  # including attributes that are not fields
-    for name, (v, _) in frozen.items():
-        object.__setattr__(clone, name, v)
+    clone = _refreeze(base, {name: v for name, (v, _) in frozen.items()})
+    if hasattr(value, "__dict__"):  # it may have attributes that are not fields
+        clone.__dict__.update({**vars(value), **vars(clone)})
     return clone, (base, *((name, key) for name, (_, key) in frozen.items()))
 
 
@@ -265,19 +259,10 @@ def _frozen_class(cls: type) -> type:
     return type(cls.__name__, (cls,), body)
 
 
-def _bare(cls: Any) -> Any:
-    """A frozen object of the class, with no fields set."""
-    return cls.__new__(_frozen_class(cls))
-
-
-def _field_names(value: Any) -> list[str]:
-    if dataclasses.is_dataclass(value):
-        return [f.name for f in dataclasses.fields(value)]
-    return list(vars(value))
-
-
 def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _field_names(value)}
+    if not dataclasses.is_dataclass(value):
+        return dict(vars(value))
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def _compared(value: Any) -> dict[str, Any]:
@@ -288,8 +273,9 @@ def _compared(value: Any) -> dict[str, Any]:
     return {name: at for name, at in _fields(value).items() if name not in left_out}
 
 
-def _refreeze(cls: type, fields: dict[str, Any]) -> Any:
-    clone = _bare(cls)
+def _refreeze(cls: Any, fields: dict[str, Any]) -> Any:
+    """A frozen object of the class with these fields."""
+    clone = cls.__new__(_frozen_class(cls))
     for name, v in fields.items():
         object.__setattr__(clone, name, v)
     return clone
@@ -437,5 +423,5 @@ class _Identity:
 _FREEZERS = {
     list: _freeze_sequence, FrozenList: _freeze_sequence, tuple: _freeze_sequence,
     dict: _freeze_dict, FrozenDict: _freeze_dict, set: _freeze_set, frozenset: _freeze_set,
-    slice: _freeze_slice, functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_namespace,
+    slice: _freeze_slice, functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_fields,
 }  # fmt: skip
