@@ -237,16 +237,19 @@ def all_at_once(
     It is for few tokens: reading the weights then takes longer than multiplying, so that the matmuls with
     experts that a token did not choose cost no time.
     """
-    numbers = jnp.arange(count_of(experts), dtype=chosen.dtype)
-    mine = jnp.where(
-        chosen[..., None] == numbers[None, None], shares[..., None].astype(jnp.float32), 0.0
-    )
-    share = jnp.sum(mine, axis=1)[..., None]  # [N, X, 1]; 0 where an expert was not chosen
+    share = by_expert(chosen, shares, count_of(experts))[..., None]  # [N, X, 1]
     gate, up = (_product(x, w, (1,), (2,)) for w in experts[:2])  # [N, X, F]
     h = _inner(kind, gate, up, experts, lambda bias: jnp.asarray(bias)[None])
     y = _product(h, experts.down, (2,), (2,), batch=True)  # [X, N, E]
     y = jnp.moveaxis(y, 0, 1).astype(jnp.float32)
     return jnp.sum(jnp.where(share != 0, y * share, 0.0), axis=1)
+
+
+def by_expert(chosen: jax.Array, shares: jax.Array, many: int) -> jax.Array:
+    """The share of each expert for each token, ``[N, X]`` in float32; 0 where it was not chosen."""
+    numbers = jnp.arange(many, dtype=chosen.dtype)
+    mine = chosen[..., None] == numbers[None, None]
+    return jnp.sum(jnp.where(mine, shares[..., None].astype(jnp.float32), 0.0), axis=1)
 
 
 def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -> jax.Array:

@@ -39,6 +39,7 @@ from .algorithms import (
     Kind,
     all_at_once,
     all_experts,
+    by_expert,
     count_of,
     down_bias,
     few_choices,
@@ -101,16 +102,9 @@ def mixture(
     experts = experts if isinstance(experts, ExpertWeights) else list(experts)
     y = _sum(_Options(kind, some), x, chosen, shares, experts)
     bias = down_bias(experts)
-    return y if bias is None else y + _of_choices(chosen, shares, bias)
-
-
-def _of_choices(chosen: jax.Array, shares: jax.Array, bias: jax.Array) -> jax.Array:
-    """``Σ share · bias`` over the experts of each token: ``[N, E]`` in float32, from ``[X, E]``."""
-    numbers = jnp.arange(bias.shape[0], dtype=chosen.dtype)
-    mine = jnp.where(
-        chosen[..., None] == numbers[None, None], shares[..., None].astype(jnp.float32), 0.0
-    )
-    return jnp.sum(mine, axis=1) @ bias.astype(jnp.float32)
+    if bias is None:
+        return y
+    return y + by_expert(chosen, shares, len(bias)) @ bias.astype(jnp.float32)
 
 
 def _sum(
@@ -244,7 +238,7 @@ def mixture_on_mesh(
     experts, the devices along it first gather all of their tokens, and a reduce-scatter returns the sums.
     """
     rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "expert", "seq"))
-    found = _on_devices(stacked(experts))
+    found: ExpertWeights = jax.tree.map(jnp.asarray, stacked(experts))  # indices of layers too
 
     def local(x: Any, chosen: Any, shares: Any, experts: Any) -> jax.Array:
         return local_mixture(x, chosen, shares, experts, kind, split, rows)
@@ -257,11 +251,6 @@ def mixture_on_mesh(
     places = jax.tree.map(lambda rule, w: _spec(w, rule), rules, found, is_leaf=is_spec)
     wanted = (P(rows), P(rows), P(rows), places)
     return on_mesh(local, mesh, wanted, P(rows))(x, chosen, shares, found)
-
-
-def _on_devices(experts: ExpertWeights) -> ExpertWeights:
-    """The experts with indices of layers converted to arrays."""
-    return jax.tree.map(jnp.asarray, experts)
 
 
 def _spec(w: Any, spec: P) -> Any:

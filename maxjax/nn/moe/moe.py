@@ -481,13 +481,13 @@ def _weights(mlp: Any) -> tuple[Any, Any, Any]:
 
 def _are_plain(experts: Any) -> bool:
     """Whether the experts are MLPs of equal structure, each with three bare Linears."""
-    kinds = {(e.feed_forward_length, e.activation_function) if type(e) is MLP else None for e in experts}  # fmt: skip
-    return len(kinds) == 1 and all(
+    plain = all(
         type(e) is MLP
         and e.swiglu_limit == 0
         and all(_is_bare(m) for m in (e.gate_proj, e.up_proj, e.down_proj))
         for e in experts
     )
+    return plain and len({(e.feed_forward_length, e.activation_function) for e in experts}) == 1
 
 
 def _is_bare(linear: Any) -> bool:

@@ -198,12 +198,13 @@ class StackedMoE(Module):
         experts, shares = (TensorValue(one) for one in self.gate(routed))
         ids = experts.value.reshape(-1).astype(jnp.int32)
         order, starts, back, groups, stats = moe_create_indices(ids, self.num_experts)
-        tokens = value.value[order.astype(jnp.int32) // self.num_experts_per_token]
+        order = order.astype(jnp.int32)
+        tokens = value.value[order // self.num_experts_per_token]
         if self.apply_router_weight_first:
-            of_token = shares.value.reshape(-1, 1)[order.astype(jnp.int32)]
+            of_token = shares.value.reshape(-1, 1)[order]
             tokens = tokens * of_token.astype(tokens.dtype)
             shares = TensorValue(jnp.ones_like(shares.value))
-        of_row = ids[order.astype(jnp.int32)]
+        of_row = ids[order]
 
         def product(rows: Any, weight: Any, bias: Any, parts: int = 1) -> Any:
             y = grouped_matmul_ragged(rows, unwrap(weight), starts, groups, stats)
