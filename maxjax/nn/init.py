@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,16 +87,11 @@ def init(
         group.weights.append(weight)
 
     drawn = []
-    of_this_call: dict[_Program, Callable[..., jax.Array]] = {}
+    jitted = cache(_Program.jitted)  # for this call
     with releasing(), compiling("init"):
         for group in groups:
             program = group.program
-            if program.fill.is_fixed:
-                run = _kept(program)
-            else:
-                run = of_this_call.get(program) or of_this_call.setdefault(
-                    program, program.jitted()
-                )
+            run = _kept(program) if program.fill.is_fixed else jitted(program)
             try:
                 drawn.append(run(key, group.codes))
             except jax.errors.JaxRuntimeError as error:
@@ -181,9 +176,7 @@ class _Program(NamedTuple):
         return drawn.reshape(*self.lead, *drawn.shape[1:])
 
 
-@lru_cache(maxsize=256)
-def _kept(program: _Program) -> Callable[..., jax.Array]:
-    return program.jitted()
+_kept = lru_cache(maxsize=256)(_Program.jitted)
 
 
 class _Draw(NamedTuple):
