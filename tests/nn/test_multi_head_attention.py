@@ -67,6 +67,8 @@ def test_a_causal_mask_and_another_both_count():
     np.testing.assert_allclose(layer(x, mask=mask, is_causal=True), layer(x, mask=both), atol=1e-6)
     with pytest.raises(TypeError, match="boolean"):
         layer(x, mask=jnp.ones((B, T)), is_causal=True)
+    with pytest.raises(ValueError, match="does not fit scores"):
+        layer(x, mask=np.ones((B, T + 1), bool), is_causal=True)
     with pytest.raises(ValueError, match="not a multiple"):
         nn.MultiHeadAttention(7, 2)
 

@@ -12,6 +12,7 @@ from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import matmul
+from ...kernels.attention import mask_4d
 from ..layer import Module
 from ..linear import Linear
 from ..product import add_bias
@@ -112,18 +113,11 @@ class MultiHeadAttention(Module):
         if is_causal:
             t, s = q.shape[1], k.shape[1]
             causal = jnp.tril(jnp.ones((1, 1, t, s), bool))
-            mask = causal if mask is None else self._four_axes(mask) & causal
+            scores = (q.shape[0], self.num_heads, t, s)
+            mask = causal if mask is None else mask_4d(unwrap(mask), scores) & causal
         y = tapped_attention(q, k, v, mask)
         y = self.out_proj(y.reshape(*y.shape[:2], self.embed_dim))
         return TensorValue(y) if wraps(query) else y
-
-    def _four_axes(self, mask: Any) -> jax.Array:
-        mask = jnp.asarray(unwrap(mask))
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"a mask is boolean, True where a query attends, not {mask.dtype}")
-        if mask.ndim == 2:
-            return mask[:, None, None, :]
-        return mask[:, None] if mask.ndim == 3 else mask
 
     def _projected(self, *inputs: Any) -> list[jax.Array]:
         """Queries, keys and values ``[B, T or S, E]``."""
