@@ -47,14 +47,10 @@ class _Recurrent(Module):
         for name, shape in shapes.items():
             setattr(self, name, Weight(name, dtype, shape, device))
 
-    def _inputs(self, x: jax.Array, end: str) -> jax.Array:
-        """The part of the gates that comes from the inputs, ``[..., gates · H]``."""
-        y = matmul(x, getattr(self, f"weight_ih{end}"))
-        return add_bias(y, getattr(self, f"bias_ih{end}")) if self.has_bias else y
-
-    def _hidden(self, h: jax.Array, end: str) -> jax.Array:
-        y = matmul(h, getattr(self, f"weight_hh{end}"))
-        return add_bias(y, getattr(self, f"bias_hh{end}")) if self.has_bias else y
+    def _gates(self, x: jax.Array, end: str) -> jax.Array:
+        """The part of the gates that comes from inputs ("ih…") or hidden states ("hh…"), ``[..., gates · H]``."""
+        y = matmul(x, getattr(self, f"weight_{end}"))
+        return add_bias(y, getattr(self, f"bias_{end}")) if self.has_bias else y
 
     def _step(self, from_x: jax.Array, state: State, end: str) -> State:
         raise NotImplementedError
@@ -101,7 +97,7 @@ class _LSTM(_Recurrent):
 
     def _step(self, from_x: jax.Array, state: State, end: str) -> State:
         h, c = state
-        i, f, g, o = jnp.split(from_x + self._hidden(h, end), 4, axis=-1)
+        i, f, g, o = jnp.split(from_x + self._gates(h, f"hh{end}"), 4, axis=-1)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
@@ -112,7 +108,7 @@ class _GRU(_Recurrent):
     def _step(self, from_x: jax.Array, state: State, end: str) -> State:
         (h,) = state
         r, z, n = jnp.split(from_x, 3, axis=-1)
-        hr, hz, hn = jnp.split(self._hidden(h, end), 3, axis=-1)
+        hr, hz, hn = jnp.split(self._gates(h, f"hh{end}"), 3, axis=-1)
         r, z = jax.nn.sigmoid(r + hr), jax.nn.sigmoid(z + hz)
         return ((1 - z) * jnp.tanh(n + r * hn) + z * h,)
 
@@ -145,7 +141,7 @@ class _Cell(_Recurrent):
         """
         array = self._checked(x, 2, self.input_size)
         start = self._start(array, state, (array.shape[0], self.hidden_size))
-        new = self._step(*_alike(self._inputs(array, ""), start), "")
+        new = self._step(*_alike(self._gates(array, "ih"), start), "")
         return _returned(x, new if self.states > 1 else new[0])
 
 
@@ -199,6 +195,8 @@ class _Sequence(_Recurrent):
         bidirectional: bool = False,
     ):
         super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, not {num_layers}")
         self.input_size, self.hidden_size, self.has_bias = input_size, hidden_size, has_bias
         self.num_layers, self.bidirectional = num_layers, bidirectional
         for number in range(num_layers):
@@ -243,7 +241,7 @@ class _Sequence(_Recurrent):
     def _run(self, x: jax.Array, state: State, end: str) -> tuple[jax.Array, State]:
         """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""
         # One matmul for the inputs of all steps.
-        from_x = self._inputs(x, end).swapaxes(0, 1)
+        from_x = self._gates(x, f"ih{end}").swapaxes(0, 1)
         from_x, state = _alike(from_x, varying_with(state, from_x))
 
         def step(state: State, now: jax.Array) -> tuple[State, jax.Array]:

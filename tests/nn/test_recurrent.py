@@ -115,3 +115,9 @@ def test_tensor_values_give_tensor_values():
     y, (h, c) = maxjax.init(nn.LSTM(INPUTS, H), jax.random.key(0))(x)
     new = maxjax.init(nn.GRUCell(INPUTS, H), jax.random.key(0))(x[:, 0])
     assert all(isinstance(one, TensorValue) for one in (y, h, c, new))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_no_layers(kind):
+    with pytest.raises(ValueError, match="num_layers must be positive, not 0"):
+        kind(3, 4, num_layers=0)
