@@ -223,7 +223,7 @@ class GatedActivation:
             return self.gated_activation_fn(gate_up, moe_dim)
         from ..graph.ops.lift import lift
 
-        return lift(self._computed)(gate_up, moe_dim)
+        return lift(lambda both: self._of_pair(both[..., :moe_dim], both[..., moe_dim:]))(gate_up)
 
     def of_pair(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The same as a call, for gates and up projections ``[…, F]`` in separate arrays."""
@@ -233,9 +233,6 @@ class GatedActivation:
             both = TensorValue(jnp.concatenate([gate, up], axis=-1))
             return unwrap(self.gated_activation_fn(both, gate.shape[-1]))
         return self._of_pair(gate, up)
-
-    def _computed(self, gate_up: Any, moe_dim: int) -> Any:
-        return self._of_pair(gate_up[..., :moe_dim], gate_up[..., moe_dim:])
 
     def _of_pair(self, gate: Any, up: Any) -> Any:
         gate, up = clipped(gate, up, self.limit)

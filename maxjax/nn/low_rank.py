@@ -163,9 +163,8 @@ class LowRank(Module):
             return weight
         if lora.dora:
             self.refuse_update(f"{what}, and DoRA,")
-        a, b = (jnp.asarray(unwrap(one)).astype(jnp.float32) for one in (self.lora_A, self.lora_B))
-        dense = jnp.asarray(weight)
-        return (dense.astype(jnp.float32) + lora.scale * (b @ a)).astype(dense.dtype)
+        a, b, dense = (jnp.asarray(unwrap(one)) for one in (self.lora_A, self.lora_B, weight))
+        return summed(dense, a, b, lora.scale, 0).astype(dense.dtype)
 
     def refuse_update(self, what: str) -> None:
         """Checks that the layer has no update, for operations that do not support updates.

@@ -201,8 +201,7 @@ class StackedLinear(LowRank):
 
     def split(self, y: Any) -> list[jax.Array]:
         """Splits the result of a call into those of the linear layers, ``[..., out_dim]`` each."""
-        ends = [sum(self.out_dims[: i + 1]) for i in range(len(self.out_dims) - 1)]
-        return jnp.split(unwrap(y), ends, axis=-1)
+        return _parts(y, self.out_dims)
 
 
 def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
@@ -219,7 +218,12 @@ def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
     # A hook must see every call, and a capture the call of each layer that it names.
     if isinstance(layer, StackedLinear) and not (hooks.token() or is_wanted(layer)):
         return layer.apart(x)
-    return jnp.split(unwrap(layer(x)), list(accumulate(sizes))[:-1], axis=-1)
+    return _parts(layer(x), sizes)
+
+
+def _parts(y: Any, sizes: Sequence[int]) -> list[jax.Array]:
+    """Parts of these sizes along the last axis."""
+    return jnp.split(unwrap(y), list(accumulate(sizes))[:-1], axis=-1)
 
 
 def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[str, Any]:
