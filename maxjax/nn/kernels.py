@@ -39,7 +39,7 @@ from .paged_attention import rms_norm_key_cache as rms_norm_key_cache
 from .paged_attention import rope_split_store_ragged as rope_split_store_ragged
 from .paged_attention import store_k_cache_ragged as store_k_cache_ragged
 from .paged_attention import store_v_cache_ragged as store_v_cache_ragged
-from .ragged import rotated, seen, sequences
+from .ragged import frequencies, rotated, seen, sequences
 
 
 @lift
@@ -149,14 +149,14 @@ def rope_ragged(
         input_row_offsets: offsets of the sequences ``[B + 1]``.
         start_pos: position of the first token of each sequence, ``[B]``.
         freqs_cis: table ``[positions, W]`` of a RotaryEmbedding; if W is less than D, only W elements of each head
-            are rotated.
+            are rotated. Tokens beyond the table give NaN.
         interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
         rope_first: whether the first W elements of a head are rotated; otherwise the last W are.
         output_dtype: dtype of the result; that of the input by default.
     """
     rows, places = sequences(input_row_offsets, input.shape[0])
     positions = places + start_pos.astype(jnp.int32)[rows]
-    found = rotated(input, freqs_cis[positions], interleaved, rope_first)
+    found = rotated(input, frequencies(freqs_cis, positions), interleaved, rope_first)
     return found if output_dtype is None else found.astype(DType.of(output_dtype).np)
 
 
@@ -181,10 +181,8 @@ def rope_ragged_with_position_ids(
     Raises:
         NotImplementedError: ``mrope_section`` is given, or ``position_ids`` has several axes.
     """
-    if mrope_section is not None or position_ids.ndim != 1:
-        raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
-                                  "has the families that use them")  # fmt: skip
-    return rotated(input, freqs_cis[position_ids.astype(jnp.int32)], interleaved, False)
+    table = frequencies(freqs_cis, position_ids, mrope_section)
+    return rotated(input, table, interleaved, False)
 
 
 @lift

@@ -20,7 +20,7 @@ from ..kernels import matmul
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant
 from .kv_cache.paged import KVCacheParams, PagedCacheValues
-from .ragged import rotated, seen, sequences
+from .ragged import frequencies, rotated, seen, sequences
 
 KEYS, VALUES = 0, 1
 
@@ -129,15 +129,8 @@ def matmul_kv_cache_ragged(
 
 
 def _frequencies(freqs_cis: Any, places: _Places, position_ids: Any, mrope_section: Any) -> Any:
-    if mrope_section is not None:
-        raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
-                                  "has the families that use them")  # fmt: skip
-    positions = (
-        places.positions
-        if position_ids is None
-        else _array(position_ids).reshape(-1).astype(jnp.int32)
-    )
-    return _array(freqs_cis)[positions]
+    positions = places.positions if position_ids is None else _array(position_ids).reshape(-1)
+    return frequencies(_array(freqs_cis), positions, mrope_section)
 
 
 def fused_qk_ragged_rope(

@@ -39,6 +39,18 @@ def sequences(offsets: Any, count: int) -> tuple[Any, Any]:
     return rows, tokens - offsets[rows]
 
 
+def frequencies(freqs_cis: Any, positions: Any, mrope_section: Any = None) -> Any:
+    """The rows ``[tokens, W]`` of a RotaryEmbedding's table for positions ``[tokens]``; NaN beyond the table.
+
+    Raises:
+        NotImplementedError: positions have several directions.
+    """
+    if mrope_section is not None or positions.ndim != 1:
+        raise NotImplementedError("positions in several directions (mrope_section) are not supported; maxjax.models "
+                                  "has the families that use them")  # fmt: skip
+    return jnp.take(freqs_cis, positions.astype(jnp.int32), axis=0, mode="fill")
+
+
 def rotated(x: Any, freqs: Any, interleaved: bool, rope_first: bool) -> Any:
     """``x [tokens, H, D]`` rotated by ``freqs [tokens, W]``, alternating cosines and sines; W may be less than D."""
     width = freqs.shape[-1]

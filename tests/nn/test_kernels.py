@@ -173,3 +173,11 @@ def test_rope_of_a_named_number_of_tokens():
     model = InferenceSession().load(Graph("rope", rope, input_types=kinds))
     x = draw(1, 5, 2, 8)
     np.testing.assert_allclose(model.execute(x)[0].value, rope(x), atol=1e-6)
+
+
+def test_tokens_beyond_the_table_of_a_rope_are_nan():
+    table, x = jnp.ones((2, 4)), jnp.ones((3, 1, 4))
+    found = kernels.rope_ragged(x, jnp.array([0, 3]), jnp.array([0]), table)
+    assert np.isfinite(found[:2]).all() and np.isnan(found[2]).all()
+    found = kernels.rope_ragged_with_position_ids(x, table, jnp.array([1, 5, 0]))
+    assert np.isnan(found[1]).all() and np.isfinite(found[::2]).all()
