@@ -337,6 +337,8 @@ def test_what_the_layer_refuses():
         layer_of(mask_variant=MHAMaskVariant.CHUNKED_CAUSAL_MASK)
     with pytest.raises(ValueError, match="sliding_window"):
         layer_of(mask_variant=MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK)
+    with pytest.raises(ValueError, match="needs a sliding_window"):
+        layer_of(mask_variant="4")
     with pytest.raises(ValueError, match=r"\[B, T, E\]"):
         layer_of()[0](jnp.ones((1, 1, 6, 16)))
 

@@ -134,7 +134,7 @@ class AttentionWithRope(Module):
                 else f"mask_variant={mask_variant!r}"
             )
             raise NotImplementedError(f"AttentionWithRope with {what} is not supported")
-        if mask_variant is MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK and sliding_window is None:
+        if mask_variant == MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK and sliding_window is None:
             raise ValueError("SLIDING_WINDOW_CAUSAL_MASK needs a sliding_window")
         self.rope, self.kv_params = rope, kv_params
         self.n_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
