@@ -43,6 +43,7 @@ class _Conv(Replicated, Module):
         self.num_groups, self.permute, self.device = num_groups, permute, device
         self.stride = sizes(stride, axes, "stride")
         self.dilation = sizes(dilation, axes, "dilation")
+        check_positive(kernel_size=kernel, stride=self.stride, dilation=self.dilation)
         self.padding = paddings(padding, axes)
         inner = in_channels // num_groups
         shape = (out_channels, inner, *kernel) if permute else (*kernel, inner, out_channels)
@@ -56,20 +57,16 @@ class _Conv(Replicated, Module):
         Raises:
             ValueError: ``x`` has the wrong number of axes or channels, or is smaller than the kernel.
         """
-        array, axes = unwrap(x), len(self.stride)
-        places, channels = _PLACES[-axes:], 1 if self.permute else -1
+        places = _PLACES[-len(self.stride) :]
         ends = f"NC{places}" if self.permute else f"N{places}C"
-        if array.ndim != axes + 2 or array.shape[channels] != self.in_channels:
-            layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
-            raise ValueError(f"{type(self).__name__} takes [{layout}], not {array.shape}")
-        array, kernel = same_width(array, unwrap(self.filter))
+        array, kernel = same_width(checked(self, x, ends), unwrap(self.filter))
         y = jax.lax.conv_general_dilated(
             array, kernel, self.stride, self.padding, rhs_dilation=self.dilation,
             dimension_numbers=(ends, f"OI{places}" if self.permute else f"{places}IO", ends),
             feature_group_count=self.num_groups,
         )  # fmt: skip
         check_not_empty(y, array, kernel, ends)
-        y = plus_bias(y, self.bias, channels)
+        y = plus_bias(y, self.bias, ends.index("C"))
         return TensorValue(y) if wraps(x) else y
 
     def initializer(self, name: str) -> Any:
@@ -194,11 +191,31 @@ def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:
     return tuple(operator.index(n) for n in numbers)
 
 
+def check_positive(**named: tuple[int, ...]) -> None:
+    """Checks that all sizes of these names are positive.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, values in named.items():
+        if min(values) < 1:
+            raise ValueError(f"{name} must be positive, not {values}")
+
+
 def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
     """(before, after) for each axis, from one number, one for each axis, or two for each axis."""
     if isinstance(value, list | tuple | np.ndarray) and len(value) == 2 * axes:
         return tuple((int(value[2 * i]), int(value[2 * i + 1])) for i in range(axes))
     return tuple((n, n) for n in sizes(value, axes, "padding"))
+
+
+def checked(layer: Any, x: Any, axes: str) -> jax.Array:
+    """The input of a convolution as an array, whose axes are checked: "C" has the layer's ``in_channels``."""
+    array, channels = unwrap(x), layer.in_channels
+    if array.ndim != len(axes) or array.shape[axes.index("C")] != channels:
+        layout = ", ".join(str(channels) if axis == "C" else axis for axis in axes)
+        raise ValueError(f"{type(layer).__name__} takes [{layout}], not {array.shape}")
+    return array
 
 
 def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:

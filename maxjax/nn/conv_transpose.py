@@ -13,7 +13,7 @@ from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
-from .conv import fan_in_normal, plus_bias, same_width
+from .conv import check_positive, checked, fan_in_normal, plus_bias, same_width
 from .layer import Module
 
 
@@ -68,6 +68,7 @@ class ConvTranspose1d(Module):
         self.kernel_length, self.in_channels, self.permute = length, in_channels, permute
         self.stride, self.dilation = _of_width(stride, 1), _of_width(dilation, 1)
         self.output_padding = _of_width(output_padding, 0)
+        check_positive(length=(length,), stride=(self.stride,), dilation=(self.dilation,))
         pad = tuple(padding) if isinstance(padding, Iterable) else (0, 0, padding, padding)
         if len(pad) != 4 or any(pad[:2]):
             raise ValueError(f"padding is one number or (0, 0, before, after), not {padding}")
@@ -86,12 +87,8 @@ class ConvTranspose1d(Module):
         Raises:
             ValueError: ``x`` has the wrong number of axes or channels.
         """
-        array, channels = unwrap(x), 1 if self.permute else -1
         ends = "NCL" if self.permute else "NLC"
-        if array.ndim != 3 or array.shape[channels] != self.in_channels:
-            layout = ", ".join(str(self.in_channels) if axis == "C" else axis for axis in ends)
-            raise ValueError(f"ConvTranspose1d takes [{layout}], not {array.shape}")
-        array, kernel = same_width(array, unwrap(self.weight))
+        array, kernel = same_width(checked(self, x, ends), unwrap(self.weight))
         # A transposed convolution is a convolution with the flipped kernel and zeros between the input's elements.
         kernel = jnp.flip(kernel, axis=2 if self.permute else 0)
         reach = self.dilation * (self.kernel_length - 1)
@@ -101,7 +98,7 @@ class ConvTranspose1d(Module):
             lhs_dilation=(self.stride,), rhs_dilation=(self.dilation,),
             dimension_numbers=(ends, "IOL" if self.permute else "LOI", ends),
         )  # fmt: skip
-        y = plus_bias(y, self.bias, channels)
+        y = plus_bias(y, self.bias, ends.index("C"))
         return TensorValue(y) if wraps(x) else y
 
     def initializer(self, name: str) -> Any:

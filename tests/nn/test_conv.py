@@ -148,6 +148,8 @@ def test_what_is_refused():
         )
     with pytest.raises(ValueError, match="padding is one number or 2, not 'same'"):
         nn.Conv2d(3, 4, 6, "float32", padding="same")
+    with pytest.raises(ValueError, match=r"stride must be positive, not \(1, 0\)"):
+        nn.Conv2d(3, 4, 6, "float32", stride=(1, 0))
 
 
 def test_sizes_that_are_not_python_numbers():

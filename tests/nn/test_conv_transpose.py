@@ -77,3 +77,5 @@ def test_what_is_refused():
         nn.ConvTranspose1d(3, 4, 6, "float32", padding=(1, 1, 0, 0))
     with pytest.raises(ValueError, match=r"takes \[N, 4, L\], not \(2, 7, 4\)"):
         nn.ConvTranspose1d(3, 4, 6, "float32", permute=True)(jnp.ones((2, 7, 4)))
+    with pytest.raises(ValueError, match="dilation must be positive"):
+        nn.ConvTranspose1d(3, 4, 6, "float32", dilation=0)
