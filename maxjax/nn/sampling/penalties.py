@@ -100,7 +100,6 @@ def _masked(
     bits = packed.reshape(flat.shape[0], -1)
     token = jnp.arange(flat.shape[1])
     kept = (bits[:, token // 32] >> (token % 32)[None]) & 1 == 1
-    masked = jnp.where(kept, flat, jnp.asarray(fill_val, flat.dtype))
     less = _amounts(flat.shape, data, offsets, frequency, presence)
-    found = (masked.astype(jnp.float32) - less).astype(flat.dtype)
-    return jnp.where(kept & (flat != -jnp.inf), found, masked).reshape(logits.shape)
+    found = (flat.astype(jnp.float32) - less).astype(flat.dtype)
+    return jnp.where(kept, found, jnp.asarray(fill_val, flat.dtype)).reshape(logits.shape)
