@@ -230,22 +230,21 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
     count = shape[0] * shape[1]
     codes = tensors["weight"].reshape(-1)
     codes = jnp.stack([codes >> 4, codes & 15], -1).reshape(-1)
-    values = jnp.take(
-        tensors["weight.quant_map"].astype(jnp.float32),
-        codes.astype(jnp.int32),
-        axis=0,
-        mode="clip",
-    )
+    values = _looked_up(tensors["weight.quant_map"], codes)
     scale = tensors["weight.absmax"]
     if nested:
         state = tensors[f"weight.quant_state.bitsandbytes__{kind}"]
         offset = jax.lax.bitcast_convert_type(state[:4], jnp.float32)
-        levels = tensors["weight.nested_quant_map"].astype(jnp.float32)
-        scale = jnp.take(levels, scale.astype(jnp.int32), axis=0, mode="clip") * _each(
-            tensors["weight.nested_absmax"].astype(jnp.float32), nested, scale.shape[0]
-        )
-        scale = scale + offset
+        of_scales = tensors["weight.nested_absmax"].astype(jnp.float32)
+        levels = _looked_up(tensors["weight.nested_quant_map"], scale)
+        scale = levels * _each(of_scales, nested, scale.shape[0]) + offset
     return (values * _each(scale.astype(jnp.float32), size, count)).reshape(shape)
+
+
+def _looked_up(levels: Any, codes: jax.Array) -> jax.Array:
+    """The values of codes in float32; a code beyond the table means its last value."""
+    table = jnp.asarray(levels).astype(jnp.float32)
+    return jnp.take(table, codes.astype(jnp.int32), axis=0, mode="clip")
 
 
 def _each(blocks: jax.Array, size: int, count: int) -> jax.Array:
@@ -273,7 +272,7 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     """
     blocks = tensors["blocks"]
     q = jnp.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
-    values = jnp.take(jnp.asarray(E2M1), q.astype(jnp.int32), axis=0, mode="clip")
+    values = _looked_up(E2M1, q)
     # 2^(e - 127) as the product of two factors that are normal numbers for every e.
     e = tensors["scales"][..., None].astype(jnp.int32)
     values = values * _power((e >> 1) - 64) * _power(e - (e >> 1) - 63)

@@ -42,8 +42,18 @@ class Bits:
         return np.asarray(array).view(self.dtype.np)
 
 
+class _Checked:
+    """A FileForm that checks a tensor and stores it as it is."""
+
+    elementwise: ClassVar[bool] = False
+
+    def to_file(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return array
+
+
 @dataclass(frozen=True)
-class Exactly:
+class Exactly(_Checked):
     """The FileForm of a tensor whose values are known in advance, such as the shape of the weight.
 
     Attributes:
@@ -51,8 +61,6 @@ class Exactly:
     """
 
     values: tuple[int, ...]
-
-    elementwise: ClassVar[bool] = False
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a file has integers, as many as are expected."""
@@ -69,13 +77,9 @@ class Exactly:
             raise ValueError(f"'{name}' must be {list(self.values)}, not {list(found)}")
         return array
 
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The array itself."""
-        return array
-
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(_Checked):
     """The FileForm of ``g_idx``, the group of each column of a weight.
 
     Attributes:
@@ -97,8 +101,6 @@ class Groups:
     count: int
     group: int
     ordered: bool = False
-
-    elementwise: ClassVar[bool] = False
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a file has an integer for each column."""
@@ -122,10 +124,6 @@ class Groups:
             raise ValueError(
                 f"'{name}' has groups of columns that are not consecutive, but desc_act is not set"
             )
-        return array
-
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The array itself."""
         return array
 
 
