@@ -71,13 +71,21 @@ def read(
 def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
     """The description of the values of all layers as one array."""
     layer = destination(fits[0])
-    lead = (len(fits),) if stack is None else stack.lead
+    lead = (len(fits),) if stack is None else tuple(stack.lead)
     sharding = None if stack is None else stack.leaf_sharding
+    sharding = sharding or with_leading(layer.sharding, len(lead)) or _committed(fits)
+    return _of_several(fits, layer, lead, sharding)
+
+
+def _of_several(
+    fits: Sequence[Fit], one: Destination, lead: tuple[int, ...], sharding: Any
+) -> Destination:
+    """The description of several values, each like ``one``, as an array with leading axes ``lead``."""
     return dataclasses.replace(
-        layer,
-        shape=(*lead, *layer.shape),
-        sources=[source(one) for one in fits],
-        sharding=sharding or with_leading(layer.sharding, len(lead)) or _committed(fits),
+        one,
+        shape=(*lead, *one.shape),
+        sources=[source(fit) for fit in fits],
+        sharding=sharding,
         axis=0,
         levels=len(lead),
         convert=lambda number, array: convert(fits[number], array),
@@ -119,18 +127,8 @@ def _shares_in_turn(many: int, shares: int, count: int) -> list[list[int]]:
 
 def _group(fits: Sequence[Fit], stack: StackedWeight | None, stacked: Destination) -> Destination:
     """One Weight of each device's share, as an array ``[shares, ...]``."""
-    one = destination(fits[0], stacked.sharding)
-    if stack is None or not stack.split:
-        return dataclasses.replace(one, shape=(1, *one.shape), sources=[source(fits[0])], axis=0,
-                                   sharding=with_leading(one.sharding, 1))  # fmt: skip
-    return dataclasses.replace(
-        one,
-        shape=(len(fits), *one.shape),
-        sources=[source(fit) for fit in fits],
-        sharding=with_leading(one.sharding, 1, stack.split),
-        axis=0,
-        convert=lambda number, array: convert(fits[number], array),
-    )
+    one, split = destination(fits[0], stacked.sharding), () if stack is None else stack.split
+    return _of_several(fits, one, (len(fits),), with_leading(one.sharding, 1, split))
 
 
 def _has_sizes(one: Fit) -> bool:

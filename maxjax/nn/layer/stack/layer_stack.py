@@ -144,9 +144,8 @@ class LayerStack(LayerList, is_stack=True):
         """Returns this stack. To stack in another way, call :meth:`unstack` first."""
         if not self._layout.slots:  # it was unstacked
             return LayerStack(self.layers, period=period, first=first, list_class=self._list_class)
-        if (period, first) == (None, 0):
-            return self
-        if period not in (None, self._layout.period) or first != self._layout.first:
+        fits = period in (None, self._layout.period) and first == self._layout.first
+        if not fits and (period, first) != (None, 0):
             raise ValueError(f"the layers are stacked already, as {self._layout}: unstack() first")
         return self
 
