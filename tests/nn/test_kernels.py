@@ -181,3 +181,9 @@ def test_tokens_beyond_the_table_of_a_rope_are_nan():
     assert np.isfinite(found[:2]).all() and np.isnan(found[2]).all()
     found = kernels.rope_ragged_with_position_ids(x, table, jnp.array([1, 5, 0]))
     assert np.isnan(found[1]).all() and np.isfinite(found[::2]).all()
+
+
+def test_choices_of_no_expert_are_last():
+    order, starts, back, *_ = kernels.moe_create_indices(jnp.array([-1, 0, 2, 3]), 3)
+    assert order.tolist() == [1, 2, 0, 3] and starts.tolist() == [0, 1, 1, 2]
+    assert back.tolist() == [2, 0, 1, 3]

@@ -18,7 +18,7 @@ def moe_create_indices(
     """Sorts the assignments of tokens to experts by expert.
 
     Args:
-        topk_ids: index of the expert of each assignment, ``[N]``.
+        topk_ids: index of the expert of each assignment, ``[N]``. Those out of range mean no expert and are last.
         num_local_experts: number E of experts.
         needs_scales_offset: whether to return offsets of scales for quantised experts; not supported.
 
@@ -36,6 +36,7 @@ def moe_create_indices(
     if needs_scales_offset:
         raise NotImplementedError("needs_scales_offset is for MAX's quantised experts; use nn.MoE")
     ids = topk_ids.astype(jnp.int32)
+    ids = jnp.where(ids < 0, num_local_experts, ids)  # no expert
     order = jnp.argsort(ids, stable=True)
     counts = jnp.zeros(num_local_experts, jnp.int32).at[ids].add(1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
