@@ -42,10 +42,6 @@ def forward_moe_sharded_layers(
     """
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_sharded_layers(shards, xs)
-    if len(shards) != len(xs):
-        raise ValueError(
-            f"there are {len(shards)} layers and {len(xs)} tensors: each layer needs one tensor"
-        )
     return _exchanged(shards, xs, eplb_counter_buffers)
 
 
@@ -54,7 +50,7 @@ def _exchanged(
 ) -> list[Any]:
     manager = shards[0].ep_batch_manager
     config, devices = manager.config, [shard.devices[0].id for shard in shards]
-    routed = [shard.gate(x) for shard, x in zip(shards, xs, strict=True)]
+    routed = forward_sharded_layers([shard.gate for shard in shards], xs)
     ids, shares = map(list, zip(*routed, strict=True))
     for buffer, shard, chosen in zip(counters or (), shards, ids, strict=bool(counters)):
         _count(buffer, chosen, shard.num_experts)
