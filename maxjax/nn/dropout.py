@@ -41,10 +41,17 @@ class Dropout(Module):
 
         Args:
             key: random key; None keeps every element.
+
+        Raises:
+            ValueError: there is a key, and ``x`` holds integers.
         """
         if key is None or self.p == 0:
             return x
         array = jnp.asarray(unwrap(x))
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise ValueError(
+                f"Dropout takes floats, not {array.dtype}: cast the input to a float first"
+            )
         kept = jax.random.bernoulli(key, 1 - self.p, array.shape)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         y = jnp.where(kept, array * jnp.asarray(scale, array.dtype), jnp.zeros((), array.dtype))

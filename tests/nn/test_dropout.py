@@ -23,3 +23,8 @@ def test_a_key_drops_and_keeps_the_mean():
 def test_no_probability(p):
     with pytest.raises(ValueError, match="probability"):
         nn.Dropout(p)
+
+
+def test_integers_are_refused():
+    with pytest.raises(ValueError, match="takes floats, not int32"):
+        nn.Dropout(0.3)(jnp.arange(3), jax.random.key(0))
