@@ -113,9 +113,7 @@ class Linear(LowRank):
         if self.clip_weight is not None:
             array = jnp.asarray(self.weight.stored.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
-        y = self.updated(self._product(x, weight), x)
-        if self.bias is not None:
-            y = add_bias(y, self.bias)
+        y = add_bias(self.updated(self._product(x, weight), x), self.bias)
         return TensorValue(y) if wraps(x) else y
 
     def _product(self, x: Any, weight: Any) -> Any:
@@ -179,10 +177,7 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
     for layer in layers:
         refuse_integers(x, layer.weight)
     results = all_updated(layers, x, matmul(unwrap(x), [layer.weight for layer in layers]))
-    return [
-        y if layer.bias is None else add_bias(y, layer.bias)
-        for y, layer in zip(results, layers, strict=True)
-    ]
+    return [add_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True)]
 
 
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:

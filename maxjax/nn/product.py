@@ -54,7 +54,9 @@ def linear(
 
 
 def add_bias(y: jax.Array, bias: Any) -> jax.Array:
-    """``y + bias`` along the last axis, in the dtype of ``y``."""
+    """``y + bias`` along the last axis, in the dtype of ``y``; ``y`` if there is no bias."""
+    if bias is None:
+        return y
     bias = jnp.asarray(bias)
     bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
     if bias.dtype == y.dtype:

@@ -191,13 +191,12 @@ class StackedLinear(LowRank):
                 y = add_bias(y, self.bias.stored.used().reshape(-1))
             return layout.parts(y)
         y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
-        return self.split(y if self.bias is None else add_bias(y, self.bias))
+        return self.split(add_bias(y, self.bias))
 
     def _matmul(self, x: Any) -> jax.Array:
         refuse_integers(x, self.weight)
         weight = self.weight if self.clip_weight is None else self.stacked_weight
-        y = self.updated(matmul(x, weight), x)
-        return y if self.bias is None else add_bias(y, self.bias)
+        return add_bias(self.updated(matmul(x, weight), x), self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
         """Splits the result of a call into those of the linear layers, ``[..., out_dim]`` each."""

@@ -125,8 +125,7 @@ class MultiHeadAttention(Module):
         size = self.embed_dim
         if self.is_fused and inputs[0] is inputs[1] and inputs[1] is inputs[2]:
             y = matmul(arrays[0], self.in_proj_weight)
-            y = y if self.in_proj_bias is None else add_bias(y, self.in_proj_bias)
-            return jnp.split(y, 3, axis=-1)
+            return jnp.split(add_bias(y, self.in_proj_bias), 3, axis=-1)
         if self.is_fused:
             weights = jnp.split(jnp.asarray(self.in_proj_weight), 3)
         else:

@@ -94,9 +94,7 @@ class QuantizedLinear(LowRank):
         if mesh is not None:
             wanted = [*explicit.entries(array)[:-1], self._split(0, tensors)]
             product = explicit.automatic(product, mesh, wanted)
-        y = self.updated(product(array, tensors), x)
-        if self.bias is not None:
-            y = add_bias(y, self.bias)
+        y = add_bias(self.updated(product(array, tensors), x), self.bias)
         return TensorValue(y) if wraps(x) else y
 
     def dequantise(self, dtype: Any = jnp.float32) -> jax.Array:
