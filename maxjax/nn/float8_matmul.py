@@ -117,12 +117,7 @@ def quantize_static_scaled_float8(
         [[1.5, -0.5]]
     """
     scale = _scalar("scale", scale)
-    if DType.of(x.dtype) not in _FLOATS:
-        raise ValueError(
-            f"expected input dtype to be float16, bfloat16, or float32, but got {x.dtype}"
-        )
-    if x.ndim != 2:
-        raise ValueError(f"expected input rank to be 2, but got {x.ndim}")
+    _check_matrix("input", x, _FLOATS, "float16, bfloat16, or float32")
     kind = DType.of(out_type)
     most = float(jnp.finfo(kind.np).max)
     y = x.astype(jnp.float32)
@@ -220,12 +215,7 @@ def matmul_static_scaled_float8(
     """
     scale = _scalar("input_scale", input_scale) * _scalar("weight_scale", weight_scale)
     for name, x in (("input", input), ("weight", weight)):
-        if DType.of(x.dtype) not in _FLOAT8:
-            raise ValueError(
-                f"expected {name} dtype to be float8_e4m3fn or float8_e4m3fnuz, but got {x.dtype}"
-            )
-        if x.ndim != 2:
-            raise ValueError(f"expected {name} rank to be 2, but got {x.ndim}")
+        _check_matrix(name, x, _FLOAT8, "float8_e4m3fn or float8_e4m3fnuz")
     if input.shape[1] != weight.shape[1]:
         raise ValueError("K dimension does not match for matmul")
     y = _product(input.astype(jnp.float32), weight.astype(jnp.float32), DType.float32)
@@ -243,6 +233,13 @@ def _has_blocks(inputs: InputScaleSpec, weights: WeightScaleSpec) -> bool:
     if inputs.is_block != weights.is_block:
         raise ValueError("both input and weight must be blockwise scaled for blockwise scaling")
     return inputs.is_block
+
+
+def _check_matrix(name: str, x: jax.Array, dtypes: tuple[DType, ...], known: str) -> None:
+    if DType.of(x.dtype) not in dtypes:
+        raise ValueError(f"expected {name} dtype to be {known}, but got {x.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"expected {name} rank to be 2, but got {x.ndim}")
 
 
 def _scalar(name: str, scale: Any) -> jax.Array:

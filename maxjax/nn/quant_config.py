@@ -69,6 +69,16 @@ class _Scale:
                 f"block_size must be two integers where blocks share a scale, not {self.block_size!r}"
             )
 
+    def shared(self, each_row: bool) -> tuple[int, int]:
+        """The numbers of rows and columns that share a scale; -1 means all.
+
+        Args:
+            each_row: whether each row has a scale of its own, if there are no blocks.
+        """
+        if self.is_block and self.block_size is not None:
+            return self.block_size
+        return (1 if each_row else -1), -1
+
     @property
     def is_tensor(self) -> bool:
         return self.granularity is ScaleGranularity.TENSOR
@@ -217,14 +227,8 @@ class QuantConfig:
         if given.is_rowwise or weight.is_colwise:
             side = "input" if given.is_rowwise else "weight"
             raise ValueError(f"unsupported {side} scale granularity")
-        m, k = (
-            given.block_size or (1, -1) if given.is_block else (1 if given.is_colwise else -1, -1)
-        )
-        n, other = (
-            weight.block_size or (1, -1)
-            if weight.is_block
-            else (1 if weight.is_rowwise else -1, -1)
-        )
+        m, k = given.shared(given.is_colwise)
+        n, other = weight.shared(weight.is_rowwise)
         if k != other:
             raise ValueError(f"inputs share a scale along {k} elements, and weights along {other}")
         return m, n, k

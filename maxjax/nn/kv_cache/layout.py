@@ -158,14 +158,13 @@ class CachePart:
 
     def keys(self, array: jax.Array) -> jax.Array:
         """The device's sequences and heads of keys or values ``[B, ..., K, D]``."""
-        size = array.shape[-2] // self.layout.heads
-        first = self._number // self.layout.group * size
-        return self.rows(jax.lax.dynamic_slice_in_dim(array, first, size, array.ndim - 2))
+        return self.rows(self.of_heads(array, array.ndim - 2))
 
-    def of_heads(self, array: jax.Array) -> jax.Array:
-        """The elements of an array ``[H]`` for the query heads that :meth:`queries` returns."""
-        size = array.shape[0] // self.layout.heads
-        return jax.lax.dynamic_slice_in_dim(array, self._number // self.layout.group * size, size)
+    def of_heads(self, array: jax.Array, axis: int = 0) -> jax.Array:
+        """The part of an array along an axis of heads that belongs to the KV heads of the device."""
+        size = array.shape[axis] // self.layout.heads
+        first = self._number // self.layout.group * size
+        return jax.lax.dynamic_slice_in_dim(array, first, size, axis)
 
     def queries(self, array: jax.Array) -> jax.Array:
         """The queries, from ``[B, ..., H, D]``, that attend to the device's keys."""
@@ -212,8 +211,7 @@ class CachePart:
 # JAX has no batching rule for an all-to-all with axis_index_groups. The transpose of an all-to-all is its inverse.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
 def _all_to_all(where: Any, array: jax.Array, split: int, joined: int) -> jax.Array:
-    found: jax.Array = _batched_all_to_all(where, split, joined)(array)
-    return found
+    return _batched_all_to_all(where, split, joined)(array)
 
 
 _all_to_all.defvjp(

@@ -107,10 +107,9 @@ class PerLayer:
             trees = [values[i] for i in layout.members(slot)]
             kinds = {str(jax.tree.map(jax.typeof, tree)) for tree in trees}
             if len(kinds) > 1:
-                numbers = ", ".join(map(str, layout.members(slot)[:3])) + ", …" * (
-                    layout.repeats > 3
-                )
-                raise ValueError(f"layers {numbers} are equal, but their values are not: "
+                more = ", …" if layout.repeats > 3 else ""
+                numbers = ", ".join(map(str, layout.members(slot)[:3]))
+                raise ValueError(f"layers {numbers}{more} are equal, but their values are not: "
                                  f"{' and '.join(sorted(kinds)[:2])}")  # fmt: skip
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
         return cls(slots, [values[i] for i in layout.unstacked], layout)
@@ -151,9 +150,7 @@ class PerLayer:
         i = range(self.layout.count)[i]
         slot = self.layout.slot_of(i)
         if slot is None:
-            return self.rest[
-                i if i < self.layout.first else i - self.layout.end + self.layout.first
-            ]
+            return self.rest[self.layout.unstacked.index(i)]
         place = (i - self.layout.first) // self.layout.period
         return jax.tree.map(lambda a: a[place], self.slots[slot])
 
