@@ -273,9 +273,6 @@ def top_k_per_row(input: Any, k: Any, max_k: int) -> tuple[Any, Any]:
             TensorValue(jnp.where(there, places.value, -1)))  # fmt: skip
 
 
-__getattr__ = _absent(__name__)
-
-
 def _check_pair(op: str, q: Any, k: Any) -> None:
     """Checks that queries and keys are matrices with equal numbers of rows and equal dtypes.
 
@@ -426,3 +423,6 @@ def gated_group_rmsnorm(y: Any, gate: Any, norm_weight: Any, eps: float, group_s
     mean = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
     normed = (groups * jax.lax.rsqrt(mean + eps)).reshape(y.shape)
     return (normed * norm_weight.astype(jnp.float32)[None]).astype(y.dtype)
+
+
+__getattr__ = _absent(__name__)

@@ -1,4 +1,4 @@
-"""MAX\'s path of rejection samplers for speculative decoding: using one raises NotImplementedError with advice."""
+"""MAX's path of rejection samplers for speculative decoding: using one raises NotImplementedError with advice."""
 
 from ...absent import absent as _absent
 

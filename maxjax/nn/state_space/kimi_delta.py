@@ -1,4 +1,4 @@
-"""MAX\'s path of Kimi's delta rule: using a name of it raises NotImplementedError with advice."""
+"""MAX's path of Kimi's delta rule: using a name of it raises NotImplementedError with advice."""
 
 from ...absent import absent as _absent
 
