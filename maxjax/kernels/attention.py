@@ -20,7 +20,8 @@ from . import explicit
 from .blocked_attention import NO_KEY as NO_KEY
 from .blocked_attention import Attending, blocked_attention
 from .int8_rows import restored
-from .sinks import with_sinks
+from .sinks import checked_sinks, with_sinks
+from .stack_slice import layer_of
 
 # The most scores that are computed at once: 32 MiB in float32.
 MOST_SCORES = 1 << 23
@@ -79,7 +80,7 @@ def attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if mask is not None:
         mask = mask_4d(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-    sinks = _checked_sinks(sinks, query.shape[2])
+    sinks = checked_sinks(sinks, query.shape[2])
     blocked = _is_large(query, key.shape[1]) and (mask is None or mask.shape[1:3] == (1, 1))
     blocked = blocked and bias is None
     mesh = explicit.mesh_of(query, key, value)
@@ -101,8 +102,7 @@ def attention(
 
     arrays = [jnp.asarray(a) for a in (mask, bias) if a is not None]
     has_mask = mask is not None
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(query))
+    run = explicit.automatic(run, mesh, explicit.entries(query))
     return run(query, key, value, sinks, *arrays)
 
 
@@ -170,7 +170,7 @@ def causal_attention(
     )  # fmt: skip
     slots = cache[0].shape[3]
     at_once = _are_few(slots, query.shape[1]) and not _is_large(query, slots)
-    sinks = _checked_sinks(sinks, query.shape[2])
+    sinks = checked_sinks(sinks, query.shape[2])
 
     def run(
         query: Any, sinks: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any
@@ -184,8 +184,7 @@ def causal_attention(
             query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
         )
 
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(query))
+    run = explicit.automatic(run, mesh, explicit.entries(query))
     return run(query, sinks, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
 
 
@@ -216,24 +215,17 @@ def attention_weights(
     """
     dtype = DType.of(softmax_dtype).np
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    (batch, length, heads, width), (_, keys, kv_heads, _) = query.shape, key.shape
+    (batch, length, heads, _), keys = query.shape, key.shape[1]
     if mask is not None:
         mask = mask_4d(mask, (batch, heads, length, keys))
-
-    sinks = _checked_sinks(sinks, heads)
+    sinks = checked_sinks(sinks, heads)
 
     def run(query: Any, key: Any, sinks: Any, *arrays: Any) -> jax.Array:
         masks = arrays if mask is not None else ()
-        q, k = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key))  # [B, H|K, T|S, D]
-        grouped = (batch, kv_heads, heads // kv_heads * length, width)
-        scores = jnp.einsum("bhtd,bhsd->bhts", q.reshape(grouped), k, preferred_element_type=dtype)
-        scores = scores.reshape(batch, heads, length, keys) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        if bias is not None:
-            scores = scores + arrays[-1].astype(dtype)
-        if masks:
-            scores = jnp.where(masks[0], scores, jnp.finfo(dtype).min)
+        scores = _scores(
+            query, key, masks[0] if masks else None, None if bias is None else arrays[-1],
+            scale, soft_cap, dtype,
+        )  # fmt: skip
         if sinks.size:
             column = jnp.broadcast_to(
                 sinks.astype(dtype)[None, :, None, None], (*scores.shape[:3], 1)
@@ -243,10 +235,8 @@ def attention_weights(
             found = jax.nn.softmax(scores, axis=-1)
         return jnp.where(masks[0], found, 0) if masks else found
 
-    mesh = explicit.mesh_of(query, key)
-    if mesh is not None:
-        rows, tokens, over, _ = explicit.entries(query)
-        run = explicit.automatic(run, mesh, [rows, over, tokens, ()])
+    rows, tokens, over, _ = explicit.entries(query)
+    run = explicit.automatic(run, explicit.mesh_of(query, key), [rows, over, tokens, ()])
     return run(query, key, sinks, *(jnp.asarray(a) for a in (mask, bias) if a is not None))
 
 
@@ -257,21 +247,12 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
         >>> weighted_values(jnp.full((1, 2, 1, 2), 0.5), jnp.arange(4.0).reshape(1, 2, 1, 2)).tolist()
         [[[[1.0, 2.0], [1.0, 2.0]]]]
     """
-    (batch, heads, length, keys), (_, _, kv_heads, width) = weights.shape, value.shape
 
     def run(weights: Any, value: Any) -> jax.Array:
-        v = jnp.transpose(value, (0, 2, 1, 3))
-        rows = weights.reshape(batch, kv_heads, heads // kv_heads * length, keys)
-        mixed = jnp.einsum(
-            "bhts,bhsd->bhtd", rows.astype(v.dtype), v, preferred_element_type=weights.dtype
-        )
-        mixed = mixed.reshape(batch, heads, length, width)
-        return jnp.transpose(mixed, (0, 2, 1, 3)).astype(value.dtype)
+        return jnp.transpose(_mixed(weights, value), (0, 2, 1, 3)).astype(value.dtype)
 
-    mesh = explicit.mesh_of(weights, value)
-    if mesh is not None:
-        rows, over, tokens, _ = explicit.entries(weights)
-        run = explicit.automatic(run, mesh, [rows, tokens, over, ()])
+    rows, over, tokens, _ = explicit.entries(weights)
+    run = explicit.automatic(run, explicit.mesh_of(weights, value), [rows, tokens, over, ()])
     return run(weights, value)
 
 
@@ -281,20 +262,15 @@ def cached_rows(
     """Keys and values ``[B, S, repeats · K, D]`` of one layer of a cache for :func:`causal_attention`."""
 
     def run(layer: Any, *cache: Any) -> list[jax.Array]:
-        keys, values, *scales = (
-            jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
-            for a in cache
-        )
+        keys, values, *scales = (layer_of(a, layer) for a in cache)
         if scales:
             pairs = zip((keys, values), scales, strict=True)
             keys, values = (restored(a, s, dtype) for a, s in pairs)
         rows = (a.astype(dtype).swapaxes(1, 2) for a in (keys, values))
         return [jnp.repeat(a, repeats, axis=2) for a in rows]
 
-    mesh = explicit.mesh_of(*cache)
-    if mesh is not None:
-        _, batch, heads, slots, width = explicit.entries(cache[0])
-        run = explicit.automatic(run, mesh, [[batch, slots, heads, width]] * 2)
+    _, batch, heads, slots, width = explicit.entries(cache[0])
+    run = explicit.automatic(run, explicit.mesh_of(*cache), [[batch, slots, heads, width]] * 2)
     keys, values = run(jnp.asarray(layer, jnp.int32), *cache)
     return keys, values
 
@@ -360,23 +336,8 @@ def _attention(
     sinks: jax.Array,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    # Heads first, then batched matmuls, and the division last, of D numbers per query instead of
-    # S: on a CPU this is 2 to 4 times faster than the obvious einsums and softmax.
-    q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key, value))  # [B, H|K, T|S, D]
-    # The queries that share a KV head are rows of one matrix: [B, K, H/K · T, D].
-    (batch, heads, length, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    grouped = (batch, kv_heads, heads // kv_heads * length)
-    scores = jnp.einsum(
-        "bhtd,bhsd->bhts", q.reshape(*grouped, width), k, preferred_element_type=dtype
-    )
-    scores = scores.reshape(batch, heads, length, keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if bias is not None:
-        scores = scores + bias.astype(dtype)
-    if mask is not None:
-        # Not -inf: a fully masked row would become NaN.
-        scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
+    # The division is last, of D numbers per query instead of S.
+    scores = _scores(query, key, mask, bias, scale, soft_cap, dtype)
     lowest = jnp.finfo(dtype).min  # for S = 0
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=lowest)
     of_all = sinks.astype(dtype)[None, :, None, None]  # [1, H or 0, 1, 1]
@@ -387,25 +348,42 @@ def _attention(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks.size:
         total = total + jnp.exp(of_all - largest)
-    rows = weights.astype(value.dtype).reshape(*grouped, keys)
-    mixed = jnp.einsum("bhts,bhsd->bhtd", rows, v, preferred_element_type=dtype)
-    return jnp.transpose((mixed.reshape(q.shape) / total).astype(value.dtype), (0, 2, 1, 3))
+    mixed = _mixed(weights, value) / total
+    return jnp.transpose(mixed.astype(value.dtype), (0, 2, 1, 3))
+
+
+# Heads first, then batched matmuls, in which the queries that share a KV head are rows of one matrix: on a CPU
+# this is 2 to 4 times faster than the obvious einsums.
+
+
+def _scores(
+    query: jax.Array, key: jax.Array, mask: Any, bias: Any, scale: float, soft_cap: float | None, dtype: Any
+) -> jax.Array:  # fmt: skip
+    """The scores ``[B, H, T, S]``, with the lowest number where masked."""
+    (batch, length, heads, width), (_, keys, kv_heads, _) = query.shape, key.shape
+    q, k = (jnp.transpose(a, (0, 2, 1, 3)) for a in (query, key))  # [B, H|K, T|S, D]
+    grouped = (batch, kv_heads, heads // kv_heads * length, width)
+    scores = jnp.einsum("bhtd,bhsd->bhts", q.reshape(grouped), k, preferred_element_type=dtype)
+    scores = scores.reshape(batch, heads, length, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
+    # Not -inf: a fully masked row would become NaN.
+    return scores if mask is None else jnp.where(mask, scores, jnp.finfo(dtype).min)
+
+
+def _mixed(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """The values ``[B, S, K, D]`` summed with weights ``[B, H, T, S]``: ``[B, H, T, D]``, in the weights' dtype."""
+    (batch, heads, length, keys), (_, _, kv_heads, width) = weights.shape, value.shape
+    v = jnp.transpose(value, (0, 2, 1, 3))
+    rows = weights.astype(v.dtype).reshape(batch, kv_heads, heads // kv_heads * length, keys)
+    mixed = jnp.einsum("bhts,bhsd->bhtd", rows, v, preferred_element_type=weights.dtype)
+    return mixed.reshape(batch, heads, length, width)
 
 
 def _mean(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:
     return with_sinks(out, sums, sinks) if sinks.size else out
-
-
-def _checked_sinks(sinks: Any, heads: int) -> jax.Array:
-    """The sinks as an array ``[H]``, or ``[0]`` without sinks."""
-    if sinks is None:
-        return jnp.zeros(0, jnp.float32)
-    sinks = jnp.asarray(sinks)
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks must have the shape ({heads},), a score for each query head, not {sinks.shape}"
-        )
-    return sinks
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

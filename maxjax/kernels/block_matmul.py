@@ -7,7 +7,6 @@ cuBLAS multiplies by it. A kernel in Pallas for Triton reads the matrix in place
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +17,10 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
-from .gpu.triton import unavailable
+from .gpu.triton import dot, unavailable
 from .operation import Operation
-from .pallas import program_device
+from .pallas import program_device, refused, result
 
-_LOG = logging.getLogger("maxjax")
 # The widest tiles of outputs and of inputs that a program of the kernel takes; Triton multiplies
 # matrices of 16 rows or more.
 _TILES, _LEAST = (128, 64), 16
@@ -98,12 +96,10 @@ def kernel(x: jax.Array, w: jax.Array, owner: jax.Array, interpret: bool = False
 
     (blocks, rows, depth), out = x.shape, w.shape[1]
     wide, deep = _tile(out, 0), _tile(depth, 1)
-    varying = jax.typeof(x).manual_axis_type
-    result = jax.ShapeDtypeStruct((blocks, rows, out), x.dtype, manual_axis_type=varying)
     return pl.pallas_call(
         functools.partial(_program, wide=wide, deep=deep),
         grid=(blocks, out // wide),
-        out_shape=result,
+        out_shape=result((blocks, rows, out), x, x.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="maxjax_block_matmul",
@@ -125,7 +121,7 @@ def _program(owner: Any, x: Any, w: Any, y: Any, *, wide: int, deep: int) -> Non
         inner = i * deep + jnp.arange(deep, dtype=jnp.int32)[None, :]
         some = triton.load(x.at[block, row, inner])  # [rows, deep]
         matrix = triton.load(w.at[number, column, inner])  # [wide, deep]
-        return total + jax.lax.dot(some, matrix.T, preferred_element_type=jnp.float32)
+        return total + dot(some, matrix.T)
 
     # For an unused block nothing is read.
     turns = jnp.where(number < 0, jnp.int32(0), jnp.int32(depth // deep))
@@ -136,10 +132,9 @@ def _program(owner: Any, x: Any, w: Any, y: Any, *, wide: int, deep: int) -> Non
 
 def _on_cuda(static: Any, x: jax.Array, w: jax.Array, owner: jax.Array) -> list[jax.Array]:
     why = lacks(x, w) or unavailable(program_device())
-    if not why:
-        return [kernel(x, w, owner)]
-    _LOG.debug("maxjax: experts have no kernel for this on a GPU, jnp is used: %s", why)
-    return _definition(static, x, w, owner)
+    if refused("a matmul of experts on a GPU", why):
+        return _definition(static, x, w, owner)
+    return [kernel(x, w, owner)]
 
 
 def _rule(ranks: Sequence[int]) -> Any:
@@ -156,6 +151,5 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_block_matmul", _types, _definition, {"cuda": _on_cuda}, _rule, _shardings,
-    lambda *_: None,
-)  # fmt: skip
+    "maxjax_block_matmul", _types, _definition, {"cuda": _on_cuda}, _rule, _shardings
+)

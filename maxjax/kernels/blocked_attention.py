@@ -12,7 +12,6 @@ head dimension D, n blocks of queries with C queries each.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,11 +27,9 @@ from .int8_rows import restored
 from .key_ranges import NO_KEY as NO_KEY
 from .key_ranges import NO_QUERY
 from .operation import Operation, varying_with
-from .pallas import program_device
+from .pallas import program_device, refused
 from .tpu import attention as tpu_attention
 from .tpu.mosaic import unavailable as no_mosaic
-
-_LOG = logging.getLogger("maxjax")
 
 # Largest number of queries and of keys in a block.
 QUERIES, KEYS = 512, 1024
@@ -437,20 +434,19 @@ def _on_cpu(attending: Attending, devices: int, *operands: Any) -> Any:
 
 def _on_cuda(attending: Attending, *operands: Any) -> Any:
     why = gpu_attention.lacks(attending.dtype, *operands[:2]) or no_triton(program_device())
-    return _by_kernel(None if why else gpu_attention.kernel, "GPU", why, attending, *operands)
+    if refused("attention on a GPU", why):
+        return _definition(attending, *operands)
+    return _by_kernel(gpu_attention.kernel, attending, *operands)
 
 
 def _on_tpu(attending: Attending, *operands: Any) -> Any:
     why = tpu_attention.lacks(attending.dtype, *operands[:2]) or no_mosaic(program_device())
-    return _by_kernel(None if why else tpu_attention.kernel, "TPU", why, attending, *operands)
-
-
-def _by_kernel(
-    kernel: Any, where: str, why: str, attending: Attending, *operands: Any, **options: Any
-) -> Any:
-    if kernel is None:
-        _LOG.debug("maxjax: attention has no kernel for this on a %s, jnp is used: %s", where, why)
+    if refused("attention on a TPU", why):
         return _definition(attending, *operands)
+    return _by_kernel(tpu_attention.kernel, attending, *operands)
+
+
+def _by_kernel(kernel: Any, attending: Attending, *operands: Any, **options: Any) -> Any:
     q, keys, values, layer, *positions = operands[:6]
     at, key_positions = _with_batch(*positions)  # kernels take them per sequence
     at = jnp.broadcast_to(at, (at.shape[0], q.shape[1], at.shape[2]))
@@ -481,5 +477,5 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _OPERATION = Operation(
     "maxjax_attention", _types, _definition, {"cuda": _on_cuda, "tpu": _on_tpu}, _rule, _shardings,
-    lambda *_: None, forms={"cpu": _on_cpu}, division=lambda attending: attending.division,
+    forms={"cpu": _on_cpu}, division=lambda attending: attending.division,
 )  # fmt: skip

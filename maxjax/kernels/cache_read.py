@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operation import Operation
+from .operation import Operation, has_static_shapes
 
 
 def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
@@ -24,7 +24,7 @@ def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -
         >>> slots_of(cache, jnp.int32(1), jnp.int32(1), 2)[0, 0].tolist()
         [5, 6]
     """
-    if not all(isinstance(n, int) for n in (*array.shape, count)):
+    if not (has_static_shapes(array) and isinstance(count, int)):
         return _definition(count, array, layer, start)[0]
     return _OPERATION([array, layer, start], count)[0]
 
@@ -67,6 +67,4 @@ def _kernel(count: int, array: Any, layer: Any, start: Any) -> Any:
     return call(array, layer, start)
 
 
-_OPERATION = Operation(
-    "maxjax_read_slots", _types, _definition, {"cpu": _kernel}, None, None, lambda *_: None
-)
+_OPERATION = Operation("maxjax_read_slots", _types, _definition, {"cpu": _kernel}, None, None)

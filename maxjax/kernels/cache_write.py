@@ -5,7 +5,8 @@ Shapes: L layers, B sequences, T tokens, K KV heads, S slots; axes after the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from . import explicit
 from .cache_read import bits, from_bits
 from .decode import step
-from .operation import Operation
+from .operation import Operation, has_static_shapes
 from .pallas import program_device
+from .stack_slice import layer_of
 from .tpu import cache_write as mosaic
 from .tpu.mosaic import LANES
 from .tpu.mosaic import unavailable as no_mosaic
@@ -55,15 +57,12 @@ def write_tokens(
     if division is not None and division.entries[3]:
         division = None  # the slots of a row are on several devices
 
-    sizes = (*array.shape, *place.shape)
-    fits = all(isinstance(n, int) for n in sizes) and place.shape[1] <= array.shape[3]
+    fits = has_static_shapes(array, place) and place.shape[1] <= array.shape[3]
 
     def run(*operands: jax.Array) -> jax.Array:
         return _OPERATION(operands, _Write(consecutive and fits, division))[0]
 
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(array))
-    return run(array, new, layer, place)
+    return explicit.automatic(run, mesh, explicit.entries(array))(array, new, layer, place)
 
 
 @jax.custom_jvp
@@ -139,7 +138,7 @@ def _row_by_row(
     index = jnp.arange(length, dtype=jnp.int32)
 
     def write(row: jax.Array, array: jax.Array) -> jax.Array:
-        at = jax.lax.dynamic_index_in_dim(place, row, keepdims=False, allow_negative_indices=False)
+        at = layer_of(place, row)
         start = jnp.clip(at[0], 0, slots - length)
         skipped = jnp.clip(at[0] - start, 0, length)
         token = index - skipped
@@ -167,7 +166,7 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _OPERATION = Operation(
     "maxjax_write_tokens", _types, _definition, {"cpu": _kernel, "tpu": _row_by_row}, None, _shardings,
-    lambda *_: None, division=lambda static: static.division if static.at_once else None,
+    division=lambda static: static.division if static.at_once else None,
 )  # fmt: skip
 
 
@@ -199,17 +198,16 @@ def write_token(
     """
     turned = [n.ndim < 3 or n.shape[2] % LANES > 0 for n in new]
 
-    def those(of: Sequence[jax.Array], kind: bool) -> list[jax.Array]:
-        return [a for a, one in zip(of, turned, strict=True) if one == kind]
-
-    written: dict[bool, Iterator[jax.Array]] = {}
-    if False in turned:
-        plain = step.write_token(those(arrays, False), those(new, False), layer, slot)
-        written[False] = iter(plain)
-    if True in turned:
-        found = _write_turned(those(arrays, True), those(new, True), layer, slot, division)
-        written[True] = iter(found)
-    return [next(written[one]) for one in turned]
+    written = list(arrays)
+    for kind, write in (
+        (False, step.write_token), (True, functools.partial(_write_turned, division=division)),
+    ):  # fmt: skip
+        of_kind = [i for i, one in enumerate(turned) if one == kind]
+        if of_kind:
+            found = write([arrays[i] for i in of_kind], [new[i] for i in of_kind], layer, slot)
+            for i, array in zip(of_kind, found, strict=True):
+                written[i] = array
+    return written
 
 
 def _write_turned(
@@ -261,6 +259,5 @@ def _token_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _TOKEN = Operation(
     "maxjax_write_token", lambda static, *operands: operands[: static.count], _token_definition,
-    {"tpu": _token_on_tpu}, None, _token_shardings, lambda *_: None,
-    division=lambda static: static.division,
+    {"tpu": _token_on_tpu}, None, _token_shardings, division=lambda static: static.division,
 )  # fmt: skip

@@ -10,7 +10,6 @@ Shapes: L layers, B sequences, H query heads, K KV heads, S slots of the cache, 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +26,11 @@ from .decode.blocks import in_blocks
 from .decode.step import Options, seen, written
 from .gpu.triton import unavailable
 from .int8_rows import restored
-from .operation import Operation
-from .pallas import program_device
+from .operation import Operation, has_static_shapes
+from .pallas import program_device, refused
 from .product import FLOATS
-
-_LOG = logging.getLogger("maxjax")
+from .sinks import checked_sinks
+from .stack_slice import layer_of
 
 # The index of the sinks among the operands, and that of the first scales of an int8 cache.
 _SINKS, _SCALES = 9, 10
@@ -131,23 +130,13 @@ def decode_attention(
     numbers = [jnp.asarray(0 if layer is None else layer, jnp.int32), lengths.astype(jnp.int32)]
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
     count = 1 if is_shared else 2
-    more = [_checked_sinks(sinks, heads, kv_heads), *_checked_scales(scales, keys, count)]
-    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *more)
+    more = _checked_scales(scales, keys, count)
+    sinks = checked_sinks(sinks, heads).astype(jnp.float32)
+    sinks = sinks.reshape(kv_heads, sinks.size // max(kv_heads, 1))  # [K, G], [K, 0] without sinks
+    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, sinks, *more)
     if is_shared:
         del caches[1]
     return out.reshape(q.shape), *caches
-
-
-def _checked_sinks(sinks: Any, heads: int, kv_heads: int) -> jax.Array:
-    """The sinks as ``[K, G]``, or ``[K, 0]`` without sinks."""
-    if sinks is None:
-        return jnp.zeros((kv_heads, 0), jnp.float32)
-    sinks = jnp.asarray(sinks)
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks must have the shape ({heads},), a score for each query head, not {sinks.shape}"
-        )
-    return sinks.astype(jnp.float32).reshape(kv_heads, heads // max(kv_heads, 1))
 
 
 def _checked_scales(scales: tuple[Any, ...] | None, keys: jax.Array, count: int) -> list[jax.Array]:
@@ -199,13 +188,9 @@ def _check(
 
 
 def _run(static: Options, *operands: Any) -> Any:
-    eight_bits = len(operands) > _SCALES
-    if (
-        not all(a.dtype in FLOATS for a in operands[: 3 if eight_bits else 5])
-        or operands[1].dtype != operands[2].dtype
-    ):
-        return definition(static, *operands)
-    if not all(isinstance(n, int) for a in operands for n in a.shape):  # symbolic
+    floats = operands[: 3 if len(operands) > _SCALES else 5]
+    has_kernel = all(a.dtype in FLOATS for a in floats) and has_static_shapes(*operands)
+    if not has_kernel or operands[1].dtype != operands[2].dtype:
         return definition(static, *operands)
     mesh = explicit.mesh_of(*operands)
     if mesh is None:
@@ -251,10 +236,7 @@ def definition(
 
 def _read(caches: list[jax.Array], layer: jax.Array) -> list[jax.Array]:
     """The keys and values of one layer, in float32."""
-    caches = [
-        jax.lax.dynamic_index_in_dim(a, layer, keepdims=False, allow_negative_indices=False)
-        for a in caches
-    ]
+    caches = [layer_of(a, layer) for a in caches]
     if len(caches) == 2:
         return [a.astype(jnp.float32) for a in caches]
     return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
@@ -285,10 +267,9 @@ def _kernel(static: Options, *operands: Any) -> Any:
 
 def _on_cuda(static: Options, *operands: Any) -> Any:
     why = triton.lacks(static, *operands) or unavailable(program_device())
-    if not why:
-        return triton.kernel(static, *operands)
-    _LOG.debug("maxjax: decode attention has no kernel for this on a GPU, jnp is used: %s", why)
-    return in_blocks(static, 1, *operands)
+    if refused("decode attention on a GPU", why):
+        return in_blocks(static, 1, *operands)
+    return triton.kernel(static, *operands)
 
 
 def _on_tpu(static: Options, devices: int, *operands: Any) -> Any:
@@ -346,6 +327,6 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _OPERATION = Operation(
     "maxjax_decode_attention", _types, definition,
-    {"cpu": _kernel, "cuda": _on_cuda}, _rule, _shardings, lambda *_: None,
+    {"cpu": _kernel, "cuda": _on_cuda}, _rule, _shardings,
     forms={"rocm": in_blocks, "tpu": _on_tpu},
 )  # fmt: skip

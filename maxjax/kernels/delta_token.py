@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .operation import Operation, by_rows
+from .operation import Operation, by_rows, has_static_shapes
 from .product import FLOATS
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
@@ -52,13 +52,13 @@ def operation(definition: Callable[..., Any]) -> Operation:
     ``models/decoder/gated_delta.py`` has the definition.
     """
     rules = by_rows(_AXES, (1, _CONV, _DELTA), _DELTA)
-    return Operation("maxjax_delta", _types, definition, {"cpu": _kernel}, *rules, lambda *_: None)
+    return Operation("maxjax_delta", _types, definition, {"cpu": _kernel}, *rules)
 
 
 def has_kernel(floats: Sequence[Any], states: Sequence[Any]) -> bool:
     """Whether the operation supports these dtypes of operands and states; shapes must not be symbolic."""
     right = all(a.dtype in FLOATS for a in floats) and all(a.dtype == jnp.float32 for a in states)
-    return right and all(isinstance(n, int) for a in (*floats, *states) for n in a.shape)
+    return right and has_static_shapes(*floats, *states)
 
 
 def _types(_: Delta, x: Any, gate: Any, *rest: Any) -> list[Any]:

@@ -59,15 +59,12 @@ def _quantized(table: QuantArray, rows: jax.Array) -> jax.Array:
     ):  # comparisons with -count, and with counts above 127, need a signed type
         rows = rows.astype(jnp.int32)
 
-    def run(blocks: Any, rows: Any) -> list[jax.Array]:
+    def run(blocks: Any, rows: Any) -> jax.Array:
         values = decode(encoding, blocks.at[rows].get(mode="fill", fill_value=0))
         # Blocks of some encodings cannot hold NaN, so rows outside the table are filled here.
         in_range = (rows >= -count) & (rows < count)
         in_range = in_range.reshape(rows.shape + (1,) * (values.ndim - rows.ndim))
-        return [jnp.where(in_range, values, jnp.nan)]
+        return jnp.where(in_range, values, jnp.nan)
 
-    mesh = explicit.mesh_of(blocks, rows)
-    if mesh is None:
-        return run(blocks, rows)[0]
-    wanted = [[*explicit.entries(rows), *[()] * (blocks.ndim - 1)]]
-    return explicit.automatic(run, mesh, wanted)(blocks, rows)[0]
+    wanted = [*explicit.entries(rows), *[()] * (blocks.ndim - 1)]
+    return explicit.automatic(run, explicit.mesh_of(blocks, rows), wanted)(blocks, rows)

@@ -124,20 +124,21 @@ def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
 
 def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:
     """``jnp.concatenate`` of arrays that may be sharded differently along the axis."""
-    mesh = mesh_of(*arrays)
-    if mesh is None:
-        return jax.numpy.concatenate(arrays, axis)
     wanted = entries(arrays[0])
     wanted[axis] = ()
-    return automatic(lambda *a: jax.numpy.concatenate(a, axis), mesh, wanted)(*arrays)
+    run = automatic(lambda *a: jax.numpy.concatenate(a, axis), mesh_of(*arrays), wanted)
+    return run(*arrays)
 
 
 def automatic(f: Callable[..., Any], mesh: Any, wanted: Any) -> Callable[..., Any]:
     """``f`` with XLA deciding all shardings inside it, and the result sharded as wanted.
 
     Args:
+        mesh: a mesh with Explicit axes, or None: then it is ``f`` itself.
         wanted: entries for the axes of the result, or a list of such lists for a list of results.
     """
+    if mesh is None:
+        return f
     several = bool(wanted) and isinstance(wanted[0], list)
     out = [sharding(mesh, w) for w in wanted] if several else sharding(mesh, wanted)
     return jax.sharding.auto_axes(f, out_sharding=out)

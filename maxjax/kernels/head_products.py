@@ -8,6 +8,7 @@ Shapes: B tokens, H heads, P rows and C columns of a head's matrix, of which n r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
-from .operation import Operation
+from .operation import Operation, has_static_shapes
 from .product import FLOATS
-from .stack_slice import StackSlice
+from .stack_slice import StackSlice, layer_of
 
 # The most tokens, and the most rows of a head's matrix, that the kernel supports.
 _MOST_TOKENS, _MOST_ROWS = 16, 256
@@ -64,18 +65,14 @@ def head_products(x: jax.Array, w: Any, heads: int, first: int, rows: int, trans
     stack = stack.reshape(*stack.shape[:-2], heads, -1, stack.shape[-1])
     operands = [x, stack, jnp.asarray(layer, jnp.int32)]
     part = HeadPart(first, rows, transposed)
-    mesh = explicit.mesh_of(x, stack)
     run = lambda *a: _run(part, *a)
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, [*explicit.entries(x)[:-1], ()])
-    return run(*operands)
+    wanted = [*explicit.entries(x)[:-1], ()]
+    return explicit.automatic(run, explicit.mesh_of(x, stack), wanted)(*operands)
 
 
 def _run(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
-    known = all(isinstance(n, int) for n in (*x.shape, *stack.shape))
-    tokens = np.prod(x.shape[:-2]) if known else _MOST_TOKENS + 1
-    has_kernel = {x.dtype, stack.dtype} <= set(FLOATS)
-    if tokens > _MOST_TOKENS or part.rows > _MOST_ROWS or not has_kernel:
+    has_kernel = has_static_shapes(x, stack) and {x.dtype, stack.dtype} <= set(FLOATS)
+    if not has_kernel or math.prod(x.shape[:-2]) > _MOST_TOKENS or part.rows > _MOST_ROWS:
         return definition(part, x, stack, layer)[0]
     y = _OPERATION([x.reshape(-1, *x.shape[-2:]), stack, layer], part)[0]
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -84,9 +81,7 @@ def _run(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array) -> ja
 def definition(part: HeadPart, x: jax.Array, stack: jax.Array, layer: jax.Array) -> list[jax.Array]:
     """:func:`head_products` in jnp; ``stack`` is ``[H, P, C]`` or ``[L, H, P, C]``."""
     if stack.ndim == 4:
-        stack = jax.lax.dynamic_index_in_dim(
-            stack, layer, keepdims=False, allow_negative_indices=False
-        )
+        stack = layer_of(stack, layer)
     used = stack[:, part.first : part.first + part.rows].astype(x.dtype)
     equation = "...hn,hnc->...hc" if part.transposed else "...hc,hnc->...hn"
     return [jnp.einsum(equation, x, used)]
@@ -132,6 +127,6 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _OPERATION = Operation(
-    "maxjax_heads", _types, definition, {"cpu": _kernel}, _rule, _shardings, lambda *_: None,
+    "maxjax_heads", _types, definition, {"cpu": _kernel}, _rule, _shardings,
     forms={"cuda": _on_gpu, "rocm": _on_gpu},
 )  # fmt: skip

@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from ..dtype import DType, promote
 from . import explicit
+from .operation import has_static_shapes
 from .packed_product import packed_products
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
@@ -98,12 +99,10 @@ def _where_they_lie(x: jax.Array, weights: Sequence[Any], multiply: Any) -> list
     def run(x: Any, *operands: Any) -> list[jax.Array]:
         return multiply(x, operands[:count], operands[count:])
 
-    mesh = explicit.mesh_of(x, *stacks)
-    if mesh is None:
-        return run(x, *stacks, *layers)
     tokens = explicit.entries(x)[:-1]
     wanted = [[*tokens, explicit.entries(stack)[-2]] for stack in stacks]
-    return explicit.automatic(run, mesh, wanted)(x, *stacks, *layers)
+    run = explicit.automatic(run, explicit.mesh_of(x, *stacks), wanted)
+    return run(x, *stacks, *layers)
 
 
 def _flattened(w: Any) -> Any:
@@ -149,9 +148,7 @@ def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) ->
 
 def _has_kernel(x: Any, w: Any) -> bool:
     """Whether the kernels support these dtypes and shapes."""
-    if x.dtype not in FLOATS or w.dtype not in FLOATS:
-        return False
-    return all(isinstance(n, int) for n in (*x.shape, *w.shape))  # not symbolic
+    return x.dtype in FLOATS and w.dtype in FLOATS and has_static_shapes(x, w)
 
 
 def to_jax(a: Any) -> jax.Array:

@@ -81,7 +81,7 @@ class Operation:
         kernels: Mapping[str, Callable[..., Any]],
         rule: Any,
         shardings: Any,
-        batch: Callable[..., Any],
+        batch: Callable[..., Any] = lambda *_: None,
         summand: Callable[[Any, str], Any] = lambda static, _: static,
         forms: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         lengths: Callable[..., Any] = lambda static, shapes: shapes,
@@ -281,6 +281,11 @@ class Operation:
             return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
 
         return mesh, part, outputs, operands
+
+
+def has_static_shapes(*arrays: Any) -> bool:
+    """Whether no array has a symbolic size (``jax.export``), for which there are no kernels."""
+    return all(isinstance(n, int) for array in arrays for n in array.shape)
 
 
 def matmul_precision() -> Any:

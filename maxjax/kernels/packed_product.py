@@ -7,7 +7,6 @@ programs and derivatives use, dequantises the whole weight and keeps the activat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +19,8 @@ from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
 from .gpu.triton import unavailable
 from .operation import Operation, same_varying
-from .pallas import program_device
-
-_LOG = logging.getLogger("maxjax")
+from .pallas import program_device, refused
+from .stack_slice import layer_of
 
 # The most weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
@@ -92,12 +90,8 @@ def definition(static: PackedOperand, *operands: Any) -> list[jax.Array]:
 
 def _dequantised(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
     if blocks.ndim == 3:
-        blocks = _layer_of(blocks, layer)
+        blocks = layer_of(blocks, layer)
     return product.definition(x, [decode(encoding, blocks)], [dtype])[0]
-
-
-def _layer_of(stack: jax.Array, layer: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False, allow_negative_indices=False)
 
 
 def in_chunks(static: PackedOperand, *operands: Any, devices: int = 1) -> list[jax.Array]:
@@ -126,7 +120,7 @@ def _in_chunks(
     chunk = min(own, max(8, MOST_WEIGHTS // max(depth, 1) // 128 * 128))
     if blocks.ndim == 3:
         # For the loop below XLA for TPUs would change the layout of the whole stack; one layer is small.
-        blocks = jax.lax.optimization_barrier(_layer_of(blocks, layer))
+        blocks = jax.lax.optimization_barrier(layer_of(blocks, layer))
     matrix = blocks.reshape(*parts, own, blocks.shape[-1])
 
     def part(start: Any) -> Any:
@@ -174,10 +168,9 @@ def _on_cpu(static: PackedOperand, *operands: Any) -> Any:
 def _on_cuda(static: PackedOperand, *operands: Any) -> list[jax.Array]:
     def run(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
         why = triton.lacks(encoding, dtype, x, blocks) or unavailable(program_device())
-        if not why:
-            return triton.kernel(encoding, dtype, x, blocks, layer)
-        _LOG.debug("maxjax: a packed product has no kernel for this on a GPU, jnp is used: %s", why)
-        return _in_chunks(encoding, dtype, x, blocks, layer, 1)
+        if refused("a matmul with a quantised weight on a GPU", why):
+            return _in_chunks(encoding, dtype, x, blocks, layer, 1)
+        return triton.kernel(encoding, dtype, x, blocks, layer)
 
     return _each(static, operands, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -9,12 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_LOG = logging.getLogger("maxjax")
 _WIDEST_HEADS = 256
 
 
 def program_device() -> Any:
     """The kind of device that an ``Operation`` is being lowered for; None: the local one."""
     return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def refused(what: str, why: str) -> bool:
+    """Whether there is a reason ``why`` a kernel does not run; it is logged, and jnp is used instead."""
+    if why:
+        _LOG.debug("maxjax: %s has no kernel for this, jnp is used: %s", what, why)
+    return bool(why)
 
 
 def result(shape: tuple[int, ...], like: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

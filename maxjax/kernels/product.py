@@ -16,6 +16,7 @@ from .gpu import matvec
 from .gpu.triton import unavailable
 from .operation import Operation
 from .pallas import program_device
+from .stack_slice import layer_of
 
 # The dtypes that the kernels support for activations, weights and results.
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
@@ -90,12 +91,7 @@ def split(operands: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
 
 def _in_jnp(dtypes: Any, *operands: Any, narrow_sums: bool = False) -> list[jax.Array]:
     x, weights, layers = split(operands)
-    arrays = [
-        w
-        if w.ndim == 2
-        else jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
-        for w, i in zip(weights, layers, strict=True)
-    ]
+    arrays = [w if w.ndim == 2 else layer_of(w, i) for w, i in zip(weights, layers, strict=True)]
     return definition(x, arrays, dtypes, narrow_sums)
 
 

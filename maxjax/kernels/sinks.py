@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+
+def checked_sinks(sinks: Any, heads: int) -> jax.Array:
+    """The sinks as an array ``[H]``, or ``[0]`` for None.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    if sinks is None:
+        return jnp.zeros(0, jnp.float32)
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks must have the shape ({heads},), a score for each query head, not {sinks.shape}"
+        )
+    return sinks
 
 
 def with_sinks(out: jax.Array, sums: jax.Array, sinks: jax.Array) -> jax.Array:

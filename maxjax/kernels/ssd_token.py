@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operation import Operation, by_rows
+from .operation import Operation, by_rows, has_static_shapes
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
 _AXES = ("bhp", "bh", "bgn", "bgn", "lbhpn", "", "b")
@@ -34,12 +34,12 @@ def operation(definition: Callable[..., Any]) -> Operation:
     ``models/decoder/mamba2.py`` has the definition.
     """
     rules = by_rows(_AXES, (0, _STATE), _STATE)
-    return Operation("maxjax_ssd", _types, definition, {"cpu": _kernel}, *rules, lambda *_: None)
+    return Operation("maxjax_ssd", _types, definition, {"cpu": _kernel}, *rules)
 
 
 def has_kernel(state: Any) -> bool:
     """Whether the operation supports a stack of states: it must be float32, and its shape not symbolic."""
-    return state.dtype == jnp.float32 and all(isinstance(n, int) for n in state.shape)
+    return state.dtype == jnp.float32 and has_static_shapes(state)
 
 
 def _types(_: None, x: Any, *rest: Any) -> list[Any]:

@@ -162,9 +162,7 @@ def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
     if len(indices) == 1:
         if isinstance(known[0], int):
             return jax.lax.index_in_dim(stack, known[0], keepdims=False)
-        return jax.lax.dynamic_index_in_dim(
-            stack, known[0], keepdims=False, allow_negative_indices=False
-        )
+        return layer_of(stack, known[0])
     rest = stack.shape[len(indices) :]
     if all(isinstance(i, int) for i in known):
         ends = [*(i + 1 for i in known), *rest]
@@ -173,6 +171,11 @@ def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
     starts = [jnp.int32(i) for i in (*known, *[0] * len(rest))]
     sizes = (*[1] * len(indices), *rest)
     return jax.lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False).reshape(rest)
+
+
+def layer_of(stack: jax.Array, index: Any) -> jax.Array:
+    """``stack[index]`` for an integer scalar that may be traced, from 0 on; one past the end means the last."""
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
 def _from_start(index: int, count: int) -> int:

@@ -79,11 +79,11 @@ def test_kernels_of_an_accelerator(monkeypatch):
         device_kind, platform, compute_capability = "Tesla T4", "gpu", "7.5"
 
     monkeypatch.setattr(triton.jax, "local_devices", lambda backend: [Device])
-    triton._tried.cache_clear()
+    triton.unavailable.cache_clear()
     assert gpu() == "jnp (Triton needs compute capability 8.0, this GPU has 7.5)"
     Device.device_kind, Device.compute_capability = "NVIDIA H200", "9.0"
     assert gpu() == "Triton"
-    triton._tried.cache_clear()
+    triton.unavailable.cache_clear()
 
 
 def test_versions_name_what_is_missing(monkeypatch):

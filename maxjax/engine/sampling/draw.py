@@ -97,12 +97,10 @@ def sample(
         found = _choose(values, keys, settings, amounts)
         return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
 
-    mesh = explicit.mesh_of(logits)
-    if mesh is not None:  # under explicit sharding each operation would need an out_sharding
-        batch = explicit.entries(logits)[:1]
-        count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
-        specs = [batch] * min(count, 3) + [[*batch, ()]] * (count - 3 if count > 3 else 0)
-        choose = explicit.automatic(choose, mesh, specs)
+    batch = explicit.entries(logits)[:1]
+    count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
+    specs = ([batch] * 3 + [[*batch, ()]] * 2)[:count]
+    choose = explicit.automatic(choose, explicit.mesh_of(logits), specs)
     return Sampled(*choose(logits, keys, history, amounts or settings.amounts, withheld))
 
 

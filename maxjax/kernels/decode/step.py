@@ -52,11 +52,9 @@ class Written(NamedTuple):
     def layers(self) -> list[jax.Array]:
         """Keys and values ``[L, B, K, S, D]`` as they are read, and for int8 their scales."""
         keys, values, *scales = self.caches
-        dims = keys.ndim
-        found = [keys, values, *scales]
-        if not values.ndim:  # the keys are the values
-            found = [keys, keys, *scales, *scales]
-        return [a if dims == 5 else a[None] for a in found]
+        # Without values, the keys are the values.
+        found = self.caches if values.ndim else [keys, keys, *scales, *scales]
+        return [a if keys.ndim == 5 else a[None] for a in found]
 
     def answer(self, out: jax.Array, lengths: jax.Array, dtype: Any) -> list[jax.Array]:
         """``out`` ``[B, K, G, D]``, with zeros in unused rows and NaN in rows without a slot; and the caches."""
@@ -102,14 +100,13 @@ def written(
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
     slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
-    caches, new = [keys, values, *scales], [k32, v]
-    if not values.ndim:
-        caches, new = [keys, *scales], [k32]
+    shared = not values.ndim
+    caches, new = ([keys, *scales], [k32]) if shared else ([keys, values, *scales], [k32, v])
     if scales:
         new = [a for pair in zip(*map(quantised, new), strict=True) for a in pair]
     stored = [x.astype(a.dtype) for a, x in zip(caches, new, strict=True)]
     caches = write(caches, stored, layer, slot)
-    if not values.ndim:
+    if shared:
         caches.insert(1, values)
     return Written(q32, caches, fits)
 
@@ -146,5 +143,5 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: Options) -> ja
     else:
         a, b = head[..., :pairs], head[..., pairs:]
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = jnp.stack([a, b], -1).reshape(head.shape) if static.interleaved else None
-    return jnp.concatenate([*([a, b] if turned is None else [turned]), rest], -1)
+    turned = [jnp.stack([a, b], -1).reshape(head.shape)] if static.interleaved else [a, b]
+    return jnp.concatenate([*turned, rest], -1)

@@ -34,17 +34,13 @@ def status() -> str:
     return f"jnp ({why})" if why else "Triton"
 
 
+@functools.lru_cache
 def unavailable(device: Any = None) -> str:
     """Why no Triton kernel can be compiled for a kind of GPU; "" if one can.
 
     Args:
         device: a ``jax.sharding.AbstractDevice``; None: the local GPU.
     """
-    return _tried(device)
-
-
-@functools.lru_cache
-def _tried(device: Any) -> str:
     found = _capability(device)
     if found is not None and found < OLDEST:
         return f"Triton needs compute capability {OLDEST}, this GPU has {found}"

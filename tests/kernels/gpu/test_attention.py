@@ -25,7 +25,7 @@ def interpret(monkeypatch, kernel):
     """Attention in blocks runs a kernel, interpreted, whatever the number of scores."""
 
     def run(operands, attending):
-        return blocks._by_kernel(kernel, "test", "", attending, *operands, interpret=True)
+        return blocks._by_kernel(kernel, attending, *operands, interpret=True)
 
     monkeypatch.setattr(blocks, "_OPERATION", run)
     monkeypatch.setattr(door, "MOST_SCORES", 100)
