@@ -27,14 +27,19 @@ from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData, Weights
 from ..kernels import QuantArray, StackSlice
 from ..nn.layer import Module
-from ..rendering.picture import bars, histogram, image, number, small_histogram
+from ..rendering.picture import bars, histogram, image, number, png_url, small_histogram
 from ..rendering.rendered import boxed, card, table
 from ..rendering.row import counted, short
 from .drawings import ShardingDrawing, draw_sharding
 from .isolation import isolated
 from .statistics import Statistics, fetched, measured
 
-_HEAD = ("name", "type", "min", "mean", "max", "std", "zeros", "NaN", "Inf", "")
+# The statistics that are shown, by their titles.
+_SHOWN = {name: name for name in ("min", "mean", "max", "std", "zeros")} | {
+    "NaN": "nan",
+    "Inf": "inf",
+}
+_HEAD = ("name", "type", *_SHOWN, "")
 _MOST_LINES, _MOST_ROWS = 60, 300
 _NO_VALUE = "no value yet: load_state_dict() or maxjax.init() gives one"
 
@@ -93,9 +98,7 @@ class ArrayLook:
     def _facts(self) -> dict[str, str]:
         found = self.statistics
         assert found is not None
-        names = ("min", "mean", "max", "std", "zeros", "nan", "inf")
-        shown = {"nan": "NaN", "inf": "Inf"}
-        facts = {shown.get(name, name): number(getattr(found, name)) for name in names}
+        facts = {title: number(getattr(found, name)) for title, name in _SHOWN.items()}
         return {"values": f"{found.size:,}", **facts}
 
     def _picture(self) -> str:
@@ -109,8 +112,9 @@ class ArrayLook:
         scale = max(192 / max(rows, columns_), 1.0)
         wide, high = columns_ * scale, max(rows * scale, 12.0)
         what = "the values" if found.signed else "mean magnitude of each block of values"
-        limits = f"{number(-largest if signed else 0.0)} to {number(largest)}"
-        picture = image(pixels, -largest if signed else 0.0, largest, signed, wide, high)
+        least = -largest if signed else 0.0
+        limits = f"{number(least)} to {number(largest)}"
+        picture = image(png_url(pixels, least, largest, signed), wide, high)
         return f"<div>{picture}<div><s>{what}, {limits}</s></div></div>"
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -118,15 +122,12 @@ class ArrayLook:
         found = self.statistics
         if found is None:
             return [(self.name, self.type, *[""] * 7, self.note)]
-        names = ("min", "mean", "max", "std", "zeros", "nan", "inf")
-        if not self.layers:
-            cells = [number(getattr(found, name)) for name in names]
-            return [(self.name, self.type, *cells, bars(_halved(found.counts)))]
-        flat = {name: np.asarray(getattr(found, name)).reshape(-1) for name in names}
-        counts = found.counts.reshape(len(self.layers), -1)
+        lines = self.layers or (self.name,)
+        each = [np.asarray(getattr(found, name)).reshape(-1) for name in _SHOWN.values()]
+        counts = found.counts.reshape(len(lines), -1)
         return [
-            (layer, self.type, *(number(flat[name][i]) for name in names), bars(_halved(counts[i])))
-            for i, layer in enumerate(self.layers)
+            (name, self.type, *(number(values[i]) for values in each), bars(_halved(counts[i])))
+            for i, name in enumerate(lines)
         ]
 
 
@@ -156,7 +157,7 @@ class TreeLook(Mapping[str, ArrayLook]):
 
     def _warnings(self) -> list[str]:
         found = []
-        for what, name in (("NaN", "nan"), ("infinite values", "inf")):
+        for what, name in {"NaN": "nan", "infinite values": "inf"}.items():
             held = [
                 key
                 for key, one in self.looks.items()
@@ -186,7 +187,8 @@ class TreeLook(Mapping[str, ArrayLook]):
             if found is None:
                 pictures.append(f"<s>{html.escape(one.note)}</s>")
             else:
-                pictures += map(small_histogram, _by_two(found.counts.reshape(len(lines), -1)))
+                counts = found.counts.reshape(len(lines), -1)
+                pictures += [small_histogram(_halved(one)) for one in counts]
         left = len(rows) - _MOST_ROWS
         more = f"<div><s>… and {left:,} more</s></div>" if left > 0 else ""
         warnings = "".join(
@@ -385,7 +387,3 @@ def _check(leaf: Any, name: str) -> str:
 def _halved(counts: np.ndarray) -> list[int]:
     """The counts of half as many bins, for a table."""
     return counts.reshape(-1, 2).sum(-1).tolist()
-
-
-def _by_two(counts: np.ndarray) -> list[list[int]]:
-    return [_halved(row) for row in counts]

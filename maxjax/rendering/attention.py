@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserInputError
-from .picture import image, shades
+from .picture import image, png_url, shades
 from .rendered import boxed
 from .row import short
 
@@ -70,14 +70,15 @@ class AttentionMap:
         scale = max(1.0, min(14.0, 180 / max(rows, columns, 1)))
         wide, high = scale * columns, scale * rows
         top = float(np.nanmax(np.where(np.isfinite(values), values, 0), initial=0.0))
-        picture = image(values, 0.0, top, False, wide, high)
-        labels = ""
+        url = png_url(values, 0.0, top)
         if self.tokens and scale >= 9 and columns <= _MOST_LABELS:
-            labels = self._labelled(picture, wide, high, scale)
+            picture = self._labelled(url, wide, high, scale)
+        else:
+            picture = image(url, wide, high)
         caption = f"<s>{html.escape(short(self.names[head], 40))}, up to {top:.3g}</s>"
-        return f"<div>{caption}<div>{labels or picture}</div></div>"
+        return f"<div>{caption}<div>{picture}</div></div>"
 
-    def _labelled(self, picture: str, wide: float, high: float, scale: float) -> str:
+    def _labelled(self, url: str, wide: float, high: float, scale: float) -> str:
         """The image with a token at each row and each column."""
         left = min(90.0, 6.2 * max((_width(t) for t in self.query_tokens), default=0)) + 6
         top = min(90.0, 6.2 * max(map(_width, self.tokens), default=0)) + 6
@@ -90,11 +91,10 @@ class AttentionMap:
             f'<text transform="translate({at} {y:.0f}) rotate(-90)">{_label(text)}</text>'
             for at, text in zip(x, self.tokens, strict=True)
         ]
-        href = picture.split('src="')[1].split('"')[0]
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide:.0f}" height="{top + high:.0f}" '
             f'font-size="10" fill="currentColor" dominant-baseline="central">{"".join(texts)}'
-            f'<image href="{href}" x="{left:.0f}" y="{top:.0f}" width="{wide:.0f}" height="{high:.0f}" '
+            f'<image href="{url}" x="{left:.0f}" y="{top:.0f}" width="{wide:.0f}" height="{high:.0f}" '
             'preserveAspectRatio="none" style="image-rendering:pixelated"/></svg>'
         )
 

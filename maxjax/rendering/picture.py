@@ -94,12 +94,7 @@ def png(values: np.ndarray, low: float, high: float, signed: bool = False) -> by
         >>> made[:8], made[16:24].hex()
         (b'\\x89PNG\\r\\n\\x1a\\n', '0000000200000002')
     """
-    scale = 254 / (high - low) if high > low else 0.0
-    values = np.asarray(values, np.float64)  # the range of float32 overflows in float32
-    finite = np.isfinite(values)
-    places = np.where(finite, (np.where(finite, values, low) - low) * scale, 255)
-    places = np.clip(places.round(), 0, 255).astype(np.uint8)
-    places = np.where(finite, np.minimum(places, 254), 255).astype(np.uint8)
+    places = _places(values, low, high, 254)
     rows, columns = places.shape
     # Each row begins with the number of its filter: none.
     raw = np.concatenate([np.zeros((rows, 1), np.uint8), places], 1).tobytes()
@@ -113,13 +108,24 @@ def png(values: np.ndarray, low: float, high: float, signed: bool = False) -> by
     return made
 
 
-def image(
-    values: np.ndarray, low: float, high: float, signed: bool, wide: float, high_px: float
-) -> str:
-    """An image as an HTML element that is ``wide`` × ``high_px`` pixels large."""
-    data = base64.b64encode(png(values, low, high, signed)).decode()
+def _places(values: np.ndarray, low: float, high: float, last: int) -> np.ndarray:
+    """The place of each value on a scale from 0 (``low``) to ``last`` (``high``); ``last + 1`` if it is not finite."""
+    values = np.asarray(values, np.float64)  # the range of float32 overflows in float32
+    finite = np.isfinite(values)
+    scale = last / (high - low) if high > low else 0.0
+    places = np.clip((np.where(finite, values, low) - low) * scale, 0, last)
+    return np.where(finite, places.round(), last + 1).astype(np.uint8)
+
+
+def png_url(values: np.ndarray, low: float, high: float, signed: bool = False) -> str:
+    """The image of :func:`png` as a URL that contains it."""
+    return f"data:image/png;base64,{base64.b64encode(png(values, low, high, signed)).decode()}"
+
+
+def image(url: str, wide: float, high: float) -> str:
+    """The image at a URL as an HTML element that is ``wide`` × ``high`` pixels large."""
     return (
-        f'<img alt="" src="data:image/png;base64,{data}" style="width:{wide:.0f}px;height:{high_px:.0f}px;'
+        f'<img alt="" src="{url}" style="width:{wide:.0f}px;height:{high:.0f}px;'
         'image-rendering:pixelated;border:1px solid #8888;max-width:100%">'
     )
 
@@ -132,7 +138,4 @@ def shades(values: np.ndarray, low: float, high: float) -> list[str]:
         [' ▒█', '!█ ']
     """
     marks = np.array(list(" ░▒▓█!"))
-    finite = np.isfinite(values)
-    scale = 4 / (high - low) if high > low else 0.0
-    places = np.where(finite, np.clip((np.where(finite, values, low) - low) * scale, 0, 4), 5)
-    return ["".join(line) for line in marks[np.rint(places).astype(int)]]
+    return ["".join(line) for line in marks[_places(values, low, high, 4)]]
