@@ -14,11 +14,11 @@ from ...lockstep import Lockstep
 from ...models.weights import shardings_of
 from ...nn.layer.observe.programs import Watch
 from ...progress import Task, task
-from ..sampling.settings import Sampling
+from ..sampling.settings import Sampling, positive
 from .batch import Batch
 from .completion import Completion, PartialCompletion
 from .programs import MAX_STEPS, DispatchTokens
-from .request import Request, listed, positive
+from .request import Request, listed
 
 # The longest dispatch in seconds: Ctrl-C waits for it, and a stop string is noticed only after it.
 _DISPATCH_S = 0.1
@@ -151,16 +151,17 @@ def _fill(
         for row, text in enumerate(texts):
             text.take(written, row)
         check_written(written, texts, numbers)
-        done = written.done.tolist()
-        ended = [text.done for text in texts] + [True] * (len(done) - len(texts))
-        now = sum(a or b for a, b in zip(done, ended, strict=True)) - (len(done) - len(texts))
+        done = written.done.tolist()  # True for padding
+        ended = [
+            *(one.done or row for one, row in zip(texts, done, strict=False)),
+            *done[len(texts) :],
+        ]
+        now = sum(ended[: len(texts)])
         count_ended(now - told)
         told = now
-        over = all(a or b for a, b in zip(done, ended, strict=True))
-        stopped = any(b and not a for a, b in zip(done, ended, strict=True))
         # Processes that decide by themselves could decide differently, so the first one does.
         following = batch.together.decide(
-            {"count": 0 if over else count, "stop": ended if stopped else None}
+            {"count": 0 if all(ended) else count, "stop": ended if ended != done else None}
         )
         if not following["count"]:
             break
