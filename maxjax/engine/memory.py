@@ -9,7 +9,6 @@ share one buffer.
 from __future__ import annotations
 
 import gc
-import html
 import resource
 import sys
 import warnings
@@ -31,6 +30,7 @@ from ..kernels.stack_slice import stack_of
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import Module
 from ..nn.layer.load.memory import free_bytes
+from ..rendering.rendered import plain_table
 
 
 def live(*kinds: type) -> list[Any]:
@@ -185,17 +185,7 @@ class Memory:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        first, *rows = self._rows()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in first)
-        return (
-            f"<table><thead><tr>{head}</tr></thead><tbody>{_html(rows)}</tbody></table>"
-            f"<table><tbody>{_html(self._models())}</tbody></table>"
-        )
-
-
-def _html(rows: Iterable[Iterable[str]]) -> str:
-    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return "".join(f"<tr>{row}</tr>" for row in cells)
+        return plain_table(self._rows()) + plain_table(self._models(), titles=0)
 
 
 def size(nbytes: int | None) -> str:
@@ -369,15 +359,10 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
         for array in alive:
             if id(array) not in names:
                 array.delete()
-    kept = {key for array in alive if not array.is_deleted() for key in _keys(buffers(array))}
-    total, stay = 0, 0
-    for key, nbytes in {k: k[2] for _, found in references for k in _keys(found)}.items():
-        total, stay = (total, stay + nbytes) if key in kept else (total + nbytes, stay)
-    return Freed(total, stay, tuple(dict.fromkeys(names.values())))
-
-
-def _keys(found: Iterable[tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
-    return [(device, address, nbytes) for device, address, nbytes in found]
+    held = {one for _, found in references for one in found}
+    kept = held & {one for array in alive if not array.is_deleted() for one in buffers(array)}
+    sizes = lambda found: sum(nbytes for _, _, nbytes in found)
+    return Freed(sizes(held - kept), sizes(kept), tuple(dict.fromkeys(names.values())))
 
 
 def _holders(what: Iterable[Any]) -> list[Any]:

@@ -169,6 +169,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence
     return f"{style}<table>{''.join(f'<tr>{one}</tr>' for one in lines)}</table>"
 
 
+def plain_table(rows: Sequence[Sequence[str]], titles: int = 1) -> str:
+    """A table of texts as HTML in the notebook's own style, of which the first ``titles`` rows are titles.
+
+    Example:
+        >>> plain_table([["name"], ["<w>"]])
+        '<table><tr><th>name</th></tr><tr><td>&lt;w&gt;</td></tr></table>'
+    """
+    lines = []
+    for i, row in enumerate(rows):
+        tag = "th" if i < titles else "td"
+        lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
 def memory_bar(parts: Mapping[str, int], size: int) -> str:
     """A bar of the parts of a device's memory as HTML; its border is red if they exceed ``size`` bytes.
 

@@ -26,6 +26,7 @@ from ...nn.layer import Module
 from ...nn.layer.stack.rearranged import unstack_unequal
 from ...nn.layer.walk import check_module
 from ...progress import task
+from ...rendering.rendered import plain_table
 from .choice import Patterns, chosen_types
 from .importance import Importance
 from .shards import Encoded, encode_array
@@ -313,8 +314,5 @@ class QuantizationReport:
         return "\n".join([*table, *self._summary()])
 
     def _repr_html_(self) -> str:
-        cell = lambda kind, text: f"<{kind}>{html.escape(text)}</{kind}>"
-        rows = [("th", _HEAD), *(("td", cells) for cells in self._cells())]
-        body = "".join(f"<tr>{''.join(cell(kind, c) for c in cells)}</tr>" for kind, cells in rows)
-        summary = "".join(cell("div", line) for line in self._summary())
-        return f"<table>{body}</table>{summary}"
+        summary = "".join(f"<div>{html.escape(line)}</div>" for line in self._summary())
+        return plain_table([_HEAD, *self._cells()]) + summary
