@@ -33,6 +33,7 @@ from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
 from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
+from .sampling.settings import is_count, positive
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
@@ -111,10 +112,6 @@ def embed(
     return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
 
 
-def is_count(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
-
-
 def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.ndarray:
     width = vectors.shape[1]
     if count > width:
@@ -144,7 +141,7 @@ def _embed(
             "texts cannot be embedded without a tokenizer: "
             "the model's directory has no tokenizer.json. Put it there"
         )
-    pooling = _pooling(model, batch_size, pooling)
+    pooling, batch_size = _pooling(model, pooling), positive("batch_size", batch_size)
     if prompt is not None and not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}, not a str")
     if prompt is None:
@@ -156,7 +153,7 @@ def _embed(
     rows = _rows(tokenizer, texts, pooling, limit, truncate, prompt)
     skipped = 0 if pooling.include_prompt else _tokens_of(tokenizer, pooling, prompt)
     return pooled_rows(
-        model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=int(batch_size), limit=limit,
+        model, tokenizer, rows, together, ("embedding {:,} texts", " texts"), batch_size=batch_size, limit=limit,
         pooling=replace(pooling, normalize=normalize), skipped=skipped, facts={"truncate_dim": truncate_dim},
     )  # fmt: skip
 
@@ -367,15 +364,13 @@ def _pooled(
 # --- checks ---------------------------------------------------------------------------------
 
 
-def _pooling(model: Any, batch_size: Any, given: Any) -> Pooling:
+def _pooling(model: Any, given: Any) -> Pooling:
     if not hasattr(model, "family") or not hasattr(model, "max_length"):
         raise UserInputError(
             f"{type(model).__name__} is neither a text encoder nor a decoder: it cannot embed texts. "
             "Pass a model of maxjax.load"
         )
     check_loaded(model)
-    if not is_count(batch_size):
-        raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
     default = getattr(model, "pooling", None)
     if isinstance(given, str):
         if given not in POOLINGS:

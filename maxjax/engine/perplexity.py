@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +30,7 @@ from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..text.tokenizer.tokenizer import Tokenizer
 from .isolation import isolated
+from .sampling.settings import is_count, positive
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
@@ -142,8 +142,7 @@ def _perplexity(
 ) -> Perplexity:
     _check_model(model)
     context, stride = _sizes(model, context, stride)
-    if not _is_integer(batch_size) or batch_size < 1:
-        raise UserInputError(f"batch_size is {batch_size!r}: it must be a positive integer")
+    batch_size = positive("batch_size", batch_size)
     check_is_tokenizer(tokenizer)
     if tokenizer is None:
         raise UserInputError(
@@ -151,7 +150,7 @@ def _perplexity(
         )
     ids = _ids(model, tokenizer, text)
     found = windows(len(ids), context, stride)
-    width, count = min(context, len(ids)), min(int(batch_size), len(found))
+    width, count = min(context, len(ids)), min(batch_size, len(found))
     if together.is_shared:
         together.agree(
             text=ids.tolist(), context=context, stride=stride, batch_size=count,
@@ -346,7 +345,7 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
     longest = model.max_length
     if context is None:
         context = min(_CONTEXT, longest)
-    if not _is_integer(context) or context < 2:
+    if not is_count(context) or context < 2:
         raise UserInputError(f"context is {context!r}: it must be an integer of at least 2")
     if context > longest:
         raise UserInputError(
@@ -354,15 +353,11 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
         )
     if stride is None:
         stride = max(int(context) // 2, 1)
-    if not _is_integer(stride) or not 1 <= stride <= context:
+    if not is_count(stride) or stride > context:
         raise UserInputError(
             f"stride is {stride!r}: it must be an integer from 1 to the context, {context}"
         )
     return int(context), int(stride)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _ids(model: Any, tokenizer: Tokenizer, text: Any) -> np.ndarray:

@@ -22,7 +22,8 @@ from ..models.weights import check_loaded, shardings_of
 from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
-from .embed import is_count, pooled_rows, text_limit
+from .embed import pooled_rows, text_limit
+from .sampling.settings import positive
 
 _PLACES = ("{query}", "{document}")
 _ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
@@ -86,8 +87,7 @@ def rerank(
         raise TypeError(f"template is a {type(template).__name__}, not a str")
     if activation is not None and activation not in ACTIVATIONS:
         raise UserInputError(f"activation must be 'sigmoid' or 'linear', not {activation!r}")
-    if not is_count(batch_size):
-        raise UserInputError(f"batch_size must be a positive integer, not {batch_size!r}")
+    batch_size = positive("batch_size", batch_size)
     with Lockstep("rerank", shardings_of(model)) as together, releasing():
         check_module(model, "rerank")
         check_is_tokenizer(tokenizer)
@@ -127,7 +127,7 @@ def rerank(
                 )
         found = pooled_rows(
             model, tokenizer, rows, together, ("reranking {:,} texts", " texts"),
-            batch_size=int(batch_size), limit=limit, pooling=Pooling(modes), head=True, **options,
+            batch_size=batch_size, limit=limit, pooling=Pooling(modes), head=True, **options,
         )  # fmt: skip
         together.finish()
     return ACTIVATIONS[activation](found[:, 0]).astype(np.float32)

@@ -15,7 +15,7 @@ from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
-from ..sampling.settings import Sampling, eos_token_ids
+from ..sampling.settings import Sampling, eos_token_ids, positive
 from .batch import Batch, check_model
 from .completion import PartialCompletion
 from .defaults import GenerationDefaults, chosen_sampling
@@ -141,22 +141,6 @@ class Request:
 
 
 # --- checks ---------------------------------------------------------------------------------
-
-
-def positive(name: str, value: Any) -> int:
-    """Checks that an argument is a positive integer, and returns it as an int.
-
-    Raises:
-        UserInputError: ``value`` is not a positive integer.
-
-    Example:
-        >>> positive("batch_size", 0)
-        Traceback (most recent call last):
-        maxjax.errors.UserInputError: batch_size is 0: it must be a positive integer
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise UserInputError(f"{name} is {value!r}: it must be a positive integer")
-    return int(value)
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
