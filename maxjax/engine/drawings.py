@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from jax.core import Tracer
@@ -68,7 +69,7 @@ def draw_sharding(given: Any, shape: Sequence[int] | None = None) -> ShardingDra
         are split most are drawn.
 
     Raises:
-        UserInputError: ``given`` is a tracer, has no sharding, or cannot be drawn.
+        UserInputError: ``given`` is a tracer, has no sharding, or cannot be drawn; ``shape`` is no shape.
         TypeError: ``given`` is none of these objects.
 
     Example:
@@ -116,7 +117,7 @@ def _division(given: Any, shape: Sequence[int] | None, labels: dict[int, str]) -
         given = NamedSharding(given, PartitionSpec(*given.axis_names))
     layout = None
     if isinstance(given, Sharding):
-        sharding, sizes = given, tuple(shape) if shape is not None else _smallest(given)
+        sharding, sizes = given, _smallest(given) if shape is None else _sizes(shape)
     else:
         sharding, sizes = _held(given)
         layout = given.stored.layout if isinstance(given, Weight) else None
@@ -153,6 +154,16 @@ def _held(given: Any) -> tuple[Any, tuple[int, ...]]:
     if not all(str(size).isdigit() for size in sizes):
         raise UserInputError(f"{name} has sizes that are not known yet: {list(sizes)}")
     return sharding, tuple(map(int, sizes))
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise UserInputError(f"shape is a tuple of sizes, such as (4, 8), not {shape!r}")
+    return sizes
 
 
 def _smallest(sharding: Any) -> tuple[int, ...]:

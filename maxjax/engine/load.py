@@ -181,6 +181,10 @@ def load(
             raise TypeError("path must be a str or a Path, not NoneType")
         if rules is not None and mesh is None:
             raise UserInputError("rules= need a mesh: load(path, mesh=..., rules=...)")
+        if compile is not None and not isinstance(compile, Sequence):
+            raise TypeError(
+                f"compile is a list with a spec for each argument of the model, not a {type(compile).__name__}"
+            )
         name = str(path)
         access = Access(token, cache_dir, local_files_only)
         path = find_model(path, revision, filename=filename, access=access)

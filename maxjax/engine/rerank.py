@@ -85,7 +85,7 @@ def rerank(
         raise TypeError(f"query is a {type(query).__name__}, not a str")
     if template is not None and not isinstance(template, str):
         raise TypeError(f"template is a {type(template).__name__}, not a str")
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation not in (None, *ACTIVATIONS):
         raise UserInputError(f"activation must be 'sigmoid' or 'linear', not {activation!r}")
     batch_size = positive("batch_size", batch_size)
     with Lockstep("rerank", shardings_of(model)) as together, releasing():

@@ -8,6 +8,7 @@ and the index without a copy, and every other function gets the slice as an arra
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -23,8 +24,8 @@ class StackSlice:
 
     Args:
         stack: an array ``[n, ...]``; for a stack of stacks ``[n, m, ...]`` and so on.
-        index: index of the slice, from 0: an int, or an integer scalar that may be traced; for a
-            stack of stacks a tuple of them.
+        index: index of the slice, from 0: an int, or an integer array without axes, which may be traced;
+            for a stack of stacks a tuple of them.
 
     It is a pytree with the leaves ``stack`` and ``index``, has the shape and dtype of the slice, and works in
     jnp functions, operators and indexing; ``jax.lax`` functions need ``jnp.asarray`` of it.
@@ -69,7 +70,7 @@ class StackSlice:
 
     @property
     def place(self) -> Any:
-        """The index of the slice in :attr:`flat`. Negative ints are counted from the end; traced ones are not.
+        """The index of the slice in :attr:`flat`. Negative ints are counted from the end, arrays are not.
 
         Raises:
             IndexError: an index is an int and outside the stack.
@@ -77,7 +78,7 @@ class StackSlice:
         place: Any = 0
         for axis, index in enumerate(self.indices):
             count = self.stack.shape[axis]
-            index = _from_start(index, count) if isinstance(index, int) else index
+            index = _from_start(index, count)
             place = index if axis == 0 else place * count + index
         return place
 
@@ -157,8 +158,7 @@ StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
-    known = [_from_start(i, n) if isinstance(i, int) else i
-             for i, n in zip(indices, stack.shape, strict=False)]  # fmt: skip
+    known = [_from_start(i, n) for i, n in zip(indices, stack.shape, strict=False)]
     if len(indices) == 1:
         if isinstance(known[0], int):
             return jax.lax.index_in_dim(stack, known[0], keepdims=False)
@@ -178,11 +178,13 @@ def layer_of(stack: jax.Array, index: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
-def _from_start(index: int, count: int) -> int:
-    """A known index, counted from the beginning of a stack of ``count``."""
+def _from_start(index: Any, count: int) -> Any:
+    """An index of a stack of ``count``, counted from the beginning if it is an int; an array as it is."""
+    if not isinstance(index, Integral):
+        return index
     if not -count <= index < count:
         raise IndexError(f"index {index} is outside a stack of {count}")
-    return index % count
+    return int(index) % count
 
 
 def slice_of(leaf: Any, index: Any) -> StackSlice:

@@ -118,8 +118,9 @@ def draw_attention(
         query_tokens: text of each query; by default those of the last keys, as many as there are queries.
 
     Raises:
-        UserInputError: the number of axes is not 2 to 4; there are not as many texts as keys or queries; or
-            there is no such row or head; or an argument is no list of texts or numbers.
+        UserInputError: the weights are no real numbers, or the number of axes is not 2 to 4; there are not as
+            many texts as keys or queries; or there is no such row or head; or an argument is no list of texts
+            or numbers.
 
     Example:
         >>> import numpy as np
@@ -130,12 +131,17 @@ def draw_attention(
           c │███│
              mean of the heads; rows are queries, columns keys
     """
-    found = np.asarray(weights)
+    try:
+        found: Any = np.asarray(weights)
+    except ValueError:  # rows of several lengths
+        found = np.empty(0)
     if found.ndim not in (2, 3, 4) or not found.size:
         raise UserInputError(
             "attention weights have the shape [heads, queries, keys] or [B, heads, queries, keys], "
             f"and not {list(found.shape)}"
         )
+    if found.dtype.kind in "cOSU":
+        raise UserInputError(f"attention weights are real numbers, not {found.dtype}")
     found = found.astype(np.float32)
     if found.ndim == 4:
         if not isinstance(batch, Integral) or not -found.shape[0] <= batch < found.shape[0]:

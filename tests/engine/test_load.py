@@ -321,6 +321,8 @@ def test_a_cut_file_while_it_compiles(small):
 
 
 def test_specs_that_do_not_go_with_the_model(small):
+    with pytest.raises(TypeError, match="compile is a list with a spec for each argument"):
+        load(small, compile=jax.ShapeDtypeStruct((1, 3), np.int32))
     with pytest.raises((TypeError, ValueError)):
         load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.float32)] * 9)
 

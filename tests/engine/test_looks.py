@@ -256,6 +256,10 @@ def test_what_cannot_be_drawn_says_so():
         jax.jit(maxjax.draw_sharding)(jnp.ones(2))
     with pytest.raises(ValueError, match="single array"):
         maxjax.draw_sharding(ShardingStrategy.tensor_parallel(2))
+    rows = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
+    for shape in (8, (-4, 8), ("n",)):
+        with pytest.raises(ValueError, match="shape is a tuple of sizes"):
+            maxjax.draw_sharding(rows, shape)
 
 
 def test_arrays_of_numpy_that_jax_does_not_have():

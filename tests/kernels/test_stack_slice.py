@@ -19,7 +19,7 @@ def one(index=1, dtype=jnp.float32):
     return StackSlice(jnp.asarray(STACK, dtype), index)
 
 
-INDICES = [1, -2, np.int64(1), np.int32(1), jnp.int32(1), jnp.uint8(1)]
+INDICES = [1, -2, np.int64(1), np.int64(-2), np.int32(1), jnp.int32(1), jnp.uint8(1)]
 
 
 @pytest.mark.fast("int1", "ArrayImpl1_1")
@@ -27,6 +27,7 @@ INDICES = [1, -2, np.int64(1), np.int32(1), jnp.int32(1), jnp.uint8(1)]
 def test_any_integer_is_an_index(index):
     np.testing.assert_array_equal(np.asarray(one(index)), STACK[1])
     np.testing.assert_array_equal(jnp.asarray(one(index)), STACK[1])
+    np.testing.assert_array_equal(matmul(jnp.eye(2), one(index)), STACK[1].T)
 
 
 def test_what_it_is():
@@ -37,8 +38,9 @@ def test_what_it_is():
     assert hash(s) != hash(one()) and len({s, s}) == 1
     with pytest.raises(AttributeError):
         s.nothing
-    with pytest.raises(IndexError):
-        np.asarray(one(3))
+    for index in (3, np.int64(3), -4):
+        with pytest.raises(IndexError):
+            np.asarray(one(index))
 
 
 BINARY = [

@@ -154,6 +154,9 @@ def test_attention_maps(monkeypatch):
     for wrong, match in (
         ((np.zeros(3),), "shape"),
         ((np.zeros((0, 2, 2)),), "shape"),
+        (([[1], [1, 2]],), "shape"),
+        ((np.eye(2, dtype=complex),), "real numbers, not complex128"),
+        (([["a"]],), "real numbers"),
         ((np.eye(2), ["a"]), "1 tokens for 2 keys"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -20,7 +20,7 @@ _UNITS = {"B": 1} | {
     for end, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGTP", 1)
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ...nn.transposed_linear import TransposedLinear
 from ...progress import compiling, task
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ..isolation import isolated
+from ..sampling.settings import is_count
 from .importance import Importance
 
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
@@ -61,7 +62,7 @@ def calibrate(
     Raises:
         UserInputError: the model is not a decoder, is not loaded, or has inputs that are not
             finite; or there is no text, no tokenizer for it, or a token id outside the vocabulary.
-        TypeError: a token id is not an integer.
+        TypeError: a token id is not an integer, or ``texts`` is neither a text nor such a list.
 
     Example:
         >>> import maxjax
@@ -106,19 +107,29 @@ def calibrate(
 
 def _chunks(tokenizer: Any, texts: Any, length: int) -> list[list[int]]:
     ids: list[int] = []
-    for text in [texts] if isinstance(texts, str) else texts:
+    for text in [texts] if isinstance(texts, str) else _items(texts):
         if isinstance(text, str):
             if tokenizer is None:
                 raise UserInputError("texts need a tokenizer; without one, give lists of token ids")
             ids += tokenizer.encode(text)
         else:
-            ids += [index(token) for token in text]
-    if length < 1:
-        raise UserInputError(f"length is {length}: a chunk has at least one token")
+            ids += [index(token) for token in _items(text)]
+    if not is_count(length):
+        raise UserInputError(
+            f"length is {length!r}: a chunk has at least one token, so it is an integer from 1 on"
+        )
     if not ids:
         raise UserInputError("there are no tokens to calibrate with: give at least one text")
     whole = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     return whole or [ids]
+
+
+def _items(given: Any) -> Iterable[Any]:
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"texts are a text, or a list of texts or of lists of token ids; one is a {type(given).__name__}"
+        )
+    return given
 
 
 def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:

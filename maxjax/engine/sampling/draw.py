@@ -121,12 +121,17 @@ def process_logits(
         >>> process_logits(logits, Sampling(temperature=1.0, top_k=2)).round(3).tolist()
         [[-inf, 0.0, -0.693...]]
     """
-    amounts = settings.amounts
-    values = adjusted(logits, settings, amounts, history, _checked_size(logits, vocab_size))
-    values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
-    return (
-        _kept(values, threshold_of(values, settings, amounts)) if settings.is_filtered else values
-    )
+    amounts, size = settings.amounts, _checked_size(logits, vocab_size)
+
+    def process(logits: jax.Array, history: History | None) -> jax.Array:
+        values = adjusted(logits, settings, amounts, history, size)
+        values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
+        if not settings.is_filtered:
+            return values
+        return _kept(values, threshold_of(values, settings, amounts))
+
+    run = explicit.automatic(process, explicit.mesh_of(logits), explicit.entries(logits))
+    return run(logits, history)
 
 
 def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:

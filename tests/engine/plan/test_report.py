@@ -465,7 +465,7 @@ def test_sizes_of_memory(text, size):
 
 @pytest.mark.fast("", "0_0", "1e3")
 @pytest.mark.parametrize(
-    "size", ["", "GB", "80 apples", "-1GB", "nan", "0", 0, -1, True, 1.5, "1e3"]
+    "size", ["", "GB", "80 apples", "-1GB", "nan", "0", 0, -1, True, 1.5, "1e3", "9" * 400]
 )
 def test_what_is_no_size_of_memory(size):
     with pytest.raises(UserInputError, match="80GB or 16GiB"):

@@ -271,8 +271,12 @@ def test_what_cannot_be_calibrated(tiny, tmp_path):
             maxjax.calibrate(model, None, [[1, wrong]])
     with pytest.raises(TypeError, match="float"):
         maxjax.calibrate(model, None, [[1, 1.5]])
-    with pytest.raises(UserInputError, match="length is 0: a chunk has at least one token"):
-        maxjax.calibrate(model, tokenizer, "text", length=0)
+    for texts in (None, [1, 2], 5):
+        with pytest.raises(TypeError, match="texts are a text, or a list of texts or of lists"):
+            maxjax.calibrate(model, tokenizer, texts)
+    for length in (0, "5", 2.5):
+        with pytest.raises(UserInputError, match="length is .*: a chunk has at least one token"):
+            maxjax.calibrate(model, tokenizer, "text", length=length)
     with pytest.raises(UserInputError, match="texts need a tokenizer"):
         maxjax.calibrate(model, None, "text")
     with pytest.raises(UserInputError, match="only language models .* Linear"):

@@ -402,6 +402,9 @@ def test_meshes_and_padding_change_nothing(kind, name, spec):
         np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5)
     if settings.logprobs:
         np.testing.assert_array_equal(found.top_tokens, expected.top_tokens)
+    processed = process_logits(placed, settings, history=history, vocab_size=V)
+    expected = process_logits(jnp.asarray(logits), settings, history=History.start(ids, V))
+    np.testing.assert_allclose(np.asarray(processed)[:, :V], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
