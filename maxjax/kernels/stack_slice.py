@@ -8,7 +8,6 @@ and the index without a copy, and every other function gets the slice as an arra
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -180,7 +179,7 @@ def layer_of(stack: jax.Array, index: Any) -> jax.Array:
 
 def _from_start(index: Any, count: int) -> Any:
     """An index of a stack of ``count``, counted from the beginning if it is an int; an array as it is."""
-    if not isinstance(index, Integral):
+    if not isinstance(index, (int, np.integer)):
         return index
     if not -count <= index < count:
         raise IndexError(f"index {index} is outside a stack of {count}")
