@@ -11,7 +11,6 @@ head dimension D, n blocks of queries with C queries each.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -128,8 +127,7 @@ def blocked_attention(
     at = _blocks(positions, count, attending.strided)  # [n, B or 1, C]
     layer = jnp.asarray(layer, jnp.int32)
     attending = attending._replace(division=_of_blocks(attending))
-    found: Any = _attention(attending, queries, tuple(cache), layer, at, key_positions)
-    out, sums = found
+    out, sums = _attention(attending, queries, tuple(cache), layer, at, key_positions)
     out = out.transpose(0, 1, 4, 2, 3, 5).reshape(count, batch, size, heads, width)
     sums = sums.transpose(0, 1, 4, 2, 3).reshape(count, batch, size, heads)
     out, sums = (_joined(a, attending.strided)[:, :length] for a in (out, sums))
@@ -240,18 +238,6 @@ def _each(count: int, run: Callable[[Any, Any], Any], carry: Any, blocks: Any) -
         return jax.lax.scan(run, carry, blocks)
     carry, out = run(carry, jax.tree.map(lambda a: a[0], blocks))
     return carry, jax.tree.map(lambda a: a[None], out)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    attending: Attending,
-    queries: jax.Array,
-    cache: tuple[jax.Array, ...],
-    layer: jax.Array,
-    at: jax.Array,
-    key_positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(attending, queries, cache, layer, at, key_positions)
 
 
 def _forward(
@@ -386,6 +372,7 @@ def _of_layer(found: jax.Array, like: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(jnp.zeros_like(like), found, start)
 
 
+_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _attention.defvjp(_with_residuals, _backward)
 
 

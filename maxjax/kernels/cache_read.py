@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operation import Operation, has_static_shapes
+from .operation import Operation, has_static_shapes, types_of
 
 
 def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
@@ -62,9 +62,8 @@ def _types(count: int, array: Any, *_: Any) -> list[Any]:
 
 
 def _kernel(count: int, array: Any, layer: Any, start: Any) -> Any:
-    result = jax.ShapeDtypeStruct(_shape(count, array), array.dtype)
-    call = jax.ffi.ffi_call("maxjax_read_slots", [result])
-    return call(array, layer, start)
+    results = _types(count, *types_of([array]))
+    return jax.ffi.ffi_call("maxjax_read_slots", results)(array, layer, start)
 
 
 _OPERATION = Operation("maxjax_read_slots", _types, _definition, {"cpu": _kernel}, None, None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from . import explicit
 from .cache_read import bits, from_bits
 from .decode import step
-from .operation import Operation, has_static_shapes
+from .operation import Operation, has_static_shapes, types_of
 from .pallas import program_device
 from .stack_slice import layer_of
 from .tpu import cache_write as mosaic
@@ -112,8 +112,7 @@ def _definition(static: _Write, *operands: jax.Array) -> list[jax.Array]:
 def _kernel(
     static: _Write, array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array
 ) -> Any:
-    result = [jax.ShapeDtypeStruct(array.shape, array.dtype)]
-    call = jax.ffi.ffi_call("maxjax_write_tokens", result, input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call("maxjax_write_tokens", types_of([array]), input_output_aliases={0: 0})
     return call(array, new, layer, place)
 
 

@@ -26,7 +26,7 @@ from .decode.blocks import in_blocks
 from .decode.step import Options, seen, written
 from .gpu.triton import unavailable
 from .int8_rows import restored
-from .operation import Operation, has_static_shapes
+from .operation import Operation, has_static_shapes, types_of
 from .pallas import program_device, refused
 from .product import FLOATS
 from .sinks import checked_sinks
@@ -203,22 +203,9 @@ def _run(static: Options, *operands: Any) -> Any:
     return explicit.automatic(run, mesh, wanted)(*operands)
 
 
-def definition(
-    static: Options,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    lengths: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    sinks: jax.Array,
-    *scales: jax.Array,
-) -> list[jax.Array]:
+def definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
     """The definition of :func:`decode_attention`, in jnp; ``q`` is ``[B, K, H/K, D]`` here."""
-    operands = (q, k, v, keys, values, layer, lengths, cos, sin, sinks, *scales)
+    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
     step, slots = written(static, *operands), keys.shape[-2]
     seen_keys, seen_values = _read(step.layers(), layer)  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
@@ -254,7 +241,7 @@ def _kernel(static: Options, *operands: Any) -> Any:
     batch, kv_heads, group, width = q.shape
     flat = q.reshape(batch, kv_heads * group, width)
     changed = (keys, values, *operands[_SCALES:])
-    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat, *changed)]
+    results = types_of((flat, *changed))
     aliases = {3: 1, 4: 2} | {_SCALES + i: 3 + i for i in range(len(changed) - 2)}
     call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases=aliases)
     out, *changed = call(

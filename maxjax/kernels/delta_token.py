@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .operation import Operation, by_rows, has_static_shapes
+from .operation import Operation, by_rows, has_static_shapes, types_of
 from .product import FLOATS
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
@@ -67,9 +67,7 @@ def _types(_: Delta, x: Any, gate: Any, *rest: Any) -> list[Any]:
 
 
 def _kernel(static: Delta, *operands: Any) -> Any:
-    x, gate = operands[:2]
-    shapes = [(gate.shape, x.dtype), *((a.shape, a.dtype) for a in operands[_CONV:_LAYER])]
-    results = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    results = _types(static, *types_of(operands))
     call = jax.ffi.ffi_call("maxjax_delta", results, input_output_aliases={_CONV: 1, _DELTA: 2})
     heads, epsilon = np.int64(static.key_heads), np.float32(static.epsilon)
     return call(*operands, key_heads=heads, epsilon=epsilon)

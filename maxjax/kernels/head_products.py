@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
-from .operation import Operation, has_static_shapes
+from .operation import Operation, has_static_shapes, types_of
 from .product import FLOATS
 from .stack_slice import StackSlice, layer_of
 
@@ -105,8 +105,7 @@ def _types(part: HeadPart, x: Any, stack: Any, _: Any) -> list[Any]:
 
 
 def _kernel(part: HeadPart, x: Any, stack: Any, layer: Any) -> Any:
-    (result,) = _types(part, jax.ShapeDtypeStruct(x.shape, x.dtype), stack, layer)
-    call = jax.ffi.ffi_call("maxjax_heads", [result])
+    call = jax.ffi.ffi_call("maxjax_heads", _types(part, *types_of((x, stack, layer))))
     first, rows = np.int64(part.first), np.int64(part.rows)
     return call(x, stack, layer, first=first, rows=rows, transposed=part.transposed)
 

@@ -288,6 +288,11 @@ def has_static_shapes(*arrays: Any) -> bool:
     return all(isinstance(n, int) for array in arrays for n in array.shape)
 
 
+def types_of(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes alone, as FFI calls take those of their results."""
+    return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+
+
 def matmul_precision() -> Any:
     """The current value of ``jax.default_matmul_precision``."""
     flags: Any = jax.config

@@ -18,7 +18,7 @@ from . import product
 from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
 from .gpu.triton import unavailable
-from .operation import Operation, same_varying
+from .operation import Operation, same_varying, types_of
 from .pallas import program_device, refused
 from .stack_slice import layer_of
 
@@ -153,15 +153,10 @@ def _types(static: PackedOperand, *avals: Any) -> list[Any]:
 
 
 def _on_cpu(static: PackedOperand, *operands: Any) -> Any:
-    x, weights, _ = product.split(operands)
-    if x.dtype not in product.FLOATS or any(d not in product.FLOATS for d in static.dtypes):
+    if any(dtype not in product.FLOATS for dtype in (operands[0].dtype, *static.dtypes)):
         return definition(static, *operands)
-    results = [
-        jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-2]), dtype)
-        for w, dtype in zip(weights, static.dtypes, strict=True)
-    ]
     formats = np.array([FORMATS.index(name) for name in static.encodings], np.int64)
-    call = jax.ffi.ffi_call("maxjax_packed_matmul", results)
+    call = jax.ffi.ffi_call("maxjax_packed_matmul", _types(static, *types_of(operands)))
     return call(*operands, formats=formats, is_int8=static.is_int8)
 
 

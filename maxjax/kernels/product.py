@@ -14,7 +14,7 @@ from jax.experimental.custom_partitioning import ArrayMapping
 from . import explicit, native
 from .gpu import matvec
 from .gpu.triton import unavailable
-from .operation import Operation
+from .operation import Operation, types_of
 from .pallas import program_device
 from .stack_slice import layer_of
 
@@ -150,11 +150,7 @@ def _kernel(dtypes: Any, *operands: Any) -> Any:
     x, weights, _ = split(operands)
     if _is_faster_in_xla(dtypes, x, weights):
         return _in_jnp(dtypes, *operands)
-    results = [
-        jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-2]), dtype)
-        for w, dtype in zip(weights, dtypes, strict=True)
-    ]
-    return jax.ffi.ffi_call("maxjax_matmul", results)(*operands)
+    return jax.ffi.ffi_call("maxjax_matmul", types(dtypes, *types_of(operands)))(*operands)
 
 
 def _is_faster_in_xla(dtypes: Any, x: Any, weights: Sequence[Any]) -> bool:

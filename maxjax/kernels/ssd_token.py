@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operation import Operation, by_rows, has_static_shapes
+from .operation import Operation, by_rows, has_static_shapes, types_of
 
 # Names of the axes of the operands; "b", the sequences, is the only one that may be split.
 _AXES = ("bhp", "bh", "bgn", "bgn", "lbhpn", "", "b")
@@ -47,5 +47,5 @@ def _types(_: None, x: Any, *rest: Any) -> list[Any]:
 
 
 def _kernel(_: None, *operands: Any) -> Any:
-    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (operands[0], operands[_STATE])]
+    results = types_of((operands[0], operands[_STATE]))
     return jax.ffi.ffi_call("maxjax_ssd", results, input_output_aliases={_STATE: 1})(*operands)

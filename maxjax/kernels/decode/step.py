@@ -76,25 +76,14 @@ def write_token(
 
 
 def written(
-    static: Options,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    lengths: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    sinks: jax.Array,
-    *scales: jax.Array,
-    write: Callable[..., list[jax.Array]] = write_token,
+    static: Options, *operands: jax.Array, write: Callable[..., list[jax.Array]] = write_token
 ) -> Written:
     """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches.
 
-    If ``values`` and ``v`` are scalars, the keys are the values too. ``write`` is :func:`write_token`, or
-    another function that does the same.
+    The operands are those of ``decode_attention.definition``. If ``values`` and ``v`` are scalars, the keys are the
+    values too. ``write`` is :func:`write_token`, or another function that does the same.
     """
+    q, k, v, keys, values, layer, lengths, cos, sin, _, *scales = operands
     slots = keys.shape[-2]
     q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
