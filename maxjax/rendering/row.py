@@ -240,16 +240,13 @@ def _key(row: Row) -> Any:
 
 def together(rows: Sequence[Row]) -> Row:
     """One row for several equal ones: their sums, and the settings that all have."""
-    first = rows[0]
     if len(rows) == 1:
-        return first
+        return rows[0]
     return replace(
-        first,
+        _alike(rows),
         count=sum(row.count for row in rows),
         parameters=sum(row.parameters for row in rows),
         nbytes=sum(row.nbytes for row in rows),
-        settings=_common(rows),
-        children=tuple(_alike(same) for same in zip(*(row.children for row in rows), strict=True)),
     )
 
 

@@ -260,14 +260,13 @@ class Batch:
     def _empty_sampled(self, batch: int) -> Sampled:
         count = self.sampling.logprobs
         make = lambda kind, *shape: self._put(np.zeros((batch, *shape), kind))
-        tokens, valid = make(np.int32), make(bool)
-        if count is None:
-            return Sampled(tokens, valid)
-        if count == 0:
-            return Sampled(tokens, valid, make(np.float32))
-        count = min(count, self.model.config.vocab_size)
-        tops = make(np.int32, count), make(np.float32, count)
-        return Sampled(tokens, valid, make(np.float32), *tops)
+        found = [make(np.int32), make(bool)]
+        if count is not None:
+            found.append(make(np.float32))
+        if count:
+            count = min(count, self.model.config.vocab_size)
+            found += make(np.int32, count), make(np.float32, count)
+        return Sampled(*found)
 
     def _history(self) -> History | None:
         if not self.sampling.needs_history:

@@ -59,7 +59,7 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
     found: list[Any] = []
 
     def watch(layer: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        if not found and id(layer) in names and not _finite(outputs):
+        if not found and id(layer) in names and any(map(_count, jax.tree.leaves(outputs))):
             found.append(layer)
 
     with layer_hook(watch), jax.disable_jit():
@@ -92,12 +92,8 @@ def _rows(ids: Any) -> jax.Array:
     return jnp.asarray(found, jnp.int32)
 
 
-def _count(array: Any) -> int:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+def _count(leaf: Any) -> int:
+    """How many numbers of an array of floats are not finite; 0 for anything else."""
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return 0
-    return int(jnp.sum(~jnp.isfinite(array.astype(jnp.float32))))
-
-
-def _finite(outputs: Any) -> bool:
-    arrays = [a for a in jax.tree.leaves(outputs) if isinstance(a, jax.Array)]
-    return not any(_count(array) for array in arrays)
+    return int(jnp.sum(~jnp.isfinite(leaf.astype(jnp.float32))))

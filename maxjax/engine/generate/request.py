@@ -15,6 +15,7 @@ from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
+from ..sampling.penalties import check_tokens
 from ..sampling.settings import Sampling, eos_token_ids, positive
 from .batch import Batch, check_model
 from .completion import PartialCompletion
@@ -153,12 +154,8 @@ def _stops(stop: Any) -> tuple[str, ...]:
 
 def _check_choice(sampling: Sampling, eos_ids: Sequence[int], size: int) -> None:
     """Raises an error for ids outside the vocabulary, or if every token is excluded."""
-    biases = dict(sampling.logit_bias)
-    for name, tokens in (("logit_bias", biases), ("banned", sampling.banned)):
-        wrong = max(tokens, default=0)
-        if wrong >= size:
-            raise UserInputError(f"{name} names token {wrong}: the vocabulary has {size} tokens")
-    never = {token for token, bias in biases.items() if bias == -math.inf}
+    check_tokens(sampling, size)
+    never = {token for token, bias in dict(sampling.logit_bias).items() if bias == -math.inf}
     never.update(sampling.banned)
     if len(never) >= size:
         raise UserInputError("banned and logit_bias exclude every token of the vocabulary")

@@ -236,8 +236,8 @@ def _pieces(
         clean = True
     finally:
         if ended is None:
-            answer = partial.completion()
-            batch.watch.end(0, len(answer.prompt_tokens) + len(answer.tokens) - 1)
+            written = partial.completion()
+            batch.watch.end(0, len(written.prompt_tokens) + len(written.tokens) - 1)
             batch.close()
         else:
             ended(partial, clean)

@@ -125,18 +125,20 @@ def _penalised(
     return values
 
 
+def check_tokens(settings: Sampling, vocab_size: int) -> None:
+    """Raises UserInputError if the bias or the bans are of a token outside the vocabulary."""
+    for name, tokens in (("logit_bias", dict(settings.logit_bias)), ("banned", settings.banned)):
+        wrong = max(tokens, default=0)
+        if wrong >= vocab_size:
+            raise UserInputError(
+                f"{name} names token {wrong}: the vocabulary has {vocab_size} tokens"
+            )
+
+
 def _check(
     settings: Sampling, history: History | None, shape: tuple[int, ...], vocab_size: int
 ) -> None:
-    for name, tokens in (
-        ("logit_bias", dict(settings.logit_bias)),
-        ("banned", settings.banned),
-    ):
-        wrong = [token for token in tokens if token >= vocab_size]
-        if wrong:
-            raise UserInputError(
-                f"{name} names token {wrong[0]}: the vocabulary has {vocab_size} tokens"
-            )
+    check_tokens(settings, vocab_size)
     if not settings.needs_history:
         return
     if history is None:
