@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from .errors import UnknownArgumentError, closest
 
@@ -122,13 +124,15 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
     return f": did you mean {like}=?" if like else ""
 
 
-def unknown_argument(call: str, name: str, names: Iterable[str]) -> UnknownArgumentError:
-    """The error for an argument that a function does not have.
+def unknown_argument(function: Callable[..., Any], name: str) -> UnknownArgumentError:
+    """The error for a keyword argument that a function of ``maxjax`` does not have.
 
     Example:
-        >>> print(unknown_argument("maxjax.load", "device_map", ["mesh", "dtype"]))
+        >>> def load(path, *, mesh=None, dtype="auto"): ...
+        >>> print(unknown_argument(load, "device_map"))
         maxjax.load() got an unexpected keyword argument 'device_map': use mesh=maxjax.make_mesh(…)
     """
-    names = list(names)
+    call, parameters = f"maxjax.{function.__name__}", inspect.signature(function).parameters
+    names = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
     hint = meant(name, names, call) or f"; it takes {', '.join(names)}"
     return UnknownArgumentError(f"{call}() got an unexpected keyword argument {name!r}{hint}")

@@ -37,9 +37,6 @@ from .sampling.settings import is_count, positive
 
 # The smallest padded length: shorter programs are hardly faster.
 _MIN_LENGTH = 16
-_ARGUMENTS = (
-    "batch_size", "truncate", "normalize", "pooling", "prompt", "prompt_name", "truncate_dim",
-)  # fmt: skip
 
 
 def embed(
@@ -96,7 +93,7 @@ def embed(
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
     for name in unknown:
-        raise unknown_argument("maxjax.embed", name, _ARGUMENTS)
+        raise unknown_argument(embed, name)
     if truncate_dim is not None and not is_count(truncate_dim):
         raise UserInputError(f"truncate_dim is a number from 1 on, not {str(truncate_dim)[:60]}")
     with Lockstep("embed", shardings_of(model)) as together, releasing():

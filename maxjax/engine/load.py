@@ -39,12 +39,6 @@ from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 from .generate.defaults import read_defaults
 from .hub import Access, find_model
 
-# What an unknown argument may have meant.
-_ARGUMENTS = (
-    "dtype", "reduce_dtype", "mesh", "rules", "config", "verify", "revision", "filename", "token", "cache_dir",
-    "local_files_only", "limits", "tokenizer", "tie", "activations", "compile",
-)  # fmt: skip
-
 
 @overload
 def load(
@@ -169,7 +163,7 @@ def load(
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
     """
     for name in unknown:
-        raise unknown_argument("maxjax.load", name, _ARGUMENTS)
+        raise unknown_argument(load, name)
     compile_cache.enable()
     spread = [NamedSharding(mesh, PartitionSpec())] if isinstance(mesh, Mesh) else []
     with Lockstep("load", spread) as together:

@@ -26,7 +26,6 @@ from .embed import pooled_rows, text_limit
 from .sampling.settings import positive
 
 _PLACES = ("{query}", "{document}")
-_ARGUMENTS = ("batch_size", "truncate", "activation", "template", "answers")
 ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
 """The functions, by name, that turn the output of a head into scores."""
 
@@ -80,7 +79,7 @@ def rerank(
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
     for name in unknown:
-        raise unknown_argument("maxjax.rerank", name, _ARGUMENTS)
+        raise unknown_argument(rerank, name)
     if not isinstance(query, str):
         raise TypeError(f"query is a {type(query).__name__}, not a str")
     if template is not None and not isinstance(template, str):
