@@ -326,9 +326,11 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         if isinstance(array, QuantArray):
             _check(array.blocks, name)
             return array, f"{array.encoding}{list(array.shape)}", "", ()
-        row = array_row("", array).row
-        is_lazy = isinstance(array, jax.ShapeDtypeStruct)
-        return array, row.type_text, _NO_VALUE if is_lazy else _check(array, name), ()
+        kind = array_row("", array).row.type_text
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return array, kind, _NO_VALUE, ()
+        _check(array, name)
+        return array, kind, "", ()
     stored: Any = what.stored
     if _is_another(stored):  # a pytree with the model's structure may hold other arrays
         return _value(stored.leaf, name)
@@ -342,8 +344,8 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
             return None, kind, f"{type(leaf).__name__} in its place", ()
         if not what.is_whole:
             return None, kind, _NO_VALUE, ()
-        note = _check(leaf, name)
-        return what.operand(), kind, note, tuple(what.name(name, i) for i in range(what.count))
+        _check(leaf, name)
+        return what.operand(), kind, "", tuple(what.name(name, i) for i in range(what.count))
     if stored.is_lazy:
         if stored.source is not None:
             data, _, note, _ = _value(stored.source, name)
@@ -351,8 +353,8 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         return None, kind, _NO_VALUE, ()
     if state_of(stored.leaf).foreign:
         return None, kind, f"{type(stored.leaf).__name__} in its place", ()
-    note = _check(stored.leaf, name)
-    return (stored.operand() if encoding is not None else stored.value), kind, note, ()
+    _check(stored.leaf, name)
+    return (stored.operand() if encoding is not None else stored.value), kind, "", ()
 
 
 def _is_another(stored: Any) -> bool:
@@ -369,8 +371,8 @@ def _type_of(data: WeightData) -> str:
     return f"{kind}[{', '.join(map(str, data.logical_shape))}]"
 
 
-def _check(leaf: Any, name: str) -> str:
-    """Raises UserInputError for an array that is traced or deleted; returns "" for any other."""
+def _check(leaf: Any, name: str) -> None:
+    """Raises UserInputError for an array that is traced or deleted."""
     note = state_of(leaf).note
     called = f"'{name}'" if name else "the array"
     if note == TRACED:
@@ -381,7 +383,6 @@ def _check(leaf: Any, name: str) -> str:
         raise UserInputError(
             f"the memory of {called} was freed: it was donated to a jitted function, or deleted"
         )
-    return ""
 
 
 def _halved(counts: np.ndarray) -> list[int]:

@@ -61,7 +61,7 @@ def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None
                 f"blocks of {kind} ({layout.elements} values): quantise before model.to(mesh), or to a type "
                 "of smaller blocks, such as q8_0"
             )
-        place = _key(shard.index, array.shape)
+        place = tuple(one.indices(size) for one, size in zip(shard.index, array.shape, strict=True))
         if place not in found:
             weights = None
             if importance is not None:
@@ -88,10 +88,6 @@ def _placed_like(array: jax.Array, shape: tuple[int, ...], parts: list[Any]) -> 
         for part, shard in zip(parts, array.addressable_shards, strict=True)
     ]
     return jax.make_array_from_single_device_arrays(shape, array.sharding, placed)
-
-
-def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(one.indices(size) for one, size in zip(index, shape, strict=True))
 
 
 def _encode_part(
