@@ -30,47 +30,34 @@ _AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 _CLMUL = ["-msse4.1", "-mpclmul"]
 # The encoders of blocks give the same bytes on every processor, so no operations may be fused.
 _EXACT = ["-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+# The source files for all architectures, each with its compiler flags.
+_EVERYWHERE: dict[str, list[str]] = {
+    "handlers.cc": [], "packed_handler.cc": [], "delta_handler.cc": [], "ssd_handler.cc": [],
+    "cache_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
+}  # fmt: skip
 # The source files for each architecture, each with its compiler flags for instruction sets. The
 # level is chosen when the library is loaded, so one library serves all processors.
 SOURCES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "handlers.cc": [],
-        "packed_handler.cc": [],
-        "delta_handler.cc": [],
-        "ssd_handler.cc": [],
-        "cache_handler.cc": [],
-        "level_portable.cc": [],
+        **_EVERYWHERE,
         "level_avx2.cc": _AVX2,
         "level_avxvnni.cc": [*_AVX2, "-mavxvnni"],
         "level_avx512.cc": _AVX512,
         "level_avx512vnni.cc": [*_AVX512, "-mavx512vnni"],
         "level_avx512bf16.cc": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
         "level_amx.cc": [*_AVX512, "-mavx512vnni", "-mavx512bf16", *_AMX],
-        "crc.cc": [],
         "level_crc_clmul.cc": _CLMUL,
         "level_crc_wide.cc": [*_AVX512, *_CLMUL, "-mvpclmulqdq"],
-        "encode.cc": _EXACT,
         "level_encode_avx2.cc": [*_AVX2, *_EXACT],
         "level_encode_avx512.cc": [*_AVX512, *_EXACT],
     },
     "aarch64": {
-        "handlers.cc": [],
-        "packed_handler.cc": [],
-        "delta_handler.cc": [],
-        "ssd_handler.cc": [],
-        "cache_handler.cc": [],
-        "level_portable.cc": [],
+        **_EVERYWHERE,
         "level_neon.cc": [],
         "level_neondot.cc": ["-march=armv8.2-a+dotprod"],
-        "crc.cc": [],
         "level_crc_arm.cc": [],
-        "encode.cc": _EXACT,
     },
 }
-_OTHER = {
-    "handlers.cc": [], "packed_handler.cc": [], "delta_handler.cc": [], "ssd_handler.cc": [],
-    "cache_handler.cc": [], "level_portable.cc": [], "crc.cc": [], "encode.cc": _EXACT,
-}  # fmt: skip
 # zig selects instruction sets by -mcpu.
 _ZIG = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod"}
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -118,7 +105,7 @@ def build(
     """
     cxx, extra = cxx or compiler(), list(extra or [])
     machine = (machine or platform.machine()).lower()
-    sources = SOURCES.get(_SAME.get(machine, machine), _OTHER)
+    sources = SOURCES.get(_SAME.get(machine, machine), _EVERYWHERE)
     # Linked in the same folder, so that the move is atomic.
     linked = output.with_name(f"{os.getpid()}.{output.name}")
     with tempfile.TemporaryDirectory() as folder:
