@@ -56,6 +56,8 @@ def encode(encoding: str, values: Any, importance: Any = None) -> jax.Array:
             f"values in a block of {encoding}"
         )
     lead, row = values.shape[:-1], values.shape[-1] // layout.elements
+    if not values.size:
+        return jnp.zeros((*lead, row * layout.nbytes), jnp.uint8)
     operands: tuple[Any, ...] = (values.reshape(-1, layout.elements),)
     if importance is not None:
         mean_square = jnp.mean(jnp.square(values.astype(jnp.float32)), axis=-1, keepdims=True)

@@ -153,7 +153,8 @@ def _types(static: PackedOperand, *avals: Any) -> list[Any]:
 
 
 def _on_cpu(static: PackedOperand, *operands: Any) -> Any:
-    if any(dtype not in product.FLOATS for dtype in (operands[0].dtype, *static.dtypes)):
+    x = operands[0]
+    if 0 in x.shape or any(dtype not in product.FLOATS for dtype in (x.dtype, *static.dtypes)):
         return definition(static, *operands)
     formats = np.array([FORMATS.index(name) for name in static.encodings], np.int64)
     call = jax.ffi.ffi_call("maxjax_packed_matmul", _types(static, *types_of(operands)))

@@ -133,6 +133,11 @@ def test_what_it_made_is_decoded(name):
     assert np.abs(found - values).max() < np.abs(values).max() / 3
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0, 64), (2, 0)])
+def test_nothing_to_encode(shape):
+    assert encode_jnp("Q8_0", jnp.ones(shape)).shape == (*shape[:-1], shape[-1] // 32 * 34)
+
+
 @pytest.mark.parametrize("shape", [(), (40,), (3, 0, 33)])
 def test_rows_that_are_no_whole_blocks(shape):
     with pytest.raises(

@@ -266,6 +266,13 @@ def test_the_float_form(how):
     check(run(jnp.asarray(X), jnp.asarray(RAW)), X, RAW, "Q4_K", "float")
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_weights_without_columns(activations):
+    """Such a product was an integer division by zero, which ends the process."""
+    w = QuantArray(jnp.zeros((4, 0), jnp.uint8), "Q8_0", activations)
+    np.testing.assert_array_equal(matmul(jnp.ones((2, 0)), w), np.zeros((2, 4)))
+
+
 def test_derivatives():
     """By the activations; of those that are not quantised."""
     c, w = normal((6, 40), seed=3).astype(np.float64), reference("Q4_K", RAW).astype(np.float64)
