@@ -53,12 +53,8 @@ std::atomic<const Level*>& active() {
 
 const Level& active_level() { return *active().load(std::memory_order_relaxed); }
 
-namespace {
-
-// --- matmul ------------------------------------------------------------------------------------
-
 Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type,
-                     int64_t tokens, int64_t depth, Type w_type, bool may_tile = false) {
+                     int64_t tokens, int64_t depth, Type w_type, bool may_tile) {
   const bool narrow = x_type == Type::bf16 && w_type == Type::bf16 && level.pairs;
   const bool as_is = narrow || (x_type == Type::f32 && level.in_order(w_type));
   const int64_t stride = padded(depth), item = narrow ? 2 : 4;
@@ -73,21 +69,22 @@ Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, T
   }
   if (as_is && depth % kPad == 0) return {x, depth, narrow, false};
   char* rows = scratch<0>(tokens * stride * item);
-  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
-  parallel(pool, (tokens + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
-    for (int64_t t = i * chunk; t < least((i + 1) * chunk, tokens); t++) {
-      const char* from = x + t * depth * size_of(x_type);
-      char* to = rows + t * stride * item;
-      if (narrow) {
-        memcpy(to, from, 2 * depth);
-        memset(to + 2 * depth, 0, 2 * (stride - depth));
-      } else {
-        level.widen(from, x_type, depth, w_type, reinterpret_cast<float*>(to), stride);
-      }
+  parallel_tokens(pool, tokens, 4 * stride, [&](int64_t t) {
+    const char* from = x + t * depth * size_of(x_type);
+    char* to = rows + t * stride * item;
+    if (narrow) {
+      memcpy(to, from, 2 * depth);
+      memset(to + 2 * depth, 0, 2 * (stride - depth));
+    } else {
+      level.widen(from, x_type, depth, w_type, reinterpret_cast<float*>(to), stride);
     }
   });
   return {rows, stride, narrow, false};
 }
+
+namespace {
+
+// --- matmul ------------------------------------------------------------------------------------
 
 // Operands: x [..., depth], then weights [out, depth] or stacks [n, out, depth], all of one type,
 // then the layer index of each weight. Results: [..., out] for each weight.

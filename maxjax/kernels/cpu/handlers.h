@@ -130,4 +130,17 @@ void parallel_rows(ffi::ThreadPool& pool, const std::vector<Weights>& weights, i
   parallel(pool, chunks.size(), threads, [&](int64_t i) { run(*chunks[i].weights, chunks[i].begin, chunks[i].end); });
 }
 
+// Calls run(t) for each of `count` tokens, whose rows have so many bytes, on several threads.
+template <class Run>
+void parallel_tokens(ffi::ThreadPool& pool, int64_t count, int64_t bytes, const Run& run) {
+  const int64_t chunk = most(1, kChunkBytes / most(1, bytes));
+  parallel(pool, (count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
+    for (int64_t t = i * chunk; t < least((i + 1) * chunk, count); t++) run(t);
+  });
+}
+
+// Activations [tokens, depth] as products with weights of a type read them: as they are, or in scratch<0>.
+Activations prepared(ffi::ThreadPool& pool, const Level& level, const char* x, Type x_type, int64_t tokens,
+                     int64_t depth, Type w_type, bool may_tile = false);
+
 }  // namespace maxjax

@@ -4,18 +4,6 @@
 namespace maxjax {
 namespace {
 
-// The activations as floats in their order, padded with zeros up to `stride`.
-const float* floats_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x, int64_t stride) {
-  if (x.type == Type::f32 && x.depth == stride) return reinterpret_cast<const float*>(x.data);
-  float* rows = reinterpret_cast<float*>(scratch<0>(x.count * stride * 4));
-  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
-  parallel(pool, (x.count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
-    for (int64_t t = i * chunk; t < least((i + 1) * chunk, x.count); t++)
-      level.widen(x.data + t * x.depth * size_of(x.type), x.type, x.depth, Type::f32, rows + t * stride, stride);
-  });
-  return rows;
-}
-
 // The activations quantised.
 Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
   const int64_t stride = (x.depth + 255) / 256 * 256, of_row = stride + stride * 3 / 4;
@@ -28,16 +16,13 @@ Int8 int8_of(ffi::ThreadPool& pool, const Level& level, const Tokens& x) {
   float* half_sums = sums + x.count * stride / 32;
   int32_t* code_sums = reinterpret_cast<int32_t*>(half_sums + x.count * stride / 16);
   const bool as_is = x.type == Type::f32 && x.depth == stride;
-  const int64_t chunk = most(1, kChunkBytes / most(1, 4 * stride));
-  parallel(pool, (x.count + chunk - 1) / chunk, pool.num_threads(), [&](int64_t i) {
+  parallel_tokens(pool, x.count, 4 * stride, [&](int64_t t) {
+    const char* from = x.data + t * x.depth * size_of(x.type);
     float* own = as_is ? nullptr : reinterpret_cast<float*>(scratch<2>(stride * 4));
-    for (int64_t t = i * chunk; t < least((i + 1) * chunk, x.count); t++) {
-      const char* from = x.data + t * x.depth * size_of(x.type);
-      if (!as_is) level.widen(from, x.type, x.depth, Type::f32, own, stride);
-      level.quantise(as_is ? reinterpret_cast<const float*>(from) : own, stride, codes + t * stride,
-                     scales + t * stride / 32, sums + t * stride / 32, half_sums + t * stride / 16,
-                     code_sums + t * stride / 16);
-    }
+    if (!as_is) level.widen(from, x.type, x.depth, Type::f32, own, stride);
+    level.quantise(as_is ? reinterpret_cast<const float*>(from) : own, stride, codes + t * stride,
+                   scales + t * stride / 32, sums + t * stride / 32, half_sums + t * stride / 16,
+                   code_sums + t * stride / 16);
   });
   return {codes, scales, sums, half_sums, code_sums, stride};
 }
@@ -69,13 +54,14 @@ ffi::Error packed_matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
   if (rows == 0 || x.count == 0) return ffi::Error::Success();
 
   const Level& level = active_level();
-  const int64_t stride = padded(x.depth);
   const Int8 quantised = is_int8 ? int8_of(pool, level, x) : Int8{};
-  const float* floats = is_int8 ? nullptr : floats_of(pool, level, x, stride);
+  const Activations floats =
+      is_int8 ? Activations{} : prepared(pool, level, x.data, x.type, x.count, x.depth, Type::f32);
   parallel_rows(pool, weights, x.count, 32, 128, [&](const Weights& w, int64_t begin, int64_t end) {
     char* own = is_int8 ? nullptr : scratch<3>(kPackedScratch);
     level.packed_product({Format(w.kind), reinterpret_cast<const uint8_t*>(w.data), x.depth, is_int8, quantised,
-                          floats, stride, x.count, w.y, w.y_type, w.rows, begin, end, own});
+                          static_cast<const float*>(floats.data), floats.stride, x.count, w.y, w.y_type, w.rows,
+                          begin, end, own});
   });
   return ffi::Error::Success();
 }
