@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.ops.collectives import all_summed, distributed_broadcast
+from ..graph.ops import allreduce
+from ..graph.ops.collectives import distributed_broadcast
 from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import Split, parts
@@ -210,4 +211,4 @@ class VocabParallelEmbedding(Embedding):
             found = unwrap(shard._result(local))
             rows.append(TensorValue(jnp.where((inside | beyond)[..., None], found, 0)))
             start += count
-        return all_summed(rows, buffers)
+        return allreduce.sum(rows, buffers)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..value import TensorValue
-from .collectives import all_summed
+from .collectives import groups_of, inputs_of, placed, same_shapes, together
 
 
 def sum(
@@ -31,4 +31,12 @@ def sum(
         [4. 4.]
         [4. 4.]
     """
-    return all_summed(inputs, signal_buffers, group_size)
+    values = inputs_of("allreduce.sum", inputs, signal_buffers)
+    found: list[TensorValue] = []
+    for group in groups_of("allreduce.sum", values, group_size):
+        same_shapes("allreduce.sum", group)
+        total, *others = together(group)
+        for one in others:
+            total = total + one
+        found += [TensorValue(placed(total, x.value)) for x in group]
+    return found

@@ -77,48 +77,6 @@ def placed(x: Any, like: Any) -> Any:
     )
 
 
-def all_summed(
-    inputs: Iterable[Any],
-    signal_buffers: Iterable[Any] | None = None,
-    group_size: int | None = None,
-) -> list[TensorValue]:
-    """For each tensor of a group, the sum of all of them."""
-    values = inputs_of("allreduce.sum", inputs, signal_buffers)
-    found: list[TensorValue] = []
-    for group in groups_of("allreduce.sum", values, group_size):
-        same_shapes("allreduce.sum", group)
-        arrays = together(group)
-        total = arrays[0]
-        for one in arrays[1:]:
-            total = total + one
-        found += [TensorValue(placed(total, x.value)) for x in group]
-    return found
-
-
-def scattered_sums(
-    inputs: Iterable[Any],
-    signal_buffers: Iterable[Any] | None = None,
-    axis: int = 0,
-    group_size: int | None = None,
-) -> list[TensorValue]:
-    """For each tensor of a group, its part of their sum, which is split along an axis; if that does not divide
-    evenly, the first parts are one element longer."""
-    values = inputs_of("reducescatter.sum", inputs, signal_buffers)
-    groups = groups_of("reducescatter.sum", values, group_size)
-    axis = axis_of(axis, values[0].rank, "reducescatter.sum")
-    found: list[TensorValue] = []
-    for group in groups:
-        total = all_summed(group)[0].value
-        base, more = divmod(total.shape[axis], len(group))
-        start = 0
-        for i, one in enumerate(group):
-            stop = start + base + (i < more)
-            part = jax.lax.slice_in_dim(total, start, stop, axis=axis)
-            found.append(TensorValue(placed(part, one.value)))
-            start = stop
-    return found
-
-
 def allgather(
     inputs: Iterable[Any],
     signal_buffers: Iterable[Any] | None = None,

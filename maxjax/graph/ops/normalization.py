@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ..value import TensorValue
-from .collectives import allgather, groups_of, inputs_of, scattered_sums
+from . import reducescatter
+from .collectives import allgather, groups_of, inputs_of
 from .lift import array, floating, lift, rounded, same, wide
 
 
@@ -186,7 +187,7 @@ def reduce_scatter_rms_norm(
         wide = [
             x + r if i % size == 0 else x for i, (x, r) in enumerate(zip(wide, added, strict=True))
         ]
-    sums = scattered_sums(wide, signal_buffers, 0, group_size)
+    sums = reducescatter.sum(wide, signal_buffers, 0, group_size)
     normed = _weighted_norms(op, sums, gammas, epsilon, weight_offset)
     narrow = lambda found: [x.cast(y.dtype) for x, y in zip(found, values, strict=True)]
     return narrow(normed), narrow(sums)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
+from ..placement.strategy import even_range
 from ..value import TensorValue
-from .collectives import scattered_sums
+from . import allreduce
+from .collectives import groups_of, inputs_of, placed
+from .lift import axis_of
 
 
 def sum(
@@ -17,6 +22,8 @@ def sum(
 ) -> list[TensorValue]:
     """The elementwise sum of the devices' tensors, split along an axis: each device gets its part.
 
+    If the axis does not divide evenly, the first parts are one element longer.
+
     Args:
         inputs, signal_buffers, group_size: as for ``allreduce.sum``.
         axis: axis that is split.
@@ -24,4 +31,14 @@ def sum(
     Raises:
         ValueError: there is no such axis, or as for ``allreduce.sum``.
     """
-    return scattered_sums(inputs, signal_buffers, axis, group_size)
+    values = inputs_of("reducescatter.sum", inputs, signal_buffers)
+    groups = groups_of("reducescatter.sum", values, group_size)
+    axis = axis_of(axis, values[0].rank, "reducescatter.sum")
+    found: list[TensorValue] = []
+    for group in groups:
+        total = allreduce.sum(group)[0].value
+        for i, one in enumerate(group):
+            start, stop = even_range(total.shape[axis], i, len(group))
+            part = jax.lax.slice_in_dim(total, start, stop, axis=axis)
+            found.append(TensorValue(placed(part, one.value)))
+    return found
