@@ -57,7 +57,7 @@ kernels: __init__
 # 3 graph: what a weight is, where it lies, and programs of values
 graph: symbolic
 graph/placement: strategy mesh device_major specs arrays fsdp stacking division
-graph: tensor_type operands rebinding operators value buffer buffer_utils dtype_promotion
+graph: tensor_type operands shaping rebinding operators value buffer buffer_utils dtype_promotion
 graph/weight: epoch gradient running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load __init__ weights host_reads same device_reads gathering writing
 graph: subgraph reroll graph

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 
 from ..dtype import DType, misfit, promote
 from .shape import StaticDim
-from .symbolic import to_sizes
 
 # Integers up to this one are exact in every float of 16 bits or more.
 _EXACT = 256
@@ -301,39 +299,6 @@ def _holds(dtype: Any, x: int) -> bool:
             return int(np.asarray(x, object).astype(np.float64).astype(dtype)) == x
     except (OverflowError, ValueError):
         return False
-
-
-def reshaped(array: jax.Array, shape: Iterable[Any], **options: Any) -> jax.Array:
-    """The array in another shape, of which one size may be -1.
-
-    Raises:
-        ValueError: two sizes are -1, the numbers of elements differ, or whether they do depends on the values of
-            symbolic sizes.
-    """
-    sizes = list(to_sizes(shape, array.shape))
-    try:
-        _fill(sizes, array.shape)
-        return array.reshape(tuple(sizes), **options)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"reshape: a tensor of shape {tuple(array.shape)} cannot be reshaped to {tuple(sizes)}: {error}"
-        ) from error
-
-
-def _fill(sizes: list[Any], shape: Sequence[Any]) -> None:
-    """Where a size is symbolic, replaces a -1 and checks that the number of elements is equal; JAX compares numbers."""
-    free = [axis for axis, size in enumerate(sizes) if same(size, -1)]
-    if len(free) > 1:
-        raise ValueError(f"at most one size may be -1, not {len(free)}")
-    if all(isinstance(size, int) for size in (*shape, *sizes)):
-        return
-    total = math.prod(shape)
-    if len(free) == 1:
-        sizes[free[0]] = total // math.prod(size for size in sizes if not same(size, -1))
-    if not same(math.prod(sizes), total):
-        raise ValueError(
-            f"{math.prod(sizes)} elements are not always {total}; rebind the tensor first if they are"
-        )
 
 
 def same_rank(*arrays: Any) -> tuple[Any, ...]:

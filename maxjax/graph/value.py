@@ -8,6 +8,7 @@ One with only plain arrays and Weights returns a plain array, except for MAX's o
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..dtype import DType
+from . import shaping
 from .device import DeviceRef
 from .operands import (
     alike,
@@ -29,7 +31,6 @@ from .operands import (
     from_numpy,
     mean,
     promoted,
-    reshaped,
     same_dtype,
     same_rank,
     widely,
@@ -39,7 +40,7 @@ from .operators import Operators
 from .operators import Value as Value
 from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, sliced_sizes
 from .shape import Dim, Shape
-from .symbolic import to_dim, to_size, to_sizes
+from .symbolic import to_dim, to_size
 from .tensor_type import TensorType
 
 _METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isrealobj}
@@ -182,7 +183,7 @@ class TensorValue(Operators):
     @property
     def size(self) -> int:
         """The number of elements."""
-        return functools.reduce(operator.mul, (int(d) for d in self.shape), 1)
+        return math.prod(map(int, self.shape))
 
     @property
     def T(self) -> Any:
@@ -209,7 +210,7 @@ class TensorValue(Operators):
         """
         given = isinstance(shape, Iterable) and not isinstance(shape, str)
         sizes = shape if given else (shape, *more)
-        return self._result(reshaped(self._as_array(), sizes, **options))
+        return self._result(shaping.reshape(self._as_array(), sizes, **options))
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
         """The tensor with its axes in another order.
@@ -218,12 +219,7 @@ class TensorValue(Operators):
             IndexError: there is no such axis.
             ValueError: an axis is missing or occurs twice.
         """
-        rank = self.rank
-        if len(dims) == rank and any(not -rank <= axis < rank for axis in dims):
-            raise IndexError(f"permute({list(dims)}) of a tensor with {rank} axes")
-        if len(dims) != rank or sorted(axis % rank for axis in dims) != list(range(rank)):
-            raise ValueError(f"permute({list(dims)}) must contain each of the {rank} axes once")
-        return TensorValue(jnp.transpose(self._as_array(), tuple(dims)))
+        return TensorValue(shaping.permute(self._as_array(), dims))
 
     def transpose(self, first: int, second: int) -> Any:
         """The tensor with two axes swapped.
@@ -231,20 +227,17 @@ class TensorValue(Operators):
         Raises:
             IndexError: there is no such axis.
         """
-        rank = self.rank
-        for axis in (first, second):
-            if not -rank <= axis < rank:
-                raise IndexError(f"axis {axis} is out of range for a tensor with {rank} axes")
-        return self._result(jnp.swapaxes(self._as_array(), first, second))
+        return self._result(shaping.transpose(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
         """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes."""
-        array = self._as_array()
-        return TensorValue(jnp.broadcast_to(array, to_sizes(shape, array.shape)))
+        return TensorValue(shaping.broadcast_to(self._as_array(), shape))
 
     def unsqueeze(self, axis: int) -> TensorValue:
         """The tensor with a new axis of length 1."""
-        return TensorValue(jnp.expand_dims(self._as_array(), axis))
+        return TensorValue(
+            jnp.expand_dims(self._as_array(), shaping.axis_of(axis, self.rank + 1, "unsqueeze"))
+        )
 
     def squeeze(self, axis: int) -> TensorValue:
         """The tensor without an axis of length 1.
@@ -253,9 +246,7 @@ class TensorValue(Operators):
             IndexError: there is no such axis.
             ValueError: the axis is longer.
         """
-        if not -self.rank <= axis < self.rank:
-            raise IndexError(f"squeeze({axis}) of a tensor with {self.rank} axes")
-        return TensorValue(jnp.squeeze(self._as_array(), axis))
+        return TensorValue(shaping.squeeze(self._as_array(), axis))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
@@ -264,15 +255,7 @@ class TensorValue(Operators):
             IndexError: there is no such axis.
             ValueError: the first comes after the last.
         """
-        array = self._as_array()
-        rank = max(array.ndim, 1)
-        if not (-rank <= start_dim < rank and -rank <= end_dim < rank):
-            raise IndexError(f"axes {start_dim} and {end_dim} of a tensor with {array.ndim} axes")
-        start, end = start_dim % rank, end_dim % rank
-        if start > end:
-            raise ValueError(f"start_dim ({start_dim}) comes after end_dim ({end_dim})")
-        middle = functools.reduce(operator.mul, array.shape[start : end + 1], 1)
-        return self._result(array.reshape((*array.shape[:start], middle, *array.shape[end + 1 :])))
+        return self._result(shaping.flatten(self._as_array(), start_dim, end_dim))
 
     def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
         """The tensor with the given sizes declared; see ``ops.rebind``.
@@ -334,8 +317,7 @@ class TensorValue(Operators):
 
     def _reduced(self, function: Callable[..., Any], axis: int) -> TensorValue:
         array = self._as_array()
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(f"axis {axis} is out of range for a tensor with {array.ndim} axes")
+        axis = shaping.axis_of(axis, array.ndim, function.__name__)
         return TensorValue(function(array, axis, keepdims=True))
 
     # -- jax.Array's

@@ -23,6 +23,7 @@ from ..operands import rounded as rounded
 from ..operands import same as same
 from ..operands import wide as wide
 from ..shape import Dim
+from ..shaping import axis_of as axis_of
 from ..value import TensorValue, alike, unify, unwrap, wraps
 from ..weight.transpose import WeightTranspose
 
@@ -208,20 +209,6 @@ def binary_operands(a: Any, b: Any) -> tuple[Any, Any]:
             return a, b
         check_broadcast(a.shape, b.shape)
     return unify(a, b)
-
-
-def axis_of(axis: int, rank: int, op: str, error: type[Exception] = ValueError) -> int:
-    """An axis, which may be negative, as an index from the front.
-
-    Raises:
-        ValueError: it is out of range (or ``error``, if MAX raises another class).
-        TypeError: it is not an integer.
-    """
-    if not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"{op}: the axis must be an integer, not {axis!r}")
-    if not -rank <= axis < rank:
-        raise error(f"{op}: axis {axis} is out of range for a tensor with {rank} axes")
-    return int(axis) % max(rank, 1)
 
 
 def canonical(dtype: Any) -> Any:

@@ -5,16 +5,15 @@ Sizes may be numbers, Dims, or the names of symbolic dimensions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from ..operands import reshaped
+from .. import shaping
 from ..rebinding import rebound
 from ..symbolic import to_sizes
-from .lift import array, axis_of, canonical, creator, lift, same, sizing
+from .lift import array, axis_of, canonical, creator, lift, sizing
 
 
 @sizing("shape")
@@ -31,7 +30,7 @@ def reshape(x: Any, shape: Iterable[Any]) -> Any:
         >>> ops.reshape(jnp.arange(6), (3, -1)).shape
         (3, 2)
     """
-    return reshaped(array(x), shape)
+    return shaping.reshape(array(x), shape)
 
 
 @sizing("dims")
@@ -43,13 +42,7 @@ def permute(x: Any, dims: Sequence[int]) -> Any:
         IndexError: there is no such axis.
         ValueError: an axis occurs twice or is missing.
     """
-    x, dims = array(x), list(dims)
-    if len(dims) != x.ndim:
-        raise ValueError(f"permute: {len(dims)} axes are given, but the tensor has {x.ndim}")
-    axes = [axis_of(d, x.ndim, "permute", IndexError) for d in dims]
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"permute: {dims} contains an axis twice")
-    return jnp.transpose(x, axes)
+    return shaping.permute(array(x), dims)
 
 
 @lift
@@ -59,9 +52,7 @@ def transpose(x: Any, axis_1: int, axis_2: int) -> Any:
     Raises:
         IndexError: there is no such axis.
     """
-    x = array(x)
-    axes = [axis_of(axis, x.ndim, "transpose", IndexError) for axis in (axis_1, axis_2)]
-    return jnp.swapaxes(x, *axes)
+    return shaping.transpose(array(x), axis_1, axis_2)
 
 
 @lift
@@ -83,11 +74,7 @@ def squeeze(x: Any, axis: int) -> Any:
         IndexError: there is no such axis.
         ValueError: the axis is longer.
     """
-    x = array(x)
-    axis = axis_of(axis, x.ndim, "squeeze", IndexError)
-    if not same(x.shape[axis], 1):
-        raise ValueError(f"squeeze: axis {axis} of shape {x.shape} is {x.shape[axis]} long, not 1")
-    return jnp.squeeze(x, axis)
+    return shaping.squeeze(array(x), axis)
 
 
 @sizing("shape", "out_dims")
@@ -101,14 +88,7 @@ def broadcast_to(x: Any, shape: Iterable[Any], out_dims: Iterable[Any] | None = 
     Raises:
         ValueError: an axis longer than 1 has another size in the shape.
     """
-    x = array(x)
-    sizes = to_sizes(shape if out_dims is None else out_dims, x.shape)
-    old = sizes[len(sizes) - x.ndim :]
-    if len(old) != x.ndim or any(
-        not (same(have, want) or same(have, 1)) for have, want in zip(x.shape, old, strict=True)
-    ):
-        raise ValueError(f"broadcast_to: a tensor of shape {x.shape} does not broadcast to {sizes}")
-    return jnp.broadcast_to(x, sizes)
+    return shaping.broadcast_to(array(x), shape if out_dims is None else out_dims)
 
 
 @sizing("shape")
@@ -153,14 +133,7 @@ def flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
         IndexError: there is no such axis.
         ValueError: the first comes after the last.
     """
-    x = array(x)
-    rank = max(x.ndim, 1)
-    start = axis_of(start_dim, rank, "flatten", IndexError)
-    end = axis_of(end_dim, rank, "flatten", IndexError)
-    if start > end:
-        raise ValueError(f"flatten: start_dim ({start_dim}) comes after end_dim ({end_dim})")
-    middle = math.prod(x.shape[start : end + 1])
-    return x.reshape((*x.shape[:start], middle, *x.shape[end + 1 :]))
+    return shaping.flatten(array(x), start_dim, end_dim)
 
 
 @creator
