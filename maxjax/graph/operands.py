@@ -352,6 +352,20 @@ def check_product(a: Sequence[Any], b: Sequence[Any]) -> None:
         check_broadcast(a[:-2], b[:-2])
 
 
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` in the dtype that they have in common; of 16-bit and narrower floats with sums in float32.
+
+    Raises:
+        ValueError: the shapes do not fit, or there is no common dtype.
+    """
+    check_product(a.shape, b.shape)
+    a, b = same_dtype(a, b)
+    if min(a.ndim, b.ndim) >= 2:
+        a, b = same_rank(a, b)
+    sums = jnp.float32 if narrow(a.dtype) else None
+    return rounded(jnp.matmul(a, b, preferred_element_type=sums), a.dtype)
+
+
 def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
     """Checks that the known numbers of an index are in range. Slices follow NumPy's rules.
 

@@ -54,22 +54,11 @@ def _of_array(name: str) -> Any:
 class Operators(Value):
     """The operators, in terms of methods that a subclass defines."""
 
-    def _as_array(self) -> Any:
-        raise NotImplementedError
-
-    def _result(self, array: Any, *others: Any) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def _matmul(a: Any, b: Any) -> Any:
-        raise NotImplementedError
-
-    def _unary(self, function: Callable[[Any], Any]) -> Any:
-        raise NotImplementedError
+    _as_array: Callable[[], Any]
+    _result: Callable[..., Any]
+    _binary: Callable[[Callable[[Any, Any], Any], Any, Any], Any]
+    _matmul: Callable[[Any, Any], Any]
+    _unary: Callable[[Callable[[Any], Any]], Any]
 
     def __add__(self, other: Any) -> Any:
         return self._binary(operator.add, self, other)

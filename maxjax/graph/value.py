@@ -25,14 +25,12 @@ from .device import DeviceRef
 from .operands import (
     alike,
     check_indices,
-    check_product,
     dividends,
     divides_integers,
     from_numpy,
     mean,
+    product,
     promoted,
-    same_dtype,
-    same_rank,
     widely,
     wraps,
 )
@@ -178,7 +176,7 @@ class TensorValue(Operators):
     @property
     def ndim(self) -> int:
         """The number of axes, as NumPy calls it."""
-        return self._as_array().ndim
+        return self.rank
 
     @property
     def size(self) -> int:
@@ -365,11 +363,38 @@ class TensorValue(Operators):
 
     @staticmethod
     def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        return _binary(function, a, b)
+        x = a._array if type(a) is TensorValue else a
+        y = b._array if type(b) is TensorValue else b
+        try:
+            if _promotes_alike(x, y) and not divides_integers(function, x, y):
+                return wrap(function(x, y))  # the usual case, which must be fast in eager code
+            if not (_is_operand(a) and _is_operand(b)):
+                return NotImplemented
+            if wraps(a, b):
+                x, y = alike(a, b)
+                if function is operator.truediv:
+                    x, y = dividends(unwrap(x), unwrap(y))
+                return TensorValue(function(*unify(x, y)))
+        except TypeError as error:
+            raise ValueError(
+                f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}"
+            ) from error
+        return function(unwrap(a), unwrap(b))  # Weights and arrays follow JAX's own rules
 
     @staticmethod
     def _matmul(a: Any, b: Any) -> Any:
-        return _matmul(a, b)
+        if not (_is_operand(a) and _is_operand(b)):
+            return NotImplemented  # x @ w.T: WeightTranspose calls the fast kernel
+        if not wraps(a, b):
+            return unwrap(a) @ unwrap(b)
+        if (of_weight := getattr(b, "_product", None)) is not None:  # x @ w.T
+            return of_weight(a)
+        a, b = map(unwrap, alike(a, b))
+        if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
+            raise ValueError(
+                f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number"
+            )
+        return TensorValue(product(a, b))
 
     def _unary(self, function: Callable[[Any], Any]) -> Any:
         array = self._as_array()
@@ -377,24 +402,6 @@ class TensorValue(Operators):
             return self._result(function(array))
         except TypeError as error:
             raise ValueError(f"{function.__name__} of {_shown(array)}: {error}") from error
-
-
-def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    x = a._array if type(a) is TensorValue else a
-    y = b._array if type(b) is TensorValue else b
-    try:
-        if _promotes_alike(x, y) and not divides_integers(function, x, y):
-            return wrap(function(x, y))  # the usual case, which must be fast in eager code
-        if not (_is_operand(a) and _is_operand(b)):
-            return NotImplemented
-        if wraps(a, b):
-            x, y = alike(a, b)
-            if function is operator.truediv:
-                x, y = dividends(unwrap(x), unwrap(y))
-            return TensorValue(function(*unify(x, y)))
-    except TypeError as error:
-        raise ValueError(f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}") from error
-    return function(unwrap(a), unwrap(b))  # Weights and arrays follow JAX's own rules
 
 
 def _promotes_alike(x: Any, y: Any) -> bool:
@@ -413,24 +420,6 @@ def _is_exact(x: Any) -> bool:
 
 def _shown(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
-
-
-def _matmul(a: Any, b: Any) -> Any:
-    if not (_is_operand(a) and _is_operand(b)):
-        return NotImplemented  # x @ w.T: WeightTranspose calls the fast kernel
-    if not wraps(a, b):
-        return unwrap(a) @ unwrap(b)
-    product = getattr(b, "_product", None)
-    if product is not None:  # x @ w.T
-        return product(a)
-    a, b = map(unwrap, alike(a, b))
-    if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
-        raise ValueError(f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number")
-    check_product(a.shape, b.shape)
-    a, b = same_dtype(a, b)
-    if min(a.ndim, b.ndim) >= 2:
-        a, b = same_rank(a, b)
-    return TensorValue(jnp.matmul(a, b))
 
 
 def _is_operand(x: Any) -> bool:

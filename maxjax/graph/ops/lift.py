@@ -18,7 +18,6 @@ from jax.core import Tracer
 
 from ...dtype import DType
 from ..operands import check_broadcast, from_numpy, is_float
-from ..operands import narrow as narrow
 from ..operands import rounded as rounded
 from ..operands import same as same
 from ..operands import wide as wide

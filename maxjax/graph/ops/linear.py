@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..operands import check_product, common, same_dtype, same_rank
+from ..operands import common, product
 from ..symbolic import to_size
 from ..weight.transpose import TransposedValue, WeightTranspose
 from .lift import (
@@ -21,7 +21,6 @@ from .lift import (
     binary_operands,
     floating,
     lift,
-    narrow,
     pairwise,
     rounded,
     same,
@@ -59,14 +58,7 @@ def _apply(x: Any, function: Callable[[jax.Array], Any]) -> Any:
 
 @pairwise
 def _matmul(lhs: Any, rhs: Any) -> Any:
-    a, b = array(lhs), array(rhs)
-    check_product(a.shape, b.shape)
-    a, b = same_dtype(a, b)
-    if min(a.ndim, b.ndim) >= 2:
-        a, b = same_rank(a, b)
-    if not narrow(a.dtype):
-        return jnp.matmul(a, b)
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+    return product(array(lhs), array(rhs))
 
 
 @pairwise

@@ -206,11 +206,6 @@ class Weight(OfWeight, Methods):
         return len(self._dims) if self._layout else getattr(self._leaf, "ndim", len(self._dims))
 
     @property
-    def ndim(self) -> int:
-        """The number of axes, as NumPy calls it."""
-        return self.rank
-
-    @property
     def device(self) -> DeviceRef:
         """The device it was declared on."""
         return self._device
