@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,19 +31,21 @@ class _Windows(NamedTuple):
         widths = [(0, 0, 0), *((before, after, 0) for before, after in edges), (0, 0, 0)]
         return jax.lax.pad(x, jnp.asarray(fill, x.dtype), widths)
 
-    def slices(self, padded: jax.Array) -> list[jax.Array]:
-        """For each position in the kernel, that element of all windows: ``[N, out_H, out_W, C]`` each."""
-        return [
-            padded[:, *(
+    def places(self) -> Iterator[tuple[slice, ...]]:
+        """For each position in the kernel, where H and W of the padded image have this element of all windows."""
+        for position in itertools.product(*map(range, self.kernel)):
+            yield tuple(
                 slice(i * d, i * d + (n - 1) * s + 1, s)
                 for i, d, n, s in zip(position, self.dilation, self.count, self.stride, strict=True)
-            )]
-            for position in itertools.product(*map(range, self.kernel))
-        ]  # fmt: skip
+            )
+
+    def slices(self, padded: jax.Array) -> list[jax.Array]:
+        """For each position in the kernel, that element of all windows: ``[N, out_H, out_W, C]`` each."""
+        return [padded[:, *place] for place in self.places()]
 
 
 def _windows(
-    x: jax.Array,
+    size: Sequence[Any],
     kernel_size: Any,
     stride: Any,
     dilation: Any,
@@ -51,28 +53,31 @@ def _windows(
     ceil_mode: bool,
     op: str,
 ) -> _Windows:
-    if x.ndim != 4:
-        raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
+    """The windows of an image of size ``(H, W)``."""
     kernel = to_sizes(pair(kernel_size, 2, "kernel_size", positive=True))
-    strides, dilations = (
-        pair(stride, 2, "stride", positive=True),
-        pair(dilation, 2, "dilation", positive=True),
-    )
+    strides = pair(stride, 2, "stride", positive=True)
+    dilations = pair(dilation, 2, "dilation", positive=True)
     paddings = pair(padding, 2, "padding")
     counts, ends = [], []
-    for size, k, s, d, p in zip(x.shape[1:3], kernel, strides, dilations, paddings, strict=True):
-        span = size + 2 * p - d * (k - 1) - 1
+    for n, k, s, d, p in zip(size, kernel, strides, dilations, paddings, strict=True):
+        span = n + 2 * p - d * (k - 1) - 1
         count = (span + (s - 1 if ceil_mode else 0)) // s + 1
         # A window that would begin in the padding at the end is left out, as in torch.
-        if ceil_mode and (count - 1) * s >= size + p:
+        if ceil_mode and (count - 1) * s >= n + p:
             count = count - 1
         if isinstance(count, int) and count < 1:
             raise ValueError(
-                f"{op}: the kernel {kernel} is larger than the image {x.shape} with its padding"
+                f"{op}: the kernel {kernel} is larger than the image {tuple(size)} with its padding"
             )
         counts.append(count)
-        ends.append((count - 1) * s + d * (k - 1) + 1 - size - p)
+        ends.append((count - 1) * s + d * (k - 1) + 1 - n - p)
     return _Windows(kernel, strides, dilations, paddings, tuple(counts), tuple(ends))
+
+
+def _image(x: jax.Array, op: str) -> jax.Array:
+    if x.ndim != 4:
+        raise ValueError(f"{op} takes an image [N, H, W, C], not a tensor of shape {x.shape}")
+    return x
 
 
 @sizing("kernel_size", "stride", "dilation", "padding")
@@ -97,9 +102,11 @@ def avg_pool2d(
     Raises:
         ValueError: the input is not an image, or is smaller than the kernel.
     """
-    x = floating(input, "avg_pool2d")
+    x = _image(floating(input, "avg_pool2d"), "avg_pool2d")
     dtype, x = x.dtype, wide(x)
-    windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d")
+    windows = _windows(
+        x.shape[1:3], kernel_size, stride, dilation, padding, ceil_mode, "avg_pool2d"
+    )
     total = sum(windows.slices(windows.pad(x, 0)), start=jnp.zeros((), x.dtype))
     if count_boundary:
         return rounded(total / math.prod(windows.kernel), dtype)
@@ -131,8 +138,10 @@ def max_pool2d(
         [[ 5.  7.]
          [13. 15.]]
     """
-    x = array(input)
-    windows = _windows(x, kernel_size, stride, dilation, padding, ceil_mode, "max_pool2d")
+    x = _image(array(input), "max_pool2d")
+    windows = _windows(
+        x.shape[1:3], kernel_size, stride, dilation, padding, ceil_mode, "max_pool2d"
+    )
     first, *rest = windows.slices(windows.pad(x, ends(x.dtype)[0]))
     for other in rest:
         # The first of equal elements gets the gradient, as in torch; jnp.maximum would split it. NaN stays.
@@ -160,17 +169,9 @@ def fold(
         ValueError: the sizes do not fit.
     """
     x = numeric(input, "fold")
-    kernel = to_sizes(pair(kernel_size, 2, "kernel_size", positive=True))
     size = to_sizes(pair(output_size, 2, "output_size"), x.shape)
-    strides, dilations = (
-        pair(stride, 2, "stride", positive=True),
-        pair(dilation, 2, "dilation", positive=True),
-    )
-    paddings = pair(padding, 2, "padding")
-    counts = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, d, p in zip(size, kernel, strides, dilations, paddings, strict=True)
-    ]
+    windows = _windows(size, kernel_size, stride, dilation, padding, False, "fold")
+    kernel, counts = windows.kernel, windows.count
     area = kernel[0] * kernel[1]
     if x.ndim != 3 or not same(x.shape[1] % area, 0):
         raise ValueError(
@@ -180,26 +181,10 @@ def fold(
         raise ValueError(
             f"fold: {x.shape[2]} windows in the last axis, but size {size} needs {counts[0] * counts[1]}"
         )
-    parts = x.reshape((x.shape[0], x.shape[1] // area, *kernel, *counts))
-    return _sum_windows(parts, size, strides, dilations, paddings)
-
-
-def _sum_windows(
-    parts: jax.Array,
-    size: Sequence[Any],
-    strides: Sequence[Any],
-    dilations: Sequence[Any],
-    paddings: Sequence[Any],
-) -> jax.Array:
-    """``[N, C, kernel_h, kernel_w, count_h, count_w]`` → ``[N, C, H, W]``."""
-    *_, kernel_h, kernel_w, rows, columns = parts.shape
-    padded = [n + 2 * p for n, p in zip(size, paddings, strict=True)]
-    image = jnp.zeros((*parts.shape[:2], *padded), parts.dtype)
-    for i, j in itertools.product(range(kernel_h), range(kernel_w)):
-        top, left = i * dilations[0], j * dilations[1]
-        image = image.at[
-            :, :,
-            top : top + (rows - 1) * strides[0] + 1 : strides[0],
-            left : left + (columns - 1) * strides[1] + 1 : strides[1],
-        ].add(parts[:, :, i, j])  # fmt: skip
-    return image[:, :, paddings[0] : paddings[0] + size[0], paddings[1] : paddings[1] + size[1]]
+    parts = x.reshape((x.shape[0], x.shape[1] // area, area, *counts))
+    top, left = windows.padding
+    padded = (size[0] + 2 * top, size[1] + 2 * left)
+    image = jnp.zeros((*parts.shape[:2], *padded), x.dtype)
+    for i, place in enumerate(windows.places()):
+        image = image.at[:, :, *place].add(parts[:, :, i])
+    return image[:, :, top : top + size[0], left : left + size[1]]

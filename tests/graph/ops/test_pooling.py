@@ -116,6 +116,8 @@ def test_what_does_not_go():
         ops.fold(normal(1, 4, 5), (3, 3), (2, 2))
     with pytest.raises(ValueError, match=r"\(1, 3, 4\)"):
         ops.fold(normal(1, 3, 4), (3, 3), (2, 2))
+    with pytest.raises(ValueError, match="larger than the image"):
+        ops.fold(normal(1, 9, 1), (1, 1), (3, 3))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
