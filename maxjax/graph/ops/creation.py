@@ -80,6 +80,10 @@ def _literal(value: Any, dtype: DType) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise ValueError(f"ops.constant: the lists in {value!r} have different lengths") from error
+    if not (
+        array.dtype.kind in "biufcV" or all(isinstance(x, int | float | Dim) for x in array.flat)
+    ):
+        raise TypeError(f"ops.constant takes numbers, not {value!r}")
     return _exact(array, dtype, "ops.constant", value)
 
 
@@ -90,6 +94,10 @@ def _exact(array: np.ndarray, dtype: Any, op: str, shown: Any) -> np.ndarray:
         ValueError: a number does not fit in the dtype.
     """
     target = canonical(dtype)
+    if array.dtype.kind == "c" and target.kind != "c":
+        raise ValueError(
+            f"unsafe cast: {op} of {shown!r}, complex numbers, does not fit in {target}"
+        )
     if array.size and not is_float(target):
         low, high = (0, 1) if target == np.bool_ else bounds(target)
         if array.dtype.kind == "f" or array.min() < low or array.max() > high:
@@ -126,11 +134,10 @@ def range(
         [0 2 4]
     """
     ends = [to_size(x) if isinstance(x, (Dim, str)) else x for x in (start, stop, step)]
-    dynamic = any(isinstance(x, jax.Array) for x in ends)
-    if dynamic and out_dim is None:
-        raise ValueError("ops.range of tensors needs out_dim, the number of its elements")
-    known = not any(isinstance(x, Tracer) for x in ends)
-    length = _length(*ends) if known else None
+    length = None if any(isinstance(x, Tracer) for x in ends) else _length(*ends)
+    if out_dim is None and (length is None or any(isinstance(x, jax.Array) for x in ends)):
+        raise ValueError("ops.range of tensors, or of floats and a named size, needs out_dim, "
+                         "the number of its elements")  # fmt: skip
     if out_dim is not None and (length is None or not isinstance(out_dim, str)):
         size = to_size(out_dim)
         if isinstance(size, int) and all(isinstance(x, int) for x in ends) and size != length:
@@ -152,10 +159,16 @@ def range(
 
 
 def _length(start: Any, stop: Any, step: Any) -> Any:
-    start, stop, step = (x.item() if isinstance(x, jax.Array) else x for x in (start, stop, step))
+    """The number of elements; None for floats beside a symbolic size."""
+    ends = [x.item() if isinstance(x, jax.Array) else x for x in (start, stop, step)]
+    start, stop, step = ends
     if isinstance(step, (int, float)) and step == 0:
         raise ValueError("ops.range: the step must not be 0")
-    if any(isinstance(x, float) for x in (start, stop, step)):
+    if any(isinstance(x, float) for x in ends):
+        if not all(isinstance(x, (int, float)) for x in ends):
+            return None
+        if not all(map(math.isfinite, ends)):
+            raise ValueError(f"ops.range: the numbers must be finite, not {ends}")
         return max(0, math.ceil((stop - start) / step))
     length = -((start - stop) // step)
     return max(0, length) if isinstance(length, int) else length

@@ -43,6 +43,15 @@ def test_constant(args, want):
     np.testing.assert_array_equal(np.asarray(got).astype(want.dtype), want)
 
 
+def test_constants_of_no_real_numbers():
+    with pytest.raises(ValueError, match="unsafe cast.*complex"):
+        ops.constant([1j], "float32", CPU)
+    for value in ([None], ["1"], [1.0, None]):
+        with pytest.raises(TypeError, match="takes numbers"):
+            ops.constant(value, "float32", CPU)
+    assert float(ops.constant([2**70, Dim(3)], "float32", CPU)[1]) == 3
+
+
 def test_constant_of_another_library_in_bfloat16():
     theirs = Foreign(jnp.array([1.5, -2.0], jnp.bfloat16), dtype="torch.bfloat16")
     got = ops.constant(theirs, DType.bfloat16, CPU)
@@ -123,6 +132,8 @@ def test_ranges_there_are_not():
         ops.range(0, 5, 2, 2, dtype="int32", device=CPU)
     with pytest.raises(ValueError, match="must not be 0"):
         ops.range(0, 5, 0, dtype="int32", device=CPU)
+    with pytest.raises(ValueError, match="must be finite"):
+        ops.range(0, np.inf, dtype="float32", device=CPU)
 
 
 @pytest.mark.fast("0-True", "2-False")

@@ -30,6 +30,9 @@ OPS = {
     "slice": lambda x: ops.slice_tensor(x, [slice(0, 1)]),
     "range": lambda x: ops.range(0, x.shape[0], 1, dtype="float32", device=DeviceRef.CPU()),
     "range by two": lambda x: ops.range(1, x.shape[0] * 2, 2, dtype="int32", device=DeviceRef.CPU()),
+    "range of floats": lambda x: ops.range(
+        0.0, x.shape[0], 1.0, "batch", dtype="float32", device=DeviceRef.CPU()
+    ),
     "shape_to_tensor": lambda x: ops.shape_to_tensor(x.shape),
     "mean": lambda x: ops.mean(x, axis=0),
     "erf of float8": lambda x: ops.erf(x.cast("float8_e5m2")).cast("float32"),
