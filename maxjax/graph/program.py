@@ -12,7 +12,6 @@ import numpy as np
 from jax.core import Tracer
 
 from ..agreement import agreed
-from ..driver import Buffer
 from ..dtype import DType
 from ..errors import some
 from ..kernels.stack_slice import stack_of
@@ -34,7 +33,7 @@ from .tensor_type import Type
 from .value import TensorValue, unwrap
 from .weight.epoch import EPOCH, LEAF_CACHES
 from .weight.weight import Weight
-from .weights import WeightData
+from .weights.given import host_or_jax
 
 
 class Binding:
@@ -48,7 +47,7 @@ class Binding:
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None):
         self._graph = graph.name
         self.entries = graph.entries
-        self._fixed = [_from_registry(entry, graph, registry) for entry in graph.entries]
+        self._fixed = _from_registry(graph, registry)
         self.types = [
             jax.ShapeDtypeStruct(
                 entry.shape, entry.stand_in.dtype, sharding=_placement(entry, fixed)
@@ -138,61 +137,58 @@ def _placement(entry: GraphWeight, fixed: Any) -> Any:
 
 
 def _lazy_name(entry: GraphWeight) -> str | None:
-    for name in entry.names:
-        weight = entry.find(name)
-        assert weight is not None
-        if weight.stored.is_missing:
-            return name
-    return None
+    """The name of the first weight without a value; None if all have one."""
+    weights = zip(entry.names, entry.weight.stored.weights, strict=True)
+    return next((name for name, weight in weights if weight.stored.is_missing), None)
 
 
-def _from_registry(entry: GraphWeight, graph: Graph, registry: Mapping[str, Any] | None) -> Any:
-    """The value of a weight from the registry, stacked for a stack of layers; None if it is absent."""
+def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any]:
+    """For each entry its value in the registry, stacked for a stack of layers; None if it is absent."""
     if registry is None:
-        return None
-    names = [name for other in graph.entries for name in other.names]
-    uses = Counter(key for other in graph.entries for one in other.keys for key in set(one))
-    keys = [
-        next((key for key in one if registry.get(key) is not None
-              and (key == one[0] or uses[key] == 1)), one[0])
-        for one in entry.keys
-    ]  # fmt: skip
-    if all(registry.get(key) is None for key in keys):
-        return None
-    values = []
-    for name, key in zip(entry.names, keys, strict=True):
-        if names.count(key) > 1:
-            raise ValueError(
-                f"Graph '{graph.name}' has several weights named '{key}', so the weights registry "
-                "is ambiguous: call state_dict() on the model first, which gives them full names"
-            )
-        value = registry.get(key)
-        if value is None:
-            value = entry.find(name)
-            if value is not None and value.stored.is_missing:
-                raise ValueError(_missing(name, registry))
-        values.append(_checked(name, entry, value))
-    stored = entry.weight.stored
-    kept = [stored.arranged(value) for value in values]
-    array = kept[0]
-    if stored.lead:
-        array = jnp.stack(kept).reshape(*stored.lead, *array.shape)
-    return jax.device_put(array, stored.leaf_sharding)
+        return [None] * len(graph.entries)
+    counts = Counter(name for entry in graph.entries for name in entry.names)
+    uses = Counter(key for entry in graph.entries for keys in entry.keys for key in set(keys))
+
+    def key_of(name: str, *others: str) -> str:
+        alone = (key for key in others if uses[key] == 1)
+        return next((key for key in (name, *alone) if registry.get(key) is not None), name)
+
+    def value_of(entry: GraphWeight) -> Any:
+        keys, stored = [key_of(*known) for known in entry.keys], entry.weight.stored
+        if all(registry.get(key) is None for key in keys):
+            return None
+        kept = []
+        for name, key, weight in zip(entry.names, keys, stored.weights, strict=True):
+            if counts[key] > 1:
+                raise ValueError(
+                    f"Graph '{graph.name}' has several weights named '{key}', so the weights registry "
+                    "is ambiguous: call state_dict() on the model first, which gives them full names"
+                )
+            value = registry.get(key)
+            if value is None:
+                value = weight
+                if weight.stored.is_missing:
+                    raise ValueError(_missing(name, registry))
+            kept.append(stored.arranged(_checked(name, entry, weight, value)))
+        array = kept[0]
+        if stored.lead:
+            array = jnp.stack(kept).reshape(*stored.lead, *array.shape)
+        return jax.device_put(array, stored.leaf_sharding)
+
+    return [value_of(entry) for entry in graph.entries]
 
 
-def _checked(name: str, entry: GraphWeight, value: Any) -> Any:
-    array = np.asarray(value) if isinstance(value, (WeightData, Buffer)) else value
-    array = unwrap(array) if isinstance(array, Weight) else array
+def _checked(name: str, entry: GraphWeight, weight: Weight, value: Any) -> Any:
+    array = unwrap(value) if isinstance(value, Weight) else _from_any(value)
     array = array if isinstance(array, jax.Array) else fitting(np.array(array))
     wanted, stored = entry.stand_in.dtype, entry.weight.stored
     shape = entry.shape[len(stored.spans) :]
     if stored.layout is not None:
         shape = tuple(int(d) for d in stored.dims)
-    weight = entry.find(name)
-    form = None if weight is None else weight.stored.form
+    form = weight.stored.form
     if form is not None and form.fits(DType.of(array.dtype), array.shape):
         array = jnp.asarray(form.to_stored(name, np.asarray(array)))  # as a file has it
-    elif weight is not None and form is None and array.shape == weight.stored.loaded_shape:
+    elif form is None and array.shape == weight.stored.loaded_shape:
         array = array.reshape(shape)  # as the state dict has it: (1,) for ()
     if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
@@ -230,6 +226,7 @@ class Model(Rendered):
     Raises:
         ValueError: the Graph is not finished; ``donate`` names an input that it does not have; the registry
             has a value of the wrong type, or lacks a weight that has no value.
+        NotImplementedError: the Graph has named sizes and prints values.
     """
 
     def __init__(
@@ -264,6 +261,11 @@ class Model(Rendered):
             shapes: Any = [kind.shape for kind in inputs]
             text = lowered.as_text
         else:
+            if graph.jaxpr.effects:
+                raise NotImplementedError(
+                    f"'{self.name}': a program with named sizes cannot print or call Python while it runs: declare "
+                    "its inputs with numbers, or leave that out"
+                )
             try:
                 exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             except ValueError as error:
@@ -408,28 +410,18 @@ class Program(Model):
 
 def _function(graph: Graph) -> Any:
     """The graph as a function of (weights, inputs)."""
-    closed = graph.jaxpr
-    by_address = {entry.address: i for i, entry in enumerate(graph.entries)}
+    closed, addresses = graph.jaxpr, [entry.address for entry in graph.entries]
 
     def run(weights: list[Any], *inputs: Any) -> list[Any]:
-        return _evaluate(
-            closed.jaxpr,
-            _constants(closed.consts, weights, by_address),
-            list(inputs),
-            weights,
-            by_address,
-        )
+        return _evaluate(closed, inputs, dict(zip(addresses, weights, strict=True)))
 
     return run
 
 
-def _constants(consts: Sequence[Any], weights: list[Any], by_address: dict[int, int]) -> list[Any]:
-    """The constants of a jaxpr, with each stand-in replaced by its weight."""
-    found = []
-    for const in consts:
-        index = by_address.get(_address(const))
-        found.append(const if index is None else weights[index].reshape((1, *weights[index].shape)))
-    return found
+def _constant(const: Any, weights: Mapping[int, Any]) -> Any:
+    """A constant of a jaxpr; for a stand-in its weight."""
+    weight = weights.get(_address(const))
+    return const if weight is None else weight.reshape((1, *weight.shape))
 
 
 def _address(const: Any) -> int:
@@ -437,27 +429,22 @@ def _address(const: Any) -> int:
     return 0 if isinstance(const, jax.Array) else np.asarray(const).ctypes.data
 
 
-def _evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    weights: list[Any],
-    by_address: dict[int, int],
-) -> list[Any]:
-    """Evaluates a jaxpr with other constants; inlines jitted functions that close over a Weight."""
-    if not any(_holds_weight(equation, by_address) for equation in jaxpr.eqns):
-        inputs = (*jaxpr.constvars, *jaxpr.invars)
-        return as_function(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)(*consts, *args)
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _evaluate(closed: Any, args: Sequence[Any], weights: Mapping[int, Any]) -> list[Any]:
+    """Evaluates a closed jaxpr, with weights by the addresses of their stand-ins.
+
+    Jitted functions that close over a Weight are inlined.
+    """
+    jaxpr, given = closed.jaxpr, [*(_constant(const, weights) for const in closed.consts), *args]
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    if not any(_holds_weight(equation, weights) for equation in jaxpr.eqns):
+        return as_function(jaxpr, jaxpr.eqns, variables, jaxpr.outvars)(*given)
+    values = dict(zip(variables, given, strict=True))
     for equation in jaxpr.eqns:
-        if _holds_weight(equation, by_address):
-            inner = equation.params["jaxpr"]
-            constants = _constants(inner.consts, weights, by_address)
+        if _holds_weight(equation, weights):
             operands = [_read(atom, values) for atom in equation.invars]
-            results = _evaluate(inner.jaxpr, constants, operands, weights, by_address)
+            results = _evaluate(equation.params["jaxpr"], operands, weights)
         else:
-            free = [atom for atom in equation.invars if not is_literal(atom)]
-            free = list(dict.fromkeys(free))
+            free = list(dict.fromkeys(atom for atom in equation.invars if not is_literal(atom)))
             part = as_function(jaxpr, [equation], free, equation.outvars)
             results = part(*(values[v] for v in free))
         values.update(zip(equation.outvars, results, strict=True))
@@ -468,22 +455,25 @@ def _read(atom: Any, values: dict[Any, Any]) -> Any:
     return atom.val if is_literal(atom) else values[atom]
 
 
-def _holds_weight(equation: Any, by_address: dict[int, int]) -> bool:
+def _holds_weight(equation: Any, weights: Mapping[int, Any]) -> bool:
     """Whether an equation calls a jitted function that closes over a Weight, at any depth."""
     if not is_jit(equation):
         return False
     closed = equation.params["jaxpr"]
-    return any(_address(const) in by_address for const in closed.consts) or any(
-        _holds_weight(inner, by_address) for inner in closed.jaxpr.eqns
+    return any(_address(const) in weights for const in closed.consts) or any(
+        _holds_weight(inner, weights) for inner in closed.jaxpr.eqns
     )
+
+
+def _from_any(value: Any) -> Any:
+    """A NumPy array or jax.Array of a list of numbers, or of an array of any library."""
+    return host_or_jax(value) if hasattr(value, "__dlpack__") else np.asarray(value)
 
 
 def _input(i: int, value: Any, kind: Type, sizes: dict[str, int]) -> Any:
     """An input as an array, after checks; ``sizes`` collects the sizes of named dimensions."""
-    if isinstance(value, (TensorValue, BufferValue, Buffer, WeightData)):
-        value = value.value if isinstance(value, (TensorValue, BufferValue)) else np.asarray(value)
-    elif not isinstance(value, (jax.Array, np.ndarray)):
-        value = np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+    of_graph = isinstance(value, (TensorValue, BufferValue))
+    value = value.value if of_graph else _from_any(value)
     dtype = DType.of(jax.dtypes.canonicalize_dtype(kind.dtype.np))
     fits = DType.of(value.dtype) in (kind.dtype, dtype) and value.ndim == kind.rank
     for size, dim in zip(value.shape, kind.shape, strict=False):

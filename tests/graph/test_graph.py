@@ -8,6 +8,7 @@ import pytest
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Dim, Graph, Model, TensorType, TensorValue, Weight, ops
 from maxjax.nn import LayerList, Module
+from tests.foreign import Foreign
 
 CPU = DeviceRef.CPU()
 F23 = TensorType("float32", (2, 3), CPU)
@@ -379,6 +380,12 @@ def test_inputs_of_any_size_meet_a_weight_on_a_mesh():
     np.testing.assert_array_equal(found.to_numpy(), np.full((5, 8), 6.0))
 
 
+def test_a_program_of_named_sizes_cannot_print():
+    graph = Graph("shown", lambda x: ops.print(x) or x, [TensorType("float32", ("n",), CPU)])
+    with pytest.raises(NotImplementedError, match="named sizes cannot print"):
+        Model(graph)
+
+
 def test_a_branch_on_a_symbolic_size_names_the_dimension():
     def forward(x):
         return x if int(x.shape[0]) > 3 else x + 1
@@ -419,6 +426,13 @@ def test_wrong_inputs(args, message):
 def test_integers_of_64_bits_go_in():
     model = Model(Graph("g", lambda x: x + 1, [TensorType("int64", (2,), CPU)]))
     assert model(np.array([1, 2]))[0].to_numpy().tolist() == [2, 3]
+
+
+def test_inputs_and_weights_of_another_library_in_bfloat16():
+    w = Weight("w", "bfloat16", (2,), CPU)
+    graph = Graph("scaled", lambda x: x * w, [TensorType("bfloat16", (2,), CPU)])
+    theirs = Foreign(jnp.array([1.5, -2.0], jnp.bfloat16), dtype="torch.bfloat16")
+    assert Model(graph, {"w": theirs})(theirs)[0].value.tolist() == [2.25, 4]
 
 
 def test_hooks_fire_once_while_tracing():
