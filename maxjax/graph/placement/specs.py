@@ -264,7 +264,7 @@ def _divided(
     rule = strategy.shard
     if isinstance(rule, ByModule):
         raise UserInputError(
-            f"weight '{name}': {rule.kind} is for whole layers; use rowwise, columnwise, … for a weight"
+            f"weight '{name}': {rule.name} is for whole layers; use rowwise, columnwise, … for a weight"
         )
     if not isinstance(rule, _Ranges):
         raise NotImplementedError(

@@ -74,6 +74,8 @@ class _Ranges:
     """Base class of rules: ranges of an axis make a callable ``rule(weight, device, devices)``."""
 
     axis: int | None
+    # The constructor of ShardingStrategy that makes the rule.
+    name: Any
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         raise NotImplementedError
@@ -111,18 +113,19 @@ class Replicated(_Ranges):
     """Replicates the weight on every device."""
 
     axis = None
+    name = "replicate"
 
 
 @dataclass(frozen=True)
 class ByModule(_Ranges):
     """A marker for Modules, which give each of their weights its own strategy."""
 
-    kind: str
+    name: str
     axis = None
 
     def __call__(self, weight: Any, i: int, n: int) -> Any:
         raise NotImplementedError(
-            f"{self.kind} is a placeholder for whole layers; use rowwise, columnwise, … for a weight"
+            f"{self.name} is a placeholder for whole layers; use rowwise, columnwise, … for a weight"
         )
 
 
@@ -143,7 +146,7 @@ class StackedQkv(_Ranges):
 
     num_heads: int
     head_dim: int
-    axis = 0
+    axis, name = 0, "stacked_qkv"
     unit = "heads"
 
     def units(self, extent: int) -> int:
@@ -167,7 +170,7 @@ class HeadAware(_Ranges):
 
     num_heads: int
     head_dim: int
-    axis = 1
+    axis, name = 1, "head_aware_columnwise"
     unit = "heads"
 
     def units(self, extent: int) -> int:
@@ -191,6 +194,7 @@ class GateUp(_Ranges):
     """Splits each of two halves of one axis evenly."""
 
     axis: int
+    name = "gate_up"
     unit = "values in each half"
 
     def units(self, extent: int) -> int:
@@ -210,6 +214,7 @@ class Segmented(_Ranges):
 
     axis: int
     segments: tuple[Segment, ...]
+    name = "segmented"
 
     def units(self, extent: int) -> int:
         return math.gcd(*(segment.num_heads or segment.size for segment in self.segments))
@@ -414,27 +419,16 @@ def strategy_text(strategy: ShardingStrategy) -> str:
         >>> ShardingStrategy.rowwise(4), ShardingStrategy.stacked_qkv(2, 8, 64)
         (ShardingStrategy.rowwise(4), ShardingStrategy.stacked_qkv(2, num_heads=8, head_dim=64))
     """
-    rule, given = strategy.shard, {}
-    if isinstance(rule, Evenly):
-        name = rule.name
-        if name == "axiswise":
-            return f"ShardingStrategy.axiswise({rule.axis}, {strategy.num_devices})"
-    elif isinstance(rule, ByModule):
-        name = rule.kind
-    elif isinstance(rule, Replicated):
-        name = "replicate"
-    elif isinstance(rule, (StackedQkv, HeadAware, GateUp, Segmented)):
-        name = _CONSTRUCTORS[type(rule)]
-        given = {field.name: getattr(rule, field.name) for field in fields(rule)}
-    else:
-        return f"ShardingStrategy({strategy.num_devices}, {short(rule)})"
-    arguments = [str(strategy.num_devices), *(f"{k}={v!r}" for k, v in given.items())]
-    return f"ShardingStrategy.{name}({', '.join(arguments)})"
+    rule, count = strategy.shard, str(strategy.num_devices)
+    if not isinstance(rule, _Ranges):
+        return f"ShardingStrategy({count}, {short(rule)})"
+    if rule.name == "axiswise":
+        return f"ShardingStrategy.axiswise({rule.axis}, {count})"
+    given = [f for f in fields(rule) if not isinstance(rule, (Evenly, ByModule))]  # type: ignore[arg-type]
+    arguments = [count, *(f"{f.name}={getattr(rule, f.name)!r}" for f in given)]
+    return f"ShardingStrategy.{rule.name}({', '.join(arguments)})"
 
 
-_CONSTRUCTORS = {
-    StackedQkv: "stacked_qkv", HeadAware: "head_aware_columnwise", GateUp: "gate_up", Segmented: "segmented",
-}  # fmt: skip
 # More devices than that are not drawn one by one.
 _MOST_DRAWN = 256
 
