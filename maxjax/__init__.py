@@ -7,10 +7,10 @@ Names are imported when they are first used, so that ``maxjax inspect`` and ``--
 import JAX.
 """
 
-import importlib as _importlib
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+
+from .lazy import attributes as _attributes
 
 __version__ = "0.2.0"
 
@@ -79,84 +79,51 @@ if _TYPE_CHECKING:
     from .text.chat import apply_chat_template as apply_chat_template
     from .text.tokenizer.tokenizer import load_tokenizer as load_tokenizer
 
-# The module of each name; None for a submodule. tests/test_facade.py compares it with the imports
-# above.
-_HOMES: dict[str, str | None] = {
-    **dict.fromkeys(
-        ("checkpoint", "distributed", "dtype", "errors", "graph", "kernels", "lora", "models", "nn")
-    ),
-    "DType": "dtype",
-    "convert": "checkpoint.conversion.run",
-    "save_pretrained": "checkpoint.pretrained",
-    "apply_chat_template": "text.chat",
-    "Completion": "engine.generate.completion",
-    "Conversation": "engine.generate.conversation",
-    "embed": "engine.embed",
-    "rerank": "engine.rerank",
-    "export": "engine.export.write",
-    "load_exported": "engine.export.program",
-    "generate": "engine.generate.texts",
-    "stream": "engine.generate.texts",
-    "load": "engine.load",
-    "look": "engine.looks",
-    "draw_sharding": "engine.drawings",
-    "draw_attention": "rendering.attention",
-    "first_nan": "engine.generate.nans",
-    "perplexity": "engine.perplexity",
-    "plan": "engine.plan.report",
-    "calibrate": "engine.quantize.calibration",
-    "quantize": "engine.quantize.model",
-    "free": "engine.memory",
-    "memory": "engine.memory",
-    "Sampling": "engine.sampling.settings",
-    "load_tokenizer": "text.tokenizer.tokenizer",
-    "CheckpointError": "errors",
-    "DeviceRef": "graph",
-    "Weight": "graph",
-    "from_torch": "interop.torch_modules",
-    "make_mesh": "graph.placement.mesh",
-    "WeightData": "graph.weights",
-    "Weights": "graph.weights",
-    "load_weights": "graph.weights",
-    "build": "models",
-    "Layer": "nn",
-    "LayerList": "nn",
-    "LayerStack": "nn",
-    "Module": "nn",
-    "Sequential": "nn",
-    "init": "nn.init",
-    "labels": "nn.init",
-    "merge": "nn.init",
-    "partition": "nn.init",
-    "add_layer_hook": "nn.layer",
-    "add_layer_prehook": "nn.layer",
-    "clear_hooks": "nn.layer",
-    "layer_hook": "nn.layer",
-    "layer_prehook": "nn.layer",
-    "capture": "nn.layer.observe.contexts",
-    "patch": "nn.layer.observe.contexts",
-    "captured": "nn.layer.observe.functions",
-    "patched": "nn.layer.observe.functions",
-    "replace": "nn.layer.replacing",
-    "Limits": "storage.limits",
-}
-
-__all__ = ["__version__", *_HOMES]
+__getattr__, __dir__, _names = _attributes(
+    __name__,
+    {
+        "": "checkpoint distributed dtype errors graph kernels lora models nn",
+        "checkpoint.conversion.run": "convert",
+        "checkpoint.pretrained": "save_pretrained",
+        "dtype": "DType",
+        "engine.drawings": "draw_sharding",
+        "engine.embed": "embed",
+        "engine.export.program": "load_exported",
+        "engine.export.write": "export",
+        "engine.generate.completion": "Completion",
+        "engine.generate.conversation": "Conversation",
+        "engine.generate.nans": "first_nan",
+        "engine.generate.texts": "generate stream",
+        "engine.load": "load",
+        "engine.looks": "look",
+        "engine.memory": "free memory",
+        "engine.perplexity": "perplexity",
+        "engine.plan.report": "plan",
+        "engine.quantize.calibration": "calibrate",
+        "engine.quantize.model": "quantize",
+        "engine.rerank": "rerank",
+        "engine.sampling.settings": "Sampling",
+        "errors": "CheckpointError",
+        "graph": "DeviceRef Weight",
+        "graph.placement.mesh": "make_mesh",
+        "graph.weights": "WeightData Weights load_weights",
+        "interop.torch_modules": "from_torch",
+        "models": "build",
+        "nn": "Layer LayerList LayerStack Module Sequential",
+        "nn.init": "init labels merge partition",
+        "nn.layer": "add_layer_hook add_layer_prehook clear_hooks layer_hook layer_prehook",
+        "nn.layer.observe.contexts": "capture patch",
+        "nn.layer.observe.functions": "captured patched",
+        "nn.layer.replacing": "replace",
+        "rendering.attention": "draw_attention",
+        "storage.limits": "Limits",
+        "text.chat": "apply_chat_template",
+        "text.tokenizer.tokenizer": "load_tokenizer",
+    },
+)
+__all__ = ["__version__", *(name for name in _names if name != "lazy")]
 
 if "IPython" in _sys.modules:
-    _importlib.import_module(".completion", __name__).register()
+    from .completion import register as _register
 
-
-def __getattr__(name: str) -> _Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'maxjax' has no attribute {name!r}")
-    home = _HOMES[name]
-    with _importlib.import_module(".lazy", __name__).without_collector():
-        found = _importlib.import_module(f".{home or name}", __name__)
-    value = found if home is None else getattr(found, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    _register()
