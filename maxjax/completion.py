@@ -15,20 +15,17 @@ import re
 import sys
 from typing import Any
 
-_LISTS = "maxjax.nn.layer.layer_list"
-_STACKS = "maxjax.nn.layer.stack.layer_stack"
-_PLACES = "maxjax.graph.weights.cursor"
-_GGUF = "maxjax.graph.weights.load"
 # Module and class.
-_INDEXED = (
-    (_LISTS, "LayerList"), (_LISTS, "LayerTuple"), (_LISTS, "Sequential"), (_STACKS, "LayerStack"),
-    ("maxjax.nn.layer.stack.expert_stack", "ExpertStack"),
-    (_PLACES, "Weights"), (_PLACES, "SafetensorWeights"), (_GGUF, "GGUFWeights"),
-)  # fmt: skip
 _WITH_ATTRIBUTES = (
-    (_STACKS, "LayerStack"), ("maxjax.nn.layer.stack.expert_stack", "ExpertStack"),
-    (_PLACES, "Weights"), (_PLACES, "SafetensorWeights"), (_GGUF, "GGUFWeights"),
-)  # fmt: skip
+    ("maxjax.nn.layer.stack.layer_stack", "LayerStack"),
+    ("maxjax.nn.layer.stack.expert_stack", "ExpertStack"),
+    ("maxjax.graph.weights.cursor", "Weights"),
+    ("maxjax.graph.weights.cursor", "SafetensorWeights"),
+    ("maxjax.graph.weights.load", "GGUFWeights"),
+)
+_LISTS = [
+    ("maxjax.nn.layer.layer_list", name) for name in ("LayerList", "LayerTuple", "Sequential")
+]
 
 
 def register() -> bool:
@@ -50,7 +47,7 @@ def register() -> bool:
         except (ImportError, KeyError):  # a version that completes otherwise
             return False
     for allowed, classes in (
-        ("allowed_getitem_external", _INDEXED),
+        ("allowed_getitem_external", [*_LISTS, *_WITH_ATTRIBUTES]),
         ("allowed_getattr_external", _WITH_ATTRIBUTES),
     ):
         names = getattr(policy, allowed, None)

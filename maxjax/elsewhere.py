@@ -41,52 +41,34 @@ _EMBED = _named(
     pooling="pooling_mode pooling_strategy",
     prompt="instruction",
 )
-# What to do instead of passing an argument.
-_INSTEAD = {
+# Names, separated by spaces → what to do instead of passing such an argument.
+_ADVICE = {
     "do_sample": "temperature=: 0 is greedy, a larger value samples",
-    **dict.fromkeys(("seed", "generator", "rng", "random_seed"), "key=jax.random.key(seed)"),
-    **dict.fromkeys(("n", "num_return_sequences"), "a list that contains the prompt several times"),
-    **dict.fromkeys(
-        ("num_beams", "beam_size", "best_of", "early_stopping", "length_penalty"),
+    "seed generator rng random_seed": "key=jax.random.key(seed)",
+    "n num_return_sequences": "a list that contains the prompt several times",
+    "num_beams beam_size best_of early_stopping length_penalty":
         "a temperature: there is no beam search, one text is generated for each prompt",
-    ),
-    **dict.fromkeys(
-        ("num_beam_groups", "no_repeat_ngram_size", "typical_p", "penalty_alpha"),
+    "num_beam_groups no_repeat_ngram_size typical_p penalty_alpha":
         "nothing: maxjax does not have it",
-    ),
-    **dict.fromkeys(
-        ("device_map", "device", "devices", "tensor_parallel_size", "n_gpu_layers", "max_memory"),
+    "device_map device devices tensor_parallel_size n_gpu_layers max_memory":
         "mesh=maxjax.make_mesh(…) of maxjax.load",
-    ),
-    **dict.fromkeys(
-        ("load_in_8bit", "load_in_4bit", "quantization", "bnb_config"),
+    "load_in_8bit load_in_4bit quantization bnb_config":
         "maxjax.quantize(model), or a checkpoint that is quantised",
-    ),
     "quantization_config": "a checkpoint that is quantised (maxjax convert --quantize)",
-    **dict.fromkeys(
-        (
-            "trust_remote_code", "use_safetensors", "low_cpu_mem_usage", "attn_implementation",
-            "use_flash_attention_2", "use_cache", "pad_token_id", "attention_mask", "use_fast",
-            "force_download", "resume_download", "gpu_memory_utilization", "verbose",
-            "convert_to_numpy", "convert_to_tensor", "return_tensors",
-        ),
-        "nothing: leave it out",
-    ),
-    **dict.fromkeys(
-        ("show_progress_bar", "progress_bar", "use_tqdm", "progress"),
-        "the environment: MAXJAX_PROGRESS=0 or 1",
-    ),
-    **dict.fromkeys(
-        ("n_ctx", "max_model_len", "max_seq_len"),
+    "trust_remote_code use_safetensors low_cpu_mem_usage attn_implementation use_flash_attention_2 use_cache "
+    "pad_token_id attention_mask use_fast force_download resume_download gpu_memory_utilization verbose "
+    "convert_to_numpy convert_to_tensor return_tensors": "nothing: leave it out",
+    "show_progress_bar progress_bar use_tqdm progress": "the environment: MAXJAX_PROGRESS=0 or 1",
+    "n_ctx max_model_len max_seq_len":
         "nothing: the cache grows with the text, up to the model's context",
-    ),
-    **dict.fromkeys(("proxies", "endpoint"), "the environment: HTTPS_PROXY, HF_ENDPOINT"),
+    "proxies endpoint": "the environment: HTTPS_PROXY, HF_ENDPOINT",
     "variant": "filename= of maxjax.load, with the whole name of the file",
     "sampling_params": "sampling=maxjax.Sampling(…)",
     "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
-    **dict.fromkeys(("stream", "streamer"), "maxjax.stream(…)"),
+    "stream streamer": "maxjax.stream(…)",
     "messages": "maxjax.Conversation(model, tokenizer, messages)",
 }  # fmt: skip
+_INSTEAD = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 _HOMES = (("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED))
 
 
