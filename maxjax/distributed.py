@@ -189,7 +189,9 @@ def translated(phase: str, error: BaseException) -> Exception | None:
         return ProgramMismatchError(
             f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"
         )
-    advice = f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else _RESTART
+    advice = (
+        f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else heartbeat.RESTART
+    )
     return PeerLostError(
         f"{phase}: {_lost_process(text)} is gone or does not answer ({reason}). {advice}"
     )
@@ -197,7 +199,6 @@ def translated(phase: str, error: BaseException) -> Exception | None:
 
 # jax.errors.JaxRuntimeError is a RuntimeError; orbax makes a TimeoutError of one, which quotes it.
 _TRANSLATED = (RuntimeError, ValueError, TimeoutError)
-_RESTART = "Its own output says why; start all processes again."
 _COMPARE = "maxjax.distributed.same_program compares programs before they run."
 
 

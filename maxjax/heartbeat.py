@@ -26,7 +26,7 @@ _BEATS = 20  # beats within JAX's timeout
 # a waiting process checks, it must be less than half of the timeout.
 _PATIENCE = 0.3
 _ALIVE, _GONE = "maxjax/alive/", "maxjax/gone/"
-_RESTART = "Its own output says why; start all processes again."
+RESTART = "Its own output says why; start all processes again."
 
 _heart: Heart | None = None
 _lock = threading.Lock()
@@ -122,7 +122,7 @@ def check(client: Any, phase: str, members: Collection[int]) -> None:
     for key, why in gone:
         process = key.rpartition("/")[2]
         if process.isdecimal() and int(process) in members:
-            raise PeerLostError(f"{phase}: process {process} {why}. {_RESTART}")
+            raise PeerLostError(f"{phase}: process {process} {why}. {RESTART}")
 
 
 def service_lost(phase: str, error: Exception) -> PeerLostError:
@@ -130,7 +130,7 @@ def service_lost(phase: str, error: Exception) -> PeerLostError:
     reason = next(iter(str(error).splitlines()), "")[:300]
     return PeerLostError(
         f"{phase}: process 0, which hosts the coordination service, is gone or does not answer "
-        f"({reason}). {_RESTART}"
+        f"({reason}). {RESTART}"
     )
 
 

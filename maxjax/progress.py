@@ -81,6 +81,11 @@ class Task:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def title(self) -> str:
+        """What is being done, with the note."""
+        return f"{self.what} ({self.note})" if self.note else self.what
+
     def add(self, count: int) -> None:
         """Adds to the amount that is done; any thread may call it."""
         with self._counting:
@@ -336,8 +341,7 @@ class Tqdm:
         if one.total is None:
             self._bar.set_description_str(line(one), refresh=False)
         else:
-            note = f" ({one.note})" if one.note else ""
-            self._bar.set_description(one.what + note, refresh=False)
+            self._bar.set_description(one.title, refresh=False)
             self._bar.n = min(one.done, one.total)
         self._bar.refresh()
 
@@ -363,8 +367,7 @@ class Tqdm:
 
 def line(one: Task) -> str:
     """A task whose size is not known, with its seconds."""
-    note = f" ({one.note})" if one.note else ""
-    return f"{one.what}{note} … {time.monotonic() - one.began:.1f} s"
+    return f"{one.title} … {time.monotonic() - one.began:.1f} s"
 
 
 class Displayed:
@@ -382,10 +385,9 @@ class Displayed:
 
         text = line(one)
         if one.total is not None:
-            note = f" ({one.note})" if one.note else ""
             text = tqdm.format_meter(
                 min(one.done, one.total), one.total, time.monotonic() - one.began, ncols=100,
-                prefix=one.what + note, unit=one.unit, unit_scale=one.unit == "B",
+                prefix=one.title, unit=one.unit, unit_scale=one.unit == "B",
             )  # fmt: skip
         self._put(text)
 

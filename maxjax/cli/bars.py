@@ -53,10 +53,9 @@ def _bar(one: Task) -> Any:
     total, done = one.total or 0, min(one.done, one.total or 0)
     rate = done / seconds
     left = f"{(total - done) / rate:.0f} s left" if done else ""
-    note = f" ({one.note})" if one.note else ""
     row = Table.grid(padding=(0, 1), expand=False)
     row.add_row(
-        Text(one.what + note, overflow="ellipsis", no_wrap=True),
+        Text(one.title, overflow="ellipsis", no_wrap=True),
         ProgressBar(total=total, completed=done, width=24),
         Text(f"{done / max(total, 1):4.0%}"),
         Text(f"{amount(done, one.unit)}/{amount(total, one.unit)}", no_wrap=True),

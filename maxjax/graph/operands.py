@@ -23,7 +23,6 @@ from .shape import StaticDim
 _EXACT = 256
 # JAX refuses larger Python integers, also next to floats, unless jax_enable_x64 is set.
 _INT32 = 2**31 - 1
-_HALVES = {DType.float16, DType.bfloat16}
 
 
 def promoted(a: Any, b: Any) -> tuple[Any, Any]:
@@ -62,7 +61,7 @@ def common(a: Any, b: Any) -> DType:
         ValueError: there is no common dtype.
     """
     a, b = DType.of(a), DType.of(b)
-    if {a, b} == _HALVES:
+    if a.is_half() and b.is_half() and a is not b:
         raise ValueError(
             f"unsafe cast: neither of {a!r} and {b!r} holds the other. Cast one of them first."
         )

@@ -135,19 +135,15 @@ class Subgraph:
         templates = [
             t for t, slot in zip(self._templates, self._slots, strict=True) if isinstance(slot, str)
         ]
-        if (found := RUNNING.find(names, templates)) is not None:
-            self._check_weights(names, found, templates)
-            return found
-        raise ValueError(f"ops.call({self.name}, prefix='{prefix}'): no running Module, and no Graph, has the "
-                         f"weights {some(names)}")  # fmt: skip
-
-    def _check_weights(
-        self, names: list[str], found: list[Weight], templates: list[Weight]
-    ) -> None:
+        found = RUNNING.find(names, templates)
+        if found is None:
+            raise ValueError(f"ops.call({self.name}, prefix='{prefix}'): no running Module, and no Graph, has the "
+                             f"weights {some(names)}")  # fmt: skip
         for name, weight, template in zip(names, found, templates, strict=True):
             if weight.shape != template.shape or weight.dtype is not template.dtype:
                 raise ValueError(f"weight '{name}' is {weight.dtype} {weight.shape!r}, but the subgraph "
                                  f"{self.name} was built for {template.dtype} {template.shape!r}")  # fmt: skip
+        return found
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{t.dtype.name}{list(map(str, t.shape))}" for t in self.input_types)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -56,12 +57,9 @@ class Type:
         Raises:
             RuntimeError: a size is symbolic.
         """
-        if not all(isinstance(dim, StaticDim) for dim in self._dims):
+        if not self.is_static:
             raise RuntimeError(f"{self!r} has symbolic sizes, so it has no number of elements yet")
-        product = 1
-        for dim in self._dims:
-            product *= int(dim)
-        return product
+        return math.prod(map(int, self._dims))
 
     def cast(self, dtype: Any) -> Self:
         """The same type with another element type."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
@@ -118,13 +118,9 @@ def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box] | 
     mesh: Any = sharding.mesh
     if mesh.size > _MOST_DEVICES or len(sharding.spec) > len(shape):
         return None
-    sizes, names = tuple(mesh.shape.values()), tuple(mesh.shape)
     entries = explicit.padded(sharding.spec, len(shape))
     found: dict[int, Box] = {}
-    for number, place in zip(
-        _numbers(mesh), itertools.product(*(range(n) for n in sizes)), strict=True
-    ):
-        at = dict(zip(names, place, strict=True))
+    for number, at in _places(mesh):
         box = []
         for size, entry in zip(shape, entries, strict=True):
             part, count = 0, 1
@@ -132,21 +128,21 @@ def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Box] | 
                 part, count = part * mesh.shape[name] + at[name], count * mesh.shape[name]
             step = -(-size // count)
             box.append((min(part * step, size), min((part + 1) * step, size)))
-        found[int(number)] = tuple(box)
+        found[number] = tuple(box)
     return found
 
 
-def _numbers(mesh: Any) -> list[int]:
-    """The numbers of a mesh's devices, in its order."""
-    if isinstance(mesh, Mesh):
-        return [device.id for device in mesh.devices.flat]
-    return list(range(mesh.size))
+def _places(mesh: Any) -> Iterator[tuple[int, dict[str, int]]]:
+    """For each device of a mesh its number, and its index along each axis."""
+    numbers = [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else range(mesh.size)
+    for number, place in zip(
+        numbers, itertools.product(*map(range, mesh.shape.values())), strict=True
+    ):
+        yield number, dict(zip(mesh.shape, place, strict=True))
 
 
 def labels_of(mesh: Any) -> dict[int, str]:
     """For the number of each device of a mesh, its place on the axes, a line each."""
-    sizes = tuple(mesh.shape.values())
     return {
-        int(number): "\n".join(f"{name} {i}" for name, i in zip(mesh.shape, place, strict=True))
-        for number, place in zip(_numbers(mesh), itertools.product(*map(range, sizes)), strict=True)
+        number: "\n".join(f"{name} {i}" for name, i in at.items()) for number, at in _places(mesh)
     }

@@ -99,6 +99,7 @@ def operand_of(stored: Any, found: Any) -> Any:
 
 
 def is_value(leaf: Any) -> bool:
+    """Whether a leaf is a value, not a placeholder or None."""
     return leaf is not None and type(leaf) is not jax.ShapeDtypeStruct
 
 
@@ -302,8 +303,7 @@ class StoredWeight:
     @property
     def is_lazy(self) -> bool:
         """Whether there is no value yet; there may be data to read it from."""
-        leaf = self.leaf
-        return leaf is None or type(leaf) is jax.ShapeDtypeStruct
+        return not is_value(self.leaf)
 
     @property
     def is_missing(self) -> bool:
@@ -363,7 +363,7 @@ class StoredWeight:
         if tracer is not None:
             return tracer
         leaf = self.leaf
-        if leaf is None or type(leaf) is jax.ShapeDtypeStruct:
+        if not is_value(leaf):
             if self.weight._source is None:
                 raise ValueError(self._no_value())
             leaf = self.read()

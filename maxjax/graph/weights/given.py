@@ -16,9 +16,7 @@ from .weight_data import WeightData, from_library, is_torch
 
 def dtype_of(value: Any) -> DType:
     """The element type of a value."""
-    dtype = value.dtype if hasattr(value, "dtype") else np.from_dlpack(value).dtype
-    name = str(dtype)
-    return DType.of(name.removeprefix("torch.")) if name.startswith("torch.") else DType.of(dtype)
+    return DType.of(value.dtype if hasattr(value, "dtype") else np.from_dlpack(value).dtype)
 
 
 def shape_of(value: Any) -> Sequence[int]:
