@@ -135,11 +135,20 @@ class Weights(Rendered):
     # Alignment of the file's tensors in bytes, for allocated Weights.
     _alignment: int | None = None
 
+    def _open(
+        self,
+        table: TensorTable,
+        path: str,
+        prefix: str = "",
+        allocated: dict[str, Any] | None = None,
+    ) -> None:
+        self.__dict__.update(_family=CheckpointSource(table, path, allocated), _prefix=prefix)
+
     @classmethod
-    def _of(cls, table: TensorTable, path: str, allocated: dict[str, Any] | None = None) -> Any:
+    def _of(cls, table: TensorTable, path: str) -> Any:
         """The root of an open checkpoint."""
         self = object.__new__(cls)
-        self.__dict__.update(_family=CheckpointSource(table, path, allocated), _prefix="")
+        self._open(table, path)
         return self
 
     def _at(self, prefix: str) -> Weights:
@@ -207,17 +216,19 @@ class Weights(Rendered):
         names, prefix = self._family.names, self._prefix
         if not prefix:
             return list(names)
-        start, stop = (
-            bisect.bisect_left(names, f"{prefix}."),
-            bisect.bisect_left(names, f"{prefix}/"),
-        )
+        start = bisect.bisect_left(names, f"{prefix}.")
+        stop = bisect.bisect_left(names, f"{prefix}/")  # the character after the dot
         return [prefix] * self.exists() + names[start:stop]
+
+    def _relative(self) -> list[str]:
+        """The names below this position without its own; "" for a tensor at it."""
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        return [name[skip:] for name in self._below()]
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
         """Every tensor at or below this position by its relative name, for a Module to load."""
-        skip = len(self._prefix) + 1 if self._prefix else 0
-        for name in self._below():
-            yield name[skip:], self._at(name)._lazy_data()
+        for relative, name in zip(self._relative(), self._below(), strict=True):
+            yield relative, self._at(name)._lazy_data()
 
     def data(self) -> WeightData:
         """The tensor of this name, which is read when its ``data`` is accessed.
@@ -281,21 +292,14 @@ class Weights(Rendered):
             self._check_encoding(data, quantization_encoding)
         stored_shape = data.logical_shape
         if shape is not None and list(Shape(shape)) != list(stored_shape):
-            raise ValueError(
-                differs(
-                    self.name, f"shape (expected={_sizes(shape)}, actual={_sizes(stored_shape)})"
-                )
-            )
+            sizes = f"(expected={_sizes(shape)}, actual={_sizes(stored_shape)})"
+            raise ValueError(differs(self.name, f"shape {sizes}"))
         if dtype is not None:
             wanted = DType.of(dtype)
             floats = data.dtype.is_float() or data.is_packed
             if wanted is not data.dtype and not (wanted.is_float() and floats):
-                raise ValueError(
-                    differs(
-                        self.name,
-                        f"dtype (expected={wanted}, actual={data.dtype}): only floats are cast",
-                    )
-                )
+                types = f"(expected={wanted}, actual={data.dtype}): only floats are cast"
+                raise ValueError(differs(self.name, f"dtype {types}"))
             data = data.astype(wanted)
         return self._new_weight(data, device)
 
@@ -310,13 +314,9 @@ class Weights(Rendered):
 
     def _new_weight(self, data: WeightData, device: DeviceRef | None) -> Weight:
         weight = Weight(
-            self.name,
-            data.dtype,
-            data.shape,
-            device or DeviceRef.CPU(),
-            data.quantization_encoding,
+            self.name, data.dtype, data.shape, device or DeviceRef.CPU(), data.quantization_encoding,
             align=self._alignment,
-        )
+        )  # fmt: skip
         weight.stored.source = data
         self._family.allocated[self.name] = data
         return weight
@@ -340,14 +340,12 @@ class Weights(Rendered):
 
     def __dir__(self) -> list[str]:
         """Methods and the next components of names, for completion in a notebook."""
-        skip = len(self._prefix) + 1 if self._prefix else 0
-        parts = {name[skip:].split(".", 1)[0] for name in self._below()}
+        parts = {name.split(".", 1)[0] for name in self._relative()}
         return sorted({*RESERVED_NAMES, *(p for p in parts if p.isidentifier())})
 
     def _ipython_key_completions_(self) -> list[str | int]:
         """The keys for brackets: the next components of names, and whole names below this position."""
-        skip = len(self._prefix) + 1 if self._prefix else 0
-        names = [name[skip:] for name in self._below() if len(name) > skip]
+        names = list(filter(None, self._relative()))
         parts = dict.fromkeys(name.split(".", 1)[0] for name in names)
         numbers = [int(part) for part in parts if part.isdecimal()]
         return [*sorted(numbers), *(part for part in parts if not part.isdecimal()), *names]
@@ -390,8 +388,7 @@ class SafetensorWeights(Weights):
     ):
         del tensors, tensors_to_file_idx  # MAX's own bookkeeping; the files have it
         paths = [os.fsdecode(path) for path in filepaths]
-        self._family = CheckpointSource(open_checkpoint(paths), paths[0], allocated)
-        self._prefix = prefix
+        self._open(open_checkpoint(paths), paths[0], prefix, allocated)
 
     def allocate_as_bytes(self, dtype: Any = None) -> Weight:
         """A new uint8 Weight of the tensor's bytes: the last axis counts bytes, () becomes (n,).
@@ -467,8 +464,7 @@ class UnreadWeights(Weights):
     """
 
     def __init__(self) -> None:
-        self._family = CheckpointSource(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
-        self._prefix = ""
+        self._open(_NoTable(), "Graph.weights()")  # type: ignore[arg-type]
 
     def allocate(
         self,

@@ -14,7 +14,7 @@ from ...storage.table import Verify
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..weight.weight import Weight
-from .cursor import CheckpointSource, SafetensorWeights, Weights
+from .cursor import SafetensorWeights, Weights
 from .weight_data import WeightData, as_leaf
 
 
@@ -44,8 +44,7 @@ class GGUFWeights(Weights):
         del tensors
         reader = getattr(getattr(source, "data", None), "filename", None)
         path = os.fsdecode(source if reader is None else reader)
-        self._family = CheckpointSource(open_checkpoint(path), path, allocated)
-        self._prefix = prefix
+        self._open(open_checkpoint(path), path, prefix, allocated)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class GGUFWeights(Weights):
         if data.quantization_encoding is None:
             raise ValueError(
                 f"'{self.name}' is unquantized ({data.dtype}), not {encoding.value}: "
-                "leave quantization_encoding away"
+                "leave out quantization_encoding"
             )
 
 
