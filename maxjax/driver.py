@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from .absent import absent as _absent
-from .dtype import DType, misfit
+from .dtype import DType, fitting
 
 if TYPE_CHECKING:
     import jax
@@ -409,16 +409,10 @@ class Buffer:
         return np.array(self._array, dtype=dtype, copy=copy)
 
     def __jax_array__(self) -> jax.Array:
-        import jax
         import jax.numpy as jnp
 
-        dtype = jax.dtypes.canonicalize_dtype(self._array.dtype)
-        if (found := misfit(self._array, dtype)) is not None:
-            raise ValueError(
-                f"unsafe cast: {found} do not fit in {dtype}; set jax_enable_x64 to use 64-bit types"
-            )
         # Copied, as JAX on a CPU would share aligned NumPy memory, and a Buffer is mutable.
-        return jnp.array(self._array, copy=True)
+        return jnp.array(fitting(self._array), copy=True)
 
     def __dlpack__(self, *, stream: Any = None, **kwargs: Any) -> Any:
         """A DLPack capsule on this memory; for bfloat16 and float8, on a copy made by JAX.

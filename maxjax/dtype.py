@@ -343,6 +343,24 @@ def misfit(array: np.ndarray, dtype: NumpyDType) -> str | None:
     return f"integers from {least} to {most}" if least < limits.min or most > limits.max else None
 
 
+def fitting(x: np.ndarray) -> np.ndarray:
+    """The array itself, whose integers fit in JAX's type for them.
+
+    Raises:
+        ValueError: its integers do not fit, or it is a masked array.
+    """
+    import jax
+
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError("a masked array does not have a value everywhere: use x.filled(number)")
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if (found := misfit(x, dtype)) is not None:
+        raise ValueError(
+            f"unsafe cast: {found} do not fit in {dtype}; set jax_enable_x64 to use 64-bit types"
+        )
+    return x
+
+
 def promote(a: Any, b: Any) -> DType:
     """The type of the result of an operation on ``a`` and ``b``; the order does not matter.
 

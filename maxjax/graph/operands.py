@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtype import DType, misfit, promote
+from ..dtype import DType, promote
+from ..dtype import fitting as fitting
 from .shape import StaticDim
 
 # Integers up to this one are exact in every float of 16 bits or more.
@@ -267,22 +268,6 @@ def from_numpy(x: np.ndarray) -> jax.Array:
         ValueError: its integers do not fit.
     """
     return jnp.asarray(fitting(x))
-
-
-def fitting(x: np.ndarray) -> np.ndarray:
-    """The array itself, whose integers fit in JAX's type for them.
-
-    Raises:
-        ValueError: its integers do not fit, or it is a masked array.
-    """
-    if isinstance(x, np.ma.MaskedArray):
-        raise ValueError("a masked array does not have a value everywhere: use x.filled(number)")
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    if (found := misfit(x, dtype)) is not None:
-        raise ValueError(
-            f"unsafe cast: {found} do not fit in {dtype}; set jax_enable_x64 to use 64-bit types"
-        )
-    return x
 
 
 @functools.cache
