@@ -101,13 +101,11 @@ def _listed(sizes: Any) -> Any:
 
 def creator(function: _F) -> _F:
     """Decorator for ops that create tensors, which always return TensorValues."""
+    lifted = lift(function)
 
     @functools.wraps(function)
     def op(*args: Any, **kwargs: Any) -> Any:
-        kinds: set[str] = set()
-        args = tuple([_lower(x, kinds) for x in args])
-        kwargs = {name: _lower(x, kinds) for name, x in kwargs.items()}
-        return wrapped(function(*args, **kwargs))
+        return wrapped(lifted(*args, **kwargs))
 
     return op  # type: ignore[return-value]
 

@@ -197,10 +197,15 @@ def _are_multiples(a: int, b: int) -> bool:
     return bool(a and b) and (a % b == 0 or b % a == 0)
 
 
+def _axes_of(mesh: Any, kinds: Sequence[str]) -> tuple[str, ...]:
+    """The mesh's axes of these kinds, without those of one device."""
+    axes = (axis_of(mesh, kind) for kind in kinds)
+    return tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+
+
 def _dealt(split: Split, mesh: Any, count: int) -> tuple[tuple[str, ...], str]:
     """The mesh axes over which whole weights of a stack are distributed, and the reason in words."""
-    axes = [axis_of(mesh, kind) for kind in split.whole]
-    over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+    over = _axes_of(mesh, split.whole)
     n = math.prod(mesh.shape[axis] for axis in over)
     if n == 1 or count == 1:
         return (), ""
@@ -219,8 +224,7 @@ def _split_tensor(
     entries: list[tuple[str, ...]],
 ) -> str:
     """Enters the axis that a strategy splits into ``entries``; returns why it does or does not split."""
-    axes = [axis_of(mesh, kind) for kind in split.over]
-    over = tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+    over = _axes_of(mesh, split.over)
     if not over:
         return f"the mesh has no {' or '.join(split.over)} axis"
     n = math.prod(mesh.shape[axis] for axis in over)
