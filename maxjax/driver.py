@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from .absent import absent as _absent
-from .dtype import DType, fitting
+from .dtype import DType, fitting, misfit
 
 if TYPE_CHECKING:
     import jax
@@ -344,8 +344,14 @@ class Buffer:
 
     def __setitem__(self, idx: Index | Sequence[Index], value: Any) -> None:
         value = value.to_numpy() if isinstance(value, Buffer) else value
-        if self.dtype.is_integral() and np.asarray(value).dtype.kind not in "biu":
-            raise TypeError(f"cannot store {value!r} in a Buffer of {self.dtype!r} without loss")
+        if self.dtype.is_integral():
+            given = np.asarray(value)
+            if given.dtype.kind not in "biu":
+                raise TypeError(
+                    f"cannot store {value!r} in a Buffer of {self.dtype!r} without loss"
+                )
+            if found := misfit(given, self._array.dtype):
+                raise OverflowError(f"{found} do not fit in a Buffer of {self.dtype!r}")
         self._array[self._index(idx)] = value
 
     def item(self) -> bool | int | float:

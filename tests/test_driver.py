@@ -170,6 +170,8 @@ def test_integers_take_no_fraction_and_no_overflow():
     for value in (300, -1):
         with pytest.raises(OverflowError):
             buffer[0] = value
+    with pytest.raises(OverflowError, match="integers from -1 to 300 do not fit"):
+        Buffer.zeros((2,), DType.uint8)[:] = np.array([300, -1])
     assert Buffer.scalar(True, DType.bool).item() is True
 
 

@@ -95,7 +95,7 @@ def make_mesh(
 
 
 def _counts(sizes: dict[str, int], available: int) -> list[int]:
-    counts = list(sizes.values())
+    counts = [int(n) if isinstance(n, np.integer) else n for n in sizes.values()]
     if any(type(n) is not int or (n < 1 and n != -1) for n in counts) or counts.count(-1) > 1:
         raise UserInputError(
             f"make_mesh({_arguments(sizes)}): a size must be positive, or -1 for one of them"

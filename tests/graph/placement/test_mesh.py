@@ -1,6 +1,7 @@
 """make_mesh: axes by name and size."""
 
 import jax
+import numpy as np
 import pytest
 
 from maxjax import nn
@@ -22,7 +23,7 @@ def test_fewer_devices_than_there_are():
 
 
 def test_all_that_are_left():
-    assert dict(make_mesh(data=2, tp=-1).shape) == {"data": 2, "model": 4}
+    assert dict(make_mesh(data=np.int64(2), tp=-1).shape) == {"data": 2, "model": 4}
 
 
 def test_explicit_axes():
