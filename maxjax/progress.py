@@ -323,7 +323,7 @@ class Drawing(Protocol):
         ...
 
     def close(self) -> None:
-        """Takes it away."""
+        """Removes what it has drawn."""
         ...
 
 
@@ -346,7 +346,7 @@ class Tqdm:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Takes it away."""
+        """Removes what it has drawn."""
         if self._bar is not None:
             self._bar.total = None  # a widget that is not full would stay, in red
             self._bar.close()
@@ -392,7 +392,7 @@ class Displayed:
         self._put(text)
 
     def close(self) -> None:
-        """Takes it away."""
+        """Removes what it has drawn."""
         if self._handle is not None:
             self._put("")
 

@@ -102,9 +102,8 @@ class BufferValue(Value):
             raise ValueError(
                 f"a buffer cannot store a tensor of shape {list(array.shape)} where it has {list(there)}"
             )
-        new = self.value.at[index].set(array)
-        if index is ... and not number:
-            new = array
+        is_all = index is ... and not number
+        new = array if is_all else self.value.at[index].set(array)
         if isinstance(new, Tracer) and _trace() != self._trace:
             raise NotImplementedError(
                 "a buffer is written to in a branch, a loop, a subgraph or a jitted function, and belongs to the "

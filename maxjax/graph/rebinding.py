@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .operands import same
 from .shape import AlgebraicDim, Dim, Shape, SymbolicDim
 from .symbolic import Check, checks, define, evaluate, shown, to_dim, to_size
 
@@ -36,8 +37,8 @@ def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Ar
         for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
     ]
     changes = [
-        (0, 0 if same else new - old, 0)
-        for old, new, same in zip(array.shape, sizes, map(_same, array.shape, sizes), strict=True)
+        (0, 0 if same(old, new) else new - old, 0)
+        for old, new in zip(array.shape, sizes, strict=True)
     ]
     if all(change == (0, 0, 0) for change in changes):
         return array
@@ -55,7 +56,7 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
         elif pending is not None:
             define(str(want), have)
         return have
-    if _same(have, size):
+    if same(have, size):
         return have
     # A constant difference other than 0 is wrong for all sizes.
     if isinstance(have - size, int):
@@ -169,9 +170,8 @@ def _declared(part: Any, made: slice | None, length: Any) -> Any:
         return None
     start, stop = (length + n if isinstance(n, int) and n < 0 else n for n in (start, stop))
     size = (stop - start + step - 1) // step
-    return (
-        size if isinstance(size, int) else None
-    )  # JAX cannot decide whether a size such as `batch - 2` is negative
+    # JAX cannot decide whether a size such as `batch - 2` is negative.
+    return size if isinstance(size, int) else None
 
 
 def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -292,10 +292,6 @@ def check(pending: Iterable[Check], names: Mapping[str, Any], sizes: Mapping[str
 
 def _named(text: str, size: int) -> str:
     return text if text == str(size) else f"{text} = {size}"
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b)
 
 
 def _shown(array: jax.Array) -> str:

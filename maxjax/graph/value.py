@@ -350,14 +350,12 @@ class TensorValue(Operators):
 
     def __repr__(self) -> str:
         array = self._as_array()
-        shown = (
+        values = (
             ""
             if isinstance(array, Tracer)
-            else f"{np.array2string(np.asarray(array), separator=', ')}, "
+            else np.array2string(np.asarray(array), separator=", ") + ", "
         )
-        return (
-            f"TensorValue({shown}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"
-        )
+        return f"TensorValue({values}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"  # fmt: skip
 
     # The methods that Operators needs.
 

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .lift import array, boolean, canonical, floating, lift, numeric, rounded, wide
+from ..operands import widely
+from .lift import array, boolean, canonical, floating, lift, numeric
 
 
 @lift
@@ -99,8 +100,7 @@ def atanh(x: Any) -> Any:
 @lift
 def erf(x: Any) -> Any:
     """The error function."""
-    x = floating(x, "erf")
-    return rounded(jax.lax.erf(wide(x)), x.dtype)
+    return widely(jax.lax.erf)(floating(x, "erf"))
 
 
 @lift
@@ -173,8 +173,7 @@ def relu(x: Any) -> Any:
 @lift
 def sigmoid(x: Any) -> Any:
     """``1 / (1 + exp(-x))``."""
-    x = floating(x, "sigmoid")
-    return rounded(jax.nn.sigmoid(wide(x)), x.dtype)
+    return widely(jax.nn.sigmoid)(floating(x, "sigmoid"))
 
 
 @lift
@@ -186,8 +185,7 @@ def silu(x: Any) -> Any:
         >>> float(ops.silu(0.0))
         0.0
     """
-    x = floating(x, "silu")
-    return rounded(jax.nn.silu(wide(x)), x.dtype)
+    return widely(jax.nn.silu)(floating(x, "silu"))
 
 
 # With erf, as in torch: jax.nn.gelu uses erfc, which is three times slower on a CPU.
@@ -211,5 +209,4 @@ def gelu(x: Any, approximate: str = "none") -> Any:
     if approximate not in _GELU:
         known = ", ".join(map(repr, _GELU))
         raise ValueError(f"approximate must be one of {known}, not {approximate!r}")
-    x = floating(x, "gelu")
-    return rounded(_GELU[approximate](wide(x)), x.dtype)
+    return widely(_GELU[approximate])(floating(x, "gelu"))

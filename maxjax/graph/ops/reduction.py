@@ -118,7 +118,7 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
         [1 3 6] [0 1 3] [6 5 3]
     """
     x, axis = _numbers(x, axis, "cumsum")
-    sums = rounded(jax.lax.cumsum(wide(x), axis, reverse=reverse), x.dtype)
+    sums = operands.widely(jax.lax.cumsum)(x, axis, reverse=reverse)
     if not exclusive:
         return sums
     # Shifted by one rather than `sums - x`, which rounds, and is NaN at infinities.
@@ -131,14 +131,14 @@ def cumsum(x: Any, axis: int = -1, exclusive: bool = False, reverse: bool = Fals
 def softmax(value: Any, axis: int = -1) -> Any:
     """``exp(x) / Σ exp(x)`` along an axis; of 16-bit floats computed in float32."""
     x = floating(value, "softmax")
-    return rounded(jax.nn.softmax(wide(x), axis_of(axis, x.ndim, "softmax")), x.dtype)
+    return operands.widely(jax.nn.softmax)(x, axis_of(axis, x.ndim, "softmax"))
 
 
 @lift
 def logsoftmax(value: Any, axis: int = -1) -> Any:
     """``log(softmax(x))`` along an axis; of 16-bit floats computed in float32."""
     x = floating(value, "logsoftmax")
-    return rounded(jax.nn.log_softmax(wide(x), axis_of(axis, x.ndim, "logsoftmax")), x.dtype)
+    return operands.widely(jax.nn.log_softmax)(x, axis_of(axis, x.ndim, "logsoftmax"))
 
 
 def _total(reduce: Any, x: Any, axis: int, op: str) -> jax.Array:
