@@ -350,12 +350,10 @@ class TensorValue(Operators):
 
     def __repr__(self) -> str:
         array = self._as_array()
-        values = (
-            ""
-            if isinstance(array, Tracer)
-            else np.array2string(np.asarray(array), separator=", ") + ", "
-        )
-        return f"TensorValue({values}dtype={self.dtype!r}, shape={self.shape!r}, device={self.device})"  # fmt: skip
+        facts = [f"dtype={self.dtype!r}", f"shape={self.shape!r}", f"device={self.device}"]
+        if not isinstance(array, Tracer):
+            facts.insert(0, np.array2string(np.asarray(array), separator=", "))
+        return f"TensorValue({', '.join(facts)})"
 
     # The methods that Operators needs.
 

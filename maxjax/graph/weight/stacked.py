@@ -459,11 +459,8 @@ class StackedWeight(OfStack):
         )  # fmt: skip
         return new
 
-    def _state(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_views", "_inner")}
-
     def __getstate__(self) -> dict[str, Any]:
-        state = self._state()
+        state = {k: v for k, v in vars(self).items() if k not in ("_views", "_inner")}
         if self._home is not None or self.sharding is None:
             return state
         layout = self.layout
@@ -483,10 +480,9 @@ class StackedWeight(OfStack):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackedWeight:
         new = memo[id(self)] = object.__new__(type(self))
+        state = {k: v for k, v in vars(self).items() if k not in ("_views", "_inner")}
         parts = self._parts.values()
-        new.__setstate__(
-            copied(self._state(), ("_template", "spans", "_split"), memo, self.leaf, *parts)
-        )
+        new.__setstate__(copied(state, ("_template", "spans", "_split"), memo, self.leaf, *parts))
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
