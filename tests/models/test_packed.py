@@ -44,9 +44,14 @@ def test_logits_and_tokens(llama, quantize, devices, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * expected.std())
     if quantize in ("q6_k", "q4_0"):
         return  # tokens are those of the logits
-    prompts = [ids[0].tolist(), ids[1, :7].tolist()]
-    written = [maxjax.generate(m, None, prompts, max_new_tokens=16) for m in (packed, decoded)]
-    assert [text.tokens for text in written[0]] == [text.tokens for text in written[1]]
+    prompts = [ids[0, :12].tolist(), ids[1, :7].tolist()]
+    texts = [one.tokens for one in maxjax.generate(packed, None, prompts, max_new_tokens=8)]
+    rows = np.zeros_like(ids)
+    for row, prompt, text in zip(rows, prompts, texts, strict=True):
+        row[: len(prompt) + 8] = [*prompt, *text]
+    chosen = np.asarray(call(decoded, rows)).argmax(-1)
+    for row, prompt, text in zip(chosen, prompts, texts, strict=True):
+        assert row[len(prompt) - 1 : len(prompt) + 7].tolist() == list(text)
 
 
 @pytest.mark.slow

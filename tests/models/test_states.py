@@ -92,7 +92,7 @@ def test_texts_of_a_batch_are_those_of_each_alone(model):
     first = together.prefill().tokens[:, :1]
     found = np.concatenate([first, together.fetch(together.decode(11)).tokens[:, :10]], 1)
     for row, (prompt, limit) in enumerate(zip(rows, limits, strict=True)):
-        alone = Batch(model, [prompt], [limit])
+        alone = Batch(model, [prompt], [max(limits)], chunk=4)  # one program for both
         first = alone.prefill().tokens[:, :1]
         count = limit - len(prompt)
         rest = alone.fetch(alone.decode(count - 1)).tokens[:, : count - 1]
@@ -101,14 +101,14 @@ def test_texts_of_a_batch_are_those_of_each_alone(model):
 
 def test_a_recurrent_state_resumes_where_it_is_or_anew(recurrent):
     prompt = list(map(int, prompts_of(9)[0]))
-    texts = Batch(recurrent, [prompt], [30])
+    texts = Batch(recurrent, [prompt], [40], chunk=16)  # one program for all prompts
     first = int(texts.prefill().tokens[0, 0])
     more = texts.fetch(texts.decode(4))
     answer = [first, *map(int, more.tokens[0, :4])]
     texts.record(answer)
     longer = [*prompt, *answer, 3, 4, 5]
     assert texts.resume(longer, 40)
-    expected = Batch(recurrent, [longer], [40]).prefill().tokens
+    expected = Batch(recurrent, [longer], [40], chunk=16).prefill().tokens
     assert texts.prefill().tokens.tolist() == expected.tolist()
     assert not texts.resume([*prompt[:4], 1, 2, 3], 40)  # tokens would have to be forgotten
 

@@ -64,8 +64,9 @@ def rewritten(path, source, keys=None, tensors=None, without=()):
 
 def test_keys_and_values_are_those_of_the_converter(folder, model):
     metadata, found = files.read(folder / "model.gguf")
+    values = model.state_dict()
     for layer in range(2):
-        both = np.asarray(model.state_dict()[BOTH.format(layer)])
+        both = np.asarray(values[BOTH.format(layer)])
         both = both.reshape(HEADS, NOPE + VALUE, RANK)
         np.testing.assert_array_equal(
             found[f"blk.{layer}.attn_k_b.weight"], both[:, :NOPE].transpose(0, 2, 1)
@@ -94,7 +95,8 @@ def test_shares_are_normed_where_the_file_says_so(folder):
 
 
 def test_files_from_before_the_split(folder, model, tmp_path):
-    both = {BOTH.format(i): np.asarray(model.state_dict()[BOTH.format(i)]) for i in range(2)}
+    values = model.state_dict()
+    both = {BOTH.format(i): np.asarray(values[BOTH.format(i)]) for i in range(2)}
     old = rewritten(
         tmp_path / "old.gguf", folder / "model.gguf",
         {
@@ -107,8 +109,9 @@ def test_files_from_before_the_split(folder, model, tmp_path):
         [f"blk.{i}.attn_{part}_b.weight" for i in range(2) for part in "kv"],
     )  # fmt: skip
     again, _ = maxjax.load(old)
+    found = again.state_dict()
     for name, array in model.state_dict().items():
-        np.testing.assert_array_equal(again.state_dict()[name], array, err_msg=name)
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
     ids = ids_of(1, 12) % 96
     same(call(again, ids), call(model, ids))
     both["blk.0.attn_kv_b.weight"] = both[BOTH.format(0)]
@@ -196,5 +199,6 @@ def test_gguf_files_with_layers_that_predict_further_tokens(folder, model, tmp_p
     }
     keys = {"deepseek2.block_count": 3, "deepseek2.nextn_predict_layers": 1}
     again, _ = maxjax.load(rewritten(tmp_path / "m.gguf", folder / "model.gguf", keys, more))
+    found = again.state_dict()
     for name, array in model.state_dict().items():
-        np.testing.assert_array_equal(again.state_dict()[name], array, err_msg=name)
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
