@@ -92,7 +92,7 @@ def test_texts_of_a_batch_are_those_of_each_alone(model):
     first = together.prefill().tokens[:, :1]
     found = np.concatenate([first, together.fetch(together.decode(11)).tokens[:, :10]], 1)
     for row, (prompt, limit) in enumerate(zip(rows, limits, strict=True)):
-        alone = Batch(model, [prompt], [max(limits)], chunk=4)  # one program for both
+        alone = Batch(model, [prompt], [limit])
         first = alone.prefill().tokens[:, :1]
         count = limit - len(prompt)
         rest = alone.fetch(alone.decode(count - 1)).tokens[:, : count - 1]
