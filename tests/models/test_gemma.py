@@ -149,7 +149,7 @@ def test_the_scale_of_embeddings_is_rounded_to_their_type(tmp_path):
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.default("Gemma2-1-5", "Gemma3-3-5")
+@pytest.mark.default("Gemma3-3-5")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, rows, chunk", [
     ("Gemma2", 3, None), ("Gemma2", 1, 5), ("Gemma3", 1, None), ("Gemma3", 3, 5)
@@ -230,11 +230,8 @@ def test_ropes_are_read_as_transformers_reads_them(settings):
 # --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.default("Gemma3")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param("Gemma", marks=pytest.mark.slow), "Gemma2", "Gemma3"]
-)
+@pytest.mark.campaign  # tensors and settings of each family come back in families/test_families.py
+@pytest.mark.parametrize("kind", ["Gemma", "Gemma2", "Gemma3"])
 def test_gguf_of_the_same_weights(tmp_path, kind):
     from maxjax.checkpoint import convert
 

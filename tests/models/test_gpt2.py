@@ -233,7 +233,7 @@ def test_names_without_prefix_masks_and_a_tied_head_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"]
+    "tied", [pytest.param(False, marks=pytest.mark.campaign), True], ids=["untied", "tied"]
 )
 def test_gguf_of_the_same_weights(tmp_path, tied):
     from maxjax.checkpoint import convert
@@ -356,7 +356,9 @@ def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
 def test_export_for_any_length():
     """Where the length is not known there is no check of it, and tokens beyond the positions are NaN."""
     config = {k: v for k, v in SMALL.items() if not k.endswith("_id")}
-    model = GPT2(GPT2Config.from_dict({"model_type": "gpt2", **config, "n_positions": 8, "n_layer": 2}))
+    model = GPT2(
+        GPT2Config.from_dict({"model_type": "gpt2", **config, "n_positions": 8, "n_layer": 2})
+    )
     model = maxjax.init(model, jax.random.key(0))
     kind = jax.ShapeDtypeStruct(export.symbolic_shape("b, t"), jnp.int32)
     exported = export.export(call)(model, kind)

@@ -135,7 +135,8 @@ def test_both_spellings_of_rope(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chunk", [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(5, id="chunked")]
+    "chunk",
+    [pytest.param(None, id="whole", marks=pytest.mark.campaign), pytest.param(5, id="chunked")],
 )
 def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     model = oracle("Llama", tmp_path)
@@ -145,9 +146,8 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
-@pytest.mark.default("5")
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [5, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.campaign  # the cases of families and of caches have windows
+@pytest.mark.parametrize("window", [5, None])
 def test_mistral(tmp_path, window):
     model = oracle("Mistral", tmp_path, sliding_window=window, num_key_value_heads=1)
     mine, ids = ours(tmp_path), ids_of(2, LENGTH)
@@ -161,6 +161,7 @@ def test_mistral(tmp_path, window):
 # --- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.default("untied")
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gguf_of_the_same_weights(tmp_path, tied):

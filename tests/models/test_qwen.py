@@ -77,7 +77,8 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, kind):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
-@ONE
+@pytest.mark.campaign  # tensors and settings of each family come back in families/test_families.py
+@KINDS
 def test_gguf_of_the_same_weights(tmp_path, kind):
     from maxjax.checkpoint import convert
 
