@@ -15,6 +15,7 @@ from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
 from maxjax.graph.placement.specs import Split
 from maxjax.graph.weights import WeightData
 from maxjax.kernels import QuantArray
+from maxjax.models import Llama, LlamaConfig
 
 CPU = DeviceRef.CPU()
 
@@ -76,14 +77,21 @@ def test_images_and_meshes(kind):
     assert small.signed
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return maxjax.load("tiny", dtype="float32")[0]
+@pytest.fixture
+def small():
+    """A language model whose matrices have few shapes."""
+    config = LlamaConfig(
+        64, 16, 16, num_layers=2, num_heads=4, num_kv_heads=4, tie_word_embeddings=True
+    )
+    model, rng = Llama(config), np.random.default_rng(0)
+    shapes = {n: [int(d) for d in w.shape] for n, w in model.raw_state_dict().items()}
+    model.load_state_dict({n: rng.standard_normal(s, np.float32) for n, s in shapes.items()})
+    return model
 
 
 @pytest.mark.slow
-def test_a_model_is_a_table_with_each_layer(tiny):
-    model = tiny.to(maxjax.make_mesh(data=2, model=4))
+def test_a_model_is_a_table_with_each_layer(small):
+    model = small.to(maxjax.make_mesh(data=2, model=4))
     found = maxjax.look(model)
     state = model.raw_state_dict()
     names = [line[0] for line in found._lines()]
@@ -105,10 +113,8 @@ def test_a_model_is_a_table_with_each_layer(tiny):
         and page.count("<svg") == 20
     )
     broken = jax.tree.map(lambda a: a.at[(0,) * a.ndim].set(jnp.nan) if a.ndim == 1 else a, model)
-    assert (
-        "NaN in model.norm.weight" in repr(maxjax.look(broken))
-        and "NaN in" in maxjax.look(broken)._repr_html_()
-    )
+    found = maxjax.look(broken)
+    assert "NaN in model.norm.weight" in repr(found) and "NaN in" in found._repr_html_()
     agrees(maxjax.look(model.model.layers[1].mlp.up_proj.weight).statistics, want, 1e-3)
 
 
@@ -148,13 +154,24 @@ def test_everything_that_has_values_is_looked_at(tmp_path):
 
 
 @pytest.mark.slow
-def test_trees_of_other_shapes_and_types_are_looked_at_as_they_are(tiny):
-    model = tiny
+def test_trees_of_other_shapes_and_types_are_looked_at_as_they_are():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.LayerList(nn.RMSNorm(16, "float32") for _ in range(2)).stack()
+            self.last = nn.RMSNorm(16, "float32")
+
+        def __call__(self, x):
+            return self.last(self.layers.scan(x))
+
+    model, values = Norms(), np.random.default_rng(0).standard_normal((3, 16), np.float32)
+    names = ["layers.0.weight", "layers.1.weight", "last.weight"]
+    model.load_state_dict(dict(zip(names, values, strict=True)))
     each = lambda f: jax.jit(functools.partial(jax.tree.map, f))(model)
     wide = maxjax.look(each(lambda a: jnp.stack([a, 2 * a, 3 * a])))
-    name = "model.layers.*.input_layernorm.weight"
+    name = "layers.*.weight"
     whole = next(leaf for n, leaf in _leaves(model) if n == name)
-    assert wide[name].layers == () and wide[name].type == "float32[3, 2, 256]"
+    assert wide[name].layers == () and wide[name].type == "float32[3, 2, 16]"
     agrees(wide[name].statistics, jnp.stack([whole, 2 * whole, 3 * whole]), 1e-4)
     sums = maxjax.look(each(jnp.sum))[name]
     assert sums.type == "float32[]" and sums.statistics.mean == pytest.approx(float(jnp.sum(whole)))
@@ -211,9 +228,9 @@ def test_a_drawing_agrees_with_jax():
         assert maxjax.draw_sharding(abstract, (16, 8)).divisions[""].parts == division.parts
 
 
-def test_tables_of_several_arrays(tiny):
+def test_tables_of_several_arrays(small):
     mesh = maxjax.make_mesh(data=2, model=4)
-    model = tiny.to(mesh)
+    model = small.to(mesh)
     shown = maxjax.draw_sharding(
         {"<embed>": model.model.embed_tokens.weight, "cache": model.cache(8, 16).keys}
     )
