@@ -30,19 +30,34 @@ def matrix(tiny):
     return maxjax.calibrate(*tiny, TEXTS[::2], length=64)
 
 
+def seen_by(model, ids, take):
+    """What ``take(layer, arguments)`` gives of each call of a layer, with its weight's name; seen by a hook.
+
+    With hooks the layers run one by one, in one program here.
+    """
+
+    @jax.jit
+    def run(model, ids):
+        seen = {}
+        names = {id(weight): name for name, weight in model.raw_state_dict().items()}
+
+        def hook(layer, args, kwargs, outputs):
+            if (found := take(layer, args)) is not None:
+                seen[names.get(id(getattr(layer, "weight", None)), len(seen))] = found
+
+        with maxjax.layer_hook(hook):
+            model(ids)
+        return seen
+
+    return jax.tree.map(np.asarray, run(model, ids))
+
+
 def inputs(model, ids) -> dict[str, np.ndarray]:
-    """The inputs of each linear layer, seen by a hook of plain eager code."""
-    seen: dict[str, np.ndarray] = {}
-    names = {id(w): name for name, w in model.raw_state_dict().items()}
-
-    def hook(layer, args, kwargs, outputs):
-        if isinstance(layer, nn.Linear):
-            x = np.asarray(args[0], np.float64).reshape(-1, args[0].shape[-1])
-            seen[names[id(layer.weight)]] = x
-
-    with maxjax.layer_hook(hook):
-        model(ids)
-    return seen
+    """The inputs of each linear layer."""
+    found = seen_by(
+        model, ids, lambda layer, args: args[0] if isinstance(layer, nn.Linear) else None
+    )
+    return {name: x.astype(np.float64).reshape(-1, x.shape[-1]) for name, x in found.items()}
 
 
 @pytest.mark.slow
@@ -50,7 +65,7 @@ def test_it_is_the_mean_of_squared_inputs():
     model, tokenizer = maxjax.load("tiny", dtype="float32")
     ids = tokenizer.encode(TEXTS[0])
     found = maxjax.calibrate(model, None, [ids])
-    seen = inputs(model, jnp.asarray([ids]))
+    seen = inputs(model, np.array([ids]))
     assert set(found) == set(seen) and len(found) == 15
     for name, x in seen.items():
         np.testing.assert_allclose(found[name], (x**2).mean(0), rtol=1e-3, atol=1e-6, err_msg=name)
@@ -72,18 +87,21 @@ def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
     """Of the outputs of all layers, on other sums than the matrix was made with."""
     model, tokenizer = tiny
     ids = [token for text in TEXTS[1::2] for token in tokenizer.encode(text)][:256]
-    seen = inputs(model, jnp.asarray([ids]))
+    seen = inputs(model, np.array([ids]))
+    # sum((x @ w.T) ** 2) is sum((w @ x.T @ x) * w).
+    squares = {name: x.T @ x for name, x in seen.items()}
+    size = lambda name, w: ((w @ squares[name]) * w).sum()
     weights = model.raw_state_dict()
+    exact = {name: np.asarray(weights[name].value).astype(np.float64) for name in seen}
+    whole = {name: size(name, w) for name, w in exact.items()}
     for kind in ("q4_k", "q4_0"):
         lost = []
         for importance in (None, matrix):
             quantised, _ = maxjax.quantize(model, kind, importance=importance)
             total = {}
-            for name, x in seen.items():
-                exact = np.asarray(weights[name].value).astype(np.float64)
+            for name, w in exact.items():
                 blocks = np.asarray(quantised.raw_state_dict()[name].value)
-                wrong = x @ (decode(kind.upper(), blocks) - exact).T
-                total[name] = (wrong**2).sum() / ((x @ exact.T) ** 2).sum()
+                total[name] = size(name, decode(kind.upper(), blocks) - w) / whole[name]
             lost.append(total)
         assert sum(lost[1].values()) < 0.9 * sum(lost[0].values())
         assert sum(lost[1][name] < lost[0][name] for name in seen) >= len(seen) - 2
@@ -100,11 +118,10 @@ def test_experts_count_the_tokens_that_chose_them():
     ids = list(range(40))
     found = maxjax.calibrate(model, None, [ids])
     mlp = model.model.layers[0].block_sparse_moe
-    seen = []
-    with maxjax.layer_hook(lambda layer, args, *_: seen.append(args[0]) if layer is mlp else None):
-        model(jnp.asarray([ids]))
-    x = np.asarray(seen[0], np.float64).reshape(40, -1)
-    chosen = np.asarray(mlp.choose(jnp.asarray(x, jnp.float32))[0])
+    take = lambda layer, args: args[0] if type(layer) is type(mlp) else None
+    first, *_ = seen_by(model, np.array([ids]), take).values()
+    x = first.astype(np.float64).reshape(40, -1)
+    chosen = np.asarray(jax.jit(lambda mlp, x: mlp.choose(x)[0])(mlp, first.reshape(40, -1)))
     for expert in range(4):
         mine = x[(chosen == expert).any(1)]
         name = f"model.layers.0.block_sparse_moe.experts.{expert}"
@@ -153,11 +170,9 @@ def test_experts_of_gemma_4_are_counted_by_its_router():
     config = Gemma4Config.from_dict(GEMMA)
     model = maxjax.init(Gemma4(config), jax.random.key(0))
     layer = model.model.layers[0].moe
-    seen = []
-    with maxjax.layer_hook(lambda one, args, *_: seen.append(args) if one is layer else None):
-        model(jnp.arange(20)[None])
-    scored = jnp.asarray(seen[0][1]).reshape(20, -1)
-    chosen = np.asarray(layer.choose(scored)[0])
+    take = lambda one, args: args[1] if type(one) is type(layer) else None
+    scored, *_ = seen_by(model, np.arange(20)[None], take).values()
+    chosen = np.asarray(jax.jit(lambda layer, x: layer.choose(x)[0])(layer, scored.reshape(20, -1)))
     found = maxjax.calibrate(model, None, [list(range(20))])
     counts = [
         found.counts[name] for name in found if "layers.0.moe.experts" in name and "down" in name
