@@ -23,12 +23,18 @@ def tiny():
     return maxjax.load("tiny")
 
 
-def random_model(kind=Llama, config=LlamaConfig, stacked=True, **settings):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4}
-    model = kind(config(512, **(sizes | settings)))
-    if stacked:
-        model.model.layers = model.model.layers.stack()
-    return maxjax.init(model, jax.random.key(0))
+def random_model(kind=Llama, config=LlamaConfig, **settings):
+    """A stacked model whose rows are complete blocks of every kind."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 2, "num_heads": 4}
+    model, rng = kind(config(64, **(sizes | settings))), np.random.default_rng(0)
+    model.model.layers = model.model.layers.stack()
+    state = {}
+    for name, weight in model.raw_state_dict().items():
+        shape = [int(n) for n in weight.shape]
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+        state[name] = scale * rng.standard_normal(shape, np.float32) + ("norm" in name)
+    model.load_state_dict(state)
+    return model
 
 
 def values(model) -> dict[str, np.ndarray]:
@@ -139,7 +145,8 @@ def test_a_part_of_a_row_that_is_no_whole_blocks():
 
 @pytest.mark.slow
 def test_experts_in_a_stack_of_layers():
-    model = random_model(Mixtral, MixtralConfig, num_experts=4, num_experts_per_tok=2)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts": 4}
+    model = random_model(Mixtral, MixtralConfig, num_experts_per_tok=2, **sizes)
     before = values(model)
     quantised, report = maxjax.quantize(model, "q8_0", activations="float")
     name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
@@ -240,7 +247,7 @@ def test_importance_weighs_the_errors():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_on_an_accelerator_the_encoder_in_jnp_runs(kind, weighted, monkeypatch):
     """The form for devices that are no CPU, here on CPU devices: nearly all blocks are the same."""
-    model = random_model(num_layers=1, hidden_size=512)
+    model = random_model(num_layers=1, hidden_size=512, intermediate_size=512)
     model.to(maxjax.make_mesh(model=2))
     importance = {name: np.linspace(0.1, 2, w.shape[-1]) for name, w in values(model).items()}
     given = importance if weighted else None
