@@ -28,30 +28,34 @@ from maxjax.graph.placement.mesh import make_mesh
 from maxjax.models import BertConfig, BertModel
 from maxjax.models.pooling import Pooling
 
+WORDS = 4000
 SIZES = {
-    "vocab_size": 30522, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+    "vocab_size": WORDS, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "max_position_embeddings": 16,
 }  # fmt: skip
 CONFIG = {"architectures": ["BertModel"], "model_type": "bert", **SIZES}
 IDS = np.array([[3, 1, 2]], np.int32)
 
 
-@pytest.fixture
-def small(minilm, tmp_path):
-    """A directory as of MiniLM with a tiny random model in it."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "modules.json",
-        "sentence_bert_config.json",
-    ):
+@pytest.fixture(scope="module")
+def original(minilm, tmp_path_factory):
+    """A directory as of MiniLM with few of its words and a tiny random model in it."""
+    directory = tmp_path_factory.mktemp("original")
+    for name in ("tokenizer_config.json", "modules.json", "sentence_bert_config.json"):
         shutil.copy(minilm / name, directory)
     shutil.copytree(minilm / "1_Pooling", directory / "1_Pooling")
+    tokenizer = json.loads((minilm / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: i for word, i in vocab.items() if i < WORDS}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "config.json").write_text(json.dumps(CONFIG))
     save_file(values(), directory / "model.safetensors")
     return directory
+
+
+@pytest.fixture
+def small(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "small")
 
 
 def values(dtype=np.float32):
@@ -80,7 +84,7 @@ def states(model):
 
 def test_a_directory(small):
     model, tokenizer = load(small)
-    assert isinstance(model, BertModel) and tokenizer.vocab_size == 30522
+    assert isinstance(model, BertModel) and tokenizer.vocab_size == WORDS
     assert model.pooling == Pooling(("mean",), True, 256, False)
     found = {name: np.asarray(value) for name, value in model.state_dict().items()}
     expected = load_file(small / "model.safetensors")
@@ -267,7 +271,7 @@ def test_weights_that_are_not_those_of_the_config(small):
     change(small / "config.json", hidden_size=6)
     with pytest.raises(CheckpointMismatchError, match=r"encoder\.layer\.0\.") as caught:
         load(small)
-    assert "(30522, 6)" in str(caught.value) and "(30522, 4)" in str(caught.value)
+    assert "(4000, 6)" in str(caught.value) and "(4000, 4)" in str(caught.value)
     change(small / "config.json", num_hidden_layers=2)
     with pytest.raises(CheckpointMismatchError, match="'num_hidden_layers'.* at most 1.* found 2"):
         load(small)
