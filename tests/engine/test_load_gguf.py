@@ -1,5 +1,6 @@
 """A GGUF file alone is a model: configuration, tokenizer, pooling and names come from its metadata."""
 
+import functools
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ from maxjax.checkpoint import convert
 from maxjax.engine.hub import find_model
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.models import BertConfig, BertModel
 from maxjax.models.gguf import gguf_tokenizer_metadata
 from maxjax.models.gguf.sampling import sampling_config, sampling_metadata
 from tests.models.gguf import files as gguf_files
@@ -32,19 +34,57 @@ from tests.products import campaign_but, first
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten", "x"]
 
 
+WIDTH = 64
+
+
+@pytest.fixture(scope="module")
+def small(minilm, tmp_path_factory):
+    """A directory as of MiniLM, with its tokenizer and a random model of two layers."""
+    place = tmp_path_factory.mktemp("small") / "model"
+    shutil.copytree(
+        minilm, place, ignore=shutil.ignore_patterns("model.safetensors", "onnx", "*.bin")
+    )
+    config = json.loads((place / "config.json").read_text()) | {
+        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    (place / "config.json").write_text(json.dumps(config))
+    rng, weights = (
+        np.random.default_rng(0),
+        BertModel(BertConfig.from_dict(config)).raw_state_dict(),
+    )
+    tensors = {}
+    for name, weight in weights.items():
+        tensors[name] = 0.1 * rng.standard_normal([int(n) for n in weight.shape], np.float32)
+        tensors[name] += "LayerNorm.weight" in name
+    safetensors.numpy.save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+@pytest.fixture(scope="module")
+def written(small, tmp_path_factory):
+    """written(kind): the file with matrices of a kind, in a folder of its own."""
+
+    @functools.cache
+    def made(kind="F32"):
+        return write(tmp_path_factory.mktemp(kind) / "m.gguf", small, kind)
+
+    return made
+
+
 def write(path, directory, kind="F32", head=None):
-    """MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks.
+    """A small MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks.
 
     With the tensors of a head it is a reranker.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     writer = gguf.GGUFWriter(path, "bert")
-    writer.add_block_count(6)
+    writer.add_block_count(2)
     writer.add_context_length(512)
-    writer.add_embedding_length(384)
-    writer.add_feed_forward_length(1536)
-    writer.add_head_count(12)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(4 * WIDTH)
+    writer.add_head_count(2)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.RANK if head else gguf.PoolingType.MEAN)
@@ -55,7 +95,7 @@ def write(path, directory, kind="F32", head=None):
     writer.add_token_types(types)
     writer.add_token_type_count(2)
     gguf.SpecialVocab(directory, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 6)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
     for name, values in tensors.items():
         if re.search(r"pooler|position_ids", name):
             continue
@@ -76,8 +116,8 @@ def write(path, directory, kind="F32", head=None):
 
 
 @pytest.fixture(scope="module")
-def original(minilm):
-    model, tokenizer = load(minilm)
+def original(small):
+    model, tokenizer = load(small)
     return model, tokenizer, embed(model, tokenizer, TEXTS)
 
 
@@ -88,9 +128,8 @@ def original(minilm):
     ("kind", "least"),
     [("F32", 0.999999), ("F16", 0.99999), ("Q8_0", 0.998), ("Q4_0", 0.9)],
 )
-def test_minilm(minilm, original, tmp_path, kind, least):
-    path = write(tmp_path / "m.gguf", minilm, kind)
-    model, tokenizer = load(path)
+def test_minilm(written, original, kind, least):
+    model, tokenizer = load(written(kind))
     theirs, words, want = original
     assert tokenizer is not None and tokenizer.max_length == 512
     assert tokenizer.chat_template == "{{ messages }}" and words.chat_template is None
@@ -110,8 +149,8 @@ def test_minilm(minilm, original, tmp_path, kind, least):
 
 
 @pytest.mark.slow
-def test_in_another_dtype_blocks_are_decoded(minilm, original, tmp_path):
-    path = write(tmp_path / "m.gguf", minilm, "Q8_0")
+def test_in_another_dtype_blocks_are_decoded(written):
+    path = written("Q8_0")
     packed, tokenizer = load(path, activations="float")
     wide, _ = load(path, dtype="float32")
     assert {w.dtype for w in wide.raw_state_dict().values()} == {maxjax.DType.float32}
@@ -132,8 +171,8 @@ FEW = [("Q8_0", MESHES[0]), ("F16", MESHES[1])]
 @pytest.mark.parametrize(
     ("kind", "axes"), campaign_but(2, first(FEW, itertools.product(("F16", "Q8_0"), MESHES)))
 )
-def test_on_a_mesh(minilm, tmp_path, kind, axes):
-    path = write(tmp_path / "m.gguf", minilm, kind)
+def test_on_a_mesh(written, kind, axes):
+    path = written(kind)
     one, tokenizer = load(path, activations="float")
     many, _ = load(path, mesh=maxjax.make_mesh(**axes), activations="float")
     for name, array in one.state_dict().items():
@@ -145,19 +184,19 @@ def test_on_a_mesh(minilm, tmp_path, kind, axes):
 
 
 @pytest.mark.slow
-def test_a_directory_with_one_gguf_file(minilm, original, tmp_path):
-    write(tmp_path / "m.gguf", minilm)
+def test_a_directory_with_one_gguf_file(written, original, tmp_path):
+    shutil.copy(written(), tmp_path)
     (tmp_path / "README.md").write_text("hello")
     model, tokenizer = load(tmp_path)
     np.testing.assert_allclose(embed(model, tokenizer, TEXTS), original[2], atol=1e-5)
 
 
 @pytest.mark.slow
-def test_plan_of_a_gguf_file(minilm, tmp_path):
-    packed = maxjax.plan(write(tmp_path / "q.gguf", minilm, "Q8_0"))
-    wide = maxjax.plan(write(tmp_path / "f.gguf", minilm))
+def test_plan_of_a_gguf_file(written):
+    packed = maxjax.plan(written("Q8_0"))
+    wide = maxjax.plan(written())
     assert wide.total_bytes > 3.5 * packed.total_bytes
-    decoded = maxjax.plan(tmp_path / "q.gguf", dtype="float32")
+    decoded = maxjax.plan(written("Q8_0"), dtype="float32")
     assert decoded.total_bytes == wide.total_bytes
 
 
@@ -211,22 +250,22 @@ def unknown_splits(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_reranker(minilm, original, tmp_path):
+def test_a_reranker(small, original, tmp_path):
     """BGE's and Jina's are BERT with the tensors `cls`, whose head is the one of XLM-RoBERTa."""
     rng = np.random.default_rng(5)
     head = {
-        "cls.weight": 0.1 * rng.standard_normal((384, 384)), "cls.bias": rng.standard_normal(384),
-        "cls.output.weight": rng.standard_normal((1, 384)), "cls.output.bias": np.array([0.3]),
+        "cls.weight": 0.1 * rng.standard_normal((WIDTH, WIDTH)), "cls.bias": rng.standard_normal(WIDTH),
+        "cls.output.weight": rng.standard_normal((1, WIDTH)), "cls.output.bias": np.array([0.3]),
     }  # fmt: skip
     head = {name: values.astype(np.float32) for name, values in head.items()}
-    model, tokenizer = load(write(tmp_path / "rerank.gguf", minilm, head=head))
+    model, tokenizer = load(write(tmp_path / "rerank.gguf", small, head=head))
     query, documents = "Where does the cat sit?", TEXTS
     found = maxjax.rerank(model, tokenizer, query, documents, activation="linear")
-    encoder, *_ = original
+    encoder = jax.jit(lambda model, *rows: model(*rows)[0])
     for score, document in zip(found, documents, strict=True):
         pair = tokenizer.pairs([(query, document)])[0]
         ids, types = np.array([pair.ids], np.int32), np.array([pair.type_ids], np.int32)
-        state = np.asarray(encoder(ids, np.ones_like(ids), types)[0], np.float64)[0, 0]
+        state = np.asarray(encoder(original[0], ids, np.ones_like(ids), types), np.float64)[0, 0]
         hidden = np.tanh(head["cls.weight"] @ state + head["cls.bias"])
         want = head["cls.output.weight"] @ hidden + head["cls.output.bias"]
         np.testing.assert_allclose(score, want[0], atol=1e-4)
