@@ -192,15 +192,18 @@ def test_extreme_temperatures_stay_numbers():
 # --- what is drawn --------------------------------------------------------------------------
 
 
+@jax.jit
+def random_bits(key, row, position, tokens):
+    """By their definition: key, row, position, token."""
+    one = jax.random.fold_in(jax.random.fold_in(key, row), position)
+    folded = jax.vmap(jax.random.fold_in, (None, 0))(one, tokens)
+    return jax.random.key_data(folded)[:, 0]
+
+
 def gumbel(key, rows, position, width):
-    """The random numbers by their definition: key, row, position, token."""
-    out = []
-    for row in rows:
-        one = jax.random.fold_in(jax.random.fold_in(key, row), position)
-        folded = jax.vmap(jax.random.fold_in, (None, 0))(one, jnp.arange(width))
-        bits = np.asarray(jax.random.key_data(folded))[:, 0].astype(np.float64)
-        out.append(-np.log(-np.log1p(-(bits + 0.5) / 2**32)))
-    return np.stack(out)
+    tokens = np.arange(width)
+    bits = np.stack([random_bits(key, row, position, tokens) for row in rows])
+    return -np.log(-np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32))
 
 
 def test_the_noise_of_any_bits_is_finite():
