@@ -240,27 +240,6 @@ def test_a_directory_of_that_name_wins(tmp_path, monkeypatch, name):
         find_model(name, revision="main")
 
 
-@pytest.mark.slow
-def test_a_directory_needs_no_huggingface_hub(tmp_path):
-    for name, data in repository().items():
-        (tmp_path / name).write_bytes(data)
-    code = f"""
-import sys
-sys.modules["huggingface_hub"] = None  # importing it is an error
-import maxjax
-model, tokenizer = maxjax.load({str(tmp_path)!r})
-try:
-    maxjax.load("./nowhere/x")
-except maxjax.errors.CheckpointMissingError as error:
-    print(len(model.state_dict()), error)
-"""
-    environment = os.environ | {"MAXJAX_COMPILE_CACHE": "0", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout == "23 nowhere/x: no such file or directory. Check the path.\n", done.stderr
-
-
 def test_tiny_is_what_is_installed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = Path(maxjax.__file__).parent / "tiny"
@@ -527,10 +506,22 @@ def test_a_part_of_it_is_in_the_cache(cache, files):
 
 
 @pytest.mark.slow
-def test_the_variables_are_heeded(tmp_path):
+def test_huggingface_hub_is_not_needed_and_its_variables_are_heeded(tmp_path):
     """In a process of its own: they are read when huggingface_hub is imported."""
+    for name, data in repository().items():
+        (tmp_path / name).write_bytes(data)
     folder = lay_out(tmp_path / "home" / "hub", repository())
-    code = """
+    code = f"""
+import sys
+sys.modules["huggingface_hub"] = None  # importing it is an error
+import maxjax
+model, tokenizer = maxjax.load({str(tmp_path)!r})
+try:
+    maxjax.load("./nowhere/x")
+except maxjax.errors.CheckpointMissingError as error:
+    print(len(model.state_dict()), error)
+
+del sys.modules["huggingface_hub"]
 from maxjax.engine.hub import find_model
 print(find_model("org/name"))
 try:
@@ -540,10 +531,12 @@ except FileNotFoundError as error:
 """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS"))}
     variables |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    variables |= {"MAXJAX_COMPILE_CACHE": "0", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=variables
     )
-    first, second = done.stdout.splitlines()
+    read, first, second = done.stdout.splitlines()
+    assert read == "23 nowhere/x: no such file or directory. Check the path.", done.stderr
     assert first == str(folder) and second.startswith("org/other: not in the cache"), done.stderr
 
 
