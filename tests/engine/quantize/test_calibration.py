@@ -2,7 +2,6 @@
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from maxjax.errors import CheckpointFormatError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GLM4, GPT2, Gemma4, Gemma4Config, Mixtral, MixtralConfig, Phi3
 from maxjax.storage.blocks import decode, encode
+from tests.engine.fill import filled
 
 TEXTS = [
     f"What is {a} + {b}? {a} + {b} = {a + b}. " for a in range(3, 40, 7) for b in range(5, 60, 9)
@@ -114,7 +114,7 @@ def test_experts_count_the_tokens_that_chose_them():
     )
     model = Mixtral(config)
     model.model.layers = model.model.layers.stack()
-    model = maxjax.init(model, jax.random.key(0))
+    filled(model)
     ids = list(range(40))
     found = maxjax.calibrate(model, None, [ids])
     mlp = model.model.layers[0].block_sparse_moe
@@ -148,7 +148,7 @@ SMALL = {
 
 @pytest.mark.parametrize("family", [Phi3, GLM4, GPT2], ids=lambda one: one.__name__)
 def test_fused_and_transposed_layers_are_counted_too(family):
-    model = maxjax.init(family(family.family.config(**SMALL)), jax.random.key(0))
+    model = filled(family(family.family.config(**SMALL)))
     found = maxjax.calibrate(model, None, [list(range(20))])
     tables = ("embed_tokens", "lm_head", "wte", "wpe", "norm", "ln_")
     wanted = {
@@ -168,7 +168,7 @@ GEMMA = {
 
 def test_experts_of_gemma_4_are_counted_by_its_router():
     config = Gemma4Config.from_dict(GEMMA)
-    model = maxjax.init(Gemma4(config), jax.random.key(0))
+    model = filled(Gemma4(config))
     layer = model.model.layers[0].moe
     take = lambda one, args: args[1] if type(one) is type(layer) else None
     scored, *_ = seen_by(model, np.arange(20)[None], take).values()

@@ -13,6 +13,7 @@ from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import Gemma4, Gemma4Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.storage.blocks import ENCODERS, KEPT, decode, encode
+from tests.engine.fill import filled
 from tests.models.decoders import call
 
 KINDS = [kind.lower() for kind in KEPT if kind in ENCODERS]
@@ -26,15 +27,9 @@ def tiny():
 def random_model(kind=Llama, config=LlamaConfig, **settings):
     """A stacked model whose rows are complete blocks of every kind."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 2, "num_heads": 4}
-    model, rng = kind(config(64, **(sizes | settings))), np.random.default_rng(0)
+    model = kind(config(64, **(sizes | settings)))
     model.model.layers = model.model.layers.stack()
-    state = {}
-    for name, weight in model.raw_state_dict().items():
-        shape = [int(n) for n in weight.shape]
-        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
-        state[name] = scale * rng.standard_normal(shape, np.float32) + ("norm" in name)
-    model.load_state_dict(state)
-    return model
+    return filled(model)
 
 
 def values(model) -> dict[str, np.ndarray]:
