@@ -9,11 +9,17 @@ import maxjax
 from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.programs import decode
 from maxjax.engine.plan import compiled
-from maxjax.engine.plan.compiled import abstract_state, compiled_memory, placeholder_of
+from maxjax.engine.plan.compiled import (
+    ProgramMemory,
+    abstract_state,
+    compiled_memory,
+    placeholder_of,
+)
 from maxjax.engine.plan.report import plan
 from maxjax.errors import UserInputError
 from maxjax.models import BertConfig, BertModel, Llama, LlamaConfig
 from scripts.bench_plan import write_sparse
+from tests.engine.fill import filled
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
 
@@ -24,7 +30,7 @@ def llama(**options):
 
 @pytest.fixture(scope="module")
 def loaded():
-    return maxjax.init(llama(max_position_embeddings=256), jax.random.key(0))
+    return filled(llama(max_position_embeddings=256))
 
 
 @pytest.mark.default("int8-{'data': 2, 'model': 4}")
@@ -33,7 +39,7 @@ def loaded():
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_the_state_is_that_of_generate(sizes, cache_dtype):
     mesh = maxjax.make_mesh(**sizes)
-    model = maxjax.init(llama(max_position_embeddings=256), jax.random.key(0)).to(mesh)
+    model = filled(llama(max_position_embeddings=256)).to(mesh)
     batch = Batch(model, [[1, 2], [3]], [64, 64], cache_dtype=cache_dtype)
     placeholders = abstract_state(placeholder_of(model, mesh), mesh, 2, 64, cache_dtype)
     assert jax.tree.structure(placeholders) == jax.tree.structure(batch.state)
@@ -47,7 +53,7 @@ def test_the_state_is_that_of_generate(sizes, cache_dtype):
 @pytest.mark.slow
 def test_the_memory_is_that_of_the_program_that_runs():
     mesh = maxjax.make_mesh(model=2)
-    model = maxjax.init(llama(max_position_embeddings=256), jax.random.key(0)).to(mesh)
+    model = filled(llama(max_position_embeddings=256)).to(mesh)
     found = plan(model, mesh, batch=2, length=64, compile="cpu:8")
     batch = Batch(model, [[1, 2], [3]], [64, 64])
     real = decode.lower(
@@ -67,7 +73,16 @@ def test_the_memory_is_that_of_the_program_that_runs():
 
 
 @pytest.mark.slow
-def test_temporaries_count(loaded):
+def test_temporaries_count(loaded, monkeypatch):
+    real, kept = compiled.compiled_memory, {}
+
+    def once(program, *args, **sizes):
+        """The same programs of the plans below are compiled once."""
+        if (key := (program, *sizes.items())) not in kept:
+            kept[key] = real(program, *args, **sizes)
+        return kept[key]
+
+    monkeypatch.setattr(compiled, "compiled_memory", once)
     options = {"batch": 2, "length": 64, "compile": "cpu:8"}
     before = jax.tree.leaves(loaded)
     found = plan(loaded, {"model": 2}, **options)
@@ -99,6 +114,9 @@ def test_a_checkpoint_is_compiled_as_load_would_hold_it(tmp_path, monkeypatch):
     assert asked == [maxjax.make_mesh(model=2)] and found.mesh == {"model": 2}
     narrow = plan(tmp_path, compile="cpu:2", batch=1, length=16, dtype="float32")
     assert narrow.programs[0].arguments > 1.8 * found.programs[0].arguments
+    monkeypatch.setattr(
+        compiled, "compiled_memory", lambda program, *_, **__: ProgramMemory(program, temporaries=0)
+    )
     assumed = plan(tmp_path, compile="cpu:2")
     assert "one sequence of 128 tokens" in assumed.notes[-1]
     assert assumed.cache_bytes_per_device == 8 * found.cache_bytes_per_device
