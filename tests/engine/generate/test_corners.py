@@ -133,10 +133,10 @@ def test_a_token_that_ends_it_by_itself(loaded):
     assert generate(loaded, "hello", eos_ids=text.tokens[0]).tokens == text.tokens[:1]
 
 
-@pytest.fixture
-def poisoned(tmp_path):
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
     """A model, a prompt, and its text before the token after which there are only NaN."""
-    model, tokenizer = maxjax.load(write_model(tmp_path / "m"))
+    model, tokenizer = maxjax.load(write_model(tmp_path_factory.mktemp("poisoned") / "m"))
     for prompt in ("hello", "you", "When", "zebra", "Q: 17?"):
         ids = tokenizer.encode(prompt)
         tokens = generate((model, tokenizer), ids, eos_ids=()).tokens
