@@ -52,6 +52,9 @@ def random_logits(kind="random", batch=3, width=V, seed=0):
 draw = jax.jit(sample, static_argnames=("settings", "vocab_size"))
 processed = jax.jit(process_logits, static_argnames=("settings", "vocab_size"))
 
+begun = jax.jit(History.start, static_argnums=1)
+added = jax.jit(lambda history, *given: history.add(*given))
+
 KINDS = ["random", "ties", "equal", "few", "far"]
 
 
@@ -142,9 +145,9 @@ def test_processors_are_those_of_transformers():
     """Every configuration, on logits of every kind at once."""
     logits = np.concatenate([random_logits(kind, batch=2) for kind in KINDS])
     ids = np.random.default_rng(1).integers(0, 12, (len(logits), 9))
-    history = History.start(jnp.asarray(ids[:, :5]), V)
+    history = begun(ids[:, :5].astype(np.int32), V)
     for step in range(5, 9):
-        history = history.add(jnp.asarray(ids[:, step], jnp.int32))
+        history = added(history, ids[:, step].astype(np.int32))
     for name, config in CONFIGS.items():
         settings = Sampling.from_generation_config(config)
         found = processed(jnp.asarray(logits), settings, history=history)
@@ -159,9 +162,9 @@ def test_processors_are_those_of_transformers():
 @pytest.mark.slow
 def test_presence_and_frequency_are_of_the_answer_only():
     logits = random_logits()
-    history = History.start(jnp.array([[1, 2, 2]] * 3), V)
+    history = begun(np.array([[1, 2, 2]] * 3, np.int32), V)
     for token in (2, 5, 5, 5):
-        history = history.add(jnp.full(3, token, jnp.int32), jnp.array([True, True, False]))
+        history = added(history, np.full(3, token, np.int32), np.array([True, True, False]))
     settings = Sampling(presence_penalty=0.5, frequency_penalty=-0.25)
     expected = logits.astype(np.float64)
     expected[:2, 2] -= 0.5 - 0.25
@@ -323,7 +326,7 @@ def test_frequencies_are_the_probabilities():
     p = np.exp(np.asarray(processed(logits[None], settings)[0], np.float64))
     p /= p.sum()
     assert (p > 0).tolist() == [True] * 5 + [False]
-    batch = jnp.broadcast_to(logits, (count, 6))
+    batch = np.broadcast_to(np.asarray(logits), (count, 6))
     ways = {
         "rows": draw(batch, jax.random.key(1), settings),
         "positions": draw(
@@ -341,20 +344,20 @@ def test_frequencies_are_the_probabilities():
 
 @pytest.mark.slow
 def test_a_row_draws_the_same_in_any_batch():
-    logits, key = jnp.asarray(random_logits(batch=6)), jax.random.key(3)
+    logits, key = random_logits(batch=6), jax.random.key(3)
     settings = Sampling(temperature=1.5, top_k=30)
-    whole = draw(logits, key, settings, positions=jnp.arange(6)).tokens
-    order = jnp.array([4, 1, 3])
+    whole = np.asarray(draw(logits, key, settings, positions=np.arange(6, dtype=np.int32)).tokens)
+    order = np.array([4, 1, 3], np.int32)
     part = draw(logits[order], key, settings, rows=order, positions=order).tokens
     assert part.tolist() == whole[order].tolist()
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, order)
+    keys = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))(key, order)
     own = draw(logits[order], keys, settings, positions=order).tokens
     assert own.tolist() == part.tolist()
     one = jax.jit(
         jax.vmap(lambda x, k, i: sample(x[None], k[None], settings, positions=i).tokens[0])
     )
     assert one(logits[order], keys, order).tolist() == part.tolist()
-    equal = jnp.broadcast_to(logits[:1], (40, V))
+    equal = np.broadcast_to(logits[:1], (40, V))
     settings = Sampling(temperature=1.5)
     assert len(set(draw(equal, key, settings).tokens.tolist())) > 10
     assert len({int(draw(equal[:1], key, settings, positions=i).tokens[0]) for i in range(9)}) > 3
@@ -391,13 +394,13 @@ def test_meshes_and_padding_change_nothing(kind, name, spec):
     padded = np.concatenate([logits, np.full((4, 40), np.nan, np.float32)], axis=1)
     padded[:, V] = INF
     padded[:, V + 1] = 1e9
-    ids, key = jnp.array([[1, 2, 3]] * 4), jax.random.key(9)
+    ids, key = np.array([[1, 2, 3]] * 4, np.int32), jax.random.key(9)
     settings = dataclasses.replace(
         PLACED[name], repetition_penalty=1.5, banned=[5, 9], logit_bias={3: 1.0}
     )
-    expected = draw(jnp.asarray(logits), key, settings, history=History.start(ids, V))
+    expected = draw(jnp.asarray(logits), key, settings, history=begun(ids, V))
     placed = jax.device_put(padded, NamedSharding(mesh, spec))
-    history = History.start(ids, V + 40)
+    history = begun(ids, V + 40)
     found = draw(placed, key, settings, history=history, vocab_size=V)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert found.valid.tolist() == [True] * 4
