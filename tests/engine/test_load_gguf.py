@@ -308,6 +308,7 @@ def test_the_tokenizer_of_another_model_beside(unknown_splits):
         assert load(path, tokenizer=False)[1] is None
 
 
+@pytest.mark.slow
 def test_all_tokens_that_end_a_turn_end_a_text(tmp_path):
     """The file's eos is one of them: Gemma and Phi-3 end a turn with another."""
     convert(find_model("tiny", None), tmp_path / "tiny.gguf")

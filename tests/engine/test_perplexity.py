@@ -153,6 +153,7 @@ def test_one_window_of_a_short_text():
     assert windows(5, 8, 4) == [Window(0, 1, 5)]
 
 
+@pytest.mark.slow
 def test_batches_and_chunks_of_logits_change_nothing(small, monkeypatch):
     model, tokenizer = small
     text = text_of(53)

@@ -166,6 +166,7 @@ GEMMA = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_experts_of_gemma_4_are_counted_by_its_router():
     config = Gemma4Config.from_dict(GEMMA)
     model = filled(Gemma4(config))
