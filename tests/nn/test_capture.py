@@ -163,9 +163,8 @@ def test_projections_that_run_as_one_operation(model):
     assert found["layers.*.self_attn.k_proj"].shape == (3, 2, 5, 8)
 
 
-def test_grad_vmap_and_scan(model):
-    run = maxjax.captured(CALL, "layers.*", "layers.1.mlp")
-    _, found = jax.jit(run)(model, IDS)
+def test_grad(model):
+    run = maxjax.captured(CALL, "layers.*")
 
     def loss(model):
         logits, found = run(model, IDS)
@@ -175,28 +174,41 @@ def test_grad_vmap_and_scan(model):
     plain = jax.jit(jax.grad(lambda m: jnp.mean(m(IDS) ** 2)))(model)
     assert jax.tree.structure(grads) == jax.tree.structure(model)
     close(grads, plain)
-    close(inside["layers.2"], found["layers.2"])
-    _, mapped = jax.jit(jax.vmap(run, in_axes=(None, 0)))(model, IDS[:, None])
-    scan = lambda m, xs: jax.lax.scan(lambda c, ids: (c, run(m, ids)[1]), 0, xs)[1]
-    scanned = jax.jit(scan)(model, IDS[:, None])
+    close(inside["layers.2"], maxjax.captured(CALL, "layers.*")(model, IDS)[1]["layers.2"])
+
+
+def test_vmap_and_scan():
+    run = maxjax.captured(CALL, "layers.*", "layers.1:inner")
+    stack, xs = blocks(True), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+    mapped = jax.jit(jax.vmap(lambda m, x: run(m, x)[1], in_axes=(None, 0)))(stack, xs)
+    scan = lambda m, xs: jax.lax.scan(lambda c, x: (c, run(m, x)[1]), 0, xs)[1]
+    scanned = jax.jit(scan)(stack, xs)
+    _, _, outputs = zip(*by_numpy(xs), strict=True)
     for each in (mapped, scanned):
-        close(each["layers.1.mlp"][:, 0], found["layers.1.mlp"])
-        close(each["layers.*"][:, :, 0], jnp.swapaxes(found["layers.*"], 0, 1))
-        close(each["layers.[02]"][:, 1, 0], found["layers.2"])
+        close(each["layers.1:inner"], by_numpy(xs)[1][1], 1e-6)
+        close(each["layers.*"], np.stack(outputs, 1), 1e-6)
+        close(each["layers.[02]"][:, 1], outputs[2], 1e-6)
 
 
-def test_gradients_reach_and_leave_the_captured_values(model):
+def test_gradients_reach_and_leave_the_captured_values():
     """The derivative with respect to a patch is that with respect to the value in its place."""
-    run = maxjax.captured(CALL, "layers.1")
-    value = jax.jit(run)(model, IDS)[1]["layers.1"]
+    stack, x = blocks(True), np.linspace(-1, 1, 3, dtype=np.float32)
+    value = by_numpy(x)[1][2]
 
     def slope(patch, at):
-        loss = lambda v: jnp.mean(maxjax.patched(CALL, {"layers.1": patch(v)})(model, IDS) ** 2)
+        loss = lambda v: jnp.mean(maxjax.patched(CALL, {"layers.1": patch(v)})(stack, x) ** 2)
         return jax.jit(jax.grad(loss))(at)
 
     by_patch = slope(lambda v: v, value)
-    by_function = slope(lambda d: lambda y: y + d, jnp.zeros_like(value))
+    by_function = slope(lambda d: lambda y: y + d, np.zeros_like(value))
     close(by_patch, by_function, 1e-6)
+
+    def rest(v):
+        for gain in (np.float32(0.3), np.float32(0.4)):
+            v = v + jnp.tanh(v * gain)
+        return jnp.mean(v**2)
+
+    close(by_patch, jax.jit(jax.grad(rest))(value), 1e-6)
     assert float(jnp.abs(by_patch).max()) > 1e-3
 
 

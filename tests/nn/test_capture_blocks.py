@@ -196,16 +196,19 @@ def test_generate(model, family):
         texts = maxjax.generate(model, None, PROMPTS, max_new_tokens=6, batch_size=2)
     assert [text.tokens for text in texts] == [text.tokens for text in plain]
     assert len(c.runs) == 1 and c.runs[0].lengths.tolist() == [8, 10, 6]
-    whole = jax.jit(maxjax.captured(CALL, *NAMES))
-    for i, text in enumerate(texts):
-        ids = jnp.asarray([[*text.prompt_tokens, *text.tokens[:-1]]], jnp.int32)
-        n, (_, expected) = ids.shape[1], whole(model, ids)
-        close(c["layers.*"][:, i, :n], expected["layers.*"][:, 0])
+    # The whole texts as rows of one call: no token sees those after it.
+    wholes = [[*text.prompt_tokens, *text.tokens[:-1]] for text in texts]
+    ids = np.zeros((3, 10), np.int32)
+    for row, one in zip(ids, wholes, strict=True):
+        row[: len(one)] = one
+    _, expected = jax.jit(maxjax.captured(CALL, *NAMES))(model, ids)
+    for i, (text, one) in enumerate(zip(texts, wholes, strict=True)):
+        n, count = len(one), len(text.tokens)
+        close(c["layers.*"][:, i, :n], expected["layers.*"][:, i, :n])
         name = "layers.1.self_attn:weights"
-        close(c[name][i, :, :n, :n], expected[name][0])
-        close(c["layers.2.self_attn:heads"][i, :n], expected["layers.2.self_attn:heads"][0])
-        count = len(text.tokens)
-        close(c["lm_head"][i, :count], expected["lm_head"][0, -count:])
+        close(c[name][i, :, :n, :n], expected[name][i, :, :n, :n])
+        close(c["layers.2.self_attn:heads"][i, :n], expected["layers.2.self_attn:heads"][i, :n])
+        close(c["lm_head"][i, :count], expected["lm_head"][i, n - count : n])
         assert not np.any(c["layers.*"][:, i, n:])
     last = c.calls[-1]  # one decode step, as the model computes it
     assert last["layers.1"].shape == (2, 16) and last["lm_head"].shape == (2, 100)
@@ -221,16 +224,18 @@ def test_patched_generation_and_streams(model):
     new = {"layers.1.mlp": lambda y: -5 * y}
     with maxjax.patch(model, new), maxjax.capture(model, "layers.1") as c:
         text = maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6)
-    ids = jnp.asarray([[*PROMPTS[0], *text.tokens[:-1]]], jnp.int32)
-    logits = jax.jit(maxjax.patched(CALL, new))(model, ids)
-    assert jnp.argmax(logits[0, 2:], -1).tolist() == list(text.tokens)
-    assert text.tokens != maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6).tokens
-    assert c["layers.1"].shape == (1, 8, 16)
-    with maxjax.capture(model, "layers.1") as c:
         pieces = maxjax.stream(model, None, PROMPTS[0], max_new_tokens=6)
+        assert not c.runs[1:]  # it begins with the first token that is asked for
         list(pieces)
-    ids = jnp.asarray([[*PROMPTS[0], *pieces.completion.tokens[:-1]]], jnp.int32)
-    close(c["layers.1"], maxjax.captured(CALL, "layers.1")(model, ids)[1]["layers.1"])
+    assert pieces.completion.tokens == text.tokens and len(c.runs) == 2
+    ids = np.array([[*PROMPTS[0], *text.tokens[:-1]]], np.int32)
+    run = maxjax.captured(maxjax.patched(CALL, new), "layers.1")
+    logits, expected = jax.jit(run)(model, ids)
+    assert np.argmax(logits[0, 2:], -1).tolist() == list(text.tokens)
+    assert text.tokens != maxjax.generate(model, None, PROMPTS[0], max_new_tokens=6).tokens
+    for found in (c.runs[0], c.runs[1]):
+        assert found["layers.1"].shape == (1, 8, 16)
+        close(found["layers.1"], expected["layers.1"])
 
 
 def test_programs_of_others_stay_and_are_found_again(model):
@@ -262,9 +267,14 @@ def test_programs_of_others_stay_and_are_found_again(model):
 def test_generation_on_a_mesh(model):
     there = jax.tree.map(lambda a: a, model).to(maxjax.make_mesh(data=2, model=4))
     with maxjax.capture(there, "layers.*.mlp") as c, maxjax.capture(model, "layers.*.mlp") as d:
-        for one in (there, model):
-            maxjax.generate(one, None, PROMPTS[:2], max_new_tokens=4)
-    close(c["layers.*.mlp"], d["layers.*.mlp"])
+        texts = maxjax.generate(there, None, PROMPTS[:2], max_new_tokens=3)
+        ids = np.zeros((2, 7), np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            one = [*text.prompt_tokens, *text.tokens[:-1]]
+            row[: len(one)] = one
+        model(ids)
+    for i, n in enumerate((5, 7)):
+        close(c["layers.*.mlp"][:, i, :n], d["layers.*.mlp"][:, i, :n])
 
 
 def test_embed_and_perplexity():

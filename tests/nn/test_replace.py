@@ -57,12 +57,17 @@ def test_a_layer_a_tie_and_all_layers(model, form):
 
 def test_traced_values_and_gradients(model):
     value = jnp.ones((32, 64))
-    run = jax.jit(lambda model, value: maxjax.replace(model, {DOWN: value})(IDS))
-    expected = jax.jit(lambda m: m(IDS))(loaded(model, {DOWN: value}))
-    np.testing.assert_allclose(run(model, value), expected, rtol=1e-5, atol=1e-5)
-    slope = lambda f, at: jax.jit(jax.grad(lambda x: jnp.sum(f(x)(IDS) ** 2)))(at)
-    grad = slope(lambda v: maxjax.replace(model, {DOWN: v}), value)
-    whole = slope(lambda m: m, loaded(model, {DOWN: value}))
+
+    def slope(f, at):
+        def loss(x):
+            logits = f(x)(IDS)
+            return jnp.sum(logits**2), logits
+
+        return jax.jit(jax.grad(loss, has_aux=True))(at)
+
+    grad, found = slope(lambda v: maxjax.replace(model, {DOWN: v}), value)
+    whole, expected = slope(lambda m: m, loaded(model, {DOWN: value}))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(grad, whole.state_dict()[DOWN], rtol=1e-3, atol=1e-3)
 
 
