@@ -272,17 +272,20 @@ def test_patches_equal_a_computation_by_hand(model, flat):
     off = maxjax.replace(model, {"model.layers.1.mlp.down_proj.weight": jnp.zeros((16, 16))})
     expected = off(IDS)
     zeros = jnp.zeros((2, 5, 16))
-    for new in (
+    runs = [maxjax.patched(CALL, new) for new in (
         {"layers.1.mlp": 0.0},
         {"layers.1.mlp": zeros},
         {"layers.1.mlp": lambda y: 0 * y},
         {"layers.*.mlp": lambda y, layer: jnp.where(jnp.asarray(layer) == 1, 0 * y, y)},
         {"layers.1.mlp.down_proj:input": 0.0},
-    ):
-        run = maxjax.patched(CALL, new)
-        for found in (run(model, IDS), run(flat, IDS), jax.jit(run)(model, IDS)):
-            close(found, expected)
-    assert float(jnp.abs(expected - model(IDS)).max()) > 1e-3
+    )]  # fmt: skip
+    for run in runs:
+        close(run(model, IDS), expected)
+    for found in jax.jit(lambda m: [run(m, IDS) for run in runs])(flat):
+        close(found, expected)
+    close(runs[0](flat, IDS), expected)
+    close(jax.jit(runs[2])(model, IDS), expected)
+    assert np.abs(expected - model(IDS)).max() > 1e-3
 
 
 def test_a_value_for_each_layer(model, flat):
