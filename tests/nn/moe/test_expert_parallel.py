@@ -63,7 +63,7 @@ def compare(one, block, xs):
 
 
 @pytest.mark.fast("4-True")
-@pytest.mark.default("2-False", "8-True")
+@pytest.mark.default("2-False")
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_several_devices_compute_what_one_does(count, shared):
