@@ -7,6 +7,7 @@ import pytest
 
 import maxjax
 from maxjax import nn
+from tests.nn.layers import random
 from tests.oracles.recorded import recorded, torch
 
 CASES = {
@@ -65,7 +66,7 @@ class Net(nn.Module):
 @pytest.mark.slow
 def test_a_step_of_training_returns_the_model_with_new_statistics():
     net = maxjax.init(Net(), jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (8, 3))
+    x = random(8, 3)
     trained, rest = maxjax.partition(net)
     names = [jax.tree_util.keystr(p, simple=True) for p, _ in jax.tree.leaves_with_path(rest)]
     assert names == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]

@@ -81,12 +81,12 @@ def test_the_layer_is_linear(name):
     run = jax.jit(lambda layer, x: layer(x))
     np.testing.assert_allclose(run(layer, x), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(layer(x), run(layer, x), rtol=0, atol=1e-5)
-    mapped = jax.vmap(lambda x: layer(x))(jnp.asarray(x))
+    both = jax.jit(lambda layer, x: (jax.vmap(layer)(x), jax.grad(lambda x: layer(x).sum())(x)))
+    mapped, gradient = both(layer, x)
     np.testing.assert_allclose(mapped, run(layer, x), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="cannot multiply"):
         layer(x[..., 1:])
     # Gradients reach the input.
-    gradient = jax.grad(lambda x: layer(x).sum())(jnp.asarray(x))
     expected = np.broadcast_to(values.sum(0), x.shape)
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     # Results have the dtype of the input.
@@ -114,12 +114,10 @@ def test_equal_layers_are_stacked(name):
     for weight in values:
         expected = expected @ weight.T
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    whole = stack.state_dict()
     for i, state in enumerate(states):
         for key, array in state.items():
-            assert (
-                np.asarray(stack.state_dict()[f"{i}.{key}"]).tobytes()
-                == np.asarray(array).tobytes()
-            )
+            assert np.asarray(whole[f"{i}.{key}"]).tobytes() == np.asarray(array).tobytes()
 
 
 def test_mxfp4_of_gpt_oss():

@@ -8,6 +8,7 @@ import pytest
 import maxjax
 from maxjax import nn
 from maxjax.graph import TensorValue
+from tests.nn.layers import call, random
 from tests.oracles.recorded import recorded, torch
 
 INPUTS, H = 3, 5
@@ -76,16 +77,16 @@ def test_a_sequence_is_its_steps_and_can_be_cut():
     lstm = maxjax.init(nn.LSTM(INPUTS, H), jax.random.key(0))
     cell = nn.LSTMCell(INPUTS, H)
     cell.load_state_dict({n.removesuffix("_l0"): w.value for n, w in lstm.raw_state_dict().items()})
-    x = jax.random.normal(jax.random.key(1), (2, 6, INPUTS))
+    x = random(2, 6, INPUTS)
     y, (h, c) = lstm(x)
-    first, middle = lstm(x[:, :2])
-    rest, (h2, c2) = lstm(x[:, 2:], middle)
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), y, atol=1e-6)
+    first, middle = call(lstm, x[:, :2])
+    rest, (h2, c2) = call(lstm, x[:, 2:], middle)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), y, atol=1e-6)
     np.testing.assert_allclose(c2, c, atol=1e-6)
     np.testing.assert_allclose(h2[0], y[:, -1], atol=1e-6)
     state = None
     for t in range(6):
-        state = cell(x[:, t], state)
+        state = call(cell, x[:, t], state)
         np.testing.assert_allclose(state[0], y[:, t], atol=1e-6)
     bound = H**-0.5
     assert all(float(jnp.abs(w.value).max()) <= bound for w in lstm.raw_state_dict().values())

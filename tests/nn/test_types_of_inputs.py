@@ -9,6 +9,7 @@ import maxjax
 from maxjax import nn
 from maxjax.graph import DeviceRef, ShardingStrategy
 from maxjax.nn.norm.batch_norm import BatchNorm1d
+from tests.nn.layers import call, filled, random
 
 CPU = DeviceRef.CPU()
 
@@ -40,10 +41,10 @@ def test_rope_takes_floats():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_states_have_the_wider_type(kind, dtype):
-    layer = maxjax.init(kind(3, 4), jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (2, 5, 3)).astype(dtype)
-    found, _ = layer(x)
-    expected, _ = layer(x.astype("float32"))
+    layer, _ = filled(kind(3, 4))
+    x = random(2, 5, 3).astype(dtype)
+    found, _ = call(layer, x)
+    expected, _ = call(layer, x.astype("float32"))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, atol=2e-2 if dtype == "bfloat16" else 2e-3)
 

@@ -22,6 +22,7 @@ from maxjax.nn.layer import add_layer_hook, clear_hooks, layer_name, recursive_n
 CPU = DeviceRef.CPU()
 X = jnp.arange(4, dtype=jnp.float32) / 4
 RUN = jax.jit(lambda m, x: m(x))
+GRAD = jax.jit(jax.grad(lambda m: m(X).sum()))
 
 
 class Lin(Module):
@@ -353,7 +354,7 @@ def test_one_of_two_tied_lists(mark, names, which):
     plain, model = fill(Towers(mark, names)), Towers(mark, names)
     setattr(model, which, getattr(model, which).stack())
     fill(model)
-    grads = [jax.grad(lambda m: m(X).sum())(m).raw_state_dict() for m in (plain, model)]
+    grads = [GRAD(m).raw_state_dict() for m in (plain, model)]
     for one in (model, rebuilt(model)):
         assert_same(plain, one)
         assert len(jax.tree.leaves(one)) == 1
@@ -706,7 +707,7 @@ def test_each_layer_works_alone(case, make):
         np.testing.assert_allclose(RUN(other, X), one(X), rtol=1e-5, atol=1e-6)
         for name, value in state(one).items():
             np.testing.assert_array_equal(value, state(other)[name])
-        grads = [jax.grad(lambda m: m(X).sum())(layer) for layer in (one, other)]
+        grads = [GRAD(layer) for layer in (one, other)]
         for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
