@@ -120,9 +120,9 @@ def test_a_module_inside_of_equinox():
     x = draw(3, 4)
     y = eqx.filter_jit(model)(x)
     np.testing.assert_allclose(y, x_through(model, x), atol=1e-6)
-    grads = eqx.filter_grad(lambda m: (m(x) ** 2).sum())(model)
+    grads = eqx.filter_jit(eqx.filter_grad(lambda m: (m(x) ** 2).sum()))(model)
     assert type(grads.body) is nn.MLP
-    plain = jax.grad(lambda b: (jax.vmap(model.out)(b(x)) ** 2).sum())(body)
+    plain = jax.jit(jax.grad(lambda b: (jax.vmap(model.out)(b(x)) ** 2).sum()))(body)
     for one, other in zip(jax.tree.leaves(grads.body), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     file = io.BytesIO()
