@@ -156,10 +156,9 @@ def test_words_of_every_width():
         for i in range(each):
             words |= numbers.reshape(3, 2, each)[..., i].astype(np.uint64) << np.uint64(bits * i)
         words = words.astype(np.uint32).view(np.int32)
-        np.testing.assert_array_equal(
-            unpacked(jnp.asarray(words), bits, -1, 2 * each - 1), numbers[:, :-1]
-        )
-        np.testing.assert_array_equal(unpacked(jnp.asarray(words.T), bits, 0, 2 * each), numbers.T)
+        run = jax.jit(unpacked, static_argnums=(1, 2, 3))
+        np.testing.assert_array_equal(run(words, bits, -1, 2 * each - 1), numbers[:, :-1])
+        np.testing.assert_array_equal(run(words.T, bits, 0, 2 * each), numbers.T)
 
 
 def test_values_of_blocks_are_spread():
