@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = "jax*-jaxlib*/*-cache"
 PRELUDE = """
 import importlib, json, logging, os, sys, threading, warnings
+import numpy as np
 import jax
-import jax.numpy as jnp
 from maxjax.graph import compile_cache
 
 events = []
@@ -32,18 +32,45 @@ jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rp
 def options():
     return {name: getattr(jax.config, name) for name in dir(jax.config) if "_cache" in name}
 
-def results():
-    x = jnp.arange(12.0).reshape(3, 4)
-    return [float(jax.jit(lambda x: jnp.sin(x @ x.T + n).sum())(x)) for n in range(4)]
+def results(count=4):
+    x = np.arange(12, dtype="f").reshape(3, 4)
+    return [float(jax.jit(lambda x: jnp.sin(x @ x.T + n).sum())(x)) for n in range(count)]
 """
 # Compiles before: JAX finds out only once, at its first compilation, whether it has a cache.
-PROGRAM = f"""{PRELUDE}
+KEPT = f"""{PRELUDE}
 plain = results()
 folder = compile_cache.enable()
 jax.clear_caches()
 kept = results()
-print(json.dumps({{"folder": folder, "again": compile_cache.enable(), "same": plain == kept,
-    "hits": events.count("cache_hits"), "misses": events.count("cache_misses")}}))
+found = {{"folder": folder, "again": compile_cache.enable(), "same": plain == kept,
+    "hits": events.count("cache_hits"), "misses": events.count("cache_misses")}}
+"""
+PROGRAM = f"{KEPT}print(json.dumps(found))"
+# Then some entries are damaged, and the cache is switched on again as in a new process.
+DAMAGED = f"""{KEPT}
+from pathlib import Path
+
+entries = sorted(Path(folder).glob("*-cache"))
+for number, path in enumerate(entries):
+    content = path.read_bytes()
+    if number % 4 == 0:
+        path.write_bytes(b"garbage" * 100)
+    elif number % 4 == 1:
+        path.write_bytes(content[: len(content) // 2])
+    elif number % 4 == 2:
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        path.mkdir()
+os.utime(Path(folder).parent / "checked", (1e9, 1e9))
+warnings.filters.remove(compile_cache._QUIET)
+jax.config.update("jax_compilation_cache_dir", None)
+importlib.reload(compile_cache).enable()
+jax.clear_caches()
+events.clear()
+anew = {{"entries": len(entries), "same": results() == plain,
+    "hits": events.count("cache_hits"), "empty": sum(not path.stat().st_size for path in entries)}}
+print(json.dumps([found, anew]))
 """
 
 
@@ -86,7 +113,7 @@ def home(tmp_path):
 # --- keeping programs ---------------------------------------------------------------------
 
 
-def test_the_second_process_compiles_nothing(tmp_path, home):
+def test_the_second_process_compiles_nothing_but_what_is_damaged(tmp_path, home):
     first = run(PROGRAM, clean(tmp_path))
     assert first["hits"] == 0 < first["misses"]
     assert first["again"] == first["folder"]
@@ -98,33 +125,13 @@ def test_the_second_process_compiles_nothing(tmp_path, home):
             break
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
-    second = run(PROGRAM, clean(tmp_path))
+    second, anew = run(DAMAGED, clean(tmp_path))
     assert second["folder"] == first["folder"]
     assert (second["hits"], second["misses"]) == (first["misses"], 0)
     assert first["same"] and second["same"]
-
-
-def test_damaged_entries_are_compiled_anew(tmp_path, home):
-    environment = clean(tmp_path, XDG_CACHE_HOME=str(tmp_path / "xdg"))
-    first = run(PROGRAM, environment)
-    base = tmp_path / "xdg" / "maxjax" / "compile"
-    entries = sorted(base.glob(ENTRIES))
-    assert len(entries) == first["misses"] >= 4
-    for number, path in enumerate(entries):
-        content = path.read_bytes()
-        if number % 4 == 0:
-            path.write_bytes(b"garbage" * 100)
-        elif number % 4 == 1:
-            path.write_bytes(content[: len(content) // 2])
-        elif number % 4 == 2:
-            path.write_bytes(b"")
-        else:
-            path.unlink()
-            path.mkdir()
-    os.utime(base / "checked", (1e9, 1e9))
-    second = run(PROGRAM, environment)
-    assert second["hits"] == 0 and second["same"]
-    assert all(path.stat().st_size for path in entries)  # the empty one was written anew
+    # Damaged entries are compiled anew, and the empty one is written anew.
+    assert anew["entries"] == first["misses"] >= 4
+    assert anew["hits"] == 0 == anew["empty"] and anew["same"]
 
 
 @pytest.mark.campaign
@@ -142,26 +149,19 @@ def test_processes_at_once(tmp_path, home):
 # --- who decides --------------------------------------------------------------------------
 
 
-def test_an_import_switches_nothing_on(tmp_path, home):
-    code = f"""{PRELUDE.replace("from maxjax.graph import compile_cache", "")}
+# What importing everything changes; then what enable() returns and changes where the user chose something.
+CHOICES = f"""{PRELUDE.replace("from maxjax.graph import compile_cache", "")}
 import pkgutil
-before = options()
+defaults = options()
 import maxjax
 for module in pkgutil.walk_packages(maxjax.__path__, "maxjax."):
     if module.name != "maxjax.__main__":
         importlib.import_module(module.name)
 from maxjax.graph import compile_cache
-print(json.dumps([options() == before, compile_cache._QUIET in warnings.filters]))
-"""
-    assert run(code, clean(tmp_path)) == [True, False]
-    assert not any(home.iterdir())
-
-
-CHOICES = f"""{PRELUDE}
-defaults = options()
+imported = [options() == defaults, compile_cache._QUIET in warnings.filters]
 
 def enable(environment, config):
-    "What enable() returns, and what it changed, in a process where the user chose this."
+    "What enable() returns, and what it changed; and what is in the user's directories afterwards."
     chosen = defaults | config
     for name, value in chosen.items():
         jax.config.update(name, value)
@@ -169,16 +169,20 @@ def enable(environment, config):
     folder = importlib.reload(compile_cache).enable()
     for name in environment:
         del os.environ[name]
-    return [folder, {{name: value for name, value in options().items() if value != chosen[name]}}]
+    changed = {{name: value for name, value in options().items() if value != chosen[name]}}
+    return [folder, changed, sorted(os.listdir())]
 
-print(json.dumps([enable(*choice) for choice in json.loads(sys.argv[1])]))
+os.chdir(sys.argv[1])
+print(json.dumps([imported, sorted(os.listdir(os.environ["HOME"])),
+    [enable(*choice) for choice in json.loads(sys.argv[2])]]))
 """
 TIME, SIZE = compile_cache._THRESHOLDS
 
 
-def test_the_user_decides(tmp_path, home):
+def test_an_import_switches_nothing_on_and_the_user_decides(tmp_path, home):
     own, place = str(tmp_path / "own"), str(tmp_path / "place")
-    choices = [
+    variable = {compile_cache.VARIABLE: place}
+    untouched = [
         ({}, {"jax_compilation_cache_dir": own}),
         ({}, {"jax_compilation_cache_dir": own, "jax_enable_compilation_cache": False}),
         ({}, {"jax_enable_compilation_cache": False}),
@@ -187,33 +191,36 @@ def test_the_user_decides(tmp_path, home):
         *(({compile_cache.VARIABLE: word}, {}) for word in ("0", "off", "No", "FALSE")),
         ({compile_cache.VARIABLE: "0"}, {"jax_compilation_cache_dir": own}),
     ]
-    found = run(CHOICES, clean(tmp_path), json.dumps(choices))
-    assert found == [[own, {}], *[[None, {}]] * 8, [own, {}]]
-    assert not any(home.iterdir()) and not Path(own).exists()
-
-    variable = {compile_cache.VARIABLE: place}
-    choices = [
+    ours = [
         (variable, {}),
         (variable, {TIME: 5.0, SIZE: 10}),
         (variable | {TIME.upper(): "1.0"}, {}),
         *(({compile_cache.VARIABLE: word}, {}) for word in ("1", "", "On")),
     ]
-    found = run(CHOICES, clean(tmp_path), json.dumps(choices))
+    code, given = CHOICES, json.dumps([*untouched, *ours])
+    imported, inside, found = run(code, clean(tmp_path), str(tmp_path), given)
+    assert imported == [True, False] and not inside
+    folders = [["home"]] * len(untouched)
+    expected = zip([own, *[None] * 8, own], [{}] * len(untouched), folders, strict=True)
+    assert found[: len(untouched)] == [list(one) for one in expected]
+
+    found = found[len(untouched) :]
     folder = found[0][0]
     assert Path(folder).parent == Path(place).resolve()
     directory = {"jax_compilation_cache_dir": folder}
-    assert [changed for _, changed in found[:3]] == [
+    assert [changed for _, changed, _ in found[:3]] == [
         directory | {TIME: 0.0, SIZE: -1},
         directory,
         directory | {SIZE: -1},
     ]
-    assert all(Path(folder).is_relative_to(home.resolve()) for folder, _ in found[3:])
+    assert all(Path(folder).is_relative_to(home.resolve()) for folder, *_ in found[3:])
 
 
 def test_jax_variables_decide(tmp_path, home):
     own = tmp_path / "own"
-    found = run(PROGRAM, clean(tmp_path, JAX_COMPILATION_CACHE_DIR=str(own)))
-    assert found["folder"] == found["again"] == str(own)
+    code = f"{PRELUDE}print(json.dumps([compile_cache.enable(), compile_cache.enable()]))"
+    found = run(code, clean(tmp_path, JAX_COMPILATION_CACHE_DIR=str(own)))
+    assert found == [str(own)] * 2
     assert not any(home.iterdir())
 
 
@@ -235,11 +242,11 @@ with warnings.catch_warnings():
         warnings.warn_explicit(text, UserWarning, module="program", **where)
     except UserWarning:
         quiet.append("others are heard")
-results()
+results(1)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 theirs = compile_cache.enable()
 jax.clear_caches()
-results()
+results(1)
 print(json.dumps([found == [ours] * 8, len(quiet), theirs, len(os.listdir(ours)) > 0]))
 """
     own = tmp_path / "own"
