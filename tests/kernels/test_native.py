@@ -23,10 +23,17 @@ KERNELS = set("amx avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portab
 
 # What a user's program does: products, an attention, and what it runs on, in one document.
 PROGRAM = """
-import sys
+import contextlib, sys
 import numpy as np, jax
 from maxjax.cli import application as cli
-from maxjax.kernels import decode_attention, matmul
+from maxjax.kernels import decode_attention, matmul, native
+for best in native.levels()[:1]:
+    if sys.platform == "linux":
+        assert str(native.path()) in open("/proc/self/maps").read()
+    before = native.status()
+    with native.level(best):
+        assert native.status() == best
+    assert native.status() == before
 x, w = np.arange(12, dtype="f").reshape(3, 4), np.arange(20, dtype="f").reshape(5, 4)
 for run in (matmul, jax.jit(matmul), jax.vmap(matmul, (0, None))):
     np.testing.assert_array_equal(run(x, w), x @ w.T)
@@ -37,10 +44,10 @@ sys.exit(cli.main(["env", "--json"]))
 """
 
 
-def run_with(code=PROGRAM, **variables):
+def run_with(**variables):
     """A process of its own: its document, and the lines that it logged."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=os.environ | variables
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
@@ -59,26 +66,18 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.default("portable")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_level_by_the_environment(setting):
+def test_a_level_and_another_file_by_the_environment(setting, tmp_path, monkeypatch):
+    """The level is also what a level in the program returns to."""
+    built, other = native.path(), tmp_path / "other.so"
+    shutil.copy(built, other)
+    monkeypatch.setenv("MAXJAX_KERNELS_LIBRARY", str(other))
+    assert native.path() == other
     status, logged = SETTINGS[setting]
     document, lines = run_with(MAXJAX_KERNELS=setting)
     assert document["kernels"] == {"CPU": status}
     assert document["variables"]["MAXJAX_KERNELS"] == setting
     assert len(lines) == (logged is not None)
     assert all(logged in line and "jnp forms" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_the_level_of_the_environment_is_what_a_level_returns_to():
-    code = """
-import json
-from maxjax.kernels import native
-with native.level(native.levels()[0]):
-    inside = native.status()
-print(json.dumps([native.levels()[0], inside, native.status()]))
-"""
-    (best, inside, after), lines = run_with(code, MAXJAX_KERNELS="portable")
-    assert inside == best and after == "portable" and not lines
 
 
 # --- without it ---------------------------------------------------------------------------------
@@ -144,23 +143,6 @@ def test_no_library(make, says, other_library, tmp_path, caplog):
     with pytest.raises(ValueError, match="no CPU kernels of level 'portable'; it has none"):
         with native.level("portable"):
             pass
-
-
-@pytest.mark.slow
-def test_another_file_by_the_environment(tmp_path, monkeypatch):
-    built, other = native.path(), tmp_path / "other.so"
-    monkeypatch.setenv("MAXJAX_KERNELS_LIBRARY", str(other))
-    assert native.path() == other
-    shutil.copy(built, other)
-    code = """
-import json
-from maxjax.kernels import native
-print(json.dumps([native.status(), str(native.path()) in open("/proc/self/maps").read()]))
-"""
-    if sys.platform != "linux":
-        code = code.replace('open("/proc/self/maps").read()', "[str(native.path())]")
-    (status, mapped), lines = run_with(code, MAXJAX_KERNELS="")
-    assert status == LEVELS[0] and mapped and not lines
 
 
 # --- levels -------------------------------------------------------------------------------------
