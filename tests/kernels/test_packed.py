@@ -42,8 +42,6 @@ def packed(name: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantArra
     "False-MXFP4",
     "True-Q6_K",
     "False-Q8_0",
-    "True-Q4_0",
-    "True-Q8_0",
     "True-Q4_K",
     "True-Q5_K",
     "True-MXFP4",
@@ -80,7 +78,7 @@ def test_what_is_no_blocks():
         QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
 
 
-@pytest.mark.default("Q4_0", "Q5_K", "MXFP4", "IQ4_XS", "Q8_0")
+@pytest.mark.default("Q4_0", "Q5_K", "IQ4_XS")
 @pytest.mark.slow
 @every
 def test_ops(name):

@@ -57,6 +57,12 @@ def check(got, x, raw, name, activations, dtype="float32"):
     assert (error <= UNITS[dtype] * np.maximum(size, np.abs(want))).all(), (error / size).max()
 
 
+def products(name, activations):
+    """One program for products with several weights of a format, by each kind of activations."""
+    each = lambda x, raw: [matmul(x, QuantArray(raw, name, kind)) for kind in activations]
+    return jax.jit(lambda given: [each(x, raw) for x, raw in given])
+
+
 def sizes(name):
     """Rows, weights in a row, tokens: whole units and not, panels that are full and not."""
     found = [(1, 256, 1), (33, 512, 1), (7, 256, 2), (40, 768, 3), (70, 512, 5), (3, 512, 515)]
@@ -72,12 +78,12 @@ def sizes(name):
 @every
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_every_format_on_every_level(name, activations):
-    run = jax.jit(matmul)
-    for rows, depth, tokens in sizes(name):
-        raw, x = blocks(name, rows, depth), normal((tokens, depth))
-        for level in LEVELS:
-            with native.level(level):
-                got = run(x, QuantArray(raw, name, activations))
+    given = [(normal((t, depth)), blocks(name, rows, depth)) for rows, depth, t in sizes(name)]
+    run = products(name, [activations])
+    for level in LEVELS:
+        with native.level(level):
+            results = jax.device_get(run(given))
+        for (x, raw), (got,) in zip(given, results, strict=True):
             check(got, x, raw, name, activations)
 
 
@@ -99,10 +105,10 @@ def test_every_format_on_every_level(name, activations):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_types(name, dtype):
     raw = blocks(name, 40, 512)
-    for tokens, activations in itertools.product((1, 6), ACTIVATIONS):
-        x = normal((tokens, 512), dtype)
-        got = jax.jit(matmul)(x, QuantArray(raw, name, activations))
-        check(got, x, raw, name, activations, dtype)
+    given = [(normal((tokens, 512), dtype), raw) for tokens in (1, 6)]
+    for (x, _), results in zip(given, products(name, ACTIVATIONS)(given), strict=True):
+        for got, activations in zip(results, ACTIVATIONS, strict=True):
+            check(got, x, raw, name, activations, dtype)
 
 
 @pytest.mark.default("Q4_0", "Q6_K", "Q5_1")
@@ -111,12 +117,13 @@ def test_narrow_types(name, dtype):
 def test_random_sizes(name):
     rng = np.random.default_rng(5)
     step = DECODERS[name].elements
+    given = []
     for _ in range(12 if ALL else 5):
         rows, tokens = rng.integers(1, 150), rng.integers(1, 150)
         depth = int(rng.integers(1, 1500 // step + 1)) * step
-        raw, x = blocks(name, int(rows), depth), normal((int(tokens), depth), seed=int(rows))
-        for activations in ACTIVATIONS:
-            got = jax.jit(matmul)(x, QuantArray(raw, name, activations))
+        given.append((normal((int(tokens), depth), seed=int(rows)), blocks(name, int(rows), depth)))
+    for (x, raw), results in zip(given, products(name, ACTIVATIONS)(given), strict=True):
+        for got, activations in zip(results, ACTIVATIONS, strict=True):
             check(got, x, raw, name, activations)
 
 
@@ -167,11 +174,10 @@ def test_activations_of_any_size(activations):
 @pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (0, 64), (2, 0, 64)])
 def test_activations_of_any_rank(shape):
     raw, x = blocks("Q8_0", 7, 64), normal(shape)
-    for activations in ACTIVATIONS:
-        got = jax.jit(matmul)(x, QuantArray(raw, "Q8_0", activations))
+    results = products("Q8_0", ACTIVATIONS)([(x, raw), (x, raw[:0])])
+    for activations, got, none in zip(ACTIVATIONS, *jax.device_get(results), strict=True):
         assert got.shape == (*shape[:-1], 7)
         check(got.reshape(-1, 7), x.reshape(-1, 64), raw, "Q8_0", activations)
-        none = jax.jit(matmul)(x, QuantArray(raw[:0], "Q8_0", activations))
         assert none.shape == (*shape[:-1], 0)
 
 
@@ -181,14 +187,16 @@ def test_weights_at_any_address(name):
     """Layers of an odd number of bytes: only the first lies even."""
     raw = np.stack([blocks(name, 3, 256, seed) for seed in range(4)])
     shifted = np.concatenate([raw, raw[:, :1]], 1)[:, :3]
-    for tokens, activations in itertools.product((1, 6), ACTIVATIONS):
-        x = normal((tokens, 256))
-        run = lambda x, s, a=activations: [
-            matmul(x, QuantArray(StackSlice(s, i), name, a)) for i in range(4)
-        ]
-        for level in LEVELS:
-            with native.level(level):
-                found = jax.jit(run)(x, shifted)
+    cases = list(itertools.product((1, 6), ACTIVATIONS))
+    xs = [normal((tokens, 256)) for tokens, _ in cases]
+    layers = lambda x, s, kind: [
+        matmul(x, QuantArray(StackSlice(s, i), name, kind)) for i in range(4)
+    ]
+    run = jax.jit(lambda xs, s: [layers(x, s, k) for x, (_, k) in zip(xs, cases, strict=True)])
+    for level in LEVELS:
+        with native.level(level):
+            results = jax.device_get(run(xs, shifted))
+        for x, (_, activations), found in zip(xs, cases, results, strict=True):
             for got, own in zip(found, shifted, strict=True):
                 check(got, x, own, name, activations)
 
@@ -278,7 +286,7 @@ def test_derivatives():
     c, w = normal((6, 40), seed=3).astype(np.float64), reference("Q4_K", RAW).astype(np.float64)
     weighed = lambda x: (product(x, RAW) * jnp.asarray(c, jnp.float32)).sum()
     exact = c @ w
-    for run in (jax.grad(weighed), jax.jit(jax.grad(weighed)), jax.jacfwd(weighed)):
+    for run in (jax.grad(weighed), jax.jit(jax.jacfwd(weighed))):
         np.testing.assert_allclose(
             run(jnp.asarray(X)), exact, rtol=0, atol=1e-5 * np.abs(exact).max()
         )

@@ -943,7 +943,7 @@ def test_threads():
     wanted = [np.asarray(run(p.x, p.w)) for p in (one, few)]
 
     def work(i):
-        for n in range(200):
+        for n in range(60):
             p = (one, few)[(i + n) % 2]
             np.testing.assert_array_equal(run(p.x, p.w), wanted[(i + n) % 2])
 

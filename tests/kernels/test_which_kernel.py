@@ -172,7 +172,10 @@ def test_every_row_has_a_case():
     [pytest.param(row, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, row in enumerate(CASES)],
 )
 def test_programs_contain_what_the_table_says(row):
-    for case in CASES[row]:
+    """Where a platform has no kernel for a row, its first case shows it."""
+    expected = table()[row]
+    kernels = {n: what for n, what in expected.items() if what not in ("blocks", "definition")}
+    for number, case in enumerate(CASES[row]):
+        wanted = expected if number == 0 or ALL else kernels
         of = traced(case())
-        found = {name: kernel(platform, of) for name, platform in PLATFORMS.items()}
-        assert found == table()[row]
+        assert {name: kernel(PLATFORMS[name], of) for name in wanted} == wanted

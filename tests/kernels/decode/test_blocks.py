@@ -59,6 +59,15 @@ def result(given, **options):
     return program(static_of(width, options), width)(arrays | layer)
 
 
+@pytest.mark.default(
+    "window",
+    "window longer than the cache",
+    "cap",
+    "negative scale",
+    "rope of a part",
+    "rope of nothing",
+    "interleaved part",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("which", OPTIONS)
 def test_options(which):
@@ -81,7 +90,7 @@ def test_several_blocks(options):
     check(given, result(given, **options), **options)
 
 
-@pytest.mark.default("None-True", "1-True", "100-True", "257-False")
+@pytest.mark.default("1-True", "100-True", "257-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 100, 257])
@@ -118,6 +127,7 @@ def test_slots_that_no_sequence_has_filled_are_not_read():
     assert list(map(int, run(400, 604))) == [0, 600]
 
 
+@pytest.mark.default("tpu")
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 def test_it_is_what_platforms_without_a_kernel_run(platform):

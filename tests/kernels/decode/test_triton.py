@@ -45,11 +45,8 @@ def right(given, **options):
 
 @pytest.mark.default(
     "window longer than the cache-bfloat16",
-    "rotating window-float32",
-    "cap-float16",
     "negative scale-bfloat16",
     "rope of a part-float16",
-    "interleaved-float32",
 )
 @pytest.mark.parametrize(
     ("which", "q"),
@@ -68,12 +65,7 @@ def test_sinks():
     right(operands((5000, 7), 4, 2, 16, 6000, sinks=True))
 
 
-@pytest.mark.default(
-    "bfloat16 bfloat16-80-5",
-    "float32 bfloat16-128-4",
-    "float16 float32-192-2",
-    "bfloat16 bfloat16-256-16",
-)
+@pytest.mark.default("float32 bfloat16-80-5", "float16 float32-192-2", "bfloat16 bfloat16-256-16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "group"), [(64, 1), (64, 8), (80, 5), (96, 3), (128, 4), (192, 2), (256, 16)]
@@ -142,7 +134,7 @@ def test_what_no_token_sees_is_not_read():
     right(given, sliding_window=3)
 
 
-@pytest.mark.default("odd", "window")
+@pytest.mark.default("odd")
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["plain", "odd", "window"])
 def test_int8(which):
