@@ -62,8 +62,10 @@ def primitives(closed):
     ]
 
 
-def evaluated(closed, args):
-    return jax_core.jaxpr_as_fun(closed)(*args)
+def evaluated(result, closed, args):
+    """The results of both, in one program: eagerly, each of their equations would be one."""
+    both = [jax_core.jaxpr_as_fun(one) for one in (result, closed)]
+    return zip(*jax.jit(lambda *args: [f(*args) for f in both])(*args), strict=True)
 
 
 def close(a, b, tolerance=1e-5):
@@ -88,7 +90,7 @@ def rolled(function, *args, scans=1, calls=0):
     assert len(result.consts) == len(closed.consts)
     assert all(a is b for a, b in zip(result.consts, closed.consts, strict=True))
     flat = jax.tree.leaves(args)
-    for a, b in zip(evaluated(result, flat), evaluated(closed, flat), strict=True):
+    for a, b in evaluated(result, closed, flat):
         close(a, b)
     return result
 
@@ -527,10 +529,11 @@ def test_weights_that_are_constants():
     closed = jax.make_jaxpr(run)(X)
     assert set(addresses(result.consts)) == set(addresses([w, b, stray]))
     values = {w.ctypes.data: W[None], b.ctypes.data: B[None], stray.ctypes.data: normal(1, D)}
-    a, b = (
-        evaluated(jax_core.ClosedJaxpr(c.jaxpr, [values[a] for a in addresses(c.consts)]), [X])
+    filled = [
+        jax_core.ClosedJaxpr(c.jaxpr, [values[a] for a in addresses(c.consts)])
         for c in (result, closed)
-    )
+    ]
+    a, b = zip(*evaluated(*filled, [X]), strict=True)
     close(a[0], b[0])
 
 
@@ -797,6 +800,6 @@ def test_programs_at_random(seeds):
         scans += primitives(result).count("scan")
         jax_core.check_jaxpr(result.jaxpr)
         assert result.out_avals == closed.out_avals
-        for a, b in zip(evaluated(result, args), evaluated(closed, args), strict=True):
+        for a, b in evaluated(result, closed, args):
             close(a, b, 1e-3)
     assert scans > len(seeds)
