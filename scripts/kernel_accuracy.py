@@ -178,38 +178,59 @@ def error(got: np.ndarray, product: Product, flushed: bool = False) -> float:
     Args:
         flushed: result of :func:`takes_small_as_zero`.
     """
-    with np.errstate(all="ignore"):
-        return _error(got, product, flushed)
+    return _Exact.of(product, got.dtype, flushed).error(got)
 
 
-def _error(got: np.ndarray, product: Product, flushed: bool) -> float:
-    x, w = (_float64(a, flushed) for a in (product.x, product.w))
-    finite = [np.where(np.isfinite(a), a, 0.0) for a in (x, w)]
-    exact, scale = finite[0] @ finite[1].T, np.abs(finite[0]) @ np.abs(finite[1]).T
-    # Each operation may lose this much by underflow.
-    ends = (2 * x.shape[1] + 8) * LEAST if flushed else (x.shape[1] + 8) * 2.0**-150
-    slack = ALLOWED * UNIT * scale + ends
-    as_float32 = lambda values: values.astype(np.float32).astype(got.dtype).astype(np.float64)
-    low, high, y = as_float32(exact - slack), as_float32(exact + slack), got.astype(np.float64)
-    # A partial sum may overflow to the sign of the terms whose own sum overflows.
-    up, down = (((scale + sign * exact) / 2 + slack >= OVERFLOW) for sign in (1, -1))
-    right = (low <= y) & (y <= high)
-    right |= (up & (y == np.inf)) | (down & (y == -np.inf)) | (up & down & np.isnan(y))
+class _Exact(NamedTuple):
+    """What a product is exactly, and how far a result may be from it."""
 
-    special = np.zeros(exact.shape, bool)
-    if not all(np.isfinite(a).all() for a in (x, w)):
-        value = np.einsum("td,od->to", x, w)  # no BLAS, which may skip products with zero
-        special = ~np.isfinite(value)
-        same = (np.isnan(value) & np.isnan(y)) | (value == y)
-        of_both = np.isnan(y) & np.where(value > 0, down, up)
-        right = np.where(special, same | of_both, right)
-    if not right.all():
-        return math.inf
-    counted = ~special & np.isfinite(y) & (scale > 0)
-    if not counted.any():
-        return 0.0
-    away = np.abs(y - exact) - ends - (_half_unit(y, got.dtype) if got.dtype.itemsize < 4 else 0.0)
-    return float(np.max(np.where(counted, np.maximum(away, 0) / (UNIT * np.where(counted, scale, 1)), 0)))  # fmt: skip
+    dtype: np.dtype
+    exact: np.ndarray
+    scale: np.ndarray
+    ends: float
+    low: np.ndarray
+    high: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    value: np.ndarray | None
+
+    @classmethod
+    @np.errstate(all="ignore")
+    def of(cls, product: Product, dtype: np.dtype, flushed: bool) -> _Exact:
+        x, w = (_float64(a, flushed) for a in (product.x, product.w))
+        finite = [np.where(np.isfinite(a), a, 0.0) for a in (x, w)]
+        exact, scale = finite[0] @ finite[1].T, np.abs(finite[0]) @ np.abs(finite[1]).T
+        # Each operation may lose this much by underflow.
+        ends = (2 * x.shape[1] + 8) * LEAST if flushed else (x.shape[1] + 8) * 2.0**-150
+        slack = ALLOWED * UNIT * scale + ends
+        as_float32 = lambda values: values.astype(np.float32).astype(dtype).astype(np.float64)
+        # A partial sum may overflow to the sign of the terms whose own sum overflows.
+        up, down = (((scale + sign * exact) / 2 + slack >= OVERFLOW) for sign in (1, -1))
+        value = None
+        if not all(np.isfinite(a).all() for a in (x, w)):
+            value = np.einsum("td,od->to", x, w)  # no BLAS, which may skip products with zero
+        low, high = as_float32(exact - slack), as_float32(exact + slack)
+        return cls(dtype, exact, scale, ends, low, high, up, down, value)
+
+    @np.errstate(all="ignore")
+    def error(self, got: np.ndarray) -> float:
+        y, up, down = got.astype(np.float64), self.up, self.down
+        right = (self.low <= y) & (y <= self.high)
+        right |= (up & (y == np.inf)) | (down & (y == -np.inf)) | (up & down & np.isnan(y))
+        special = np.zeros(y.shape, bool)
+        if self.value is not None:
+            special = ~np.isfinite(self.value)
+            same = (np.isnan(self.value) & np.isnan(y)) | (self.value == y)
+            of_both = np.isnan(y) & np.where(self.value > 0, down, up)
+            right = np.where(special, same | of_both, right)
+        if not right.all():
+            return math.inf
+        counted = ~special & np.isfinite(y) & (self.scale > 0)
+        if not counted.any():
+            return 0.0
+        half = _half_unit(y, self.dtype) if self.dtype.itemsize < 4 else 0.0
+        away = np.maximum(np.abs(y - self.exact) - self.ends - half, 0)
+        return float(np.max(np.where(counted, away / (UNIT * np.where(counted, self.scale, 1)), 0)))
 
 
 def _half_unit(y: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -238,12 +259,15 @@ def measured(
 
     together = jax.jit(lambda pairs: [kernels.matmul(x, w) for x, w in pairs])
     given, found = jax.device_put([(p.x, p.w) for p in products]), []
+    exact: dict[tuple[int, bool], _Exact] = {}
     for level in levels:
         with native.level(level):
             results = jax.device_get(together(given))
-        for product, result in zip(products, results, strict=True):
+        for i, (product, result) in enumerate(zip(products, results, strict=True)):
             flushed = takes_small_as_zero(level, product)
-            found.append((level, product, error(result, product, flushed)))
+            if (i, flushed) not in exact:
+                exact[i, flushed] = _Exact.of(product, result.dtype, flushed)
+            found.append((level, product, exact[i, flushed].error(result)))
     return found
 
 

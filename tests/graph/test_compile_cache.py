@@ -24,6 +24,7 @@ PRELUDE = """
 import importlib, json, logging, os, sys, threading, warnings
 import numpy as np
 import jax
+import jax.numpy as jnp
 from maxjax.graph import compile_cache
 
 events = []

@@ -3,6 +3,7 @@
 Activations are quantised here as the kernel says it does, in NumPy; the products are those of float64.
 """
 
+import functools
 import itertools
 import re
 import threading
@@ -46,9 +47,15 @@ def quantised(x):
     return (codes.astype(np.float64) * scales.astype(np.float64)).reshape(x.shape)
 
 
+@functools.lru_cache(maxsize=16)
+def decoded(name, raw, shape):
+    """The weights of these bytes in float64."""
+    return reference(name, np.frombuffer(raw, np.uint8).reshape(shape)).astype(np.float64)
+
+
 def check(got, x, raw, name, activations, dtype="float32"):
     """Within some units of the sum of the absolute products."""
-    w = reference(name, raw).astype(np.float64)
+    w = decoded(name, np.asarray(raw).tobytes(), np.shape(raw))
     exact = np.asarray(x).astype(np.float64)
     used = quantised(x) if activations == "int8" else exact
     want, size = used @ w.T, np.abs(exact) @ np.abs(w).T

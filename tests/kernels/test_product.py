@@ -878,6 +878,7 @@ def test_vmap_on_a_mesh(explicit):
     assert right(program(x, w), xs, W)
 
 
+@pytest.mark.default("auto-unchecked", "explicit-checked")
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @both

@@ -44,9 +44,8 @@ def _check(op, want, arrays, slopes, rtol=1e-5, atol=1e-6):
         *plain
     )
     near(results)
-    for g, e in zip(got, slopes.expected if slopes else (), strict=True):
-        zero = np.zeros(g.shape, np.float32)
-        np.testing.assert_allclose(g, zero if e is None else e, rtol=10 * rtol, atol=10 * atol)
+    if slopes:
+        slopes.check(got, rtol, atol)
 
 
 def _near(results, want, rtol, atol):
@@ -76,6 +75,11 @@ class Slopes:
             )
 
         return jax.grad(loss)([args[i] for i in self.floats])
+
+    def check(self, got, rtol, atol):
+        for g, e in zip(got, self.expected, strict=True):
+            zero = np.zeros(g.shape, np.float32)
+            np.testing.assert_allclose(g, zero if e is None else e, rtol=10 * rtol, atol=10 * atol)
 
 
 def factors_of(outputs):
@@ -114,35 +118,36 @@ def check_numpy(op, oracle, *arrays, grad=True, **options):
     direction; `grad=False` where the op has none, or the values lie on a jump.
     """
     want = [np.asarray(found) for found in listed(oracle(*arrays))]
-    _check(op, want, arrays, None, **options)
-    if grad:
-        _check_slope(op, oracle, arrays)
+    _check(op, want, arrays, Differences.of(oracle, arrays, want) if grad else None, **options)
 
 
-def _check_slope(op, oracle, arrays, step=1e-6):
-    arrays = [np.asarray(a) for a in arrays]
-    floats = [i for i, a in enumerate(arrays) if a.dtype == np.float32]
-    outputs = [np.asarray(o) for o in listed(oracle(*arrays))]
-    pairs = [i for i, o in enumerate(outputs) if np.issubdtype(o.dtype, np.floating)]
-    if not floats or not pairs:
-        return  # integers and truth values have no slope
-    factors = {i: normal(*outputs[i].shape, seed=7 + i) for i in pairs}
-    directions = {i: normal(*arrays[i].shape, seed=70 + i) for i in floats}
+class Differences(Slopes):
+    """The gradient along a random direction: a central difference of the oracle in float64."""
 
-    def moved(by):
-        wide = [
-            a.astype(np.float64) + by * directions[i] if i in directions else a
-            for i, a in enumerate(arrays)
-        ]
-        results = listed(oracle(*wide))
-        return sum(np.sum(np.float64(results[i]) * factors[i]) for i in pairs)
+    @classmethod
+    def of(cls, oracle, arrays, outputs, step=1e-6):
+        """None for integers and truth values, which have no slope."""
+        arrays = [np.asarray(a) for a in arrays]
+        floats = [i for i, a in enumerate(arrays) if a.dtype == np.float32]
+        pairs = [i for i, o in enumerate(outputs) if np.issubdtype(o.dtype, np.floating)]
+        if not floats or not pairs:
+            return None
+        directions = {i: normal(*arrays[i].shape, seed=70 + i) for i in floats}
+        factors = factors_of(outputs)
 
-    def our_loss(values):
-        args = [values.get(i, a) for i, a in enumerate(arrays)]
-        results = listed(op(*args))
-        return sum(jnp.sum(results[i] * factors[i]) for i in pairs)
+        def moved(by):
+            wide = [
+                a.astype(np.float64) + by * directions[i] if i in directions else a
+                for i, a in enumerate(arrays)
+            ]
+            results = listed(oracle(*wide))
+            return sum(np.sum(np.float64(results[i]) * factors[i]) for i in pairs)
 
-    slopes = jax.jit(jax.grad(our_loss))({i: jnp.asarray(arrays[i]) for i in floats})
-    got = sum(np.sum(np.float64(slopes[i]) * directions[i]) for i in floats)
-    want = (moved(step) - moved(-step)) / (2 * step)
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        found = cls((moved(step) - moved(-step)) / (2 * step), floats, outputs)
+        found.directions = [directions[i] for i in floats]
+        return found
+
+    def check(self, got, rtol, atol):
+        slopes = zip(got, self.directions, strict=True)
+        along = sum(np.sum(np.float64(slope) * way) for slope, way in slopes)
+        np.testing.assert_allclose(along, self.expected, rtol=1e-3, atol=1e-3)

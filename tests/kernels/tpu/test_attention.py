@@ -34,7 +34,8 @@ def interpreted(monkeypatch):
     interpret(monkeypatch, tpu.kernel)
 
 
-@pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.default("128")
+@pytest.mark.parametrize("width", [16, 128])
 def test_chunks_of_an_int8_cache(width, interpreted):
     """Slots come last in a cache of narrow heads."""
     q, cache, positions, key_positions = operands(width=width)
