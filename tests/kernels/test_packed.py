@@ -119,6 +119,7 @@ def test_several_weights_of_different_encodings():
     close(got[1], x, np.ones((5, 256)))
 
 
+@pytest.mark.default("Q6_K", "Q8_0", "IQ4_XS")
 @pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_a_layer_of_a_stack(name):
@@ -145,6 +146,7 @@ def test_gradients_reach_the_activations():
     np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.default("Q6_K", "Q8_0", "IQ4_XS")
 @pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_lookups(name):
@@ -166,6 +168,7 @@ def weight(name: str, rows: int, columns: int) -> tuple[Weight, np.ndarray]:
     return w, reference(name, raw).astype(np.float64)
 
 
+@pytest.mark.default("Q4_0", "Q6_K", "MXFP4", "IQ4_NL")
 @pytest.mark.slow
 @every
 def test_a_weight_shows_its_bytes_and_multiplies_as_weights(name):

@@ -96,14 +96,11 @@ def test_every_format_on_every_level(name, activations):
 
 @pytest.mark.default(
     "bfloat16-Q4_0",
-    "bfloat16-Q8_0",
     "bfloat16-Q5_K",
-    "bfloat16-MXFP4",
     "bfloat16-Q5_1",
     "bfloat16-IQ4_XS",
     "float16-Q4_K",
     "float16-Q6_K",
-    "float16-Q4_1",
     "float16-Q5_0",
     "float16-IQ4_NL",
 )
