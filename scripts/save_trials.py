@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
+import importlib
 import json
 import os
 import select
@@ -39,6 +41,11 @@ TENSORS = 8
 KILL, FAIL, SHORT = 1, 2, 3  # as in fault_shim.c
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EROFS")}
 START_SECONDS, ANSWER_SECONDS, EXIT_SECONDS = 120.0, 60.0, 5.0
+# What a save imports: once here, and not in each process. Orbax starts threads, which no fork has.
+USED = (
+    "checkpoint.pretrained", "engine.generate", "graph.ops", "graph.weights.writing", "models.family",
+    "models.gguf", "nn.linear", "nn.quantized", "storage.gguf.writer", "text.template", "text.tokenizer",
+)  # fmt: skip
 CONFIG = {"architectures": ["Of no family"], "tensors": TENSORS}
 
 
@@ -173,9 +180,12 @@ def save_with_fault(job: dict[str, Any]) -> None:
 def serve() -> None:
     """Forks a process for every job, and reports how it ended after the process's own messages."""
     import maxjax
-    import maxjax.checkpoint
-    import maxjax.nn
 
+    for name in USED:
+        importlib.import_module(f"maxjax.{name}")
+    # Otherwise the end of each process would copy every page that it shares with this one.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     say(ready=maxjax.__version__)
     while True:

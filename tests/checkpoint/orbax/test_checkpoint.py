@@ -711,13 +711,9 @@ def test_the_process_ends_after_a_save_that_failed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_what_was_there(tmp_path):
-    assert outcome("interrupted", tmp_path) == {"caught": True, "left": ["0"], "next": "1"}
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
-    assert outcome("leave", tmp_path) == {"done": False}
+def test_an_interrupt_leaves_what_was_there_and_an_end_waits_for_the_checkpoint(tmp_path):
+    found = outcome("leave", tmp_path)
+    assert found == {"caught": True, "left": ["0"], "next": "1", "done": False}
     model = Net(width=1024)
     restore(tmp_path / "root", model, verify=True)
     assert_same(model.state_dict(), values(model))

@@ -75,11 +75,10 @@ def no_room(directory: Path) -> dict[str, Any]:
     return {"errors": found, "left": sorted(os.listdir(root)), "threads": threads}
 
 
-def interrupted(directory: Path) -> dict[str, Any]:
+def interrupted(root: Path) -> dict[str, Any]:
     """Ctrl-C while a save runs."""
-    root = directory / "root"
     save(root, None, first=jnp.ones(3))
-    model = filled(Net(width=2048))
+    model = filled(Net(width=64))
     writing = saving.Writing
 
     class Slow(writing):
@@ -102,9 +101,10 @@ def interrupted(directory: Path) -> dict[str, Any]:
 
 
 def leave(directory: Path) -> dict[str, Any]:
-    """The program ends right after an asynchronous save has begun."""
+    """After an interrupt of another save, the program ends just when an asynchronous one has begun."""
+    found = interrupted(directory / "interrupted")
     response = save_async(directory / "root", filled(Net(width=1024)))
-    return {"done": response.done()}
+    return found | {"done": response.done()}
 
 
 def save_together(directory: Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def matrix() -> np.ndarray:
     return np.arange(8 * 24, dtype=np.float32).reshape(8, 24)
 
 
-SCENARIOS = {one.__name__: one for one in (no_room, interrupted, leave, save_together)}
+SCENARIOS = {one.__name__: one for one in (no_room, leave, save_together)}
 
 
 def main() -> None:

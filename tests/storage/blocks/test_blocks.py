@@ -68,14 +68,18 @@ def oracle(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def by_formula(name: str, blocks: np.ndarray) -> np.ndarray:
-    """ggml-quants.c, value by value."""
+    """ggml-quants.c, value by value; the large blocks of Q8_K at once."""
     size = LAYOUTS[name].nbytes
+    rows = blocks.shape[:-1]
+    if name == "Q8_K":
+        each = np.ascontiguousarray(blocks).reshape(-1, size)
+        scales, q = each[:, :4].copy().view("<f4"), each[:, 4:260].view("i1")
+        with np.errstate(all="ignore"):
+            return (scales * q.astype(np.float32)).reshape(*rows, -1)
     values = []
     for at in range(0, blocks.size, size):
         block = blocks.reshape(-1)[at : at + size].tobytes()
-        if name == "Q8_K":
-            (d,), q = struct.unpack("<f", block[:4]), struct.unpack("256b", block[4:260])
-        elif name == "Q8_1":
+        if name == "Q8_1":
             (d,), q = struct.unpack("<e", block[:2]), struct.unpack("32b", block[4:])
         elif name == "Q1_0":
             (d,), q = (
@@ -89,7 +93,6 @@ def by_formula(name: str, blocks: np.ndarray) -> np.ndarray:
             )
         with np.errstate(all="ignore"):
             values += [np.float32(d) * np.float32(x) for x in q]
-    rows = blocks.shape[:-1]
     return np.array(values, np.float32).reshape(*rows, len(values) // prod(rows))
 
 

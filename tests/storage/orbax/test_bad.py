@@ -359,27 +359,34 @@ def test_what_may_not_be_read_is_not_called_missing(sealed, tmp_path):
         pytest.skip("becomes another user for it, which only root can")
     path = copied(sealed("files"), tmp_path / "c")
     program = f"""
-import os, sys
+import os
+from pathlib import Path
 from maxjax.storage import open_checkpoint
 from maxjax.errors import CheckpointError
 import tensorstore
-os.setegid(65534); os.seteuid(65534)
-try:
-    open_checkpoint({str(path)!r}).read_many()
-except CheckpointError as error:
-    print(type(error).__name__, error.path)
+os.setegid(65534)
+for name in ("sh/0.0", "sh/.zarray", "_METADATA", "sh", ""):
+    os.seteuid(0)
+    place = Path({str(path)!r}) / name
+    place.chmod(0)
+    os.seteuid(65534)
+    try:
+        open_checkpoint({str(path)!r}).read_many()
+    except CheckpointError as error:
+        print(type(error).__name__, error.path)
+    os.seteuid(0)
+    place.chmod(0o755)
 """
     parents = [parent for parent in path.parents if parent.is_relative_to("/tmp")]
     modes = {parent: parent.stat().st_mode for parent in parents}
     try:
         for parent in parents:
             parent.chmod(modes[parent] | 0o055)
-        for name in ("sh/0.0", "sh/.zarray", "_METADATA", "sh", ""):
-            (path / name).chmod(0)
-            ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-            (path / name).chmod(0o755)
-            assert ran.stdout.startswith("CheckpointAccessError"), (name, ran.stdout, ran.stderr)
-            assert str(path) in ran.stdout
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        told = ran.stdout.splitlines()
+        assert len(told) == 5, (told, ran.stderr)
+        for line in told:
+            assert line.startswith("CheckpointAccessError ") and str(path) in line, told
     finally:
         for parent in parents:
             parent.chmod(modes[parent])
