@@ -232,26 +232,11 @@ def outcome(read: Callable[[], Arrays], errors: tuple[type[CheckpointError], ...
     "gguf-cut",
     "gguf-append",
     "gguf-overwrite",
-    "gguf-overwrite_all",
     "gguf-rewrite",
-    "gguf-rename",
-    "gguf-unlink",
     "gguf packed-empty",
-    "gguf packed-append",
-    "gguf packed-overwrite",
-    "gguf packed-overwrite_all",
-    "gguf packed-rewrite",
     "gguf packed-replace",
-    "gguf packed-rename",
-    "gguf packed-unlink",
-    "gguf decoded-empty",
-    "gguf decoded-append",
-    "gguf decoded-overwrite",
     "gguf decoded-overwrite_all",
-    "gguf decoded-rewrite",
-    "gguf decoded-replace",
     "gguf decoded-rename",
-    "gguf decoded-unlink",
     "pytorch-empty",
     "pytorch legacy-rewrite",
     "pytorch legacy-unlink",
@@ -294,6 +279,30 @@ def test_between_opening_and_reading(file, act, read):
     assert arrays is None or equal(arrays, file.arrays)
 
 
+@pytest.mark.default(
+    "safetensors-cut",
+    "safetensors-overwrite",
+    "safetensors-overwrite_all",
+    "gguf-append",
+    "gguf-overwrite",
+    "gguf-replace",
+    "gguf packed-overwrite",
+    "gguf packed-overwrite_all",
+    "gguf packed-unlink",
+    "gguf decoded-empty",
+    "gguf decoded-overwrite",
+    "gguf decoded-replace",
+    "pytorch-overwrite",
+    "pytorch-unlink",
+    "pytorch legacy-empty",
+    "pytorch legacy-overwrite",
+    "pytorch legacy-rewrite",
+    "npz-overwrite",
+    "npz-rename",
+    "npz deflated-cut",
+    "npz deflated-overwrite",
+    "npz deflated-rewrite",
+)
 @pytest.mark.slow
 def test_between_two_readings(file, act):
     """Also where the sums of the file have been looked at already."""
@@ -304,6 +313,30 @@ def test_between_two_readings(file, act):
     assert arrays is None or equal(arrays, file.arrays)
 
 
+@pytest.mark.default(
+    "safetensors-empty",
+    "safetensors-overwrite",
+    "safetensors-replace",
+    "gguf-overwrite",
+    "gguf-unlink",
+    "gguf packed-empty",
+    "gguf packed-overwrite",
+    "gguf packed-rewrite",
+    "gguf decoded-overwrite",
+    "gguf decoded-rename",
+    "pytorch-cut",
+    "pytorch-overwrite",
+    "pytorch-rewrite",
+    "pytorch legacy-append",
+    "pytorch legacy-overwrite",
+    "pytorch legacy-rename",
+    "npz-cut",
+    "npz-overwrite",
+    "npz-overwrite_all",
+    "npz deflated-append",
+    "npz deflated-overwrite",
+    "npz deflated-replace",
+)
 @pytest.mark.slow
 def test_before_opening(file, act):
     getattr(file, act)()
@@ -514,6 +547,16 @@ def test_what_a_model_has_loaded_never_changes(file, act):
     assert leaves == [before[name].tobytes() for name in NAMES]
 
 
+@pytest.mark.default(
+    "safetensors-cut",
+    "gguf-overwrite",
+    "gguf packed-replace",
+    "gguf decoded-cut",
+    "pytorch-overwrite",
+    "pytorch legacy-replace",
+    "npz-cut",
+    "npz deflated-overwrite",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["cut", "overwrite", "replace"])
 def test_a_model_that_has_not_loaded_yet(file, act):

@@ -17,6 +17,7 @@ from maxjax.errors import (
     CheckpointTruncatedError,
 )
 from maxjax.storage import Limits, load_json, open_safetensors
+from tests.properties import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -29,6 +30,7 @@ VALUES = st.recursive(
 
 @pytest.mark.slow
 @given(VALUES, st.booleans())
+@examples(40)
 def test_reads_what_json_writes(value, ascii_only):
     assert load_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 

@@ -39,18 +39,19 @@ def assert_whole(path: Path | str, tiny) -> None:
     with maxjax.load_weights(path) as weights:
         built = maxjax.build(weights)
         built.load_state_dict(weights)
-    for name, value in model.state_dict().items():
-        assert jnp.array_equal(found.state_dict()[name], value)
-        assert jnp.array_equal(built.state_dict()[name], value)
+    states = [one.state_dict() for one in (model, found, built)]
+    for name, *arrays in ((name, *(state[name] for state in states)) for name in states[0]):
+        value, *others = map(np.asarray, arrays)
+        assert all(np.array_equal(other, value) for other in others), name
     assert maxjax.plan(path).total_bytes == maxjax.plan(model).total_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["", "7", "7/model"])
-def test_a_saved_step(tmp_path, tiny, place):
+def test_a_saved_step(tmp_path, tiny):
     model, tokenizer = tiny
     save(tmp_path, model, step=7, tokenizer=tokenizer)
-    assert_whole(tmp_path / place, tiny)
+    for place in ("", "7", "7/model"):
+        assert_whole(tmp_path / place, tiny)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ rounded in one way; so all is made of these.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -95,10 +96,12 @@ KINDS: dict[str, Callable[[Source, int], np.ndarray]] = {
 }
 
 
+@cache
 def rows(kind: str, n: int = ROWS) -> np.ndarray:
-    """float32 `[n, 256]`."""
+    """float32 `[n, 256]`, made once and not to be written to."""
     values = KINDS[kind](Source(list(KINDS).index(kind)), n)
     assert values.dtype == np.float32 and values.shape == (n, WIDTH)
+    values.flags.writeable = False
     return values
 
 

@@ -24,7 +24,7 @@ from tests.storage.mutate import mutations
 from tests.storage.test_corpus import assert_refused
 from tests.storage.watch import watched
 
-MUTATIONS = 3000
+MUTATIONS = 1500
 MEBIBYTE = 1 << 20
 
 

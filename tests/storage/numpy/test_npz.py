@@ -28,7 +28,7 @@ from tests.storage.numpy.corpus import BASIC, NPZ, A, Case, Item, npy, one, pack
 from tests.storage.test_corpus import assert_refused, read_all
 from tests.storage.watch import watched
 
-MUTATIONS = 3000
+MUTATIONS = 1500
 
 
 def by_numpy(content: bytes) -> dict[str, np.ndarray]:

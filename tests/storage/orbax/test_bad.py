@@ -89,6 +89,7 @@ def test_one_bit(kind, count, sealed, tmp_path):
     assert refused > count // 5, (refused, classes)
 
 
+@pytest.mark.default("zarr3", "files_zarr3", "plain", "v1_save")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_every_file_removed_emptied_or_halved(kind, sealed, tmp_path):
