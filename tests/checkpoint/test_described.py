@@ -115,7 +115,9 @@ def test_killed_at_every_renaming(models, tmp_path, monkeypatch, sizes):
         assert plain(copy) == (found[-1], found[-1] == 1) and not waits(copy)
         shutil.rmtree(copy)
         save(models, 2, directory, before)
-        assert which(directory) == 2 and plain(directory) == (2, False)
+        with maxjax.load_weights(directory, verify=True) as weights:
+            assert {float(v) for _, w in weights.items() for v in np.unique(w.data().data)} == {2}
+        assert plain(directory) == (2, False)
         assert not [name for name in os.listdir(directory) if name.startswith(".")]
         if count[0] < at:
             break

@@ -360,12 +360,7 @@ def test_a_bomb_is_refused_before_it_is_all_read(name):
 @pytest.mark.parametrize(
     "name",
     # The slowest; the others are a campaign.
-    [
-        pytest.param(
-            name, marks=[] if name == "keys" else pytest.mark.campaign
-        )
-        for name in BOMBS
-    ],
+    [pytest.param(name, marks=[] if name == "keys" else pytest.mark.campaign) for name in BOMBS],
 )
 def test_a_bomb_of_3_mb_is_refused_within_a_second(name):
     began = time.process_time()
