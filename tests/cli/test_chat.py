@@ -101,9 +101,9 @@ def test_a_template_that_refuses(chat, tmp_path):
 def test_a_full_context_leaves_the_oldest_out(chat, said, tmp_path):
     """And says so; what was said is still saved, and the system's message stays."""
     file = tmp_path / "chat.json"
-    turns = [c * 60 for c in "abcdef"]
+    turns = [c * 100 for c in "abc"]
     code, out, err = chat("--system", "be", stdin="\n".join([*turns, f"/save {file}"]))
-    assert (code, out.count("\n")) == (0, 6)
+    assert (code, out.count("\n")) == (0, 3)
     lines = err.splitlines()
     assert lines and set(lines) == {
         "(the context is full: the oldest 2 messages are left out from here on)"
@@ -232,9 +232,9 @@ class Terminal:
             shown += os.read(self._master, 1 << 16).decode(errors="replace")
         return shown
 
-    def types(self, text):
+    def types(self, text, after=0.3):
         # A Ctrl-C between readline's prompt and its waiting is answered with the next key only.
-        time.sleep(0.3)
+        time.sleep(after)
         os.write(self._master, text.encode())
 
     def close(self):
@@ -251,10 +251,10 @@ def test_in_a_terminal(tmp_path):
     terminal = Terminal("chat", "--model", directory, "--max-new-tokens", 100_000)
     try:
         assert "context 131,072 tokens. /help" in terminal.until("> $")
-        terminal.types("hi\n")
+        terminal.types("/one\r two\r\rthree\r")  # what is pasted is one turn
         # The answer has begun, and what was shown before it is gone.
-        terminal.until(r"hi\r\n(\rreading the prompt[^\r]*\r +\r)?[^\s]")
-        terminal.types("\x03")  # ends it alone
+        terminal.until(r"three\r\n(\rreading the prompt[^\r]*\r +\r)?[^\s]")
+        terminal.types("\x03", after=0)  # ends it alone
         assert "Traceback" not in terminal.until("\n> $")
         terminal.types("\x03")
         assert "once more" in terminal.until("\n> $")
@@ -267,12 +267,11 @@ def test_in_a_terminal(tmp_path):
     finally:
         terminal.close()
     user, assistant = json.loads(file.read_text())
-    assert user == {"role": "user", "content": "hi"}
+    assert user == {"role": "user", "content": "/one\n two\n\nthree"}
     assert assistant["role"] == "assistant" and 0 < len(assistant["content"]) < 90_000
 
 
-@pytest.mark.slow
-@pytest.mark.default("dumb-/one\\r two\\r\\rthree")
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kind", "paste"),
     [

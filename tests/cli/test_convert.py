@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from maxjax import progress
 from maxjax.cli import application as cli
 from maxjax.cli.terminal import stoppable
 from maxjax.graph.weights import load_weights
@@ -295,33 +297,26 @@ def test_no_bar_without_a_terminal(source, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
 
 
-# What is over before half a second has passed is not shown otherwise.
-AT_ONCE = """
-import sys
-from maxjax import progress
-from maxjax.cli import application as cli
-progress.DELAY = 0
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_bar_on_a_terminal(source, tmp_path):
+def test_a_bar_on_a_terminal(source, tmp_path, monkeypatch, capsys):
     """stderr is one, stdout a file: the bar is nowhere but there, and gone at the end."""
+    # What is over before half a second has passed is not shown otherwise.
+    monkeypatch.setattr(progress, "DELAY", 0)
+    monkeypatch.setattr(progress, "_drawer", progress._drawer)
+    monkeypatch.setenv(progress.VARIABLE, "1")
+    monkeypatch.setenv("TERM", "xterm")
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", AT_ONCE, "convert", source, tmp_path / "o.safetensors"],
-            stdout=subprocess.PIPE, stderr=inner, timeout=120, env={**os.environ, "TERM": "xterm"},
-        )  # fmt: skip
-        os.set_blocking(outer, False)
-        shown = os.read(outer, 1 << 16).decode()
+        with os.fdopen(inner, "w") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            code = cli.main(["convert", str(source), str(tmp_path / "o.safetensors")])
+            terminal.flush()
+            os.set_blocking(outer, False)
+            shown = os.read(outer, 1 << 16).decode()
     finally:
         os.close(outer)
-        os.close(inner)
-    assert done.returncode == 0 and done.stdout.decode().startswith("wrote ")
-    assert done.stdout.count(b"\n") == 1 and b"convert" not in done.stdout
+    out = capsys.readouterr().out
+    assert code == 0 and out.startswith("wrote ") and out.count("\n") == 1 and "convert" not in out
     assert "converting" in shown and "3.26 kB/3.26 kB" in shown  # of 3,256 bytes
     assert shown.endswith("\x1b[2K")  # its line is empty again
 
@@ -387,41 +382,32 @@ def test_stopped_in_the_middle(run, tmp_path, kind, sent):
     assert not list(room.glob(".maxjax-*"))
 
 
-# The signal comes while the collector of garbage calls a function: what that raises is ignored.
-SWALLOWED = """
-import gc, os, signal, sys
-from maxjax.cli import application as cli
-flush, number = os.fsync, int(sys.argv.pop())
-def strike(phase, about):
-    gc.callbacks.remove(strike)
-    os.kill(os.getpid(), number)
-    for _ in range(1000):
-        pass
-def slowly(fd):
-    if not [one for one in gc.callbacks if one is strike]:
-        gc.callbacks.append(strike)
-        gc.collect()
-    for _ in range(100):
-        flush(fd)
-os.fsync = slowly
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.default("2")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path, sent):
+def test_a_signal_is_not_lost_in_the_collector_of_garbage(run, source, tmp_path, sent, monkeypatch):
+    """It comes while the collector calls a function: what that raises is ignored."""
     target = tmp_path / "room" / "o.safetensors"
     assert run(source, target)[0] == 0
     before = tree(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", SWALLOWED, "convert", source, target, "--dtype", "f16", "--overwrite",
-         str(int(sent))],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    flush = os.fsync
+
+    def strike(phase, about):
+        gc.callbacks.remove(strike)
+        signal.raise_signal(sent)
+        for _ in range(1000):
+            pass
+
+    def slowly(file):
+        if strike not in gc.callbacks:
+            gc.callbacks.append(strike)
+            gc.collect(0)
+        time.sleep(0.1)  # several times what it takes to raise it again
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    code, out, err = run(source, target, "--dtype", "f16", "--overwrite")
+    monkeypatch.undo()
     expected = (130, "maxjax: interrupted\n") if sent == signal.SIGINT else (143, "")
-    assert (done.returncode, done.stderr) == expected and done.stdout == ""
+    assert (code, err) == expected and out == ""
     # It may come when the last rename is done: then the new file is there, as whole as the old one.
     if tree(tmp_path) != before:
         with load_weights(target, verify=True) as weights:

@@ -330,11 +330,21 @@ def test_a_reader_that_goes_away_is_quiet(monkeypatch, capsys, model):
     assert capsys.readouterr().err == ""
 
 
+# What is to run when Python ends does not run: the devices may still compute.
+_AND_LATE = """
+import atexit, sys
+from maxjax.cli import application as cli
+atexit.register(print, "late")
+sys.exit(cli.main())
+"""
+
+
 @pytest.mark.slow
 def test_interrupt_ends_the_line(tmp_path):
     directory = write_model(tmp_path / "m", context=1 << 17)
     process = subprocess.Popen(
-        [*MAXJAX, "generate", "--model", directory, "--max-new-tokens", "100000", "hello"],
+        [sys.executable, "-c", _AND_LATE, "generate", "--model", directory, "--max-new-tokens",
+         "100000", "hello"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -342,7 +352,7 @@ def test_interrupt_ends_the_line(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, err.decode()) == (130, "maxjax: interrupted\n")
-    assert first and out.endswith(b"\n") and len(out) < 90_000
+    assert first and out.endswith(b"\n") and len(out) < 90_000 and b"late" not in out
 
 
 def test_help_names_the_command(run):
@@ -353,11 +363,10 @@ def test_help_names_the_command(run):
 # --- how the process ends -------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default("stderr")
+@pytest.mark.campaign
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_closed_files(model, closed):
-    """What is for stderr does not go to stdout if stderr is closed."""
+    """What is for stderr does not go to stdout if stderr is closed, as with `maxjax inspect`."""
     number = {"stdout": 1, "stderr": 2}[closed]
     script = f"import os; os.close({number}); os.execv({MAXJAX[0]!r}, {MAXJAX!r} + {ARGUMENTS!r})"
     found = subprocess.run(
@@ -405,8 +414,7 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.default("at work")
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("script", "result"),
     [(_PRESSED_WHILE_IMPORTING, (0, "True\n")), (_PRESSED, (130, ""))],

@@ -43,7 +43,7 @@ def test_json_and_the_codes(llama):
     small = json.loads(done.stdout)
     assert small["fits"] is False and small["hbm"] == 1 << 30
     assert small["suggestion"]["devices"] > 8
-    text = maxjax("plan", llama, "--hbm", "1GiB")
+    text = here("plan", llama, "--hbm", "1GiB")
     assert text.returncode == 1 and "what fits" in text.stdout
 
 
