@@ -19,16 +19,33 @@ from maxjax.nn.quantized import QuantizedLinear, QuantLayout, QuantTensor
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
 run = jax.jit(lambda model, ids: model(ids))
+gradient_of = jax.jit(jax.grad(lambda trained, rest: jnp.var(maxjax.merge(trained, rest)(IDS))))
+
+
+def filled(model):
+    """The model with random values, which NumPy draws faster than `maxjax.init`."""
+    rng, values = np.random.default_rng(0), {}
+    for name, weight in model.raw_state_dict().items():
+        shape = tuple(map(int, weight.shape))
+        drawn = np.ones(shape) if "norm" in name else rng.normal(0, shape[-1] ** -0.5, shape)
+        values[name] = drawn.astype(np.float32)
+    model.load_state_dict(values)
+    return model
 
 
 def llama(stacked=True):
     config = LlamaConfig(64, 64, 128, num_layers=3, num_heads=4, num_kv_heads=2)
-    return maxjax.init(Llama(config, stacked=stacked), jax.random.key(0))
+    return filled(Llama(config, stacked=stacked))
 
 
 @pytest.fixture(scope="module")
 def model():
     return llama()
+
+
+@pytest.fixture(scope="module")
+def packed(model):
+    return maxjax.quantize(model, "q8_0", activations="float")[0]
 
 
 def drawn(model, seed=1):
@@ -128,8 +145,7 @@ def test_on_a_mesh_new_weights_are_split_as_the_base(model, tuned, explicit, tmp
     expected = run(tuned, IDS)
     np.testing.assert_allclose(run(loaded, IDS), expected, rtol=2e-4, atol=2e-4)
     trained, rest = maxjax.partition(loaded, "*.lora_*")
-    loss = lambda t, r: jnp.var(maxjax.merge(t, r)(IDS))
-    gradient = jax.jit(jax.grad(loss))(trained, rest)
+    gradient = gradient_of(trained, rest)
     for one, of in zip(jax.tree.leaves(gradient), jax.tree.leaves(trained), strict=True):
         assert one.sharding.is_equivalent_to(of.sharding, one.ndim)
     there = lora.merge(loaded).model.layers[0].self_attn.q_proj.weight
@@ -140,22 +156,21 @@ def test_on_a_mesh_new_weights_are_split_as_the_base(model, tuned, explicit, tmp
 
 
 @pytest.mark.slow
-def test_over_blocks_gradients_reach_a_and_b_only(model):
-    base, _ = maxjax.quantize(model, "q8_0", activations="float")
-    tuned = drawn(lora.add(base, rank=4, key=jax.random.key(1)))
+def test_over_blocks_gradients_reach_a_and_b_only(model, packed):
+    base = packed
+    tuned = drawn(lora.add(base, rank=4, alpha=12, key=jax.random.key(1)))
     assert tuned.model.layers[0].self_attn.q_proj.weight.dtype == maxjax.DType.uint8
     trained, rest = maxjax.partition(tuned, "*.lora_*")
-    loss = lambda t, r: jnp.var(maxjax.merge(t, r)(IDS))
-    gradient = jax.jit(jax.grad(loss))(trained, rest)
+    gradient = gradient_of(trained, rest)
     # The same as over the floats that the blocks are.
     floats = jax.tree.map(lambda leaf: leaf, model)
     floats.load_state_dict(
         {n: np.asarray(w.stored.operand()) for n, w in base.raw_state_dict().items()}
     )
     values = {n: w.value for n, w in tuned.raw_state_dict().items() if "lora" in n}
-    wide = lora.add(floats, rank=4)
+    wide = lora.add(floats, rank=4, alpha=12)
     wide.load_state_dict(values, strict=False)
-    expected = jax.jit(jax.grad(loss))(*maxjax.partition(wide, "*.lora_*"))
+    expected = gradient_of(*maxjax.partition(wide, "*.lora_*"))
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-6)
     with pytest.raises(UserInputError, match=r"quantised \(Q8_0\).* requantize=True"):
@@ -167,16 +182,16 @@ def test_over_blocks_gradients_reach_a_and_b_only(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_dora_trains_the_norms_of_rows(model, packed):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_dora_trains_the_norms_of_rows(model, packed, is_packed):
     """Each row is scaled to its magnitude, in a stack and over blocks; at the start nothing changes."""
-    base = maxjax.quantize(model, "q8_0", activations="float")[0] if packed else model
+    base = packed if is_packed else model
     added = lora.add(
         base, ["q_proj", "down_proj"], rank=4, alpha=12, dora=True, key=jax.random.key(1)
     )
     np.testing.assert_allclose(run(added, IDS), run(base, IDS), rtol=1e-4, atol=1e-4)
     tuned = drawn(added)
-    merged = lora.merge(tuned, requantize=packed)
+    merged = lora.merge(tuned, requantize=is_packed)
     layer, after = (one.model.layers[1].mlp.down_proj for one in (tuned, merged))
     floats = lambda w: np.asarray(jnp.asarray(w.stored.operand()), np.float64)
     a, b, m = (
@@ -185,11 +200,11 @@ def test_dora_trains_the_norms_of_rows(model, packed):
     )
     rows = floats(layer.weight) + 3 * b @ a
     expected = rows * (m / np.linalg.norm(rows, axis=1))[:, None]
-    close = {"atol": 1e-2} if packed else {"rtol": 1e-5, "atol": 1e-6}
+    close = {"atol": 1e-2} if is_packed else {"rtol": 1e-5, "atol": 1e-6}
     np.testing.assert_allclose(floats(after.weight), expected, **close)
     x = np.random.default_rng(0).normal(size=(5, 128)).astype(np.float32)
     np.testing.assert_allclose(layer(x), x @ expected.T, rtol=1e-3, atol=1e-3)
-    if not packed:
+    if not is_packed:
         np.testing.assert_allclose(run(tuned, IDS), run(merged, IDS), rtol=1e-4, atol=1e-4)
         assert jax.tree.structure(lora.remove(tuned)) == jax.tree.structure(model)
         with pytest.raises(NotImplementedError, match="dora=True"):
@@ -205,7 +220,7 @@ def test_dora_trains_the_norms_of_rows(model, packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_table_gets_updates_too(model, dora, tmp_path):
+def test_a_table_gets_updates_too(model, packed, dora, tmp_path):
     added = lora.add(model, "embed_tokens", rank=4, dora=dora, key=jax.random.key(1))
     np.testing.assert_allclose(run(added, IDS), run(model, IDS), rtol=1e-4, atol=1e-4)
     assert not np.any(added.model.embed_tokens.lora_A.value)
@@ -234,10 +249,9 @@ def test_a_table_gets_updates_too(model, dora, tmp_path):
         ("fsdp", None),
     ]
     np.testing.assert_allclose(run(placed, IDS), run(tuned, IDS), rtol=1e-4, atol=1e-4)
-    packed, _ = maxjax.quantize(model, "q8_0", activations="float")
-    packed = lora.load(packed, tmp_path)
-    assert packed.model.embed_tokens.weight.dtype == maxjax.DType.uint8
-    np.testing.assert_allclose(packed.model.embed_tokens(ids), rows, atol=2e-2)
+    over = lora.load(packed, tmp_path)
+    assert over.model.embed_tokens.weight.dtype == maxjax.DType.uint8
+    np.testing.assert_allclose(over.model.embed_tokens(ids), rows, atol=2e-2)
 
 
 @pytest.mark.campaign
@@ -258,7 +272,7 @@ def test_the_layers_of_other_families():
 def test_16_bits_are_added_in_the_wider_type():
     layer = maxjax.init(nn.Linear(64, 8, "bfloat16"), jax.random.key(0))
     tuned = drawn(lora.add(nn.Sequential([layer]), rank=2, key=jax.random.key(1)))
-    x = jax.random.normal(jax.random.key(2), (5, 64), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(5, 64)), jnp.bfloat16)
     one = tuned[0]
     wide = lambda v: np.asarray(v, np.float64)
     expected = wide(layer(x)) + wide(x) @ wide(one.lora_A.value).T @ wide(one.lora_B.value).T
@@ -304,7 +318,7 @@ def test_experts_are_refused_and_tied_weights_not_merged():
     names = {n for n in lora.add(mixtral, rank=2).raw_state_dict() if "lora_A" in n}
     assert {n.split(".")[-3] for n in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
-    tied = maxjax.init(Llama(config), jax.random.key(0))
+    tied = filled(Llama(config))
     with pytest.raises(UserInputError, match="one tied weight"):
         lora.merge(lora.add(tied, "lm_head", key=jax.random.key(0)))
 
@@ -312,7 +326,7 @@ def test_experts_are_refused_and_tied_weights_not_merged():
 def test_a_tied_head_as_peft_saves_it(tmp_path):
     """PEFT puts a copy of the head beside its LoRA weights; in a tied model that is the table."""
     config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
-    tied = maxjax.init(Llama(config), jax.random.key(0))
+    tied = filled(Llama(config))
     path = lora.save(tmp_path / "a", lora.add(tied, "lm_head", rank=2, key=jax.random.key(0)))
     tensors = load_file(path / "adapter_model.safetensors")
     copied = "base_model.model.lm_head.base_layer.weight"
@@ -447,46 +461,37 @@ def test_over_the_tensors_of_a_quantised_format():
         lora.merge(tuned)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_latent_attention_multiplies_by_the_updated_weight(dora):
-    config = DeepseekV3Config.from_dict(LATENT)
-    model = maxjax.init(DeepseekV3(config), jax.random.key(0))
-    new = maxjax.lora.add(model, "kv_b_proj", rank=2, dora=dora, key=jax.random.key(1))
-    ids = jnp.arange(6)[None]
-    if dora:
-        with pytest.raises(NotImplementedError, match="DoRA"):
-            new(ids)
-        return
-    new = jax.tree.map_with_path(
-        lambda path, x: jnp.full_like(x, 0.1) if "lora_B" in jax.tree_util.keystr(path) else x, new
+def test_latent_attention_multiplies_by_the_updated_weight():
+    model, ids = filled(DeepseekV3(DeepseekV3Config.from_dict(LATENT))), jnp.arange(6)[None]
+    add = lambda *patterns, **more: lora.add(
+        model, *patterns, rank=2, key=jax.random.key(1), **more
     )
-    found = new(ids)
-    assert float(jnp.abs(found - model(ids)).max()) > 1e-3
-    np.testing.assert_allclose(found, maxjax.lora.merge(new)(ids), atol=2e-5)
-    kept = maxjax.lora.merge(new, keep=True)
-    np.testing.assert_allclose(kept(ids), found, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="DoRA"):
+        add("kv_b_proj", dora=True)(ids)
+    new = jax.tree.map_with_path(
+        lambda path, x: jnp.full_like(x, 0.1) if "lora_B" in jax.tree_util.keystr(path) else x,
+        add("kv_b_proj"),
+    )
+    found = run(new, ids)
+    assert float(jnp.abs(found - run(model, ids)).max()) > 1e-3
+    np.testing.assert_allclose(found, run(lora.merge(new), ids), atol=2e-5)
+    np.testing.assert_allclose(run(lora.merge(new, keep=True), ids), found, atol=2e-5)
     # Without patterns, all linear layers get weights.
-    assert maxjax.lora.add(model, rank=2, key=jax.random.key(1))(ids).shape == found.shape
+    assert run.eval_shape(add(), ids).shape == found.shape
 
 
 LATENT = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
 
 
 def test_adapters_of_experts_are_refused_where_they_are_loaded(tmp_path):
     """PEFT's "all-linear" has them; they were ignored where layers were not stacked."""
-    model = maxjax.init(
-        Mixtral(
-            MixtralConfig(
-                64, 32, 48, num_layers=1, num_heads=2, num_experts=2, num_experts_per_tok=1
-            )
-        ),
-        jax.random.key(0),
-    )
+    sizes = {"num_layers": 1, "num_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    model = filled(Mixtral(MixtralConfig(64, 32, 48, **sizes)))
     model = model.unstack()
     name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
     tensors = {

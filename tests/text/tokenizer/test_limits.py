@@ -12,6 +12,7 @@ import pytest
 from maxjax.engine.generate.defaults import read_defaults
 from maxjax.errors import CheckpointError, CheckpointLimitError, UserInputError
 from maxjax.models.gguf.tokenizer.splits import SPLITTINGS
+from maxjax.text.tokenizer import limits
 from maxjax.text.tokenizer.limits import check_tokenizer
 from maxjax.text.tokenizer.patterns import check_pattern, matches_something
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
@@ -91,6 +92,13 @@ def nested(step, depth):
     return {"normalizer": step}
 
 
+def numbered(case, count):
+    """A number of tokens, in the vocabulary or in addition to it."""
+    if case == "many_added":
+        return {"added_tokens": [token(3 + i, f"<{i}>") for i in range(count)]}
+    return {"model": {**BPE, "vocab": {f"t{i}": i for i in range(count)}, "merges": []}}
+
+
 # Those of millions of tokens are made by the tests that need them.
 HOSTILE = {
     "replaces": sequence("normalizer", [AA] * 30),
@@ -148,8 +156,8 @@ HOSTILE = {
     "long_suffix": {"model": {**BPE, "end_of_word_suffix": "x" * 1_000_000}},
     "long_piece": unigram(["a" * 1_000_000]),
     "long_pieces": lambda: unigram([f"{i}" + "x" * 1000 for i in range(5000)]),
-    "many_tokens": lambda: {"model": {**BPE, "vocab": {f"t{i}": i for i in range((1 << 20) + 1)}}},
-    "many_added": lambda: {"added_tokens": [token(i, f"<{i}>") for i in range((1 << 18) + 1)]},
+    "many_tokens": lambda: numbered("many_tokens", (1 << 20) + 1),
+    "many_added": lambda: numbered("many_added", (1 << 18) + 1),
     "long_added": {"added_tokens": [token(i, f"<{i}>" + "x" * 5000) for i in range(1000)]},
     "long_added_normalized": sequence("normalizer", [AA] * 8)
     | {"added_tokens": [token(i, f"<{i}>" + "a" * 500, False) for i in range(100)]},
@@ -161,7 +169,28 @@ def hostile(case):
     return json.dumps(document(**(parts() if callable(parts) else parts)))
 
 
+# Files of a million tokens take seconds to be written and read.
+BOUNDS = {"many_tokens": ("_MAX_TOKENS", 1 << 20), "many_added": ("_MAX_ADDED", 1 << 18)}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_numbers_of_tokens_are_bounded(tmp_path, case, monkeypatch):
+    """With smaller bounds: one token more than they allow, and as many."""
+    name, bound = BOUNDS[case]
+    assert getattr(limits, name) == bound
+    monkeypatch.setattr(limits, name, 100)
+    for count in (100, 101):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document(**numbered(case, count))))
+        if count == 100:
+            assert load_tokenizer(tmp_path) is not None
+        else:
+            with pytest.raises(CheckpointLimitError) as caught:
+                load_tokenizer(tmp_path)
+            assert "tokenizer=False" in caught.value.hint
+
+
 @pytest.mark.slow
+@pytest.mark.default(*(case for case in HOSTILE if case not in BOUNDS))
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_are_refused(tmp_path, case):
     (tmp_path / "tokenizer.json").write_text(hostile(case))
