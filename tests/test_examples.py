@@ -23,9 +23,7 @@ def test_they_are_listed_and_short():
 
 
 # Other tests already run what the remaining examples show.
-@pytest.mark.default(
-    "02_embed", "03_mesh", "04_gguf", "07_train", "09_orbax", "10_export", "11_equinox"
-)
+@pytest.mark.default("02_embed", "07_train", "10_export")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -30,8 +30,8 @@ REASONS = {
     "needs IPython": 1,
     "needs the hub": 5,
 }
-# The pages in the default set; the others are campaigns.
-DEFAULT = "README formats interop".split()
+# The page in the default set; the others are campaigns, as other tests do what they show.
+DEFAULT = ["README"]
 NAMES = sorted(
     page.stem
     for page in PAGES
