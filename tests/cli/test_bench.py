@@ -26,19 +26,19 @@ def bench(monkeypatch, model):
 
 @pytest.mark.slow
 def test_json(bench):
-    code, out, err = bench("--batch", "1,2", "--prompt", 20, "--new", 40, "--repeats", 2, "--json")
+    code, out, err = bench("--batch", "1,2", "--prompt", 20, "--new", 8, "--repeats", 2, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert (found["class"], found["dtype"], found["devices"]) == ("Llama", "float32", 1)
     assert [(row["batch"], row["prompt"], row["new"]) for row in found["rows"]] == [
-        (1, 20, 40),
-        (2, 20, 40),
+        (1, 20, 8),
+        (2, 20, 8),
     ]
     for row in found["rows"]:
         assert all(row[name] > 0 for name in row if not name.startswith("compile"))
         assert row["decode_tokens_s"] == pytest.approx(row["batch"] / row["decode_s"])
-        # Keys and values of two layers, two heads, width 8, of the 40 tokens half way.
-        assert row["cache_bytes_read"] == row["batch"] * 40 * 2 * 2 * 2 * 8 * 4
+        # Keys and values of two layers, two heads, width 8, of the 24 tokens half way.
+        assert row["cache_bytes_read"] == row["batch"] * 24 * 2 * 2 * 2 * 8 * 4
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from maxjax.columns import Table
 from maxjax.engine.hub import find_model
 from maxjax.progress import Task
 
+from .models import here
+
 ROWS = [["name", "bytes"], ["model.embed_tokens.weight", "360,448"], ["[b]w", "4"]]
 PLAIN = [
     "name                         bytes",
@@ -94,7 +96,7 @@ def test_pipes_import_nothing_for_terminals():
 @pytest.mark.slow
 def test_inspect_in_a_terminal_says_what_it_says_in_a_pipe():
     command = [sys.executable, "-m", "maxjax", "inspect", str(find_model("tiny"))]
-    piped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    piped = here("inspect", find_model("tiny")).stdout
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}

@@ -69,8 +69,9 @@ def test_a_small_model_on_fake_devices(small, capsys, tmp_path):
         assert reduces == ["2"], values  # at the end of attention and at the end of the MLP
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_as_a_command(small):
+    """As the step `accelerators` of `.ci/full` runs it; the tests above call the same function here."""
     path = Path(aot.__file__)
     command = [sys.executable, path, "cpu:2", "--model", small, "--mesh", "model=2",
                "--layers", "1", "--program", "call", "--tokens", "8"]  # fmt: skip

@@ -33,6 +33,8 @@ SOME = [
     "[NEW][SEP]",
 ]
 
+STREAMED = 12  # the first of the texts, those with added tokens; ../test_stream.py has all
+
 
 def put(directory, **files):
     for name, content in files.items():
@@ -76,10 +78,11 @@ def assert_as_transformers(directory, texts=(*SOME, *TEXTS)):
     facts, found = recorded(lambda: facts_of(directory, texts)), load_tokenizer(directory)
     rows = [row.tolist() for row in np.split(facts["ids"], np.cumsum(facts["lengths"])[:-1])]
     assert [row.ids for row in found.tokens(texts)] == rows
-    for ids, expected in zip(rows, facts["texts"], strict=True):
+    for number, (ids, expected) in enumerate(zip(rows, facts["texts"], strict=True)):
         for skip, text in zip((True, False), expected, strict=True):
             assert found.decode(ids, skip_special=skip) == text
-            assert streamed(found, ids, skip) == text
+            if number < STREAMED:
+                assert streamed(found, ids, skip) == text
     added = found._backend.get_added_tokens_decoder()
     assert {i: flags(token) for i, token in added.items()} == facts["added"]
     assert {n: found.special_tokens.get(n) for n in NAMED} == facts["named"]

@@ -126,14 +126,14 @@ HOSTILE = {
     ),
     "decoder": sequence("decoder", [AA] * 30),
     "decoder_suffix": sequence("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 30),
-    "steps": sequence("normalizer", [{"type": "Lowercase"}] * 100_000),
+    "steps": sequence("normalizer", [{"type": "Lowercase"}] * 20_000),
     "step_texts": sequence(
         "normalizer", [{**AA, "content": "", "pattern": {"String": "b" * 200_000}}] * 6
     ),
-    "template": template([MARK] * 100_000 + [TEXT], ids=1000),
+    "template": template([MARK] * 20_000 + [TEXT], ids=1000),
     "template_text_twice": template([TEXT] * 1000),
     "template_chain": template([TEXT, TEXT], count=30),
-    "template_of_one_piece": template([MARK, TEXT], ids=1_000_000),
+    "template_of_one_piece": template([MARK, TEXT], ids=200_000),
     "loops": regex("(a+)+$"),
     "loops_in_a_normalizer": regex("(?:a*b?)*c", "normalizer"),
     "loops_deep": regex("((((a+))))+$"),
