@@ -31,7 +31,7 @@ from tests.kernels.decode_reference import (
     slots_of,
     turned,
 )  # fmt: skip
-from tests.products import each_value, fast_and_slow
+from tests.products import ALL, each_value, fast_and_slow
 
 # The package has the function under the module's name.
 module = importlib.import_module("maxjax.kernels.decode_attention")
@@ -792,7 +792,7 @@ def test_threads():
 
     def work(i):
         try:
-            for n in range(30):
+            for n in range(100 if ALL else 30):
                 for a, b in zip(run(**many[(i + n) % 2]), wanted[(i + n) % 2], strict=True):
                     np.testing.assert_array_equal(a, b)
         except BaseException as problem:

@@ -24,6 +24,7 @@ import maxjax.kernels.product as kernels_product
 from maxjax.kernels import StackSlice, matmul, native
 from scripts.kernel_accuracy import ALLOWED, TYPES, Product, campaign, error, measured, table
 from scripts.sharding_product import collectives, mesh_of
+from tests.products import ALL
 
 LEVELS = native.levels()
 PAIRS = list(itertools.product(TYPES, TYPES))
@@ -944,7 +945,7 @@ def test_threads():
     wanted = [np.asarray(run(p.x, p.w)) for p in (one, few)]
 
     def work(i):
-        for n in range(60):
+        for n in range(200 if ALL else 60):
             p = (one, few)[(i + n) % 2]
             np.testing.assert_array_equal(run(p.x, p.w), wanted[(i + n) % 2])
 
