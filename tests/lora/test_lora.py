@@ -474,7 +474,7 @@ def test_over_the_tensors_of_a_quantised_format():
 def test_latent_attention_multiplies_by_the_updated_weight():
     model, ids = filled(DeepseekV3(DeepseekV3Config.from_dict(LATENT))), jnp.arange(6)[None]
     add = lambda *patterns, **more: lora.add(
-        model, *patterns, rank=2, key=jax.random.key(1), **more
+        model, *patterns, rank=2, alpha=6, key=jax.random.key(1), **more
     )
     with pytest.raises(NotImplementedError, match="DoRA"):
         add("kv_b_proj", dora=True)(ids)
