@@ -73,18 +73,20 @@ def written(small, tmp_path_factory):
 
 
 def write(path, directory, kind="F32", head=None):
-    """A small MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks.
+    """A MiniLM as llama.cpp's converter writes it; matrices of `kind` where their rows are blocks.
 
     With the tensors of a head it is a reranker.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    layers = config["num_hidden_layers"]
     writer = gguf.GGUFWriter(path, "bert")
-    writer.add_block_count(2)
+    writer.add_block_count(layers)
     writer.add_context_length(512)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(4 * WIDTH)
-    writer.add_head_count(2)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.RANK if head else gguf.PoolingType.MEAN)
@@ -95,7 +97,7 @@ def write(path, directory, kind="F32", head=None):
     writer.add_token_types(types)
     writer.add_token_type_count(2)
     gguf.SpecialVocab(directory, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, layers)
     for name, values in tensors.items():
         if re.search(r"pooler|position_ids", name):
             continue
