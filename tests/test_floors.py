@@ -258,16 +258,6 @@ def test_a_family_reads_like_its_figure():
     assert not {file: count for file, count in lines.items() if count > 120}
 
 
-def test_nobody_looks_into_a_weight():
-    """Members of a Weight that other files use are public, or in ``weight.stored``."""
-    assert private_uses(_package(), "graph/weight/") == []
-
-
-def test_no_file_fills_what_belongs_to_another():
-    """A lower floor reaches a higher one through ``graph/weight/running.py``, not an assigned attribute."""
-    assert slots(_package()) == []
-
-
 def _run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

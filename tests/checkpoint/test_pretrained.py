@@ -27,6 +27,7 @@ from maxjax.errors import (
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models.pooling import Pooling
+from maxjax.storage.save import staging
 from tests.models.test_bert import from_torch, inputs, pair, same
 from tests.nn.test_device_major import Net, initialized, placed
 from tests.oracles.models import ask_of, opened
@@ -464,8 +465,9 @@ def test_bytes_are_the_same_from_every_mesh(tmp_path, sizes, stacked, kind):
 # -- what goes wrong
 
 
-def test_another_writer(tmp_path):
+def test_another_writer(tmp_path, monkeypatch):
     maxjax.save_pretrained(layers(1), tmp_path)
+    monkeypatch.setattr(staging, "_WAIT_SECONDS", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
