@@ -45,8 +45,8 @@ def _of_array(name: str) -> Any:
     def method(self: Operators, *args: Any, **options: Any) -> Any:
         return getattr(self._as_array(), name)(*args, **options)
 
-    # Of an abstract class; tolist is a method of concrete arrays alone.
-    method = functools.wraps(getattr(jax.Array, name, method))(method)
+    if (theirs := getattr(jax.Array, name, None)) is not None:  # tolist is of concrete arrays alone
+        functools.update_wrapper(method, theirs)
     method.__name__, method.__doc__ = name, f"``jax.Array.{name}``."
     return method
 
