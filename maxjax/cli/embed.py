@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import UserInputError
 from ..progress import short, task
@@ -119,13 +119,16 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
         raise UserInputError(text) from error
     if options.output is None:
         return _lines(texts, embeddings)
-    with _replacing(options.output) as file:
-        if options.output.suffix.lower() == ".npy":
-            import numpy as np
+    from ..storage.save.durable import replace_file
 
-            np.save(file, embeddings)
-        else:
-            file.writelines(f"{line}\n".encode() for line in _lines(texts, embeddings))
+    pieces: Iterable[Any] = (f"{line}\n".encode() for line in _lines(texts, embeddings))
+    if options.output.name.lower().endswith(".npy"):
+        import numpy as np
+
+        array = io.BytesIO()
+        np.save(array, embeddings)
+        pieces = [array.getbuffer()]
+    replace_file(os.fspath(options.output), pieces)
     return []
 
 
@@ -142,21 +145,3 @@ def stdin_lines() -> list[str]:
     text = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
     lines = text.replace("\r\n", "\n").split("\n")
     return lines[:-1] if lines[-1] == "" else lines  # the last newline ends a line
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file beside ``path``, renamed to it at the end, so that no partial file is seen."""
-    import tempfile
-
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=f"{path.suffix}.part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only the owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

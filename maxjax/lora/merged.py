@@ -27,7 +27,6 @@ from .targets import TargetLayer
 M = TypeVar("M", bound=Module)
 
 
-@isolated()
 def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     """Returns a new model whose weights are ``W + scale · B @ A``, rounded once.
 
@@ -84,6 +83,7 @@ def unmerge(model: M) -> M:
     return _changed(model, -1.0, False)
 
 
+@isolated()
 def _changed(model: M, sign: float, requantize: bool) -> M:
     new = copy_of(model)
     _check_tied(new)

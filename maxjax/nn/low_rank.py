@@ -209,13 +209,18 @@ def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
     return found.astype(y.dtype)
 
 
+def _wide(dtype: Any) -> Any:
+    """float32, or a wider dtype; JAX's own function refuses it with ``jax_numpy_dtype_promotion="strict"``."""
+    return promote(DType.of(dtype), DType.float32).np
+
+
 def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: int) -> jax.Array:
     """``base + scale · b @ a`` in float32 or wider; leading axes are those of stacked layers.
 
     Args:
         out_axis: axis of the outputs in ``base``, not counting leading axes.
     """
-    wide = jnp.promote_types(base.dtype, jnp.float32)
+    wide = _wide(base.dtype)
     equation = "...or,...ri->...oi" if out_axis == 0 else "...or,...ri->...io"
     precision = jax.lax.Precision.HIGHEST
     update = jnp.einsum(equation, b.astype(wide), a.astype(wide), precision=precision)
@@ -224,7 +229,7 @@ def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: 
 
 def norms(weight: jax.Array, out_axis: int) -> jax.Array:
     """For each output, the norm of its row (or column) of a weight, in float32 or wider."""
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    wide = weight.astype(_wide(weight.dtype))
     return jnp.sqrt(jnp.sum(wide * wide, axis=-1 if out_axis == 0 else -2))
 
 

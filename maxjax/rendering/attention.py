@@ -138,9 +138,9 @@ def draw_attention(
     if found.ndim not in (2, 3, 4) or not found.size:
         raise UserInputError(
             "attention weights have the shape [heads, queries, keys] or [B, heads, queries, keys], "
-            f"and not {list(found.shape)}"
+            f"and not {list(found.shape) if found.size else 'none, or rows of several lengths'}"
         )
-    if found.dtype.kind in "cOSU":
+    if found.dtype.kind in "cOSUmM" or found.dtype.names:
         raise UserInputError(f"attention weights are real numbers, not {found.dtype}")
     found = found.astype(np.float32)
     if found.ndim == 4:

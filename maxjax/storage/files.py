@@ -240,10 +240,14 @@ def require_name(path: str) -> None:
     """Refuses a path that no file can have.
 
     Raises:
-        CheckpointMissingError: a NUL character is in it.
+        CheckpointMissingError: it holds a NUL character, or one that has no bytes (a lone surrogate).
     """
     if "\0" in path:
         raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise CheckpointMissingError(f"a path cannot hold it: {error}", path=path) from None
 
 
 def open_regular(

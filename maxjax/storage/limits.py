@@ -155,14 +155,20 @@ def raising(option: str) -> str:
     )
 
 
+def is_long(name: str, limits: Limits) -> bool:
+    """Whether the name of a tensor is over the limit."""
+    # UTF-8 takes at most four bytes per character.
+    return 4 * len(name) > limits.name_bytes and len(name.encode()) > limits.name_bytes
+
+
 def check_name(name: str, limits: Limits, **where: Any) -> None:
     """Refuses the name of a tensor that is over the limit; ``where`` as for CheckpointError.
 
     Raises:
         CheckpointLimitError: the name has too many bytes.
     """
-    # UTF-8 takes at most four bytes per character.
-    if 4 * len(name) > limits.name_bytes and (length := len(name.encode())) > limits.name_bytes:
+    if is_long(name, limits):
+        length = len(name.encode())
         raise limits.error("the tensor's name is too long", "name_bytes", length, **where)
 
 

@@ -7,7 +7,7 @@ import pytest
 import maxjax
 from maxjax.engine.isolation import isolated
 from maxjax.models import Llama, LlamaConfig
-from tests.engine.fill import filled
+from tests.fill import filled
 
 
 def test_the_caller_s_mesh_and_guard_are_not_those_of_a_text():
@@ -35,3 +35,22 @@ def test_in_a_traced_function_the_mesh_stays():
 
     with jax.set_mesh(jax.make_mesh((4,), ("x",))):
         jax.eval_shape(axes, 1.0)
+
+
+@pytest.mark.slow
+def test_keys_and_sums_beside_a_batch():
+    """A Conversation makes its keys, and a merge its sums, where the model is."""
+    model, tokenizer = maxjax.load("tiny")
+    tuned = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
+
+    def said():
+        chat = maxjax.Conversation(model, tokenizer, temperature=1.0, max_new_tokens=2)
+        return "".join(chat.say("What is 3 + 4?"))
+
+    expected = said()
+    with jax.set_mesh(jax.make_mesh((4,), ("x",))), jax.transfer_guard("disallow"):
+        assert said() == expected
+        back = maxjax.lora.unmerge(maxjax.lora.merge(tuned, keep=True))
+    for name, value in tuned.state_dict().items():
+        np.testing.assert_allclose(np.asarray(back.state_dict()[name], np.float32),
+                                   np.asarray(value, np.float32), rtol=0, atol=0.1)  # fmt: skip

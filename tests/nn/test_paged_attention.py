@@ -311,3 +311,12 @@ def test_padding_and_tokens_without_a_page_are_stored_nowhere():
     cache = eager(2 * PAGE)  # its pages are full
     kernels.store_k_cache_ragged(cache, keys[:1], jnp.array([0, 1], jnp.uint32), number)
     assert np.asarray(cache.kv_blocks.value).sum() == 0
+
+
+def test_trees_of_inputs_keep_fields_that_are_none():
+    from maxjax.nn.kv_cache.recurrent_params import RecurrentLeafInputs
+
+    one = RecurrentLeafInputs(None, 3)
+    children, names = one.__tree_flatten__()
+    assert (children, names) == ((3,), ("live_row_ids",))
+    assert RecurrentLeafInputs.__tree_unflatten__(names, children) == one

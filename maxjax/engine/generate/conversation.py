@@ -21,6 +21,7 @@ from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, require_writable
 from ...text.chat import chat_tokens
 from ...text.tokenizer.arguments import check_unicode
+from ..isolation import isolated
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import PartialCompletion
@@ -57,6 +58,7 @@ class Conversation(Rendered):
         2
     """
 
+    @isolated()
     def __init__(
         self,
         model: Any,
@@ -88,6 +90,7 @@ class Conversation(Rendered):
         self._opening = list(self.messages)
         self._prompt([{"role": "user", "content": "?"}])  # raises now if there is no template
 
+    @isolated()
     def say(self, text: str) -> Stream:
         """Sends a user message, and streams the answer.
 

@@ -7,7 +7,7 @@ a table cannot be read from GGUF files or written to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ...graph.weights import WeightData
@@ -110,6 +110,7 @@ class GGUFTable(MetadataTable):
 
     architecture: str
     tensors: Mapping[str, str | Rule | Sequence[Rule] | None] = field(default_factory=dict)
+    _: KW_ONLY
     write: Callable[[Any], Mapping[str, Any]] | None = None
     biases: Collection[str] = ("attn_q", "attn_k", "attn_v")
     layer: str = "model.layers.*."

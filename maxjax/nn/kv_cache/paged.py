@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from ...dtype import DType
 from ...graph.buffer import BufferValue
@@ -35,7 +35,8 @@ class TreeNode:
 
     @classmethod
     def __tree_unflatten__(cls, names: tuple[str, ...], children: Sequence[Any]) -> Any:
-        return cls(**dict(zip(names, children, strict=True)))
+        absent = {one.name: None for one in fields(cls)}  # type: ignore[arg-type]
+        return cls(**absent | dict(zip(names, children, strict=True)))
 
 
 @dataclass
@@ -88,15 +89,8 @@ def over_pages(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     )
 
 
-# Whether a method of speculative decoding drafts all its tokens in one step.
-_DRAFTS_AT_ONCE = {
-    None: None,
-    "eagle": False,
-    "mtp": False,
-    "dflash": True,
-    "dflash2": True,
-    "dspark": True,
-}
+# Methods of speculative decoding that draft all their tokens in one step.
+_AT_ONCE = ("dflash", "dflash2", "dspark")
 
 
 class KVCacheParamInterface:
@@ -126,11 +120,10 @@ class KVCacheParamInterface:
         Raises:
             ValueError: ``speculative_method`` is unknown.
         """
-        if self.speculative_method not in _DRAFTS_AT_ONCE:
-            raise ValueError(f"speculative_method is {self.speculative_method!r}: "
-                             f"it must be one of {list(_DRAFTS_AT_ONCE)}")  # fmt: skip
-        all_at_once = _DRAFTS_AT_ONCE[self.speculative_method]
-        return self.num_draft_tokens if all_at_once else int(all_at_once is not None)
+        method, known = self.speculative_method, [None, *get_args(SpeculativeMethod)]
+        if method not in known:
+            raise ValueError(f"speculative_method is {method!r}: it must be one of {known}")
+        return self.num_draft_tokens if method in _AT_ONCE else int(method is not None)
 
     @property
     def devices_per_replica(self) -> list[list[DeviceRef]]:

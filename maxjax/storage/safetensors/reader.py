@@ -21,7 +21,7 @@ from ...lazy import without_collector
 from ..blocks import KEPT, layout_of
 from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
 from ..files import DOWNLOAD_AGAIN, OpenFile
-from ..limits import Limits, check_name
+from ..limits import Limits, check_name, is_long
 from ..signatures import SNIFF_BYTES, foreign, sniff
 from ..strict_json import KeyPath, Text
 from ..table import TensorTable, open_single
@@ -186,7 +186,7 @@ class _HeaderParser:
         return value
 
     def _entry(self, name: str, spec: Any) -> TensorEntry:
-        if 4 * len(name) > self.limits.name_bytes:  # to find where the name is takes time
+        if is_long(name, self.limits):  # to find where the name is takes time
             check_name(name, self.limits, **self.text.where((name,)))
         if type(spec) is not dict:
             raise self._error(name, "entry", "not an object", "an object", spec)

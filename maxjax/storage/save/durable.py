@@ -18,10 +18,10 @@ def require_target(path: str) -> None:
     """Refuses a path that no file can have, or that begins with the shell's ``~`` for a home directory.
 
     Raises:
-        CheckpointMissingError: a NUL character is in it, or it begins with ``~``.
+        CheckpointMissingError: as for :func:`require_name`, or it begins with ``~`` and there is no such directory.
     """
     require_name(path)
-    if os.path.expanduser(path) != path:
+    if os.path.expanduser(path) != path and not os.path.lexists(path.split(os.sep)[0]):
         raise CheckpointMissingError("there is no directory ~", path=path)
 
 

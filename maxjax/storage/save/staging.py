@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingError
+from ..files import closed_on_error
 from .beside import WAITING
 from .durable import (
     flush_folder,
@@ -86,19 +87,15 @@ class Staging:
         name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
         self.folder = os.path.join(self.directory, name)
         self.waiting = f"{WAITING}{name.rpartition('-')[2].removesuffix(_END)}"
-        try:
-            with self.saving("making the directory"):
-                self._create_directory()
-                if not self._open_lock(self.directory, exclusive):
-                    self._wait_for_lock()
-                sweep(self.directory)
-                _IN_USE.add(self.folder)
-                os.mkdir(self.folder)
-                self._open_lock(self.folder, True)
-                write_new(os.path.join(self.folder, _OWNER), [_owner(exclusive)])
-        except BaseException:
-            self.close()
-            raise
+        with closed_on_error([self]), self.saving("making the directory"):
+            self._create_directory()
+            if not self._open_lock(self.directory, exclusive):
+                self._wait_for_lock()
+            sweep(self.directory)
+            _IN_USE.add(self.folder)
+            os.mkdir(self.folder)
+            self._open_lock(self.folder, True)
+            write_new(os.path.join(self.folder, _OWNER), [_owner(exclusive)])
 
     def _open_lock(self, path: str, exclusive: bool) -> bool:
         # In one call, since an interrupt may come between two: a lock that is held but not recorded

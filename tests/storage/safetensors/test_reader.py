@@ -13,6 +13,7 @@ import safetensors.numpy
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointLimitError
 from maxjax.storage import Limits, open_safetensors
+from maxjax.storage.strict_json import Text
 from tests.oracles.recorded import recorded_files, torch
 from tests.storage.corpus import D16, D32, GOOD, TWO, A, B, file_bytes, spec
 from tests.storage.test_corpus import raw_bytes
@@ -95,9 +96,13 @@ def test_limit_can_be_raised(content, option, enough, tmp_path):
     assert open_safetensors(path, limits=loose).entries
 
 
-def test_name_limit_counts_bytes(tmp_path):
+def test_name_limit_counts_bytes(tmp_path, monkeypatch):
     path = write(tmp_path, file_bytes(json.dumps({"é" * 20: A}, ensure_ascii=False), D16))
-    assert open_safetensors(path, limits=Limits(name_bytes=40)).entries
+    with (
+        monkeypatch.context() as patch
+    ):  # a search of the whole header for each name would be quadratic
+        patch.delattr(Text, "where")
+        assert open_safetensors(path, limits=Limits(name_bytes=40)).entries
     with pytest.raises(CheckpointLimitError, match="found 40"):
         open_safetensors(path, limits=Limits(name_bytes=39))
 

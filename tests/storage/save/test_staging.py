@@ -23,6 +23,7 @@ from maxjax.errors import (
     CheckpointMissingError,
     CheckpointSaveError,
 )
+from maxjax.storage.files import open_regular
 from maxjax.storage.save import durable, staging
 from maxjax.storage.save.staging import Staging, leftovers, sweep
 
@@ -694,3 +695,13 @@ def test_the_log_is_of_maxjax(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="maxjax"):
         sweep(str(tmp_path))
     assert [record.name for record in caplog.records] == ["maxjax"]
+
+
+def test_a_path_without_bytes_and_a_directory_called_like_the_shell_s(tmp_path, monkeypatch):
+    for call in (open_regular, lambda path: Staging(path)):
+        with pytest.raises(CheckpointMissingError, match="a path cannot hold it: .*surrogates"):
+            call(str(tmp_path / "\ud800"))
+    monkeypatch.chdir(tmp_path)
+    Path("~").mkdir()  # as versions before made it
+    Staging("~/run").close()  # no error
+    durable.require_writable("~/file")
