@@ -31,6 +31,7 @@ from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
 from ..progress import short, task
+from ..storage.files import closed_on_error
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import settled, waiting
@@ -236,7 +237,7 @@ def _prepared(
     ):
         config_beside(path)  # says more than that there are no weights, as of a LoRA adapter
     weights = load_weights(path, verify=verify)
-    try:
+    with closed_on_error([weights]):
         if cast_to is None:
             _refuse_float64(weights)
         with weights._beside.files() as folder:
@@ -271,9 +272,6 @@ def _prepared(
                     }
                     sampling = sampling_config(weights.metadata, path=path)
                 model.generation = read_defaults(folder, settings, ends, sampling)
-    except BaseException:
-        weights.close()
-        raise
     return weights, model, text
 
 

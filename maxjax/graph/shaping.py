@@ -87,6 +87,15 @@ def transpose(x: jax.Array, first: int, second: int) -> jax.Array:
     return jnp.swapaxes(x, *axes)
 
 
+def unsqueeze(x: jax.Array, axis: int) -> jax.Array:
+    """The array with a new axis of length 1, at index ``axis`` of the result.
+
+    Raises:
+        ValueError: the result would have no such axis.
+    """
+    return jnp.expand_dims(x, axis_of(axis, x.ndim + 1, "unsqueeze"))
+
+
 def squeeze(x: jax.Array, axis: int) -> jax.Array:
     """The array without an axis of length 1.
 

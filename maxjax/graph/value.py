@@ -232,10 +232,8 @@ class TensorValue(Operators):
         return TensorValue(shaping.broadcast_to(self._as_array(), shape))
 
     def unsqueeze(self, axis: int) -> TensorValue:
-        """The tensor with a new axis of length 1."""
-        return TensorValue(
-            jnp.expand_dims(self._as_array(), shaping.axis_of(axis, self.rank + 1, "unsqueeze"))
-        )
+        """The tensor with a new axis of length 1; see ``ops.unsqueeze``."""
+        return TensorValue(shaping.unsqueeze(self._as_array(), axis))
 
     def squeeze(self, axis: int) -> TensorValue:
         """The tensor without an axis of length 1.

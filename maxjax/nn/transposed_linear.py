@@ -89,11 +89,8 @@ class TransposedLinear(LowRank):
 def _matmul(x: jax.Array, weight: jax.Array, narrow: bool = False) -> jax.Array:
     """``x @ weight``; devices exchange partial sums in the dtype of ``x`` if ``narrow``, otherwise in float32."""
     mesh = explicit.mesh_of(x, weight)
-    run = partial(_product, narrow)
-    if mesh is None:
-        return run(x, weight)
     spec = [*explicit.entries(x)[:-1], explicit.entries(weight)[1]]
-    return explicit.automatic(run, mesh, spec)(x, weight)
+    return explicit.automatic(partial(_product, narrow), mesh, spec)(x, weight)
 
 
 def _product(narrow: bool, x: jax.Array, weight: jax.Array) -> jax.Array:

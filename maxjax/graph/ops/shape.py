@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import shaping
 from ..rebinding import rebound
 from ..symbolic import to_sizes
-from .lift import array, axis_of, canonical, creator, lift, sizing
+from .lift import array, canonical, creator, lift, sizing
 
 
 @sizing("shape")
@@ -62,8 +62,7 @@ def unsqueeze(x: Any, axis: int) -> Any:
     Raises:
         ValueError: the result would have no such axis.
     """
-    x = array(x)
-    return jnp.expand_dims(x, axis_of(axis, x.ndim + 1, "unsqueeze"))
+    return shaping.unsqueeze(array(x), axis)
 
 
 @lift

@@ -220,14 +220,14 @@ class Weights(Rendered):
         stop = bisect.bisect_left(names, f"{prefix}/")  # the character after the dot
         return [prefix] * self.exists() + names[start:stop]
 
-    def _relative(self) -> list[str]:
-        """The names below this position without its own; "" for a tensor at it."""
+    def _relative(self) -> dict[str, str]:
+        """Names below this position without its own → whole names; "" for a tensor at it."""
         skip = len(self._prefix) + 1 if self._prefix else 0
-        return [name[skip:] for name in self._below()]
+        return {name[skip:]: name for name in self._below()}
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
         """Every tensor at or below this position by its relative name, for a Module to load."""
-        for relative, name in zip(self._relative(), self._below(), strict=True):
+        for relative, name in self._relative().items():
             yield relative, self._at(name)._lazy_data()
 
     def data(self) -> WeightData:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..pallas import result
+
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # XLA compiles Triton for GPUs from Ampere on.
 OLDEST = 8.0
@@ -55,9 +57,7 @@ def unavailable(device: Any = None) -> str:
         array = jax.ShapeDtypeStruct((16,), jnp.float32)
 
         def call(x: Any) -> Any:
-            # The first call may come from inside a shard_map, which requires this type.
-            kind = jax.typeof(x).manual_axis_type
-            out = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
+            out = result(x.shape, x)  # the first call may come from inside a shard_map
             return pl.pallas_call(copy, out_shape=out, compiler_params=triton.CompilerParams())(x)
 
         with jax.sharding.use_abstract_mesh(

@@ -308,8 +308,10 @@ class DecoderAttention(Module):
             return (y if part is None else part.results(y, None)), slots
         if is_step:  # a prefill of one token
             q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
-        prefill = self._prefill_sliding if rotating and not is_step else self._prefill_full
-        y, slots = prefill(*self._rotated(step, q, k), v, step, slots, layer, part, rotating)
+        q, k = self._rotated(step, q, k)
+        if rotating and not is_step:
+            return self._prefill_sliding(q, k, v, step, slots, layer, part)
+        y, slots = self._prefill_full(q, k, v, step, slots, layer, part, rotating)
         return (y[:, 0] if is_step else y), slots
 
     def _decode(
@@ -369,7 +371,7 @@ class DecoderAttention(Module):
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, step: Step, slots: Slots, layer: Any,
-        part: CachePart | None, rotating: bool,
+        part: CachePart | None,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """Attends to a rotating cache and to the new tokens, then stores the last of the new tokens."""
         length, size = q.shape[1], slots.size

@@ -336,8 +336,6 @@ class SparseMLP(Module):
         """
         operands = (x,) if scored is None else (x, scored)
         mesh = explicit.mesh_of(*operands, *jax.tree.leaves(self))
-        if mesh is None:
-            return self._mixed(*operands)
         place = explicit.entries(x)
         return explicit.automatic(lambda m, *a: m._mixed(*a), mesh, place)(self, *operands)
 

@@ -158,12 +158,11 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    size, table = model.config, TABLES.get(model.architecture)
-    key = "attention.layer_norm_rms_epsilon" if table is None else table.epsilon[0]
-    found = {**_sizes(size), key: _epsilon(size)}
+    size, table = model.config, TABLES.get(model.architecture) or GGUFTable(model.architecture)
+    found = {**_sizes(size), table.epsilon[0]: _epsilon(size)}
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
-    if table is None or table.attends:
+    if table.attends:
         found["attention.head_count_kv"] = size.kv_heads
         found["attention.key_length"] = found["attention.value_length"] = size.width
     else:
@@ -175,13 +174,13 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
             size.rope,
             rope_settings(model.settings)[1],
             path=path,
-            truncates=table is None or table.truncates,
-            is_long=table is not None and table.is_long,
-            log_multiplier=0.0 if table is None else table.log_multiplier,
+            truncates=table.truncates,
+            is_long=table.is_long,
+            log_multiplier=table.log_multiplier,
         )
     if model.experts:
         found |= _experts(model)
-    if table is not None:
+    if model.architecture in TABLES:
         return found | _of_table(table, model, path)
     if model.architecture in ("gemma2", "gemma3", "gemma-embedding"):
         found |= _gemma(model, path)

@@ -155,10 +155,14 @@ class AttentionWithRope(Module):
             hidden_size, [q_dim, kv_dim, kv_dim], ["q_proj", "k_proj", "v_proj"], dtype, device,
             stacked_qkv, has_bias, linear_cls, clip_weight=clip_qkv,
         )  # fmt: skip
-        self.q_weight_dim = q_dim
         self.o_proj = linear_cls(in_dim=q_dim, out_dim=hidden_size, dtype=dtype, device=device)
         if sharding_strategy is not None:
             self.sharding_strategy = sharding_strategy
+
+    @property
+    def q_weight_dim(self) -> int:
+        """The number of rows of ``wqkv`` for queries."""
+        return self.n_heads * self.head_dim
 
     @property
     def wqkv(self) -> TensorValue:
@@ -233,7 +237,6 @@ class AttentionWithRope(Module):
                 n = strategy.num_devices
                 part.n_heads = self.n_heads // n
                 part.num_key_value_heads = self.num_key_value_heads // n
-                part.q_weight_dim = part.n_heads * self.head_dim
                 part.qkv_proj.out_dims = tuple(size // n for size in self.qkv_proj.out_dims)
         return found
 

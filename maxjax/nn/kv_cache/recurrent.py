@@ -19,6 +19,7 @@ import numpy as np
 
 from ...graph.weight.rows import total
 from ...kernels import explicit
+from ...kernels.stack_slice import layer_of
 from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text
 
@@ -58,10 +59,7 @@ class Recurrent(Rendered):
 
     def at(self, layer: Any) -> dict[str, jax.Array]:
         """The states of one layer, by name: arrays ``[B, ...]``."""
-        index = functools.partial(
-            jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
-        )
-        return {name: index(a, layer) for name, a in self.arrays.items()}
+        return {name: layer_of(a, layer) for name, a in self.arrays.items()}
 
     def replaced(self, layer: Any, new: Mapping[str, jax.Array], rows: Any = None) -> Recurrent:
         """A copy with the states of one layer replaced.
@@ -106,9 +104,7 @@ def _emptied(where: Any, rank: int) -> Any:
     def run(array: jax.Array, kept: jax.Array) -> jax.Array:
         kept = jnp.asarray(kept).reshape(1, -1, *(1,) * (rank - 2))
         keep = lambda array, kept: jnp.where(kept, array, jnp.zeros_like(array))
-        mesh = explicit.mesh_of(array)
-        if mesh is not None:
-            keep = explicit.automatic(keep, mesh, explicit.entries(array))
+        keep = explicit.automatic(keep, explicit.mesh_of(array), explicit.entries(array))
         return keep(array, kept)
 
     return jax.jit(run, out_shardings=where)

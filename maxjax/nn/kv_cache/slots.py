@@ -88,11 +88,6 @@ class _Tokens(Rendered):
         """Keys and values ``[L, B, K, S, D]`` and, for int8, their scales, in the order of the kernels' arguments."""
         return jax.tree.leaves(self)
 
-    @property
-    def scales(self) -> tuple[jax.Array, ...] | None:
-        """The scales of keys and of values, or None."""
-        return tuple(self.arrays[2:]) or None
-
     def floats(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values in a float dtype."""
         found = self._restored(jax.tree.leaves(self), dtype)
@@ -331,16 +326,12 @@ def _replaced(array: jax.Array, old: jax.Array, new: jax.Array, layer: Any, sour
 
 def _gathered(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
     """``run`` of a cache's array, whose result has axes of sequences and heads ``[B, K, ...]``."""
-    mesh = explicit.mesh_of(array)
-    if mesh is not None:
-        _, rows, heads, *_ = explicit.entries(array)
-        run = explicit.automatic(run, mesh, [rows, heads, *[()] * (array.ndim - 4)])
-    return run(array, *operands)
+    _, rows, heads, *_ = explicit.entries(array)
+    wanted = [rows, heads, *[()] * (array.ndim - 4)]
+    return explicit.automatic(run, explicit.mesh_of(array), wanted)(array, *operands)
 
 
 def _changed(run: Any, array: jax.Array, *operands: Any) -> jax.Array:
     """``run`` of the operands; on a mesh with Explicit axes the result has the sharding of ``array``."""
     mesh = explicit.mesh_of(array, *operands)
-    if mesh is not None:
-        run = explicit.automatic(run, mesh, explicit.entries(array))
-    return run(array, *operands)
+    return explicit.automatic(run, mesh, explicit.entries(array))(array, *operands)

@@ -208,11 +208,8 @@ class MoE(Module):
             )
         array = unwrap(x)
         mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
-        if mesh is None:
-            y = self._mixed(array, wraps(x))
-        else:
-            place = explicit.entries(array)
-            y = explicit.automatic(lambda m, a: m._mixed(a, wraps(x)), mesh, place)(self, array)
+        place = explicit.entries(array)
+        y = explicit.automatic(lambda m, a: m._mixed(a, wraps(x)), mesh, place)(self, array)
         return TensorValue(y) if wraps(x) else y
 
     def _mixed(self, array: jax.Array, wrapped: bool) -> jax.Array:

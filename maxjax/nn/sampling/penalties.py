@@ -100,6 +100,5 @@ def _masked(
     bits = packed.reshape(flat.shape[0], -1)
     token = jnp.arange(flat.shape[1])
     kept = (bits[:, token // 32] >> (token % 32)[None]) & 1 == 1
-    less = _amounts(flat.shape, data, offsets, frequency, presence)
-    found = (flat.astype(jnp.float32) - less).astype(flat.dtype)
+    found = _penalised(flat, data, offsets, frequency, presence)
     return jnp.where(kept, found, jnp.asarray(fill_val, flat.dtype)).reshape(logits.shape)

@@ -45,14 +45,14 @@ def _sizes_of(given: Settings) -> Sizes:
     return groups, given.count("ssm.state_size"), heads, inner // heads
 
 
-def _has(part: str, tensors: Mapping[str, WeightData], sizes: Sizes) -> bool:
-    """Whether there are the tensors ``part`` of some layers; checks that they have the rows that the sizes give."""
+def _named(part: str, tensors: Mapping[str, WeightData], sizes: Sizes) -> list[str]:
+    """The names of the tensors ``part`` of all layers; checks that they have the rows that the sizes give."""
     groups, width, heads, values = sizes
     count = 2 * groups * width + heads * values * (2 if part == _BOTH else 1)
     names = [name for name in tensors if name.endswith(part)]
     for name in names:
         check_rows(name, tensors[name], count)
-    return bool(names)
+    return names
 
 
 # --- Qwen3-Next: queries, keys, values and gates of each key head are consecutive ----------------
@@ -69,10 +69,11 @@ def _order(sizes: Sizes) -> np.ndarray:
 def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
     """Joins ``in_proj_qkvz`` from its two parts."""
     found, sizes = dict(tensors), _sizes_of(given)
-    if not _has(_MIXED, tensors, sizes):
+    names = _named(_MIXED, tensors, sizes)
+    if not names:
         return found
     order = _order(sizes)
-    for name in [name for name in tensors if name.endswith(_MIXED)]:
+    for name in names:
         front = name.removesuffix(_MIXED)
         if front + _GATE in found:
             pair = [found.pop(name), found.pop(front + _GATE)]
@@ -83,7 +84,7 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
 def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
     """Splits ``in_proj_qkvz`` into its two parts."""
     sizes = _sizes(config)
-    if not _has(_BOTH, tensors, sizes):
+    if not _named(_BOTH, tensors, sizes):
         return dict(tensors)
     where = np.argsort(_order(sizes))
     found = {}
@@ -103,7 +104,7 @@ def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightDa
 def _reordered(
     sizes: Sizes, tensors: Mapping[str, WeightData], *, back: bool
 ) -> dict[str, WeightData]:
-    if not _has(_MIXED, tensors, sizes):
+    if not _named(_MIXED, tensors, sizes):
         return dict(tensors)
     groups, width, heads, values = sizes
     order = np.arange(heads).reshape(groups, -1).T.reshape(-1)  # the first of each, the second, …
