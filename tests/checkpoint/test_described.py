@@ -118,6 +118,7 @@ def test_killed_at_every_renaming(models, tmp_path, monkeypatch, sizes):
         with maxjax.load_weights(directory, verify=True) as weights:
             assert {float(v) for _, w in weights.items() for v in np.unique(w.data().data)} == {2}
         assert plain(directory) == (2, False)
+        assert maxjax.load_tokenizer(directory).encode("v1 v2") == [1, 7]
         assert not [name for name in os.listdir(directory) if name.startswith(".")]
         if count[0] < at:
             break

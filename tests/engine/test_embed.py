@@ -16,6 +16,7 @@ from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.models import BertConfig, BertModel, build
 from maxjax.models.pooling import POOLINGS, Pooling, pool
+from tests.fill import filled
 from tests.oracles.recorded import recorded
 from tests.oracles.sentences import ODD, sentences
 
@@ -45,15 +46,8 @@ def small(random_model, loaded, monkeypatch):
 
 
 def small_model():
-    """One layer of BERT with heads of MiniLM's width, whose numbers are large enough for texts to differ."""
-    config = BertConfig(30522, 64, 96, num_layers=1, num_heads=2)
-    model, rng = BertModel(config), np.random.default_rng(0)
-    state = {}
-    for name, weight in model.raw_state_dict().items():
-        state[name] = 0.25 * rng.standard_normal([int(n) for n in weight.shape], np.float32)
-        state[name] += "LayerNorm.weight" in name
-    model.load_state_dict(state)
-    return model
+    """One layer of BERT with heads of MiniLM's width."""
+    return filled(BertModel(BertConfig(30522, 64, 96, num_layers=1, num_heads=2)))
 
 
 @pytest.fixture(scope="module")

@@ -241,26 +241,13 @@ def test_altered_bytes(small, seed):
 HUGE = 10**4000
 
 
-@pytest.mark.default(
-    "hidden_size--1",
-    "hidden_size-0",
-    "hidden_size-1.5",
-    "num_hidden_layers--1",
-    "num_hidden_layers-0",
-    "num_hidden_layers-1.5",
-    "num_attention_heads--1",
-    "num_attention_heads-0",
-    "num_attention_heads-1.5",
-    "vocab_size--1",
-    "vocab_size-0",
-    "vocab_size-1.5",
-    "intermediate_size--1",
-    "intermediate_size-0",
-    "intermediate_size-1.5",
-    "max_position_embeddings--1",
-    "max_position_embeddings-0",
-    "max_position_embeddings-1.5",
-)
+SIZES = [
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+    "max_position_embeddings",
+]  # fmt: skip
+
+
+@pytest.mark.default(*(f"{key}-{value}" for key in SIZES for value in (-1, 0, 1.5)))
 @pytest.mark.fast(
     "hidden_size-4",
     "hidden_size-value5",
@@ -283,10 +270,7 @@ HUGE = 10**4000
 @pytest.mark.parametrize(
     "value", ["4", -1, 0, 1.5, True, [], {}, HUGE, -HUGE, 2**63, 2**31, float("nan"), float("inf"), 1e308]
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-            "intermediate_size", "max_position_embeddings"]
-)  # fmt: skip
+@pytest.mark.parametrize("key", SIZES)
 def test_sizes(small, key, value):
     change(small / "config.json", **{key: value})
     refused(small, (FORMAT, CheckpointMismatchError))

@@ -23,6 +23,7 @@ from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models import BertConfig, BertModel
 from maxjax.models.gguf import gguf_tokenizer_metadata
 from maxjax.models.gguf.sampling import sampling_config, sampling_metadata
+from tests.fill import filled
 from tests.models.gguf import files as gguf_files
 from tests.models.gguf.files import CASES, checkpoint
 from tests.models.gguf.files import model as random_model
@@ -49,14 +50,8 @@ def small(minilm, tmp_path_factory):
         "num_attention_heads": 2,
     }  # fmt: skip
     (place / "config.json").write_text(json.dumps(config))
-    rng, weights = (
-        np.random.default_rng(0),
-        BertModel(BertConfig.from_dict(config)).raw_state_dict(),
-    )
-    tensors = {}
-    for name, weight in weights.items():
-        tensors[name] = 0.1 * rng.standard_normal([int(n) for n in weight.shape], np.float32)
-        tensors[name] += "LayerNorm.weight" in name
+    model = filled(BertModel(BertConfig.from_dict(config)))
+    tensors = {name: np.asarray(value) for name, value in model.state_dict().items()}
     safetensors.numpy.save_file(tensors, place / "model.safetensors", {"format": "pt"})
     return place
 

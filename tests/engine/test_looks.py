@@ -16,6 +16,7 @@ from maxjax.graph.placement.specs import Split
 from maxjax.graph.weights import WeightData
 from maxjax.kernels import QuantArray
 from maxjax.models import Llama, LlamaConfig
+from tests.fill import filled
 
 CPU = DeviceRef.CPU()
 
@@ -83,10 +84,7 @@ def small():
     config = LlamaConfig(
         64, 16, 16, num_layers=2, num_heads=4, num_kv_heads=4, tie_word_embeddings=True
     )
-    model, rng = Llama(config), np.random.default_rng(0)
-    shapes = {n: [int(d) for d in w.shape] for n, w in model.raw_state_dict().items()}
-    model.load_state_dict({n: rng.standard_normal(s, np.float32) for n, s in shapes.items()})
-    return model
+    return filled(Llama(config))
 
 
 @pytest.mark.slow

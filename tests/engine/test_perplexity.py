@@ -19,7 +19,7 @@ from maxjax.engine.perplexity import Window, perplexity, windows
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig
 from scripts.tiny_text import stories
-from tests.engine.fill import filled
+from tests.fill import filled
 from tests.models.decoders import VOCAB, ids_of, one_character_each, oracle, ours
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch

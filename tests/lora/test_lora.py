@@ -17,21 +17,11 @@ from maxjax.graph import DeviceRef
 from maxjax.models import GPT2, GPT2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
 from maxjax.nn.quantized import QuantizedLinear, QuantLayout, QuantTensor
+from tests.fill import filled
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6)))
 run = jax.jit(lambda model, ids: model(ids))
 gradient_of = jax.jit(jax.grad(lambda trained, rest: jnp.var(maxjax.merge(trained, rest)(IDS))))
-
-
-def filled(model):
-    """The model with random values, which NumPy draws faster than `maxjax.init`."""
-    rng, values = np.random.default_rng(0), {}
-    for name, weight in model.raw_state_dict().items():
-        shape = tuple(map(int, weight.shape))
-        drawn = np.ones(shape) if "norm" in name else rng.normal(0, shape[-1] ** -0.5, shape)
-        values[name] = drawn.astype(np.float32)
-    model.load_state_dict(values)
-    return model
 
 
 def llama(stacked=True):

@@ -160,13 +160,20 @@ def sampled(array, count=64):
     return array[places].copy()
 
 
-def padded(prompts):
-    """Rows of one length, padded to the right, and the lengths."""
+def padded(prompts, width=0):
+    """Rows of one length, at least ``width``, padded to the right, and the lengths."""
     lengths = np.array([len(p) for p in prompts], np.int32)
-    rows = np.zeros((len(prompts), lengths.max()), np.int32)
+    rows = np.zeros((len(prompts), max(width, lengths.max())), np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = prompt
     return rows, lengths
+
+
+def chosen(model, prompts, texts, width=0):
+    """The tokens that the logits of the whole texts choose, in the places of those written."""
+    rows, lengths = padded([[*p, *t] for p, t in zip(prompts, texts, strict=True)], width)
+    best = np.asarray(call(model, rows)).argmax(-1).tolist()
+    return [tuple(r[len(p) - 1 : n - 1]) for r, p, n in zip(best, prompts, lengths, strict=True)]
 
 
 def greedy(model, prompts, new, chunk=None):

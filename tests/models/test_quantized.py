@@ -23,7 +23,7 @@ from maxjax.errors import (
 from maxjax.models import build
 from maxjax.nn.layer import LayerStack
 from maxjax.nn.quantized import QuantizedLinear
-from tests.models.decoders import call, ids_of
+from tests.models.decoders import call, chosen, ids_of
 from tests.models.quantizers import (
     CASES,
     gptq,
@@ -105,12 +105,7 @@ def test_layers_of_their_own_and_with_a_cache(name, made):
     expected = call(model, ids)
     prompts = [ids[0, :5].tolist(), ids[1, :3].tolist()]
     texts = [found.tokens for found in maxjax.generate(model, None, prompts, max_new_tokens=5)]
-    rows = np.zeros_like(ids)
-    for row, prompt, text in zip(rows, prompts, texts, strict=True):
-        row[: len(prompt) + 5] = [*prompt, *text]
-    chosen = np.asarray(call(model, rows)).argmax(-1)
-    for row, prompt, text in zip(chosen, prompts, texts, strict=True):
-        assert row[len(prompt) - 1 : len(prompt) + 4].tolist() == list(text)
+    assert chosen(model, prompts, texts, ids.shape[1]) == texts
     model.unstack()
     near(call(model, ids), expected)
     if ALL:
@@ -289,10 +284,9 @@ def test_experts(name, tmp_path):
     near(call(model, ids), expected)
     for full, value in model.state_dict().items():
         assert np.asarray(value).tobytes() == tensors[full].tobytes()
-    text = maxjax.generate(model, None, [[1, 2, 3]], max_new_tokens=3)[0].tokens
-    rows = np.zeros_like(ids)
-    rows[0, :3], rows[0, 3:] = [1, 2, 3], text
-    assert np.asarray(call(dense, rows))[0, 2:5].argmax(-1).tolist() == list(text)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    texts = [one.tokens for one in maxjax.generate(model, None, prompts, max_new_tokens=3)]
+    assert chosen(dense, prompts, texts) == texts
     for sizes in ({"expert": 2, "model": 2}, *([{"model": 8}] if ALL else [])):
         near(call(loaded(directory, mesh=maxjax.make_mesh(**sizes)), ids), expected)
     near(call(loaded(directory).unstack(), ids), expected)

@@ -17,6 +17,7 @@ from maxjax.errors import UserInputError
 from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
 from maxjax.nn.layer.definition import marked
 from maxjax.nn.layer.observe import frames
+from tests.models.decoders import padded
 
 IDS = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
 CALL = lambda model, ids: model(ids)
@@ -198,9 +199,7 @@ def test_generate(model, family):
     assert len(c.runs) == 1 and c.runs[0].lengths.tolist() == [8, 10, 6]
     # The whole texts as rows of one call: no token sees those after it.
     wholes = [[*text.prompt_tokens, *text.tokens[:-1]] for text in texts]
-    ids = np.zeros((3, 10), np.int32)
-    for row, one in zip(ids, wholes, strict=True):
-        row[: len(one)] = one
+    ids, _ = padded(wholes)
     _, expected = jax.jit(maxjax.captured(CALL, *NAMES))(model, ids)
     for i, (text, one) in enumerate(zip(texts, wholes, strict=True)):
         n, count = len(one), len(text.tokens)
@@ -268,12 +267,10 @@ def test_generation_on_a_mesh(model):
     there = jax.tree.map(lambda a: a, model).to(maxjax.make_mesh(data=2, model=4))
     with maxjax.capture(there, "layers.*.mlp") as c, maxjax.capture(model, "layers.*.mlp") as d:
         texts = maxjax.generate(there, None, PROMPTS[:2], max_new_tokens=3)
-        ids = np.zeros((2, 7), np.int32)
-        for row, text in zip(ids, texts, strict=True):
-            one = [*text.prompt_tokens, *text.tokens[:-1]]
-            row[: len(one)] = one
+        ids, lengths = padded([[*text.prompt_tokens, *text.tokens[:-1]] for text in texts])
         model(ids)
-    for i, n in enumerate((5, 7)):
+    assert lengths.tolist() == [5, 7]
+    for i, n in enumerate(lengths):
         close(c["layers.*.mlp"][:, i, :n], d["layers.*.mlp"][:, i, :n])
 
 

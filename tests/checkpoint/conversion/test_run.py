@@ -587,8 +587,8 @@ def small(tmp_path):
 @pytest.mark.fast(
     "m.gguf-options0-is the name of a gguf file, and safetensors was asked",
     "m-options5-int8",
-    "m.gguf-options10-'q3_k': it must be one of q8_0, q4_0, q4_k, q6_k",
-    "m.npz-options15-m\\\\.npz.*not written",
+    "m.gguf-options10-'q3_x': it must be one of q4_0, q4_1, q5_0",
+    "m.npz-options16-m\\\\.npz.*not written",
 )
 @pytest.mark.parametrize(
     ("target", "options", "says"),

@@ -44,7 +44,7 @@ from maxjax.graph.weights import WeightData, load_weights
 from maxjax.kernels import native
 from maxjax.models import BertConfig, BertModel
 from maxjax.storage.limits import Limits
-from tests.engine.fill import filled
+from tests.fill import filled
 from tests.products import campaign_but
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from maxjax.engine.plan.report import plan
 from maxjax.errors import UserInputError
 from maxjax.models import BertConfig, BertModel, Llama, LlamaConfig
 from scripts.bench_plan import write_sparse
-from tests.engine.fill import filled
+from tests.fill import filled
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
 

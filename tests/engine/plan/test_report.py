@@ -21,7 +21,7 @@ from maxjax.models import name_rules as names
 from maxjax.nn.attention import AttentionWithRope
 from maxjax.nn.rotary_embedding import RotaryEmbedding
 from scripts.bench_plan import LLAMA_405B, shapes, write_sparse
-from tests.engine.fill import filled
+from tests.fill import filled
 
 CPU = DeviceRef.CPU()
 BERT = {
@@ -590,10 +590,14 @@ def test_names_cannot_steer_a_terminal(checkpoint):
 
 
 @pytest.mark.slow
-def test_llama_405b(tmp_path):
-    hidden, wide, keys, words, layers = 16384, 53248, 1024, 128256, 16  # of 126
-    total = write_sparse(tmp_path, LLAMA_405B | {"num_hidden_layers": layers}, 9)
-    found = plan(tmp_path, "model=8", batch=4, length=1000, hbm="10GB")
+@pytest.mark.default("16-9-10GB")
+@pytest.mark.parametrize(
+    ("layers", "shards", "hbm"), [(16, 9, "10GB"), (126, 191, "80GB")], ids=str
+)
+def test_llama_405b(tmp_path, layers, shards, hbm):
+    hidden, wide, keys, words = 16384, 53248, 1024, 128256
+    total = write_sparse(tmp_path, LLAMA_405B | {"num_hidden_layers": layers}, shards)
+    found = plan(tmp_path, "model=8", batch=4, length=1000, hbm=hbm)
     split = (
         layers * (2 * hidden * hidden + 2 * keys * hidden + 3 * hidden * wide) + 2 * words * hidden
     )

@@ -13,7 +13,7 @@ from maxjax.errors import CheckpointFormatError, UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import GLM4, GPT2, Gemma4, Gemma4Config, Mixtral, MixtralConfig, Phi3
 from maxjax.storage.blocks import decode, encode
-from tests.engine.fill import filled
+from tests.fill import filled
 
 TEXTS = [
     f"What is {a} + {b}? {a} + {b} = {a + b}. " for a in range(3, 40, 7) for b in range(5, 60, 9)

@@ -13,7 +13,7 @@ from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
 from maxjax.models import Gemma4, Gemma4Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.storage.blocks import ENCODERS, KEPT, decode, encode
-from tests.engine.fill import filled
+from tests.fill import filled
 from tests.models.decoders import call
 
 KINDS = [kind.lower() for kind in KEPT if kind in ENCODERS]

@@ -13,6 +13,7 @@ import maxjax
 from maxjax import lora
 from maxjax.errors import CheckpointMismatchError, UnsupportedModelError, UserInputError
 from tests.engine.sentence_models import EMBEDDERS, QUERY, TEXTS, write
+from tests.models.decoders import padded
 from tests.oracles.recorded import recorded, torch, transformers
 
 
@@ -42,11 +43,8 @@ states_of = jax.jit(lambda model, ids: model.states(ids))
 
 def last_states(model, rows):
     """The states of each row's last token; what is behind it changes none of them."""
-    ids = np.zeros((len(rows), 8 * -(-max(len(row.ids) for row in rows) // 8)), np.int32)
-    for at, row in zip(ids, rows, strict=True):
-        at[: len(row.ids)] = row.ids
-    found = np.asarray(states_of(model, ids))
-    return found[np.arange(len(rows)), [len(row.ids) - 1 for row in rows]]
+    ids, lengths = padded([row.ids for row in rows])
+    return np.asarray(states_of(model, ids))[np.arange(len(rows)), lengths - 1]
 
 
 def test_scores_are_those_of_transformers(tmp_path):

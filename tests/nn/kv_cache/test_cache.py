@@ -44,7 +44,7 @@ def test_int8_comes_with_scales():
     sharding = NamedSharding(maxjax.make_mesh(data=1, model=4), P(None, "data", "model"))
     cache = KVCache.empty(2, **SIZES, dtype="int8", sharding=sharding)
     assert cache.keys.dtype == jnp.int8 and len(jax.tree.leaves(cache)) == 5
-    for a in cache.full.scales:
+    for a in cache.full.arrays[2:]:
         assert a.shape == (2, 3, 4, 8) and a.dtype == jnp.float32
         assert a.addressable_shards[0].data.shape == (2, 3, 1, 8)
     grown = cache.grow(11)

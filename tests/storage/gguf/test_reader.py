@@ -17,6 +17,7 @@ from maxjax.storage.gguf import values as gguf_values
 from maxjax.storage.gguf.reader import KEPT, open_gguf
 from maxjax.storage.gguf.types import GGML_TYPES, GGML_TYPES_BY_NAME, REMOVED
 from maxjax.storage.parts import Part, read_parts
+from tests.products import ALL
 from tests.storage.gguf import corpus as corpus
 from tests.storage.gguf.corpus import GGUF, GGUF_BAD, INFOS, PAIRS, SPLITS, write
 from tests.storage.gguf.corpus import gguf as build
@@ -24,7 +25,7 @@ from tests.storage.mutate import mutations
 from tests.storage.test_corpus import assert_refused
 from tests.storage.watch import watched
 
-MUTATIONS = 1500
+MUTATIONS = 3000 if ALL else 1500
 MEBIBYTE = 1 << 20
 
 

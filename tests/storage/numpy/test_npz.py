@@ -22,12 +22,13 @@ from maxjax.storage.numpy.npy import open_npy
 from maxjax.storage.numpy.npz import open_npz
 from maxjax.storage.parts import Part, read_parts
 from maxjax.storage.zip import deflate
+from tests.products import ALL
 from tests.storage.mutate import mutations, rewrite
 from tests.storage.numpy.corpus import BASIC, NPZ, A, Case, Item, npy, one, pack, saved
 from tests.storage.test_corpus import assert_refused, read_all
 from tests.storage.watch import watched
 
-MUTATIONS = 1500
+MUTATIONS = 3000 if ALL else 1500
 
 
 def by_numpy(content: bytes) -> dict[str, np.ndarray]:
