@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion reloads lazy absent columns
+.: errors elsewhere completion reloads lazy absent columns patterns
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind
@@ -132,7 +132,7 @@ models: __init__
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files function_schema render
 text: stream_decoders
-text/tokenizer: arguments patterns limits added sentencepiece tekken vocab files tokenizer
+text/tokenizer: arguments limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults

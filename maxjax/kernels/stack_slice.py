@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from . import explicit
 
@@ -157,19 +159,59 @@ StackSlice.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _cut(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
-    known = [_from_start(i, n) for i, n in zip(indices, stack.shape, strict=False)]
+    known = tuple(_from_start(i, n) for i, n in zip(indices, stack.shape, strict=False))
+    if _may_be_anywhere(stack, len(indices)):
+        at = tuple(_beside(stack, i) if isinstance(i, int) else i for i in known)
+        if not any(isinstance(i, Tracer) for i in at):
+            return _one_program(stack, at)
+    return _slice(stack, known)
+
+
+def _slice(stack: Any, indices: tuple[Any, ...]) -> jax.Array:
     if len(indices) == 1:
-        if isinstance(known[0], int):
-            return jax.lax.index_in_dim(stack, known[0], keepdims=False)
-        return layer_of(stack, known[0])
+        if isinstance(indices[0], int):
+            return jax.lax.index_in_dim(stack, indices[0], keepdims=False)
+        return layer_of(stack, indices[0])
     rest = stack.shape[len(indices) :]
-    if all(isinstance(i, int) for i in known):
-        ends = [*(i + 1 for i in known), *rest]
-        return jax.lax.slice(stack, [*known, *[0] * len(rest)], ends).reshape(rest)
+    if all(isinstance(i, int) for i in indices):
+        ends = [*(i + 1 for i in indices), *rest]
+        return jax.lax.slice(stack, [*indices, *[0] * len(rest)], ends).reshape(rest)
     # One slice over all axes: a slice of a slice would copy the whole first slice.
-    starts = [jnp.int32(i) for i in (*known, *[0] * len(rest))]
+    starts = [jnp.int32(i) for i in (*indices, *[0] * len(rest))]
     sizes = (*[1] * len(indices), *rest)
     return jax.lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False).reshape(rest)
+
+
+# Cuts the slices of an array, of which each would otherwise have a compiled program of its own.
+_one_program = jax.jit(_slice)
+
+
+def _may_be_anywhere(stack: Any, depth: int) -> bool:
+    """Whether a slice is cut as well by a program that gets the index as an argument.
+
+    In the program of a tracer a constant index is better, and so it is where XLA would have to move other
+    parts of the stack, from another kind of memory or between devices.
+    """
+    if isinstance(stack, Tracer) or not isinstance(stack, jax.Array):
+        return False
+    sharding = stack.sharding
+    if not sharding.is_fully_addressable:
+        return False
+    if sharding.memory_kind != next(iter(sharding.device_set)).default_memory().kind:
+        return False
+    if isinstance(sharding, NamedSharding):
+        return all(entry is None for entry in sharding.spec[:depth])
+    return isinstance(sharding, SingleDeviceSharding)
+
+
+def _beside(stack: jax.Array, index: int) -> jax.Array:
+    """The index as an array on the devices of the stack, committed to them if the stack is."""
+    sharding: Any = stack.sharding
+    if not stack.committed:
+        sharding = None
+    elif isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(np.int32(index), sharding)
 
 
 def layer_of(stack: jax.Array, index: Any) -> jax.Array:

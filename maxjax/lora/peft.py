@@ -25,7 +25,7 @@ from ..nn.layer import Module
 from ..nn.layer.walk import Walk
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
-from ..text.tokenizer.patterns import check_pattern
+from ..patterns import check_pattern
 from .model import BIASES
 from .targets import TargetLayer, targets
 

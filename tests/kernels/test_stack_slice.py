@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxjax.kernels import StackSlice, matmul
+import maxjax
+from maxjax.kernels import StackSlice, matmul, stack_slice
 
 STACK = np.arange(1, 13, dtype=np.float32).reshape(3, 2, 2)
 PLAIN = jnp.asarray(STACK[1])
@@ -194,6 +197,39 @@ def test_one_program_for_every_index():
         want = x @ STACK[i].T + STACK[i].sum() + STACK[i][0]
         np.testing.assert_allclose(run(StackSlice(jnp.asarray(STACK), jnp.int32(i)), x), want)
     assert traces == [(2, 2)]
+
+
+def place(kind):
+    mesh = maxjax.make_mesh(model=4, data=2)
+    return {
+        "uncommitted": None,
+        "device": jax.devices()[3],
+        "split": NamedSharding(mesh, P(None, None, "model")),
+        "first axis split": NamedSharding(mesh, P("data")),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["uncommitted", "device", "split", "first axis split"])
+def test_each_slice_lies_where_the_stack_does(kind):
+    values = np.arange(96.0, dtype=np.float32).reshape(2, 3, 4, 4)
+    stack = jax.device_put(values, place(kind))
+    before = stack_slice._one_program._cache_size()
+    is_split = kind == "first axis split"  # JAX puts the indices of these there by itself
+    with jax.transfer_guard("allow" if is_split else "disallow"):
+        found = [StackSlice(stack, i).__jax_array__() for i in range(2)]
+        found += [StackSlice(stack, (i, j)).__jax_array__() for i in range(2) for j in range(-3, 0)]
+    want = [stack[i] for i in range(2)] + [stack[i, j] for i in range(2) for j in range(-3, 0)]
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.committed == other.committed == (kind != "uncommitted")
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    assert stack_slice._one_program._cache_size() - before == (0 if is_split else 2)
+
+
+def test_an_array_in_a_program_is_cut_by_a_constant():
+    stack = jnp.asarray(STACK)
+    jaxpr = str(jax.make_jaxpr(lambda x: x + StackSlice(stack, 1))(jnp.ones((2, 2))))
+    assert " slice[" in jaxpr and "dynamic_slice" not in jaxpr
 
 
 def test_with_a_traced_index():

@@ -3,7 +3,7 @@
 import pytest
 
 from maxjax.dtype import DType
-from maxjax.errors import CheckpointFormatError, UnsupportedModelError
+from maxjax.errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError
 from maxjax.models.quantized import Quantization
 from tests.models.quantizers import compressed, compressed_scaled, gptq
 
@@ -96,9 +96,11 @@ def test_configurations_of_other_writers():
     assert of({"load_in_8bit": True})(64, 32, {}).format == "bitsandbytes8"
 
 
+EIGHT = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
 def weights_of(**changes):
-    base = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    return compressed({**base, **changes}, "float-quantized")
+    return compressed({**EIGHT, **changes}, "float-quantized")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,7 @@ def weights_of(**changes):
         ({**gptq().config, "checkpoint_format": "marlin"}, UnsupportedModelError, "marlin"),
         ({**gptq().config, "dynamic": {"+:.*": {"bits": 3}}}, UnsupportedModelError, "bits 3"),
         ({**gptq().config, "dynamic": {"+:(": {}}}, CheckpointFormatError, r"the pattern '\('"),
+        ({**gptq().config, "dynamic": {"-:(.+)+!": {}}}, CheckpointLimitError, "a loop inside a loop"),
         ({**gptq().config, "rotation": "hadamard"}, UnsupportedModelError, "rotation 'hadamard'"),
         ({**gptq().config, "is_marlin_format": True}, UnsupportedModelError, "is_marlin_format"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "version 'gemv'"),
@@ -135,6 +138,8 @@ def weights_of(**changes):
         (weights_of(num_bits=4), UnsupportedModelError, "num_bits 4"),
         (weights_of(type="int"), UnsupportedModelError, "type 'int'"),
         (weights_of(strategy="token"), UnsupportedModelError, "strategy 'token'"),
+        ({**weights_of(), "config_groups": {"a": {"targets": ["re:(.+)+!"], "weights": EIGHT}}},
+         CheckpointLimitError, r"config\.json.*a loop inside a loop: '\(\.\+\)\+!'"),
         (weights_of(strategy="group"), CheckpointFormatError, "'group_size'"),
         (weights_of(strategy="block"), UnsupportedModelError, "block_structure"),
     ],

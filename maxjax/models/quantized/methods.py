@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError
+from ...errors import CheckpointFormatError, CheckpointLimitError, UserInputError
 from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
+from ...patterns import check_pattern
 from ..config import short
 from ..multimodal import whole_names
 from .layouts import (
@@ -120,9 +121,20 @@ def _targets(group: QuantSettings) -> list[str]:
 
 
 def _pattern(settings: QuantSettings, text: str) -> re.Pattern[str]:
-    """Compiles a pattern of layer names."""
+    """Compiles a pattern of layer names.
+
+    Raises:
+        CheckpointFormatError: it is no regular expression.
+        CheckpointLimitError: it may take exponential time to match.
+    """
     try:
+        check_pattern(text)
         return re.compile(text)
+    except UserInputError as error:
+        raise CheckpointLimitError(
+            f"'{settings.where}' has a regular expression that is refused: {error}",
+            path=settings.path,
+        ) from None
     except re.error as error:
         raise CheckpointFormatError(
             f"'{settings.where}' has the pattern {short(text)}: {error}", path=settings.path

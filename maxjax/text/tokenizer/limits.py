@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointLimitError, UserInputError
-from .patterns import check_pattern, matches_something
+from ...patterns import check_pattern, matches_something
 
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20

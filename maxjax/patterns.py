@@ -1,9 +1,10 @@
-"""Checks the regular expressions of a ``tokenizer.json`` for exponential search time.
+"""Checks the regular expressions in a checkpoint's files for exponential search time.
 
-Oniguruma, which runs them, tries every way to divide a text among the loops of an expression, and
-for nested loops the number of ways may be exponential in the length of the text. It gives up a match
-after ten million steps, but starts again at the next letter. To find the loops no full parser is
-needed: groups, classes, escapes and quantifiers are enough.
+Those of a ``tokenizer.json`` are run by Oniguruma, those that name layers by Python's ``re``. Both try
+every way to divide a text among the loops of an expression, and for nested loops the number of ways may be
+exponential in the length of the text. Oniguruma gives up a match after ten million steps, but starts again
+at the next letter. To find the loops no full parser is needed: groups, classes, escapes and quantifiers are
+enough.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...errors import UserInputError
+from .errors import UserInputError
 
 # Published expressions have up to two thousand characters, mostly lists of letters.
 _LONGEST = 16_384
