@@ -5,7 +5,7 @@ Both return a new Module, which shares unchanged arrays with the given one; that
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -91,7 +91,8 @@ def add(
     if type(rank) is not int or rank < 1:
         raise UserInputError(f"rank must be a positive integer, not {rank!r}")
     alpha = float(rank) if alpha is None else alpha
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not is_number or not abs(alpha) <= sys.float_info.max:
         raise UserInputError(f"alpha must be a number, not {alpha!r}")
     if bias not in BIASES:
         raise UserInputError(f"bias must be one of {', '.join(map(repr, BIASES))}, not {bias!r}")

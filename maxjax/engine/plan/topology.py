@@ -82,6 +82,10 @@ device_description_str: "NVIDIA {name}"
 _L2_CACHE = {"h200": 60 << 20, "h100": 50 << 20}
 
 
+# The largest machines have some 10,000 TPUs or 100,000 GPUs; a plan compares meshes of all of them.
+_MAX_DEVICES = 1_000_000
+
+
 class Topology(NamedTuple):
     """A number of devices of one kind.
 
@@ -105,7 +109,7 @@ class Topology(NamedTuple):
         """The topology of a name; no compiler is needed.
 
         Raises:
-            UserInputError: there is no such kind, or it has another number of axes.
+            UserInputError: there is no such kind, it has another number of axes, or there are too many devices.
         """
         if not isinstance(name, str):
             raise TypeError(f"a topology is a str such as 'v5e:2x4', not {type(name).__name__}")
@@ -123,6 +127,8 @@ class Topology(NamedTuple):
             raise UserInputError(
                 f"topology {name!r}: write the devices of {label} as {label}:{example}"
             )
+        if math.prod(shape) > _MAX_DEVICES:
+            raise UserInputError(f"topology {name!r} has more than {_MAX_DEVICES:,} devices")
         return cls(f"{label}:{text}", kind, shape)
 
     @property

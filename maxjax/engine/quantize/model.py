@@ -149,7 +149,14 @@ def _checked(
     for name in types:
         if importance is None or name not in importance:
             continue
-        given, size = np.asarray(importance[name], np.float32), int(weights[name].logical_shape[-1])
+        size = int(weights[name].logical_shape[-1])
+        try:
+            given = np.asarray(importance[name], np.float32)
+        except (TypeError, ValueError):
+            raise UserInputError(
+                f"the importance of weight '{name}' must be {size} numbers, not "
+                f"{type(importance[name]).__name__}"
+            ) from None
         if given.shape != (size,) or not np.isfinite(given).all() or (given < 0).any():
             raise UserInputError(
                 f"the importance of weight '{name}' must be {size} numbers, not negative; got "

@@ -31,6 +31,8 @@ def test_names(name, shape, count):
 def test_what_is_no_topology(name):
     with pytest.raises(UserInputError, match=r"v5e:2x4|v5p:2x2x2|h200:8"):
         Topology.of(name)
+    with pytest.raises(UserInputError, match="more than 1,000,000 devices"):
+        Topology.of("v5e:1000x1001")
     with pytest.raises(TypeError, match="str"):
         Topology.of(8)  # type: ignore[arg-type]
 
