@@ -14,7 +14,7 @@ from maxjax.errors import (
 from maxjax.models.cohere import Cohere2Config
 from maxjax.models.config import ModelConfig, read_object, setting
 from maxjax.models.deberta_v2 import DebertaV2Config
-from maxjax.models.decoder.rope import Rope
+from maxjax.models.decoder.rope import QueryScaling, Rope
 from maxjax.models.deepseek import DeepseekV2Config
 from maxjax.models.ernie4_5 import Ernie45Config
 from maxjax.models.ernie4_5_moe import Ernie45MoEConfig
@@ -210,3 +210,16 @@ def test_settings_that_nobody_reads_are_told_in_every_family(config, caplog):
     kinds = {"layer_types": ["conv", "full_attention"]} if config is LFM2MoEConfig else {}
     config.from_dict(DECODER | kinds | {"clip_qkv": 8.0, "hidden_size_per_layer_input": 0})
     assert "clip_qkv" in caplog.text
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, -0.5, "0.5"])
+def test_the_scaling_of_a_ministral_3s_queries(beta):
+    rope = {"rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 16}
+    raw = DECODER | {"rope_parameters": rope | {"llama_4_scaling_beta": beta}}
+    if beta in (0, 0.5):
+        assert Ministral3Config.from_dict(raw).query_scaling == QueryScaling(float(beta), 16.0)
+        return
+    with pytest.raises(
+        CheckpointFormatError, match="'llama_4_scaling_beta' in 'rope_parameters' needs"
+    ):
+        Ministral3Config.from_dict(raw)

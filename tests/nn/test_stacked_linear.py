@@ -76,6 +76,7 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
     parts = layer.shard([CPU, CPU])
     assert [part.out_dims for part in parts] == [(2, 1, 1)] * 2
     each = zip(*(part.apart(x) for part in parts), strict=True)
+    assert [part.stacked_bias.shape for part in parts] == [(4,)] * 2
     np.testing.assert_allclose(
         np.concatenate([np.concatenate(one, -1) for one in each], -1), y, rtol=1e-6
     )
@@ -83,6 +84,8 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
         layer.sharding_strategy = columns
         parts = layer.shard([CPU, CPU])
         assert [part.out_dims for part in parts] == [layer.out_dims] * 2
+        np.testing.assert_array_equal(parts[0].stacked_bias, layer.stacked_bias)
+        assert parts[1].stacked_bias is None
         found = sum(part(x[:, 2 * i : 2 * i + 2]) for i, part in enumerate(parts))
         np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
 
