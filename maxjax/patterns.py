@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from .errors import UserInputError
+from .errors import CheckpointLimitError, UserInputError
 
 # Published expressions have up to two thousand characters, mostly lists of letters.
 _LONGEST = 16_384
@@ -81,6 +82,23 @@ def check_pattern(pattern: str) -> None:
     if len(pattern) > _LONGEST:
         raise UserInputError(f"it has {len(pattern)} characters; the limit is {_LONGEST}")
     _read(pattern)
+
+
+def refuse_slow(pattern: str, key: str, **where: Any) -> None:
+    """:func:`check_pattern` of an expression from a checkpoint's file.
+
+    Args:
+        key: what has the expression, for the message.
+        where: path and hint, as for CheckpointError.
+
+    Raises:
+        CheckpointLimitError: the expression is refused.
+    """
+    try:
+        check_pattern(pattern)
+    except UserInputError as error:
+        message = f"{key} has a regular expression that is refused: {error}"
+        raise CheckpointLimitError(message, **where) from None
 
 
 def matches_something(pattern: str) -> bool:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 from ..errors import (
     CheckpointFormatError,
-    CheckpointLimitError,
     CheckpointMismatchError,
     UnsupportedModelError,
-    UserInputError,
     some,
 )
 from ..models.family import PretrainedModel
@@ -25,7 +23,7 @@ from ..nn.layer import Module
 from ..nn.layer.walk import Walk
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
-from ..patterns import check_pattern
+from ..patterns import refuse_slow
 from .model import BIASES
 from .targets import TargetLayer, targets
 
@@ -139,13 +137,8 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
                 f"alpha {name!r} must be a number", path=path, found=str(value)[:80]
             )
     for pattern in (*ranks, *alphas):
-        try:
-            check_pattern(pattern)
-        except UserInputError as error:
-            raise CheckpointLimitError(
-                f"rank_pattern or alpha_pattern has a regular expression that is refused: {error}",
-                path=path, hint="Name the layers without loops inside of loops.",
-            ) from None  # fmt: skip
+        hint = "Name the layers without loops inside of loops."
+        refuse_slow(pattern, "rank_pattern or alpha_pattern", path=path, hint=hint)
     trained = config.get("modules_to_save") or []
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError, CheckpointLimitError, UserInputError
+from ...errors import CheckpointFormatError
 from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
-from ...patterns import check_pattern
+from ...patterns import refuse_slow
 from ..config import short
 from ..multimodal import whole_names
 from .layouts import (
@@ -127,14 +127,9 @@ def _pattern(settings: QuantSettings, text: str) -> re.Pattern[str]:
         CheckpointFormatError: it is no regular expression.
         CheckpointLimitError: it may take exponential time to match.
     """
+    refuse_slow(text, f"'{settings.where}'", path=settings.path)
     try:
-        check_pattern(text)
         return re.compile(text)
-    except UserInputError as error:
-        raise CheckpointLimitError(
-            f"'{settings.where}' has a regular expression that is refused: {error}",
-            path=settings.path,
-        ) from None
     except re.error as error:
         raise CheckpointFormatError(
             f"'{settings.where}' has the pattern {short(text)}: {error}", path=settings.path

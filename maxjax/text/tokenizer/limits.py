@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointLimitError, UserInputError
-from ...patterns import check_pattern, matches_something
+from ...errors import CheckpointLimitError
+from ...patterns import matches_something, refuse_slow
 
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20
@@ -110,13 +110,8 @@ def _steps(
             _at_most(text, _MAX_STEP_TEXT, f"the texts of '{key}' are too long", path,
                      " characters")  # fmt: skip
             if isinstance(value, Mapping) and pattern is not None and "Regex" in value:
-                try:
-                    check_pattern(pattern)
-                except UserInputError as error:
-                    raise CheckpointLimitError(
-                        f"'{key}' has a regular expression that is refused: {error}", path=path,
-                        hint="To use the model without its tokenizer: tokenizer=False.",
-                    ) from None  # fmt: skip
+                hint = "To use the model without its tokenizer: tokenizer=False."
+                refuse_slow(pattern, f"'{key}'", path=path, hint=hint)
         if step.get("type") == "Precompiled":
             _at_most(len(str(step.get("precompiled_charsmap"))), _MAX_CHARSMAP,
                      "'precompiled_charsmap' is too long", path, " characters")  # fmt: skip
