@@ -1,8 +1,8 @@
 """Figures of the package's layout: `python scripts/house.py [FOLDER]`. Fails if one exceeds its limit.
 
 Counted are files in the longest chain of imports, files that only a sibling imports, class names that are
-defined twice, private members of Weight that other files use, attributes assigned from another file, lines of
-code, and lines of code of the files of model families.
+defined twice, private members of Weight that other files use, attributes assigned from another file, and
+lines of code.
 Facades (an `__init__` that re-exports names) and imports under `TYPE_CHECKING` do not count. An import through
 a facade counts as an import of the file that defines the name.
 """
@@ -10,7 +10,6 @@ a facade counts as an import of the file that defines the name.
 from __future__ import annotations
 
 import ast
-import statistics
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -119,21 +118,6 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-def family_files(house: House) -> list[str]:
-    """Files in ``models/`` that declare a family of models: ``Llama.family = …``."""
-    return [
-        file
-        for file, tree in house.trees.items()
-        if Path(file).parent.as_posix() == "models"
-        and any(
-            isinstance(target, ast.Attribute) and target.attr == "family"
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-        )
-    ]
-
-
 def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
     """For each figure of the package at `root`: value, limit, meaning, and the files or names counted."""
     house = House(root)
@@ -147,16 +131,8 @@ def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
     yield len(uses), 0, "uses of private members of Weight elsewhere", ", ".join(uses)
     found = slots(house)
     yield len(found), 0, "attributes assigned from another file", ", ".join(found)
-    long = [file for file in house.files if len((root / file).read_text().splitlines()) > 500]
-    yield len(long), 0, "files over 500 lines", ", ".join(long)
     lines = sum(code_lines(root / file) for file in house.files)
     yield lines, None, f"lines of code in {len(house.files)} files", ""
-    families = {file: code_lines(root / file) for file in family_files(house)}
-    if families:
-        middle = statistics.median(families.values())
-        yield middle, 60, f"lines of code in the median of {len(families)} model families", ""
-        largest = max(families, key=families.__getitem__)
-        yield families[largest], 120, "lines of code in the largest model family", largest
 
 
 def main(root: Path) -> int:
