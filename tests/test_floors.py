@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = """
 # 0 words: what the rest is written in
-.: errors elsewhere completion reloads lazy absent columns patterns
+.: errors elsewhere completion reloads lazy absent columns patterns paths
 .: heartbeat agreement progress distributed lockstep dtype driver native_library
 rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind

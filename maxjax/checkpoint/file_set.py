@@ -26,7 +26,7 @@ from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
 from ..storage.safetensors.writer import SetFile, file_pieces, in_order, index
 from ..storage.save.beside import Description, move_into_place, sum_of, waiting
-from ..storage.save.durable import flush_folder, require_target
+from ..storage.save.durable import flush_folder, target_path
 from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
 
@@ -62,12 +62,12 @@ def write_file(
         CheckpointSaveError, CheckpointAccessError: the file cannot be written; an older one is
             intact.
     """
-    require_target(os.fspath(path))
+    path = target_path(path)
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     with Staging(folder, exclusive=False) as staging:
         if os.path.exists(target):
-            staging.keeps(f"The file that was there before is untouched: {os.fspath(path)}.")
+            staging.keeps(f"The file that was there before is untouched: {path}.")
         staging.require_space(nbytes)
         record = _write(staging, name, tensors, pieces, nbytes)
         staging.hold()

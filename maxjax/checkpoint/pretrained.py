@@ -26,6 +26,7 @@ from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
 from ..progress import short, task
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
+from ..storage.save.durable import target_path
 from ..text.tokenizer.arguments import check_is_tokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
@@ -94,7 +95,7 @@ def save_pretrained(
             f"config is the content of config.json, a dict, not {type(config).__name__}"
         )
     with Lockstep("save_pretrained", shardings_of(model)) as together:
-        directory = os.fsdecode(directory)
+        directory = target_path(directory)
         limit = size_in_bytes(max_shard_size)
         gathering = Gathering(together)
         data = model_data(model, gathering)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
+from ..paths import local_path
 from .answer import Answer, nan_error, say, show, stats, tokens
 from .model import (
     LoadedModel,
@@ -27,6 +28,7 @@ from .model import (
     system_message,
     template_variables,
 )
+from .options import file_path
 from .terminal import explain
 
 _HELP = """\
@@ -44,7 +46,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model_arguments(parser)
     sampling_arguments(parser)
-    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a saved chat")
+    parser.add_argument("--load", type=file_path, metavar="FILE", help="continue a saved chat")
 
 
 def chat(options: argparse.Namespace) -> Iterable[str]:
@@ -205,7 +207,7 @@ class _Chat:
     def _save(self, name: str) -> None:
         if not name:
             raise UserInputError("/save needs a FILE")
-        path = Path(name).expanduser()
+        path = Path(local_path(name)).expanduser()
         if path.exists():
             try:
                 read_chat(path)

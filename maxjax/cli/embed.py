@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UserInputError
 from ..progress import short, task
-from .options import auto_or_float, pooling, positive
+from .options import auto_or_float, file_path, pooling, positive
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def embed_arguments(parser: argparse.ArgumentParser) -> None:
 def output_file(found: str) -> Path:
     """The type of a file of embeddings, whose name says its format."""
     if found.lower().endswith((".npy", ".jsonl")):
-        return Path(found)
+        return file_path(found)
     raise argparse.ArgumentTypeError(
         f"{found}: it must end in .npy (one array) or .jsonl (JSON lines)"
     )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 
 from .model import model_arguments, open_model
-from .options import integer, positive
+from .options import file_path, integer, positive
 from .terminal import decoded
 
 
@@ -18,7 +18,11 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measure", choices=["perplexity"],
                         help="perplexity: how well the model predicts a text")  # fmt: skip
     parser.add_argument(
-        "--text", required=True, metavar="FILE", help="the text, in UTF-8; - reads stdin"
+        "--text",
+        required=True,
+        type=file_path,
+        metavar="FILE",
+        help="the text, in UTF-8; - reads stdin",
     )
     model_arguments(parser, generates=False)
     parser.add_argument("--context", type=integer(2), metavar="N",
@@ -40,11 +44,11 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
     if options.context is not None and options.stride is not None:
         if options.stride > options.context:
             options.error(f"--stride {options.stride} is more than --context {options.context}")
-    if options.text == "-":
+    if str(options.text) == "-":
         text = decoded(sys.stdin.buffer.read() if sys.stdin else b"", "stdin")
     else:
         with open(options.text, "rb") as file:
-            text = decoded(file.read(), options.text)
+            text = decoded(file.read(), str(options.text))
     opened = open_model(options)
     from dataclasses import asdict
 
@@ -60,4 +64,4 @@ def evaluate(options: argparse.Namespace) -> Iterable[str]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(found).items()
     }
-    return [json.dumps({"model": str(options.model), "text": options.text, **values})]
+    return [json.dumps({"model": str(options.model), "text": str(options.text), **values})]

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
@@ -22,7 +21,7 @@ from .model import (
     system_message,
     template_variables,
 )
-from .options import setting
+from .options import file_path, setting
 from .terminal import decoded
 
 
@@ -30,7 +29,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
                         help="the prompt; -, or no argument, reads stdin")  # fmt: skip
-    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--file", type=file_path, help="read the prompt from a file")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
                         help="format the prompt as a user message with the chat template "
                         "(default: only for the model tiny)")  # fmt: skip

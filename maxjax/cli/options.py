@@ -15,9 +15,11 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import UserInputError
+from ..errors import CheckpointError, UserInputError
+from ..paths import local_path
 
 TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
 SEEDS = 2**32
@@ -95,6 +97,19 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def file_path(text: str) -> Path:
+    """The type of the path of a file.
+
+    Example:
+        >>> file_path("a.txt").name
+        'a.txt'
+    """
+    try:
+        return Path(local_path(text))
+    except (UserInputError, CheckpointError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def checkpoint(path: str) -> str:

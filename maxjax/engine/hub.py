@@ -28,6 +28,7 @@ from ..errors import (
     some,
 )
 from ..models.sentence_files import dense_weights
+from ..paths import local_path
 from ..progress import is_on
 from ..storage.directory import choose, no_weights
 from ..storage.formats import SUFFIXES
@@ -282,9 +283,9 @@ def find_model(
         maxjax.errors.CheckpointMissingError: nowhere: no such file or directory. Check the path; a
         name on the Hugging Face hub has two parts: org/name.
     """
-    if not isinstance(name, (str, bytes, os.PathLike, type(None))):
-        raise TypeError(f"path must be a str or a Path, not {type(name).__name__}")
-    path = None if name is None else Path(os.fsdecode(name))
+    path = None if name is None else Path(local_path(name))
+    if access.cache_dir is not None:
+        local_path(access.cache_dir)
     found = hub_name(name) if isinstance(name, str) else None
     if path is None or (name == TINY and not _exists(path)):
         path = Path(str(files("maxjax"))) / TINY

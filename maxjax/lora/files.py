@@ -23,6 +23,8 @@ from ..lockstep import Lockstep
 from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
+from ..paths import local_path
+from ..storage.save.durable import target_path
 from ..storage.strict_json import load_json
 from .model import adapted, attached, update_dtype
 from .peft import (
@@ -82,7 +84,7 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
             "the model is a linear layer itself, and PEFT's files name layers inside of a model: save it in one"
         )
     with Lockstep("lora.save", shardings_of(model)) as together:
-        directory = os.fsdecode(path)
+        directory = target_path(path)
         gathering = Gathering(together)
         names = tensor_names(model, found)
         weights = model.raw_state_dict()
@@ -126,7 +128,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             not supported; the message names the setting.
     """
     check_module(model, "lora.load")
-    directory = Path(os.fsdecode(path))
+    directory = Path(local_path(path))
     file = next(
         (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None
     )

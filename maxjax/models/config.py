@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from ..errors import CheckpointFormatError
+from ..paths import local_path
 from ..storage.strict_json import load_json
 
 # JAX indexes with 32-bit integers, so no size in a configuration can be larger.
@@ -26,9 +27,10 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointFormatError: the file is not JSON, has a key twice, or does not hold an object.
         CheckpointError: the file is missing, unreadable, or over a limit.
+        UserInputError: the path is empty or a URL.
     """
     # Some published configurations hold Infinity; ``from_dict`` checks the numbers that are used.
-    value = load_json(path, allow_nan=True)
+    value = load_json(local_path(path), allow_nan=True)
     if not isinstance(value, dict):
         found = type(value).__name__
         raise CheckpointFormatError("not a JSON object", path=path, expected="{…}", found=found)

@@ -12,6 +12,7 @@ from ..dtype import DType
 from ..errors import CheckpointMissingError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.given import data_of
+from ..paths import local_path
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from .bounds import check_bounds
@@ -124,7 +125,7 @@ def _config(
     if isinstance(config, Mapping):
         return config, None
     if config is not None:
-        path = Path(os.fsdecode(config))
+        path = Path(local_path(config))
         return read_object(path), path
     if isinstance(weights, GGUFWeights):
         from .gguf import config_of
@@ -143,7 +144,7 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointMissingError: there is no such file.
     """
-    path = Path(os.fsdecode(path))
+    path = Path(local_path(path))
     directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
     config = directory / "config.json"
     if not config.exists():

@@ -25,6 +25,7 @@ from ..errors import (
     CheckpointMissingError,
     CheckpointTruncatedError,
 )
+from ..paths import require_name
 from ..progress import reading
 from .limits import Limits, in_force
 
@@ -234,20 +235,6 @@ def changed(
         found=found,
         hint="Wait until nothing writes to it, then load again.",
     )
-
-
-def require_name(path: str) -> None:
-    """Refuses a path that no file can have.
-
-    Raises:
-        CheckpointMissingError: it holds a NUL character, or one that has no bytes (a lone surrogate).
-    """
-    if "\0" in path:
-        raise CheckpointMissingError("a path cannot hold a NUL character", path=path)
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise CheckpointMissingError(f"a path cannot hold it: {error}", path=path) from None
 
 
 def open_regular(

@@ -25,6 +25,7 @@ from ..errors import (
     UserInputError,
     some,
 )
+from ..paths import local_path
 from .digests import NAME as DIGESTS
 from .digests import Record, attach, warn_without_checksums
 from .directory import choose, is_weights, no_weights, unread
@@ -92,7 +93,7 @@ def open_checkpoint(
     limits = in_force(limits)
     check_verify(verify)
     paths = [path] if isinstance(path, str | bytes | os.PathLike) else path
-    paths = [os.fsdecode(one) for one in paths]
+    paths = [local_path(one) for one in paths]
     if not paths:
         raise UserInputError("no path was given. Name a file or a directory of weights.")
     table = _open_unchanged(paths, lambda: _open_all(paths, limits, verify))

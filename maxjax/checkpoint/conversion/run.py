@@ -22,11 +22,13 @@ from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
+from ...paths import local_path
 from ...progress import short, task
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import is_orbax
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
+from ...storage.save.durable import target_path
 from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
@@ -96,11 +98,7 @@ def convert(
         >>> found.format, found.tensors, found.nbytes
         ('safetensors', 1, 12)
     """
-    source, destination = os.fsdecode(source), os.fsdecode(destination)
-    if not source or not destination:
-        raise UserInputError(
-            "the source or the destination is an empty name: give the path of each"
-        )
+    source, destination = local_path(source), target_path(destination)
     target = Path(destination)
     kind = _format(target, to)
     target_dtype = None if dtype is None else float_type(dtype)

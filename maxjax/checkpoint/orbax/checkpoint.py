@@ -19,6 +19,7 @@ from ...errors import CheckpointError, CheckpointMissingError, UserInputError, r
 from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...nn.layer.walk import check_module
+from ...paths import local_path
 from ...progress import short, task
 from ...rendering.division import numbers
 from ...rendering.rendered import Rendered
@@ -223,7 +224,7 @@ def restore(
     """
     if model is not None:
         check_module(model, "checkpoint.restore")
-    root = os.fsdecode(path)
+    root = local_path(path)
     step = None if step is None else whole_number("step", step, 0)
     attempts = 0
     while True:

@@ -23,6 +23,7 @@ from ...graph.weights import WeightData, Weights
 from ...graph.weights.same import same_content
 from ...nn.layer.load.fit import Fit, fit, is_on_device
 from ...nn.layer.load.stacks import read
+from ...paths import local_path
 from ...storage.limits import Limits, in_force
 from .file import ProgramHeader, WeightEntry, names_in, open_program, unreadable
 from .signature import Arguments, Path, cut
@@ -53,7 +54,8 @@ def load_exported(
         maxjax.errors.CheckpointMissingError: no/such/model.jaxport: no such file. Check the path.
     """
     compile_cache.enable()
-    return ExportedProgram(*open_program(os.fsdecode(path), in_force(limits)), os.fsdecode(path))
+    name = local_path(path)
+    return ExportedProgram(*open_program(name, in_force(limits)), name)
 
 
 class ExportedProgram:

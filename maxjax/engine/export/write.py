@@ -25,7 +25,7 @@ from ...graph.tensor_type import TensorType
 from ...graph.value import TensorValue
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
-from ...storage.save.durable import replace_file, require_writable
+from ...storage.save.durable import replace_file, writable_path
 from ...storage.strict_json import load_json
 from .file import MAGIC, PREFIX, ProgramHeader, WeightEntry
 from .signature import Signature, describe
@@ -89,9 +89,8 @@ def export(
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
     if type(vjp_order) is not int or vjp_order < 0:
         raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
-    name = os.fsdecode(path)
+    name = writable_path(path)
     chosen = _platforms(platforms)
-    require_writable(name)
     model = _unplaced(model)
     weights, leaves, types = _weights(model)
     specs = spec if type(spec) is tuple else (spec,)

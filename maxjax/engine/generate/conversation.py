@@ -18,7 +18,7 @@ from ...models.weights import shardings_of
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
-from ...storage.save.durable import replace_file, require_writable
+from ...storage.save.durable import replace_file, writable_path
 from ...text.chat import chat_tokens
 from ...text.tokenizer.arguments import check_unicode
 from ..isolation import isolated
@@ -189,8 +189,7 @@ class Conversation(Rendered):
         """
         text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
         # A lone surrogate becomes its JSON escape.
-        require_writable(os.fsdecode(path))
-        replace_file(os.fsdecode(path), [text.encode("utf-8", "backslashreplace")])
+        replace_file(writable_path(path), [text.encode("utf-8", "backslashreplace")])
 
     def _mx_title(self, row: Row) -> str:
         model = type(self._request.model).__name__

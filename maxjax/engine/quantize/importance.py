@@ -16,8 +16,9 @@ import numpy as np
 
 from ...errors import CheckpointFormatError, UserInputError
 from ...graph.weights import GGUFWeights, load_weights
+from ...paths import local_path
 from ...storage.gguf.writer import plan_gguf
-from ...storage.save.durable import replace_file, require_writable
+from ...storage.save.durable import replace_file, writable_path
 from ...storage.save.outgoing import outgoing
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -112,8 +113,7 @@ class Importance(Mapping[str, np.ndarray]):
         Raises:
             CheckpointError: the file cannot be written; an existing file is unchanged.
         """
-        path = os.fsdecode(path)
-        require_writable(path)
+        path = writable_path(path)
         gathered = self._gathered()
         tensors = []
         for name in sorted(gathered):
@@ -136,9 +136,9 @@ def load_importance(path: str | os.PathLike[str]) -> Importance:
 
     Raises:
         CheckpointError: the file cannot be read, or is not an importance matrix.
-        UserInputError: the file is a checkpoint in another format than GGUF.
+        UserInputError: the path is a URL, or the file is a checkpoint in another format than GGUF.
     """
-    file = Path(path)
+    file = Path(local_path(path))
     if file.is_file():
         with file.open("rb") as opened:
             if opened.read(4) != b"GGUF":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...paths import local_path
 from ...storage import TensorTable, open_checkpoint
 from ...storage.limits import Limits, allowing
 from ...storage.table import Verify
@@ -169,7 +170,7 @@ def _load(paths: Any, verify: Verify) -> Weights:
     if hasattr(paths, "read"):  # its lines would be taken for names
         kind = type(paths).__name__
         raise TypeError(f"paths must be a path or a list of paths, not {kind}: name the file")
-    files = [Path(os.fsdecode(path)) for path in paths]
+    files = [Path(local_path(path)) for path in paths]
     if not files:
         raise ValueError("no paths provided, cannot load weights.")
     for file in files:

@@ -22,7 +22,8 @@ from ...errors import (
     CheckpointMissingError,
     some,
 )
-from ..files import os_error, require_name
+from ...paths import require_name
+from ..files import os_error
 from ..formats import ORBAX
 from ..save.staging import is_temporary
 from .metadata import CHECKPOINT, INDICATOR, TREE

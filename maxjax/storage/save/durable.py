@@ -11,43 +11,45 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointMissingError, CheckpointSaveError
-from ..files import os_error, require_name
+from ...paths import local_path
+from ..files import os_error
 
 
-def require_target(path: str) -> None:
-    """Refuses a path that no file can have, or that begins with the shell's ``~`` for a home directory.
+def target_path(path: str | bytes | os.PathLike[Any]) -> str:
+    """Returns the path of what is to be written as text; refuses the shell's ``~`` for a home directory.
 
     Raises:
-        CheckpointMissingError: as for :func:`require_name`, or it begins with ``~`` and there is no such directory.
+        UserInputError, TypeError: as for :func:`local_path`.
+        CheckpointMissingError: as for :func:`local_path`, or it begins with ``~`` and there is no such directory.
     """
-    require_name(path)
-    if os.path.expanduser(path) != path and not os.path.lexists(path.split(os.sep)[0]):
-        raise CheckpointMissingError("there is no directory ~", path=path)
+    name = local_path(path)
+    if os.path.expanduser(name) != name and not os.path.lexists(name.split(os.sep)[0]):
+        raise CheckpointMissingError("there is no directory ~", path=name)
+    return name
 
 
 def absolute(path: str | bytes | os.PathLike[Any]) -> str:
     """The absolute path of what is written.
 
     Raises:
-        CheckpointMissingError: as for :func:`require_target`.
+        UserInputError, TypeError, CheckpointMissingError: as for :func:`target_path`.
 
     Example:
         >>> absolute("/tmp/run")
         '/tmp/run'
     """
-    name = os.fsdecode(path)
-    require_target(name)
-    return os.path.abspath(name)
+    return os.path.abspath(target_path(path))
 
 
-def require_writable(path: str) -> None:
-    """Refuses a path that cannot be written to, before anything is computed.
+def writable_path(path: str | bytes | os.PathLike[Any]) -> str:
+    """Returns the path of a file to write as text; refuses one that cannot be, before anything is computed.
 
     Raises:
-        CheckpointMissingError: the directory of the path does not exist.
+        UserInputError, TypeError: as for :func:`target_path`.
+        CheckpointMissingError: as for :func:`target_path`, or the directory of the path does not exist.
         CheckpointSaveError: the path is a directory or not a regular file.
     """
-    require_target(path)
+    path = target_path(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:
@@ -62,6 +64,7 @@ def require_writable(path: str) -> None:
     if os.path.exists(target) and not os.path.isfile(target):
         what = "a directory" if os.path.isdir(target) else "not a regular file"
         raise save_failed(f"cannot be written: it is {what}", path, errno.EISDIR, "Name a file.")
+    return path
 
 
 def replace_file(path: str, pieces: Iterable[Any]) -> None:

@@ -28,9 +28,9 @@ from .beside import WAITING
 from .durable import (
     flush_folder,
     has_no_room,
-    require_target,
     save_error,
     save_failed,
+    target_path,
     write_new,
 )
 from .locks import FOLDER, lock
@@ -77,8 +77,7 @@ class Staging:
 
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
         self._locks: list[int] = []  # of the directory, of the folder
-        self.shown = os.fspath(directory)
-        require_target(self.shown)
+        self.shown = target_path(directory)
         self.directory = os.path.realpath(self.shown)
         exists = os.path.isdir(self.directory)
         self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""

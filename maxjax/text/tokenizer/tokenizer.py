@@ -26,6 +26,7 @@ from ...errors import (
     UnsupportedModelError,
     UserInputError,
 )
+from ...paths import local_path
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import settled
@@ -329,7 +330,7 @@ def load_tokenizer(
         UnsupportedModelError: the tokenizer is of an unsupported kind, such as a tiktoken file, or
             of an unsupported class; the message names it.
     """
-    directory = Path(os.fsdecode(path))
+    directory = Path(local_path(path))
     directory = Path(orbax_checkpoint(directory) or directory)
     if not directory.exists():
         raise CheckpointMissingError("no such directory", path=directory)

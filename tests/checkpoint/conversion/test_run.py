@@ -636,7 +636,7 @@ def test_a_directory_may_be_called_like_a_version(small, tmp_path):
 def test_names_that_are_none(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, target in ((small, ""), ("", tmp_path / "o")):
-        with pytest.raises(UserInputError, match="empty name"):
+        with pytest.raises(UserInputError, match="must not be empty"):
             convert(source, target)
     assert [p.name for p in tmp_path.iterdir()] == ["small.safetensors"]
 

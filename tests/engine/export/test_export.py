@@ -37,6 +37,7 @@ from maxjax.errors import (
     CheckpointMissingError,
     CheckpointSaveError,
     CheckpointTruncatedError,
+    UserInputError,
 )
 from maxjax.graph import DeviceRef, TensorType, TensorValue, Weight
 from maxjax.graph.placement.mesh import make_mesh
@@ -1084,7 +1085,7 @@ def test_paths_that_cannot_be_written(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(CheckpointSaveError, match="not a regular file"):
         export(model, sds(2), tmp_path / "fifo")
-    with pytest.raises(CheckpointSaveError, match="it is a directory"):
+    with pytest.raises(UserInputError, match="must not be empty"):
         export(model, sds(2), "")
     with pytest.raises(TypeError):
         export(model, sds(2), 3)

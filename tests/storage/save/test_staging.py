@@ -59,7 +59,7 @@ def broken(call, number=errno.EIO, at=1, of=os):
 # -- what it writes
 
 
-@pytest.mark.parametrize("write", [saved, durable.absolute, durable.require_writable])
+@pytest.mark.parametrize("write", [saved, durable.absolute, durable.writable_path])
 def test_the_shell_s_name_of_a_home_directory_is_refused(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointMissingError, match=r"^~/run: .* pass os.path.expanduser"):
@@ -704,4 +704,4 @@ def test_a_path_without_bytes_and_a_directory_called_like_the_shell_s(tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("~").mkdir()  # as versions before made it
     Staging("~/run").close()  # no error
-    durable.require_writable("~/file")
+    durable.writable_path("~/file")
