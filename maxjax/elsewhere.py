@@ -66,7 +66,10 @@ _ADVICE = {
     "sampling_params": "sampling=maxjax.Sampling(…)",
     "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
     "stream streamer": "maxjax.stream(…)",
-    "messages": "maxjax.Conversation(model, tokenizer, messages)",
+    "messages": "the messages in place of the prompt, or maxjax.Conversation(model, tokenizer, messages)",
+    "tools documents enable_thinking chat_template add_generation_prompt continue_final_message chat_template_kwargs":
+        "template_kwargs={…}",
+    "ignore_chat_template apply_chat_template raw": "chat=False",
 }  # fmt: skip
 _INSTEAD = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 _HOMES = (("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED))

@@ -138,11 +138,17 @@ def nan_error(model: Any, completion: Any, find: bool) -> FloatingPointError:
 
 
 def stats(
-    answer: Answer, sampling: Any, seed: int | None, loaded: float | None = None
+    answer: Answer,
+    sampling: Any,
+    seed: int | None,
+    loaded: float | None = None,
+    *,
+    is_chat: bool = True,
 ) -> Iterable[str]:
     """The lines of ``--stats``: how long an answer took, and how it ended."""
     found = answer.completion
     rows = [] if loaded is None else [["loaded", f"{loaded:.2f} s"]]
+    rows.append(["prompt", "a chat, by the chat template" if is_chat else "the text as it is"])
     if answer.first is not None:
         prompt = f"a prompt of {tokens(found.prompt_tokens)}"
         rows.append(

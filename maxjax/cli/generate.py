@@ -1,4 +1,4 @@
-"""``maxjax generate``: continues a text with a language model, or answers one message of a chat."""
+"""``maxjax generate``: answers a message with a chat model, or continues a text with a language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import UserInputError
 from .answer import nan_error, say, show, stats
 from .model import (
-    TINY,
     chosen_key,
     model_arguments,
     open_model,
@@ -30,9 +29,12 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT",
                         help="the prompt; -, or no argument, reads stdin")  # fmt: skip
     parser.add_argument("--file", type=file_path, help="read the prompt from a file")
-    parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
-                        help="format the prompt as a user message with the chat template "
-                        "(default: only for the model tiny)")  # fmt: skip
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--raw", "--no-chat", action="store_const", const=False, dest="chat",
+                        help="continue the prompt as it is (default: it is a user's message if the model"
+                        " has a chat template)")  # fmt: skip
+    either.add_argument("--chat", action="store_const", const=True, dest="chat",
+                        help="refuse a model without a chat template")  # fmt: skip
     model_arguments(parser)
     sampling_arguments(parser)
     parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
@@ -45,8 +47,9 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
     prompt = _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
-    if options.template_arg and not _is_chat(options):
-        options.error("--template-arg needs --chat: only a chat has a template")
+    if options.chat is False and (options.template_arg or options.system is not None):
+        given = "--template-arg" if options.template_arg else "--system"
+        options.error(f"{given} cannot be given with --raw: only a chat has a template")
     values = sampling_values(options)
     return _generate(options, prompt, values)
 
@@ -57,19 +60,21 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
     from ..engine.generate.texts import Stream
 
     request = Request(
-        opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values
-    )
-    ids = request.tokens(_text(options, prompt, opened.tokenizer))
+        opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values,
+        options.chat, template_variables(options, opened.tokenizer),
+    )  # fmt: skip
+    system = system_message(options)
+    read = request.prompt([*system, {"role": "user", "content": prompt}] if system else prompt)
     seed, key = chosen_key(options, request.sampling)
-    batch = request.batch(ids, key, options.chunk, options.cache_dtype)
-    stream = Stream(request, batch, ids)
+    batch = request.batch(read.ids, key, options.chunk, options.cache_dtype)
+    stream = Stream(request, batch, read)
     del batch  # the stream closes it
     try:
         answer = show(stream, quiet=options.json)
     except FloatingPointError as error:
         raise nan_error(opened.model, stream.completion, options.debug_nans) from error
     if options.stats:
-        say(stats(answer, request.sampling, seed, opened.seconds))
+        say(stats(answer, request.sampling, seed, opened.seconds, is_chat=read.is_chat))
     if answer.stopped:
         raise KeyboardInterrupt
     return [_json(answer.completion, seed)] if options.json else []
@@ -103,21 +108,6 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
-def _text(options: argparse.Namespace, prompt: str, tokenizer: Any) -> Any:
-    """The prompt as it is, or the token ids of a chat with it."""
-    if not _is_chat(options):
-        return prompt
-    from ..text.chat import chat_tokens
-
-    messages = [*system_message(options), {"role": "user", "content": prompt}]
-    return chat_tokens(tokenizer, messages, **template_variables(options, tokenizer))
-
-
-def _is_chat(options: argparse.Namespace) -> bool:
-    chat = options.model == TINY if options.chat is None else options.chat
-    return chat or options.system is not None
-
-
 # --- JSON -----------------------------------------------------------------------------------
 
 
@@ -127,6 +117,7 @@ def _json(found: Any, seed: int | None) -> str:
         "tokens": list(found.tokens),
         "finish_reason": found.finish_reason,
         "stop": found.stop,
+        "prompt": found.prompt,
         "prompt_tokens": list(found.prompt_tokens),
         "seed": seed,
     }

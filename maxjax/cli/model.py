@@ -93,7 +93,10 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
                        " enable_thinking=false; may be repeated")  # fmt: skip
     group = parser.add_argument_group("reports")
     group.add_argument(
-        "--stats", action="store_true", help="print times, seed and finish reason on stderr"
+        "--stats",
+        "--verbose",
+        action="store_true",
+        help="print times, seed and finish reason on stderr",
     )
     group.add_argument("--debug-nans", action="store_true",
                        help="name the first layer that produces a NaN")  # fmt: skip

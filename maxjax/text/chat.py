@@ -132,18 +132,6 @@ def _marked(content: Any) -> Any:
     return [*content[:i], {**content[i], "text": content[i]["text"] + _END}, *content[i + 1 :]]
 
 
-def chat_tokens(tokenizer: Any, messages: Iterable[Any], **options: Any) -> list[int]:
-    """The token ids of the prompt that :func:`apply_chat_template` makes.
-
-    The template writes the special tokens, so the tokenizer adds none.
-
-    Raises:
-        UserInputError, TypeError: the same errors as for :func:`apply_chat_template`.
-    """
-    prompt = apply_chat_template(tokenizer, messages, **options)
-    return tokenizer.encode(prompt, special=False)
-
-
 def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     """The source of the template: by name, as given, or the tokenizer's default."""
     templates = tokenizer.chat_templates
@@ -175,6 +163,11 @@ def _listed(name: str, items: Any, kind: str) -> list[Any]:
     if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
         raise TypeError(f"{name} must be a list of {kind}, not {type(items).__name__}")
     return list(items)
+
+
+def is_message(item: Any) -> bool:
+    """Return whether an item is a message: a dict, or an object with a role, as OpenAI's client returns."""
+    return isinstance(item, Mapping) or isinstance(getattr(item, "role", None), str)
 
 
 def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:

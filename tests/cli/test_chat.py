@@ -136,7 +136,7 @@ def test_variables_of_the_template(chat, said, tmp_path):
     code, out, err = in_process(*arguments, stdin="hi\n")
     assert code == 0 and "x has no effect" in err
     loaded = maxjax.load(model)
-    assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6) + "\n"
+    assert out == maxjax.generate(*loaded, "hi7", max_new_tokens=6, chat=False) + "\n"
 
 
 def test_bytes_that_are_no_text(chat, said):

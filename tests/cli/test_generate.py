@@ -94,7 +94,7 @@ def test_json(generate, ours):
     assert out.count("\n") == 1
     assert found == {
         "text": text, "tokens": list(text.tokens), "finish_reason": "length", "stop": None,
-        "prompt_tokens": list(text.prompt_tokens), "seed": None,
+        "prompt": "u:hello\na:", "prompt_tokens": list(text.prompt_tokens), "seed": None,
         "logprobs": [{"token": one.token, "logprob": one.logprob, "top": [list(t) for t in one.top]}
                      for one in text.logprobs],
     }  # fmt: skip
@@ -146,9 +146,19 @@ def test_filters_without_temperature_are_told_of(run, model):
 
 def test_a_chat_of_one_turn(generate, ours):
     n = ("--max-new-tokens", 8)
-    assert generate("hi", "--chat", *n) == ours("u:hi\na:", max_new_tokens=8) + "\n"
-    expected = ours("s:be\nu:hi\na:", max_new_tokens=8) + "\n"
-    assert generate("hi", "--system", "be", *n) == expected
+    raw = functools.partial(ours, max_new_tokens=8, chat=False)
+    expected = raw("u:hi\na:") + "\n"
+    assert generate("hi", *n) == generate("hi", "--chat", *n) == expected
+    assert generate("hi", "--raw", *n) == raw("hi") + "\n" != expected
+    assert generate("hi", "--system", "be", *n) == raw("s:be\nu:hi\na:") + "\n"
+
+
+def test_chat_needs_a_template_and_raw_takes_any_text(run, tmp_path):
+    directory = write_model(tmp_path / "m", template=None)
+    arguments = ("generate", "--model", directory, "hi", "--json", "--max-new-tokens", 1)
+    assert json.loads(run(*arguments)[1])["prompt"] == "hi"
+    code, _, err = run(*arguments, "--chat")
+    assert code == 1 and "no chat template" in err
 
 
 def test_variables_of_the_template(run, tmp_path):
@@ -197,7 +207,10 @@ def test_statistics_are_on_stderr(run, model):
     code, out, err = run("generate", "--model", model, "hello", "--max-new-tokens", 5, "--stats")
     assert code == 0 and len(out) == 6
     rows = dict(line.split(maxsplit=1) for line in err.splitlines())
-    assert set(rows) == {"loaded", "first", "then", "sampling", "ended"}
+    assert set(rows) == {"loaded", "prompt", "first", "then", "sampling", "ended"}
+    assert rows["prompt"] == "a chat, by the chat template"
+    *_, raw = run("generate", "--model", model, "x", "--max-new-tokens", 1, "--verbose", "--raw")
+    assert "the text as it is" in raw
     assert rows["sampling"] == "greedy" and rows["ended"].startswith("after 5 tokens")
 
 
@@ -207,7 +220,7 @@ def test_statistics_are_on_stderr(run, model):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("x" * 256,), "256 tokens, and the model's context is 256"),
+        (("x" * 256, "--raw"), "256 tokens, and the model's context is 256"),
         (("\udcff",), "not valid UTF-8"),
         (("",), "the prompt is empty"),
         (("x", "--mesh", "model=16"), "JAX_NUM_CPU_DEVICES=16"),
@@ -249,7 +262,8 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--dtype", "int8"), "--dtype: int8 is not a float dtype"),
         (("--template-arg", "x"), "--template-arg: x: it must have the form NAME=VALUE"),
         (("--template-arg", "messages=1"), "messages is set by maxjax itself"),
-        (("--no-chat", "--template-arg", "x=1"), "--template-arg needs --chat"),
+        (("--raw", "--template-arg", "x=1"), "--template-arg cannot be given with --raw"),
+        (("--raw", "--system", "x"), "--system cannot be given with --raw"),
         (("--nosuch",), "unrecognized arguments: --nosuch"),
         (("--max-tokens", 5), "--max-tokens 5: did you mean --max-new-tokens?"),
         (("--temprature=1",), "did you mean --temperature?"),

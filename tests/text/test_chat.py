@@ -18,7 +18,7 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models.gguf import gguf_tokenizer_metadata
-from maxjax.text.chat import apply_chat_template, chat_tokens
+from maxjax.text.chat import apply_chat_template
 from maxjax.text.template import sandbox
 from maxjax.text.template.render import render
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
@@ -171,7 +171,8 @@ def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):
         lambda: [theirs(oracle, CHATS["two turns"], one, **options) for one in templates]
     )
     for template, (expected, _) in zip(templates, answers, strict=True):
-        found = chat_tokens(tokenizer, CHATS["two turns"], chat_template=template)
+        text = apply_chat_template(tokenizer, CHATS["two turns"], chat_template=template)
+        found = tokenizer.encode(text, special=False)
         assert found == expected
     assert found[0] == tokenizer.bos_id and found.count(tokenizer.bos_id) == 1
     assert tokenizer.encode("x")[0] == tokenizer.bos_id  # which it puts before other texts
@@ -259,7 +260,8 @@ def test_out_of_a_gguf_file():
     for keep in (True, False):
         found = gguf_tokenizer(gguf_tokenizer_metadata(data, settings, keep_json=keep))
         assert found.chat_templates == {"default": "{{ bos_token }}hi", "tool_use": "t"}
-        assert chat_tokens(found, [USER]) == [0, *found.encode("hi", special=False)]
+        text = apply_chat_template(found, [USER])
+        assert found.encode(text, special=False) == [0, *found.encode("hi", special=False)]
         assert found.special_tokens == SPECIAL and found.bos_id == 0 and found.eos_ids == (1,)
 
 
@@ -330,7 +332,7 @@ def test_messages_that_are_none(tokenizer, messages):
 
 def test_a_chat_without_a_tokenizer():
     with pytest.raises(UserInputError, match="a chat needs a tokenizer"):
-        chat_tokens(None, [USER])
+        apply_chat_template(None, [USER])
 
 
 def test_a_chat_without_messages(tokenizer):

@@ -39,6 +39,8 @@ class Completion(str):
         stop: the id of that token, or the stop string, or None. A stop string is not part of the
             text.
         prompt_tokens: the token ids of the prompt.
+        prompt: the text that the model has continued: a chat as its template has formatted it, or a
+            text as it was given; None if the prompt was token ids.
         logprobs: one :class:`TokenLogprob` for each token, or None if they were not requested.
 
     Example:
@@ -51,6 +53,7 @@ class Completion(str):
     finish_reason: str
     stop: int | str | None
     prompt_tokens: tuple[int, ...]
+    prompt: str | None
     logprobs: tuple[TokenLogprob, ...] | None
 
     def __new__(
@@ -61,11 +64,12 @@ class Completion(str):
         finish_reason: str = "length",
         stop: int | str | None = None,
         prompt_tokens: Sequence[int] = (),
+        prompt: str | None = None,
         logprobs: Sequence[TokenLogprob] | None = None,
     ) -> Completion:
         made = super().__new__(cls, text)
         made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
-        made.finish_reason, made.stop = finish_reason, stop
+        made.finish_reason, made.stop, made.prompt = finish_reason, stop, prompt
         made.logprobs = None if logprobs is None else tuple(logprobs)
         return made
 
@@ -89,6 +93,7 @@ class PartialCompletion:
         tokenizer: the tokenizer that decodes the tokens; None for an answer without text.
         prompt: the token ids of the prompt.
         eos_ids: the token ids that end the answer; they have no text.
+        prompt_text: the text that the prompt was encoded from.
         stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
             a special token ends the answer at that token.
 
@@ -98,9 +103,15 @@ class PartialCompletion:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], eos_ids: Sequence[int], stops: Sequence[str]
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        eos_ids: Sequence[int],
+        stops: Sequence[str],
+        *,
+        prompt_text: str | None = None,
     ):
-        self._prompt, self._eos = prompt, frozenset(eos_ids)
+        self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
         self._tokenizer = tokenizer
         self._marks = _special_tokens(tokenizer, stops)
         self._written = {_marked(s, self._marks): s for s in stops} if self._marks else {}
@@ -191,7 +202,7 @@ class PartialCompletion:
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None else "stop",
-            logprobs=self.logprobs or None,
+            logprobs=self.logprobs or None, prompt=self._prompt_text,
         )  # fmt: skip
 
 

@@ -19,13 +19,12 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, writable_path
-from ...text.chat import chat_tokens
 from ...text.tokenizer.arguments import check_unicode
 from ..isolation import isolated
 from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import PartialCompletion
-from .request import Request
+from .request import Prompt, Request
 from .texts import Stream
 
 _OPENING = ("system", "developer")
@@ -76,9 +75,11 @@ class Conversation(Rendered):
         template_kwargs: Mapping[str, Any] | None = None,
         **values: Any,
     ):
-        self._request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-        self._tokenizer, self._template = tokenizer, template
-        self._template_kwargs = dict(template_kwargs or {})
+        chosen = {} if template is None else {"chat_template": template}
+        self._request = Request(
+            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, True,
+            {**(template_kwargs or {}), **chosen},
+        )  # fmt: skip
         # The last message that is left out. An index would be wrong once the caller changes the list.
         self._left_out: dict[str, Any] | None = None
         self._key = jax.random.key(0) if key is None else key
@@ -114,10 +115,10 @@ class Conversation(Rendered):
             if not self._request.sampling.is_greedy:
                 key = jax.random.fold_in(self._key, self._turns)
             self._request.agree(
-                together, [prompt], key, chunk=self._chunk, cache_dtype=self._cache_dtype
+                together, [prompt.ids], key, chunk=self._chunk, cache_dtype=self._cache_dtype
             )
             self._turns += 1
-            batch = self._batch_for(prompt, key, together)
+            batch = self._batch_for(prompt.ids, key, together)
 
             def ended(partial: PartialCompletion, clean: bool) -> None:
                 if partial.tokens:
@@ -169,7 +170,7 @@ class Conversation(Rendered):
             i for i, one in enumerate(self.messages) if one.get("role") == "user" and i > before
         ]
         for start in [before, *turns, len(self.messages)]:
-            length = len(self._ids(message, start))
+            length = len(self._formatted(message, start).ids)
             if length + tokens <= longest or (start == len(self.messages) and length < longest):
                 if start > before:
                     self._left_out = self.messages[start - 1]
@@ -207,16 +208,16 @@ class Conversation(Rendered):
         if stream is not None:
             stream.close()
 
-    def _prompt(self, message: list[dict[str, Any]]) -> list[int]:
-        return self._request.tokens(self._ids(message, self._start))
+    def _prompt(self, message: list[dict[str, Any]]) -> Prompt:
+        prompt = self._formatted(message, self._start)
+        self._request.check(prompt.ids)
+        return prompt
 
-    def _ids(self, message: list[dict[str, Any]], start: int) -> list[int]:
-        """Token ids of the chat: the system messages, then the messages from ``start`` on."""
+    def _formatted(self, message: list[dict[str, Any]], start: int) -> Prompt:
+        """Format the chat: the system messages, then the messages from ``start`` on."""
         opening = self._system_length()
         messages = [*self.messages[:opening], *self.messages[max(start, opening) :], *message]
-        return chat_tokens(
-            self._tokenizer, messages, chat_template=self._template, **self._template_kwargs
-        )
+        return self._request.of_messages(messages)
 
     @property
     def _start(self) -> int:

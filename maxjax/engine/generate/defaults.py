@@ -169,6 +169,8 @@ _ARGUMENTS = (
     "batch_size",
     "chunk",
     "cache_dtype",
+    "chat",
+    "template_kwargs",
 )
 
 

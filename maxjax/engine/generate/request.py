@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
+from ...text.chat import apply_chat_template, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.penalties import check_tokens
 from ..sampling.settings import Sampling, eos_token_ids, positive
@@ -21,7 +23,23 @@ from .batch import Batch, check_model
 from .completion import PartialCompletion
 from .defaults import GenerationDefaults, chosen_sampling
 
+_LOG = logging.getLogger("maxjax")
 _MAX_NEW_TOKENS = 256
+
+
+class Prompt(NamedTuple):
+    """What the model reads before it writes.
+
+    Attributes:
+        ids: the token ids.
+        text: the text that was encoded: a chat as its template formats it, or a text as it was given; None for
+            token ids.
+        is_chat: whether the template has formatted it.
+    """
+
+    ids: list[int]
+    text: str | None
+    is_chat: bool
 
 
 class Request:
@@ -36,6 +54,8 @@ class Request:
         eos_ids: Sequence[int] | None,
         sampling: Sampling | None,
         values: dict[str, Any],
+        chat: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         check_model(model)
         check_is_tokenizer(tokenizer)
@@ -44,6 +64,8 @@ class Request:
             ends = getattr(tokenizer, "eos_ids", ())
             defaults = GenerationDefaults(eos_ids=tuple(ends))
         self.model, self.tokenizer = model, tokenizer
+        self.template_kwargs = _template_kwargs(template_kwargs, chat)
+        self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         self.sampling = chosen_sampling(defaults, sampling, values)
         given = defaults.eos_ids if eos_ids is None else eos_ids
         self.eos_ids = eos_token_ids({"eos_ids": given}, "eos_ids")
@@ -60,27 +82,52 @@ class Request:
         self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
         PartialCompletion(None, (), (), self.stops)  # raises for invalid stop strings
 
-    def tokens(self, prompt: Any, which: str = "the prompt") -> list[int]:
-        """The token ids of a prompt, checked against the vocabulary and the context length.
+    def prompt(self, given: Any, which: str = "the prompt") -> Prompt:
+        """Return a prompt's token ids, checked against the vocabulary and the context length.
 
         Args:
-            prompt: text or token ids.
+            given: text, the messages of a chat, or token ids.
             which: name of the prompt for error messages.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
+        if isinstance(given, str):
+            found = self._of_text(given, which)
+        elif _is_messages(given):
+            if self._chat is False:
                 raise UserInputError(
-                    f"{which} is text, and there is no tokenizer: the model's directory has no "
-                    "tokenizer.json. Pass token ids instead"
+                    f"{which} is a list of messages: chat=False takes text or token ids"
                 )
-            check_unicode(prompt, which)
-            ids = self.tokenizer.encode(prompt) if prompt else []
-            first = self.tokenizer.bos_id
-            is_twice = first is not None and ids[:2] == [first, first]
-            if is_twice and self.tokenizer.encode("")[:1] == [first]:
-                ids = ids[1:]  # the text begins with it already, as rendered chat templates do
+            found = self.of_messages(given)
         else:
-            ids = _ids(prompt, which)
+            found = Prompt(_ids(given, which), None, False)
+        self.check(found.ids, which)
+        return found
+
+    def of_messages(self, messages: Iterable[Any], **options: Any) -> Prompt:
+        """Format and encode the messages of a chat; the template writes the special tokens."""
+        text = apply_chat_template(self.tokenizer, messages, **self.template_kwargs | options)
+        return Prompt(self.tokenizer.encode(text, special=False), text, True)
+
+    def _of_text(self, text: str, which: str) -> Prompt:
+        if self.tokenizer is None:
+            raise UserInputError(
+                f"{which} is text, and there is no tokenizer: the model's directory has no "
+                "tokenizer.json. Pass token ids instead"
+            )
+        check_unicode(text, which)
+        if not text:
+            return Prompt([], text, False)
+        if self._chat:
+            _warn_if_formatted(self.tokenizer, text, which)
+            return self.of_messages([{"role": "user", "content": text}])
+        ids = self.tokenizer.encode(text)
+        first = self.tokenizer.bos_id
+        is_twice = first is not None and ids[:2] == [first, first]
+        if is_twice and self.tokenizer.encode("")[:1] == [first]:
+            ids = ids[1:]  # the text begins with it already, as rendered chat templates do
+        return Prompt(ids, text, False)
+
+    def check(self, ids: Sequence[int], which: str = "the prompt") -> None:
+        """Raise UserInputError unless the ids are in the vocabulary and leave room for an answer."""
         size, longest = self.model.config.vocab_size, self.longest
         if not ids:
             raise UserInputError(f"{which} is empty: it must have at least one token")
@@ -98,14 +145,15 @@ class Request:
                 f"{which} has {len(ids)} tokens, and {what} is {longest}: there is no room for an "
                 f"answer. {rest}"
             )
-        return ids
 
     def limit(self, prompt: Sequence[int]) -> int:
         """The largest number of tokens of a text, its prompt included."""
         return min(len(prompt) + self.max_new_tokens, self.longest)
 
-    def partial_completion(self, prompt: Sequence[int]) -> PartialCompletion:
-        return PartialCompletion(self.tokenizer, prompt, self.eos_ids, self.stops)
+    def partial_completion(self, prompt: Prompt) -> PartialCompletion:
+        return PartialCompletion(
+            self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text
+        )
 
     def batch(
         self,
@@ -138,6 +186,37 @@ class Request:
             max_new_tokens=self.max_new_tokens, stop=list(self.stops), eos_ids=list(self.eos_ids),
             sampling=str(self.sampling), key=drawn, tokenizer=ids,
             **{name: str(value) for name, value in others.items()}, **model_facts(self.model),
+        )  # fmt: skip
+
+
+# --- chats ------------------------------------------------------------------------------------
+
+
+def _template_kwargs(given: Any, chat: bool | None) -> dict[str, Any]:
+    if chat is not None and type(chat) is not bool:
+        raise TypeError(f"chat must be True, False or None, not {type(chat).__name__}")
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"template_kwargs must be a dict, not {type(given).__name__}")
+    if given and chat is False:
+        raise UserInputError("template_kwargs= needs a chat: with chat=False there is no template")
+    return dict(given or {})
+
+
+def _is_chat(chat: bool | None, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool | None:
+    """Return whether texts are user messages; False if the caller says so, None if there is no template."""
+    if chat is None:
+        return bool(getattr(tokenizer, "chat_templates", None)) or bool(template_kwargs) or None
+    return chat
+
+
+def _warn_if_formatted(tokenizer: Any, text: str, which: str) -> None:
+    """Warn if a text has special tokens, as one that ``apply_chat_template`` has returned."""
+    added = tokenizer._backend.get_added_tokens_decoder().values()
+    found = next((one.content for one in added if one.special and one.content in text), None)
+    if found is not None:
+        _LOG.warning(
+            "%s has the special token %r and is a user's message, which the chat template formats:"
+            " if it is formatted already, pass chat=False", which, found,
         )  # fmt: skip
 
 
@@ -176,24 +255,36 @@ def _key_data(key: Any) -> Any:
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether ``prompts`` is a single prompt, and the list of prompts.
+    """Return whether ``prompts`` is a single prompt, and the list of prompts.
 
     Raises:
-        TypeError: ``prompts`` is neither text nor token ids, nor a list of either.
+        TypeError: ``prompts`` is neither text, messages nor token ids, nor a list of these.
 
     Example:
         >>> listed([1, 2]), listed(["a", [1, 2]])
         ((True, [[1, 2]]), (False, ['a', [1, 2]]))
+        >>> listed([{"role": "user", "content": "Hi"}])[0]
+        True
     """
     if isinstance(prompts, str):
         return True, [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
-        raise TypeError(f"prompts must be text or token ids, not {type(prompts).__name__}")
+    if isinstance(prompts, Mapping):
+        raise TypeError(
+            "a chat must be a list of messages: put a single message in brackets, [message]"
+        )
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+        raise TypeError(
+            f"prompts must be text, messages or token ids, not {type(prompts).__name__}"
+        )
     if isinstance(prompts, (np.ndarray, jax.Array)) and prompts.shape == (0,):
         return True, [prompts]
     found = list(prompts)
-    one = bool(found) and all(map(_is_number, found))
+    one = bool(found) and (all(map(_is_number, found)) or is_message(found[0]))
     return one, [found] if one else found
+
+
+def _is_messages(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and bool(given) and is_message(given[0])
 
 
 def _is_number(item: Any) -> bool:
@@ -210,5 +301,5 @@ def _ids(prompt: Any, which: str) -> list[int]:
     if found is not None and found.size == 0 and found.ndim == 1:
         return []
     if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise TypeError(f"{which} must be text or token ids, not {type(prompt).__name__}")
+        raise TypeError(f"{which} must be text, messages or token ids, not {type(prompt).__name__}")
     return found.tolist()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -18,7 +18,7 @@ from ..sampling.settings import Sampling, positive
 from .batch import Batch
 from .completion import Completion, PartialCompletion
 from .programs import MAX_STEPS, DispatchTokens
-from .request import Request, listed
+from .request import Prompt, Request, listed
 
 # The longest dispatch in seconds: Ctrl-C waits for it, and a stop string is noticed only after it.
 _DISPATCH_S = 0.1
@@ -26,6 +26,19 @@ _DISPATCH_S = 0.1
 _STREAM_S = 0.025
 
 
+@overload
+def generate(
+    model: Any, tokenizer: Any, prompts: str | list[int] | list[dict[str, Any]], **options: Any
+) -> Completion: ...
+@overload
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str] | list[list[int]] | list[list[dict[str, Any]]],
+    **options: Any,
+) -> list[Completion]: ...
+@overload
+def generate(model: Any, tokenizer: Any, prompts: Any, **options: Any) -> Any: ...
 def generate(
     model: Any,
     tokenizer: Any,
@@ -39,9 +52,15 @@ def generate(
     batch_size: int = 32,
     chunk: int = 512,
     cache_dtype: Any = None,
+    chat: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> Any:
     """Generates text from one or more prompts.
+
+    If the tokenizer has a chat template, a text is a user's message, which the template formats as
+    the model was trained on it; ``Completion.prompt`` is what the model has read. Token ids are
+    always taken as they are.
 
     Several processes that share the model's mesh make the call together, with the same arguments,
     and all get the texts.
@@ -50,7 +69,8 @@ def generate(
         model: a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer; with None, prompts are token ids and completions have no
             text.
-        prompts: a text or its token ids, or a list of either.
+        prompts: a text, the messages of a chat as dicts with "role" and "content", or token ids; or a
+            list of these.
         max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
         stop: one or more stop strings; they end an answer and are not part of it.
@@ -63,6 +83,10 @@ def generate(
         chunk: the maximum number of prompt tokens in one prefill step; a power of two.
         cache_dtype: dtype of the KV cache, by default the model's; ``"int8"`` halves the size of a
             bfloat16 cache, and changes results slightly.
+        chat: False to continue each text as it is, True to refuse a tokenizer without a chat
+            template; by default a text is a user's message if there is a template.
+        template_kwargs: arguments of :func:`maxjax.apply_chat_template` and variables of the
+            template: ``{"enable_thinking": False}``, ``{"tools": [function]}``.
         values: single settings of :class:`Sampling` instead of ``sampling``:
             ``temperature=0.7``, ``top_p=0.9`` …
 
@@ -72,7 +96,7 @@ def generate(
     Raises:
         UserInputError: a prompt is empty, longer than the context, or has token ids outside the
             vocabulary; the model is not a language model; a sampling setting is unknown or invalid.
-        TypeError: a prompt is neither text nor token ids.
+        TypeError: a prompt is neither text, messages nor token ids.
         FloatingPointError: the logits became NaN or infinite.
         ProgramMismatchError: the model, a prompt or a setting is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
@@ -85,12 +109,18 @@ def generate(
         >>> texts = maxjax.generate(model, None, [[1, 2, 3], [4]], max_new_tokens=5)
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
         ([5, 5], 'length')
+        >>> answer = maxjax.generate(*maxjax.load("tiny"), "What is 37 + 48?")
+        >>> answer, answer.prompt
+        ('37 + 48 = 85', 'What is 37 + 48?\\n')
     """
     with Lockstep("generate", shardings_of(model)) as together, releasing():
-        request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
+        request = Request(
+            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs
+        )
         single, several = listed(prompts)
         name = "the prompt" if single else "prompts[{}]"
-        rows = [request.tokens(prompt, name.format(i)) for i, prompt in enumerate(several)]
+        read = [request.prompt(one, name.format(i)) for i, one in enumerate(several)]
+        rows = [prompt.ids for prompt in read]
         batch_size = positive("batch_size", batch_size)
         request.agree(
             together, rows, key, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype
@@ -104,15 +134,15 @@ def generate(
                 members = order[start : start + batch_size]
                 # The last batch is padded to the size of the others, whose programs are compiled already.
                 blanks = batch_size - len(members) if start else 0
-                prompts = [rows[i] for i in members]
+                ids = [rows[i] for i in members]
                 batch = Batch(
-                    model, [*prompts, *[[]] * blanks],
-                    [*(request.limit(prompt) for prompt in prompts), *[0] * blanks],
+                    model, [*ids, *[[]] * blanks],
+                    [*(request.limit(row) for row in ids), *[0] * blanks],
                     sampling=request.sampling, eos_ids=request.eos_ids, key=key,
                     rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
                     together=together, watch=watch,
                 )  # fmt: skip
-                texts = [request.partial_completion(prompt) for prompt in prompts]
+                texts = [request.partial_completion(read[i]) for i in members]
                 try:
                     _fill(texts, batch, members, shown.add)
                 finally:
@@ -186,7 +216,7 @@ class Stream(Iterator[str]):
         self,
         request: Request,
         batch: Batch,
-        prompt: Sequence[int],
+        prompt: Prompt,
         ended: Callable[[PartialCompletion, bool], None] | None = None,
     ):
         self._partial = request.partial_completion(prompt)
@@ -341,6 +371,8 @@ def stream(
     sampling: Sampling | None = None,
     chunk: int = 512,
     cache_dtype: Any = None,
+    chat: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> Stream:
     """Generates text from one prompt, and yields it piece by piece.
@@ -366,10 +398,12 @@ def stream(
         ([], 5)
     """
     with Lockstep("stream", shardings_of(model)) as together:
-        request = Request(model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values)
-        ids = request.tokens(prompt)
-        request.agree(together, [ids], key, chunk=chunk, cache_dtype=cache_dtype)
-        return Stream(request, request.batch(ids, key, chunk, cache_dtype, together), ids)
+        request = Request(
+            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs
+        )
+        read = request.prompt(prompt)
+        request.agree(together, [read.ids], key, chunk=chunk, cache_dtype=cache_dtype)
+        return Stream(request, request.batch(read.ids, key, chunk, cache_dtype, together), read)
 
 
 def check_written(

@@ -71,7 +71,7 @@ def test_turns(models, read, kind, values):
         assert chat.messages == [*messages, {"role": "assistant", "content": found}]
         prompt = maxjax.apply_chat_template(tokenizer, messages)
         if not values:  # each turn has a key of its own
-            assert maxjax.generate(model, tokenizer, prompt, **sampler) == found
+            assert maxjax.generate(model, tokenizer, messages, **sampler) == found
             del read[-1]
         if turn:  # only what is new: the end of the answer, and what was said
             assert read[-1] < len(prompt) / 2, (read, len(prompt))
@@ -88,8 +88,7 @@ def test_an_answer_that_is_interrupted(models, kind):
     assert chat.messages[-1] == {"role": "assistant", "content": begun}
     found = "".join(chat.say("Go_on"))
     messages = chat.messages[:-1]
-    prompt = maxjax.apply_chat_template(characters(), messages)
-    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
+    assert found == maxjax.generate(model, characters(), messages, max_new_tokens=30, chunk=16)
 
 
 def test_ctrl_c_in_a_dispatch(model, monkeypatch):
@@ -101,11 +100,9 @@ def test_ctrl_c_in_a_dispatch(model, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             list(pieces)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
-    prompt = maxjax.apply_chat_template(
-        characters(), [*chat.messages, {"role": "user", "content": "x"}]
-    )
+    asked = [*chat.messages, {"role": "user", "content": "x"}]
     found = "".join(chat.say("x"))
-    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=30, chunk=16)
+    assert found == maxjax.generate(model, characters(), asked, max_new_tokens=30, chunk=16)
 
 
 def test_reset_and_save(model, tmp_path):
@@ -150,8 +147,7 @@ def test_room_is_made_by_the_oldest_turns(models, read, kind):
         *turns[left_out // 2 :],
         "e" * 40,
     ]
-    prompt = maxjax.apply_chat_template(characters(), asked)
-    assert found == maxjax.generate(model, characters(), prompt, max_new_tokens=5, chunk=16)
+    assert found == maxjax.generate(model, characters(), asked, max_new_tokens=5, chunk=16)
     assert len(chat.messages) == 9
     assert chat.make_room("f" * 300) == 0  # it does not fit by itself
     with pytest.raises(UserInputError, match="context is 256"):
@@ -193,7 +189,8 @@ def test_variables_of_the_template(model):
         model, characters(template), max_new_tokens=5, chunk=16, template_kwargs={"effort": "low"}
     )
     found = "".join(chat.say("Hi"))
-    assert found == maxjax.generate(model, characters(), "lowHi", max_new_tokens=5, chunk=16)
+    options = {"max_new_tokens": 5, "chunk": 16, "chat": False}
+    assert found == maxjax.generate(model, characters(), "lowHi", **options)
 
 
 def test_no_template(model):

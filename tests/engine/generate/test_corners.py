@@ -3,6 +3,7 @@
 import collections
 import gc
 import json
+import types
 import weakref
 
 import jax
@@ -14,6 +15,7 @@ import maxjax
 from maxjax.engine.generate import batch as decoding
 from maxjax.engine.generate.defaults import GenerationDefaults, chosen_sampling
 from maxjax.errors import UserInputError
+from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.cli.models import write_model
 
 
@@ -58,12 +60,15 @@ BATCH = collections.UserDict(input_ids=[[5, 6]], attention_mask=[[1, 1]])
 @pytest.mark.parametrize(
     ("prompts", "error", "says"),
     [
-        (BATCH, TypeError, "not UserDict"),  # transformers' BatchEncoding is one
+        (BATCH, TypeError, "must be a list of messages"),  # transformers' BatchEncoding is one
+        ({"role": "user", "content": "hi"}, TypeError, r"\[message\]"),
+        (["a", {"role": "user", "content": "hi"}], TypeError, r"prompts\[1\] must be text"),
+        ([{"role": "user", "content": "hi"}, "a"], TypeError, r"messages\[1\] is a str"),
         ([[[5], [6, 7]]], TypeError, r"prompts\[0\] must be text"),
         (np.array([], np.int32), UserInputError, "empty"),
         (["a", "b\ud800"], UserInputError, r"prompts\[1\] is not valid Unicode"),
     ],
-    ids=["dict", "ragged", "empty", "surrogate"],
+    ids=["dict", "message", "text and message", "message and text", "ragged", "empty", "surrogate"],
 )
 def test_what_is_no_prompt(loaded, prompts, error, says):
     with pytest.raises(error, match=says):
@@ -156,11 +161,11 @@ def test_numbers_after_the_end_do_not_matter(poisoned, streamed):
     model, tokenizer, prompt, tokens = poisoned
     stop = tokenizer.decode(tokens[2:])
     if streamed:
-        pieces = maxjax.stream(model, tokenizer, prompt, stop=stop)
+        pieces = maxjax.stream(model, tokenizer, prompt, stop=stop, chat=False)
         assert "".join(pieces) == pieces.completion
         found = pieces.completion
     else:
-        found = maxjax.generate(model, tokenizer, prompt, stop=stop)
+        found = maxjax.generate(model, tokenizer, prompt, stop=stop, chat=False)
     assert (found.tokens, found.stop) == (tokens, stop)
 
 
@@ -168,7 +173,84 @@ def test_what_is_no_number_is_no_end(poisoned):
     """The token in the place of what could not be chosen is 0, which ends texts here."""
     model, tokenizer, prompt, _ = poisoned
     with pytest.raises(FloatingPointError, match="after 3 tokens of the answer to prompt 0"):
-        maxjax.generate(model, tokenizer, prompt)
+        maxjax.generate(model, tokenizer, prompt, chat=False)
+
+
+# --- chats and raw texts -----------------------------------------------------------------------
+
+
+USER = {"role": "user", "content": "hi"}
+FORMATTED = "user<end>hi"
+
+
+def test_a_text_is_a_user_message_where_there_is_a_template(loaded):
+    model, tokenizer = loaded
+    wanted = "u:hi\na:"
+    one = generate(loaded, "hi")
+    assert one.prompt == wanted and list(one.prompt_tokens) == tokenizer.encode(wanted)
+    assert generate(loaded, [USER]) == one and generate(loaded, ["hi", [USER]]) == [one, one]
+    pieces = maxjax.stream(model, tokenizer, "hi", max_new_tokens=4)
+    assert "".join(pieces) == one and pieces.completion.prompt == wanted
+    raw = generate(loaded, wanted, chat=False)
+    assert (raw, raw.tokens, raw.prompt) == (one, one.tokens, wanted)
+    ids = generate(loaded, tokenizer.encode("hi"))
+    assert ids.prompt is None and list(ids.prompt_tokens) == tokenizer.encode("hi")
+    assert generate(loaded, "hi", chat=False).prompt_tokens == ids.prompt_tokens
+
+
+def test_objects_with_a_role_are_messages(loaded):
+    message = types.SimpleNamespace(role="user", content="hi", model_dump=lambda **_: USER)
+    assert generate(loaded, [message]).prompt == generate(loaded, [USER]).prompt
+
+
+def test_without_a_template_a_text_is_continued(loaded):
+    base = Tokenizer(loaded[1]._backend)
+    assert generate((loaded[0], base), "hi").prompt == "hi"
+    for options in ({"chat": True}, {"template_kwargs": {"enable_thinking": False}}):
+        with pytest.raises(UserInputError, match="no chat template"):
+            generate((loaded[0], base), "hi", **options)
+    source = {"chat_template": "<{{ messages[0].content }}>"}
+    assert generate((loaded[0], base), "hi", template_kwargs=source).prompt == "<hi>"
+
+
+def test_the_template_gets_its_variables(loaded):
+    source = "{{ messages[-1].content }}{{ tools[0].function.name }}{{ effort }}"
+    tokenizer = Tokenizer(loaded[1]._backend, chat_template=source)
+
+    def weather(city: str):
+        """Tells the weather.
+
+        Args:
+            city: a city.
+        """
+
+    variables = {"tools": [weather], "effort": "low"}
+    found = generate((loaded[0], tokenizer), "hi", template_kwargs=variables)
+    assert found.prompt == "hiweatherlow"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"chat": False, "template_kwargs": {"x": 1}}, UserInputError, "template_kwargs= needs"),
+        ({"chat": "no"}, TypeError, "chat must be True, False or None"),
+        ({"template_kwargs": "x"}, TypeError, "template_kwargs must be a dict"),
+        ({"enable_thinking": False}, TypeError, "use template_kwargs="),
+    ],
+)
+def test_invalid_options_of_chats_are_refused(loaded, options, error, says):
+    with pytest.raises(error, match=says):
+        generate(loaded, "hi", **options)
+    with pytest.raises(UserInputError, match="chat=False takes text"):
+        generate(loaded, [USER], chat=False)
+
+
+def test_a_text_that_is_formatted_already_is_told_of(loaded, caplog):
+    generate(loaded, FORMATTED)
+    assert "pass chat=False" in caplog.text and "'<end>'" in caplog.text
+    caplog.clear()
+    generate(loaded, FORMATTED, chat=False)
+    assert not caplog.text
 
 
 # --- answers that are left ---------------------------------------------------------------------
@@ -236,8 +318,7 @@ def test_the_next_turn_ends_the_one_before(chat, loaded):
     second = "".join(chat.say("you"))
     assert list(begun) == []
     assert chat.messages == said("hello", first, "you", second)
-    prompt = maxjax.apply_chat_template(loaded[1], chat.messages[:3])
-    assert second == generate(loaded, prompt, max_new_tokens=20, eos_ids=())
+    assert second == generate(loaded, chat.messages[:3], max_new_tokens=20, eos_ids=())
 
 
 @pytest.mark.slow

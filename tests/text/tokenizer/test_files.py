@@ -266,10 +266,9 @@ def test_added_tokens_end_answers(tiny):
     model, tokenizer = maxjax.load(tiny)
     assert tokenizer.encode("1<think>2")[1] == LAST
     assert model.generation.eos_ids == tokenizer.eos_ids == (LAST,)
-    first = maxjax.generate(model, tokenizer, "<think>1 + 1<think>", max_new_tokens=3)
-    again = maxjax.generate(
-        model, None, [tokenizer.encode("<think>1 + 1<think>")], max_new_tokens=3
-    )
+    prompt = "<think>1 + 1<think>"
+    first = maxjax.generate(model, tokenizer, prompt, max_new_tokens=3, chat=False)
+    again = maxjax.generate(model, None, [tokenizer.encode(prompt)], max_new_tokens=3)
     assert list(first.tokens) == list(again[0].tokens)
 
 
