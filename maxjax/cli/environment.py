@@ -95,7 +95,7 @@ def _kernels(devices: list[dict[str, Any]]) -> dict[str, str]:
     from ..kernels import native
     from ..kernels.gpu import triton
 
-    found = {"CPU": native.status()}
+    found = {"CPU": native.status(compile=False)}
     platforms = {device["platform"] for device in devices}
     if platforms & {"gpu", "cuda", "rocm"}:
         found["GPU, attention"] = triton.status()

@@ -13,7 +13,6 @@ import platform
 import re
 import stat
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -25,6 +24,8 @@ from typing import Any
 import jax
 import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
+
+from ..cache_folder import cache_folder, make_private, unsafe_reason
 
 _LOG = logging.getLogger("maxjax")
 
@@ -113,7 +114,7 @@ def _switch_on() -> str | None:
             return None
         base = _base(setting)
         folder = _folder(base)
-        if reason := _unsafe_reason(base) or _unsafe_reason(folder):
+        if reason := unsafe_reason(base) or unsafe_reason(folder):
             _LOG.warning("compiled programs are not cached: %s (%s=0: never)", reason, VARIABLE)
             return None
         _delete_excess(base)
@@ -159,12 +160,7 @@ def _base(setting: str) -> Path:
         if "://" in setting:
             raise RuntimeError(f"{setting} is not a directory; set JAX_COMPILATION_CACHE_DIR to it")
         return Path(setting).expanduser().resolve()
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache_home.is_absolute():
-        cache_home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    if not cache_home.is_absolute():
-        raise RuntimeError(f"the home directory is a relative path: {Path.home()}")
-    return (cache_home / "maxjax" / "compile").resolve()
+    return cache_folder("compile")
 
 
 def _folder(base: Path) -> Path:
@@ -172,25 +168,8 @@ def _folder(base: Path) -> Path:
     kind = hashlib.sha256(_processor().encode()).hexdigest()[:8]
     versions = f"jax{jax.__version__}-jaxlib{jaxlib.version.__version__}"
     folder = base / f"{versions}-{platform.machine()}-{kind}"
-    above = next(path for path in folder.parents if path.exists())
-    if above != base and (owner := above.stat().st_uid) not in (0, os.geteuid()):
-        # For root (sudo) in the home of a user, who could not use directories that root creates.
-        raise PermissionError(f"{above} belongs to uid {owner}, this process to {os.geteuid()}")
-    for path in reversed((folder, *folder.parents)):
-        path.mkdir(mode=0o700, exist_ok=True)
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written")
+    make_private(folder)
     return folder
-
-
-def _unsafe_reason(path: Path) -> str | None:
-    """The reason why others could put code into the directory, or None."""
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        return f"{path} belongs to uid {status.st_uid}, this process to uid {os.geteuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to {path}; chmod go-w prevents it"
-    return None
 
 
 def _processor() -> str:

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 import jax
 
 # VARIABLE names the environment variable whose value is "off" (use the jnp forms) or a level.
-from ..native_library import VARIABLE
-from ..native_library import library_path as path
+from ..native_library import VARIABLE, find, find_or_build
 
 _LOG = logging.getLogger("maxjax")
 
@@ -30,7 +29,10 @@ TARGETS = (
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, registered with XLA; None, with one warning, if it is missing, unusable or switched off."""
+    """Return the library, registered with XLA; None, with one warning, if it is unusable or switched off.
+
+    At first use in an installation from source, this compiles the library.
+    """
     found, why = _open()
     if found is None:
         _LOG.warning("maxjax: %s; the jnp forms are used instead, which are slower on a CPU", why)
@@ -42,21 +44,21 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "off":
         return None, f"the CPU kernels are off ({VARIABLE}=off)"
-    if not path().exists():
-        return (
-            None,
-            "the CPU kernels were not built when maxjax was installed (no C++ compiler, "
-            "or it failed: pip install -v shows why)",
-        )
+    path, why = find_or_build()
+    if path is None:
+        return None, f"the CPU kernels cannot be compiled ({why})"
     try:
-        found = ctypes.CDLL(str(path()))
+        found = ctypes.CDLL(str(path))
         _declare(found)
         for name in TARGETS:
             target = jax.ffi.pycapsule(getattr(found, name))
             jax.ffi.register_ffi_target(name, target, platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        return None, f"the CPU kernels do not load ({reason}): install maxjax again"
+        return (
+            None,
+            f"the CPU kernels do not load ({reason}): delete {path}, or install maxjax again",
+        )
     if wanted and not found.maxjax_use_level(wanted.encode()):
         there = found.maxjax_levels().decode().replace(",", ", ")
         return None, f"{VARIABLE}={wanted} is not available: this machine has {there}, and 'off'"
@@ -70,7 +72,7 @@ def _declare(found: ctypes.CDLL) -> None:
 
 
 def levels() -> list[str]:
-    """The instruction sets that were compiled and that this processor supports, the best first.
+    """Return the instruction sets that were compiled and that this processor supports, the best first.
 
     Example:
         >>> known = "amx avx512bf16 avx512vnni avx512 avxvnni avx2 neondot neon portable".split()
@@ -81,8 +83,14 @@ def levels() -> list[str]:
     return [] if found is None else found.maxjax_levels().decode().split(",")
 
 
-def status() -> str:
-    """The level that matmuls use on a CPU, or why the jnp forms are used instead."""
+def status(*, compile: bool = True) -> str:
+    """Return the level that matmuls use on a CPU, or why the jnp forms are used instead.
+
+    Args:
+        compile: whether the library is compiled if it is not there yet; otherwise "compiled at first use".
+    """
+    if not compile and os.environ.get(VARIABLE) != "off" and find() is None:
+        return "compiled at first use (maxjax kernels build: now)"
     found, why = _open()
     return f"jnp ({why})" if found is None else found.maxjax_level().decode()
 

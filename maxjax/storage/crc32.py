@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..native_library import VARIABLE, library_path
+from ..native_library import VARIABLE, find
 
 # For fewer bytes zlib finishes before the call of the native function would.
 _SMALL_BYTES = 8192
@@ -26,10 +26,12 @@ _POLYNOMIAL = 0xEDB88320
 @functools.cache
 def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
     """The compiled function (crc, address, nbytes → crc) and its level, or None without the library."""
-    if os.environ.get(VARIABLE) == "off":
+    # Checksums alone do not compile the library: zlib is fast enough until a model has run.
+    path = None if os.environ.get(VARIABLE) == "off" else find()
+    if path is None:
         return None
     try:
-        library = ctypes.CDLL(str(library_path()))  # its functions release the GIL
+        library = ctypes.CDLL(str(path))  # its functions release the GIL
         function, level = library.maxjax_crc32, library.maxjax_crc32_level
     except (OSError, AttributeError):
         return None

@@ -6,7 +6,7 @@ namespace maxjax {
 namespace {
 
 // One layer of a cache: `rows` sequences times `heads` heads of `slots` slots of so many bytes.
-struct Layer {
+struct CacheLayer {
   char* data;
   int64_t rows, heads, slots, bytes;
 
@@ -15,7 +15,7 @@ struct Layer {
   }
 };
 
-bool layer_of(const ffi::AnyBuffer& cache, const ffi::Buffer<ffi::S32>& layer, Layer* found) {
+bool layer_of(const ffi::AnyBuffer& cache, const ffi::Buffer<ffi::S32>& layer, CacheLayer* found) {
   const auto shape = cache.dimensions();
   if (shape.size() < 4 || layer.element_count() != 1) return false;
   int64_t bytes = ffi::ByteWidth(cache.element_type());
@@ -28,7 +28,7 @@ bool layer_of(const ffi::AnyBuffer& cache, const ffi::Buffer<ffi::S32>& layer, L
 
 // Calls copy(row, head), on several threads if so many bytes of each are worth it.
 template <class Copy>
-void for_heads(ffi::ThreadPool& pool, const Layer& layer, int64_t bytes, const Copy& copy) {
+void for_heads(ffi::ThreadPool& pool, const CacheLayer& layer, int64_t bytes, const Copy& copy) {
   const int64_t count = layer.rows * layer.heads;
   const int64_t threads = count * bytes < 8 * kChunkBytes ? 1 : pool.num_threads();
   parallel(pool, count, threads, [&](int64_t i) { copy(i / layer.heads, i % layer.heads); });
@@ -38,7 +38,7 @@ void for_heads(ffi::ThreadPool& pool, const Layer& layer, int64_t bytes, const C
 // place; tokens with a slot that it does not have are dropped.
 ffi::Error write_tokens(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> layer,
                         ffi::Buffer<ffi::S32> place, ffi::Result<ffi::AnyBuffer> out) {
-  Layer to;
+  CacheLayer to;
   if (!layer_of(cache, layer, &to) || place.dimensions().size() != 2 || tokens.dimensions().size() < 3)
     return wrong("a cache and tokens for it");
   const int64_t count = place.dimensions()[1];
@@ -61,7 +61,7 @@ ffi::Error write_tokens(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuff
 // Operands: the cache, layer [], first slot []. Result: slots from the first on, [B, K, n, ...].
 ffi::Error read_slots(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> layer,
                       ffi::Buffer<ffi::S32> start, ffi::Result<ffi::AnyBuffer> out) {
-  Layer from;
+  CacheLayer from;
   const auto shape = out->dimensions();
   if (!layer_of(cache, layer, &from) || shape.size() < 3 || start.element_count() != 1) return wrong("a cache and slots of it");
   const int64_t count = shape[2];

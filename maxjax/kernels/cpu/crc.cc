@@ -39,33 +39,35 @@ struct Choice {
   Crc run;
 };
 
-#if defined(__x86_64__)
-// Uses CPUID and XGETBV, as cpu.h does.
+// The best of the compiled levels that this processor has; the build defines MAXJAX_HAS_* for each.
 Choice choose() {
+#if defined(__x86_64__)
+  // Uses CPUID and XGETBV, as cpu.h does.
   unsigned a, b, c, d;
   const auto has = [](unsigned word, int bit) { return (word >> bit & 1) != 0; };
-  const Choice portable{"portable", crc_portable};
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 1) || !has(c, 19)) return portable;
-  const Choice clmul{"clmul", crc_clmul};
-  if (!has(c, 27)) return clmul;  // OSXSAVE
-  unsigned kept, high;
-  asm volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
-  if ((kept & 0xe6) != 0xe6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return clmul;
-  const bool avx512 = has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);
-  return avx512 && has(c, 10) ? Choice{"wide_clmul", crc_wide_clmul} : clmul;
-}
-#elif defined(__aarch64__)
-Choice choose() {
+  const bool clmul = __get_cpuid(1, &a, &b, &c, &d) && has(c, 1) && has(c, 19);
+#ifdef MAXJAX_HAS_LEVEL_CRC_WIDE
+  if (clmul && has(c, 27)) {  // OSXSAVE
+    unsigned kept, high;
+    asm volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    if ((kept & 0xe6) == 0xe6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && has(b, 16) && has(b, 17) &&
+        has(b, 30) && has(b, 31) && has(c, 10))
+      return {"wide_clmul", crc_wide_clmul};
+  }
+#endif
+#ifdef MAXJAX_HAS_LEVEL_CRC_CLMUL
+  if (clmul) return {"clmul", crc_clmul};
+#endif
+#elif defined(MAXJAX_HAS_LEVEL_CRC_ARM)
 #if defined(__linux__)
   const bool there = (getauxval(AT_HWCAP) >> 7 & 1) != 0;  // HWCAP_CRC32
 #else
   const bool there = true;  // every processor of Apple's
 #endif
-  return there ? Choice{"arm", crc_arm} : Choice{"portable", crc_portable};
-}
-#else
-Choice choose() { return {"portable", crc_portable}; }
+  if (there) return {"arm", crc_arm};
 #endif
+  return {"portable", crc_portable};
+}
 
 const Choice& chosen() {
   static const Choice choice = choose();
@@ -107,7 +109,7 @@ MAXJAX_EXPORT bool maxjax_crc32_on(const char* level, uint32_t* crc, const void*
   maxjax::Crc run = nullptr;
   if (!std::strcmp(level, "portable")) run = maxjax::crc_portable;
   if (!std::strcmp(level, best.name)) run = best.run;
-#if defined(__x86_64__)
+#ifdef MAXJAX_HAS_LEVEL_CRC_CLMUL
   if (!std::strcmp(level, "clmul") && std::strcmp(best.name, "portable")) run = maxjax::crc_clmul;
 #endif
   if (!run) return false;

@@ -6,16 +6,17 @@
 MAXJAX_DEFINE_ENCODERS(portable)
 
 namespace maxjax {
-#if defined(__x86_64__)
+// The build defines MAXJAX_HAS_* for each level that it compiles.
 extern const EncodeLevel encode_avx2, encode_avx512;
-#endif
 
 namespace {
 
 const EncodeLevel& chosen() {
-#if defined(__x86_64__)
-  static const Cpu cpu = this_cpu();
+  [[maybe_unused]] static const Cpu cpu = this_cpu();
+#ifdef MAXJAX_HAS_LEVEL_ENCODE_AVX512
   if (cpu.avx512) return encode_avx512;
+#endif
+#ifdef MAXJAX_HAS_LEVEL_ENCODE_AVX2
   if (cpu.avx2) return encode_avx2;
 #endif
   return encode_portable;
@@ -25,8 +26,8 @@ const EncodeLevel* level_of(const char* name) {
   const EncodeLevel& best = chosen();
   if (!name || !std::strcmp(name, best.name)) return &best;
   if (!std::strcmp(name, "portable")) return &encode_portable;
-#if defined(__x86_64__)
-  if (!std::strcmp(name, "avx2") && &best == &encode_avx512) return &encode_avx2;
+#ifdef MAXJAX_HAS_LEVEL_ENCODE_AVX2
+  if (!std::strcmp(name, "avx2") && this_cpu().avx2) return &encode_avx2;
 #endif
   return nullptr;
 }

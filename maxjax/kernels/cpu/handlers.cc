@@ -12,18 +12,34 @@
 
 namespace maxjax {
 
-extern const Level level_portable;
-#if defined(__x86_64__)
-extern const Level level_avx2, level_avxvnni, level_avx512, level_avx512vnni, level_avx512bf16, level_amx;
-#elif defined(__aarch64__)
-extern const Level level_neon, level_neondot;
-#endif
+// The build defines MAXJAX_HAS_* for each level that it compiles.
+extern const Level level_amx, level_avx512bf16, level_avx512vnni, level_avx512, level_avxvnni, level_avx2;
+extern const Level level_neondot, level_neon, level_portable;
 
 const Level* const levels[] = {
-#if defined(__x86_64__)
-    &level_amx, &level_avx512bf16, &level_avx512vnni, &level_avx512, &level_avxvnni, &level_avx2,
-#elif defined(__aarch64__)
-    &level_neondot, &level_neon,
+#ifdef MAXJAX_HAS_LEVEL_AMX
+    &level_amx,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_AVX512BF16
+    &level_avx512bf16,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_AVX512VNNI
+    &level_avx512vnni,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_AVX512
+    &level_avx512,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_AVXVNNI
+    &level_avxvnni,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_AVX2
+    &level_avx2,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_NEONDOT
+    &level_neondot,
+#endif
+#ifdef MAXJAX_HAS_LEVEL_NEON
+    &level_neon,
 #endif
     &level_portable, nullptr};
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ...native_library import VARIABLE, library_path
+from ...native_library import VARIABLE, find_or_build
 
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., int], str] | None:
     """The compiled function and its level, or None without the library."""
-    if os.environ.get(VARIABLE) == "off":
+    path = None if os.environ.get(VARIABLE) == "off" else find_or_build()[0]
+    if path is None:
         return None
     try:
-        library = ctypes.CDLL(str(library_path()))  # its functions release the GIL
+        library = ctypes.CDLL(str(path))  # its functions release the GIL
         function, level = library.maxjax_encode_blocks, library.maxjax_encode_level
     except (OSError, AttributeError):
         return None
