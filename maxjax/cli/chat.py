@@ -88,7 +88,9 @@ class _Chat:
             max_new_tokens=options.max_new_tokens or (None if is_limited else _MAX_NEW_TOKENS),
             stop=options.stop, key=key, chunk=options.chunk,
             cache_dtype=options.cache_dtype,
-            template_kwargs=template_variables(options, opened.tokenizer), **values,
+            template_kwargs=template_variables(options, opened.tokenizer),
+            skip_special_tokens=False,  # they separate the reasoning of some models from the answer
+            **values,
         )  # fmt: skip
         self._conversation.messages += later
         self._terminal = sys.stdin is not None and sys.stdin.isatty()

@@ -17,6 +17,8 @@ from .template.render import fields_of, render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Matches a template that reads the reasoning of a message.
+_READS_REASONING = re.compile(r"""(\.|\[['"])(reasoning_content|thinking|reasoning)\b""")
 # Marks the end of a message that is to be continued. The blank shows whether a template trims messages.
 _END = "END_OF_THE_MESSAGE_TO_CONTINUE "
 # Matches a template that tests whether a message's content is None, as DeepSeek R1's does, and not whether it exists.
@@ -73,7 +75,7 @@ def apply_chat_template(
         raise UserInputError(
             "a chat needs a tokenizer: the model's directory has no tokenizer.json. Put it there"
         )
-    template = _template_source(tokenizer, chat_template, tools)
+    template = template_source(tokenizer, chat_template, tools)
     values = {
         **tokenizer.special_tokens,
         **kwargs,
@@ -132,9 +134,37 @@ def _marked(content: Any) -> Any:
     return [*content[:i], {**content[i], "text": content[i]["text"] + _END}, *content[i + 1 :]]
 
 
-def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
-    """The source of the template: by name, as given, or the tokenizer's default."""
-    templates = tokenizer.chat_templates
+def answer_message(answer: Any, template: str) -> dict[str, Any]:
+    """Return the message of an answer, with its parts where the template reads them.
+
+    Args:
+        answer: the :class:`~maxjax.engine.generate.completion.Completion`.
+        template: the source of the template. If it does not read a part, this stays in the content with
+            its marks, so that the next prompt has the tokens that were generated.
+    """
+    parts = answer.parts
+    thinks, calls = parts.reasoning is not None, bool(parts.tool_calls)
+    is_apart = (not thinks or _READS_REASONING.search(template)) and (
+        not calls or "tool_calls" in template
+    )
+    if not (thinks or calls) or not is_apart:
+        return {"role": "assistant", "content": answer.marked}
+    found: dict[str, Any] = {"role": "assistant", "content": parts.content}
+    if thinks:
+        found["reasoning_content"] = parts.reasoning
+    if calls:
+        found["tool_calls"] = [
+            {"id": f"call{i:05}", "type": "function", "function": call}
+            for i, call in enumerate(parts.tool_calls)
+        ]
+    return found
+
+
+def template_source(
+    tokenizer: Any, chat_template: str | None = None, tools: Any = None, **_: Any
+) -> str:
+    """Return the source of the template: by name, as given, or the tokenizer's default."""
+    templates, given = tokenizer.chat_templates, chat_template
     if given is not None and not isinstance(given, str):
         raise TypeError(f"chat_template must be a str, not {type(given).__name__}")
     if given is not None:

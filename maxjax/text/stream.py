@@ -6,14 +6,17 @@ A piece that was returned does not change any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import UserInputError
-from .stream_decoders import DecoderStep, clean_up, ended, steps_of, through
+from .stream_decoders import DecoderStep, clean_up, ended, is_byte, steps_of, through
 from .stream_decoders import token_id as checked
 
 _REPLACEMENT = "\ufffd"
+# So many tokens before a text are decoded with it: some may be special tokens or parts of a character.
+_BEFORE = 32
 
 
 class TextStream:
@@ -26,6 +29,9 @@ class TextStream:
     Args:
         tokenizer: a :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer`.
         skip_special: whether to leave special tokens out of the text.
+        keep: special tokens that have their text all the same.
+        before: the token ids before the first one: the text then is what they are followed by. It
+            begins with a space where the text of a SentencePiece tokenizer alone would have none.
 
     Example:
         >>> from tokenizers import Tokenizer as Backend, decoders, models
@@ -37,19 +43,32 @@ class TextStream:
         (['!', '', '', '', '🙂'], '')
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special: bool = True):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        skip_special: bool = True,
+        keep: Collection[str] = (),
+        before: Sequence[int] = (),
+    ):
         backend = tokenizer._backend
         steps = steps_of(backend)
         self._decoder: _Steps | _Window
         if steps is None:
-            self._decoder = _Window(tokenizer, skip_special)
+            self._decoder = _Window(tokenizer, skip_special and not keep)
         else:
             added = backend.get_added_tokens_decoder().values() if skip_special else ()
-            skipped = {token.content for token in added if token.special}
+            skipped = {token.content for token in added if token.special}.difference(keep)
             self._decoder = _Steps(backend.id_to_token, skipped, steps)
         # The last step, also for decoders without steps here.
         self._clean = clean_up() if getattr(tokenizer, "cleans_up", False) else []
         self._ended = False
+        self._held = ""  # the text of ``before`` that comes only with later tokens
+        if len(before):
+            before = _last(backend, before)
+            text = "".join([self.push(i) for i in before])
+            with suppress(UserInputError):  # the package's Strip fails for a text without letters
+                self._held = tokenizer.decode(before, skip_special=skip_special)[len(text) :]
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with one more token; it may be empty.
@@ -62,14 +81,30 @@ class TextStream:
         """
         if self._ended:
             raise UserInputError("the stream has been flushed: make a new one")
-        return through(self._clean, [self._decoder.push(checked(token_id))])
+        return self._without_held(through(self._clean, [self._decoder.push(checked(token_id))]))
 
     def flush(self) -> str:
         """Ends the text and returns what was held back; an incomplete character becomes U+FFFD."""
         if self._ended:
             return ""
         self._ended = True
-        return through(self._clean, [self._decoder.flush()]) + ended(self._clean)
+        text = through(self._clean, [self._decoder.flush()]) + ended(self._clean)
+        return self._without_held(text)
+
+    def _without_held(self, text: str) -> str:
+        if text and self._held:
+            count = len(os.path.commonprefix([self._held, text]))
+            self._held = self._held[count:] if count == len(text) else ""
+            text = text[count:]
+        return text
+
+
+def _last(backend: Any, ids: Sequence[int]) -> list[int]:
+    """Return the last tokens, enough to decode what follows; a run of byte tokens is not cut."""
+    start = max(0, len(ids) - _BEFORE)
+    while start and is_byte(backend.id_to_token(checked(ids[start]))):
+        start -= 1
+    return list(ids[start:])
 
 
 class _Steps:

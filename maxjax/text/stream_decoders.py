@@ -49,6 +49,11 @@ def token_id(value: Any) -> int:
     return number
 
 
+def is_byte(token: str | None) -> bool:
+    """Return whether a token is one for a single byte, such as <0xE2>."""
+    return token is not None and _BYTE.fullmatch(token) is not None
+
+
 class DecoderStep(Protocol):
     """A step of a decoder: texts of tokens → texts of tokens; ``end`` returns what was held back."""
 

@@ -91,6 +91,19 @@ def test_pieces_are_the_text(tokenizer, data):
     assert "".join(pieces(tokenizer, ids, skip_special=skip)) == expected
 
 
+@pytest.mark.slow
+@given(st.data())
+def test_the_text_after_other_tokens(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    at = data.draw(st.integers(0, len(ids)))
+    try:
+        before, whole = tokenizer.decode(ids[:at]), tokenizer.decode(ids)
+    except UserInputError:
+        assume(False)
+    assume(whole.startswith(before))  # a character may begin before and end after
+    assert "".join(pieces(tokenizer, ids[at:], before=ids[:at])) == whole[len(before) :]
+
+
 @pytest.mark.fast("byte-level", "wordpiece as it is", "strip tokens")
 def test_the_usual_decoders_are_known(tokenizer):
     assert steps_of(tokenizer._backend) is not None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import html
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...rendering.rendered import boxed
 from ...rendering.row import counted
 from ...rendering.transcript import paragraph
+from ...text.reasoning import MARKS, Parts, parts_of
 from ...text.stream import StopStrings, TextStream
 from .programs import DispatchTokens
 
@@ -42,6 +45,8 @@ class Completion(str):
         prompt: the text that the model has continued: a chat as its template has formatted it, or a
             text as it was given; None if the prompt was token ids.
         logprobs: one :class:`TokenLogprob` for each token, or None if they were not requested.
+        marked: the text with the marks of its parts, such as ``[THINK]``, which the text is without
+            where they are special tokens.
 
     Example:
         >>> text = Completion("four", tokens=(7, 2), finish_reason="stop", stop=2)
@@ -55,6 +60,7 @@ class Completion(str):
     prompt_tokens: tuple[int, ...]
     prompt: str | None
     logprobs: tuple[TokenLogprob, ...] | None
+    marked: str
 
     def __new__(
         cls,
@@ -66,12 +72,34 @@ class Completion(str):
         prompt_tokens: Sequence[int] = (),
         prompt: str | None = None,
         logprobs: Sequence[TokenLogprob] | None = None,
+        marked: str | None = None,
     ) -> Completion:
         made = super().__new__(cls, text)
         made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
         made.finish_reason, made.stop, made.prompt = finish_reason, stop, prompt
         made.logprobs = None if logprobs is None else tuple(logprobs)
+        made.marked = text if marked is None else marked
         return made
+
+    @property
+    def parts(self) -> Parts:
+        """The reasoning, the content and the calls of functions, taken apart."""
+        return parts_of(self.marked, self.prompt or "")
+
+    @property
+    def reasoning(self) -> str | None:
+        """The text of the model's reasoning; None if no marks say what is reasoning."""
+        return self.parts.reasoning
+
+    @property
+    def content(self) -> str:
+        """The answer without its reasoning and without calls of functions."""
+        return self.parts.content
+
+    @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """The functions that the answer calls, as ``{"name": …, "arguments": {…}}``."""
+        return self.parts.tool_calls
 
     def _repr_html_(self) -> str:
         facts = [
@@ -94,6 +122,8 @@ class PartialCompletion:
         prompt: the token ids of the prompt.
         eos_ids: the token ids that end the answer; they have no text.
         prompt_text: the text that the prompt was encoded from.
+        continues: whether the answer continues the text of the prompt, and is not a message of its own.
+        skip_special: whether special tokens have no text.
         stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
             a special token ends the answer at that token.
 
@@ -110,17 +140,28 @@ class PartialCompletion:
         stops: Sequence[str],
         *,
         prompt_text: str | None = None,
+        continues: bool = False,
+        skip_special: bool = True,
     ):
         self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
-        self._tokenizer = tokenizer
-        self._marks = _special_tokens(tokenizer, stops)
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._before = prompt if continues else ()
+        self._marks = _special_tokens(tokenizer, stops) if skip_special else {}
+        self._kept = [mark for mark in _special(tokenizer) if mark in MARKS]
         self._written = {_marked(s, self._marks): s for s in stops} if self._marks else {}
         self._stop_strings = [*self._written, *stops]  # a special token may also be spelt out
         self._most: int | None = None
         self._restart()
 
     def _restart(self) -> None:
-        self._stream = None if self._tokenizer is None else TextStream(self._tokenizer)
+        self._stream = self._marked_stream = None
+        if self._tokenizer is not None:
+            make = functools.partial(TextStream, self._tokenizer, before=self._before)
+            self._stream = make(skip_special=self._skip_special)
+            if self._kept or not self._skip_special:
+                self._marked_stream = make(keep=self._kept)
+        self._marked: list[str] = []
+        self._decoded: list[str] = []  # also what follows a stop string
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -162,6 +203,9 @@ class PartialCompletion:
             self.done, self._stop = True, token
             return ""
         text = "" if self._stream is None else self._stream.push(token)
+        if self._marked_stream is not None:
+            self._decoded.append(text)
+            self._marked.append(self._marked_stream.push(token))
         if token in self._marks:
             mark = self._marks[token].mark
             if mark in self._written:  # text that the stream holds back is before it
@@ -191,6 +235,8 @@ class PartialCompletion:
         self.flushed = True
         is_cut = self._stops is not None and self._stops.stopped is not None
         text = "" if self._stream is None or is_cut else self._stream.flush()
+        if self._marked_stream is not None:
+            self._marked.append(self._marked_stream.flush())
         text = self._before_stop(text)
         if self._stops is not None:
             text += self._unmarked(self._stops.flush())
@@ -199,11 +245,39 @@ class PartialCompletion:
 
     def completion(self) -> Completion:
         """The answer so far."""
+        marked = None
+        if self._marked_stream is not None:
+            marked = "".join(self._marked)
+            if isinstance(self._stop, str):
+                cut = "".join(self._decoded)[sum(map(len, self._pieces)) :]
+                if not self._skip_special:
+                    cut = re.sub("|".join(map(re.escape, _special(self._tokenizer))), "", cut)
+                marked = _without_end(marked, self._kept, len(cut))
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None else "stop",
-            logprobs=self.logprobs or None, prompt=self._prompt_text,
+            logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked,
         )  # fmt: skip
+
+
+def _special(tokenizer: Any) -> list[str]:
+    """Return the special tokens of the tokenizer."""
+    if tokenizer is None:
+        return []
+    added = tokenizer._backend.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
+
+
+def _without_end(text: str, marks: Sequence[str], length: int) -> str:
+    """Return the text without its last ``length`` characters, not counting marks."""
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    while pieces and length > 0:
+        piece = pieces.pop()
+        if piece not in marks:
+            if length < len(piece):
+                pieces.append(piece[: len(piece) - length])
+            length -= len(piece)
+    return "".join(pieces)
 
 
 class _Special(NamedTuple):

@@ -19,11 +19,12 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, writable_path
+from ...text.chat import answer_message, template_source
 from ...text.tokenizer.arguments import check_unicode
 from ..isolation import isolated
 from ..sampling.settings import Sampling
 from .batch import Batch
-from .completion import PartialCompletion
+from .completion import Completion, PartialCompletion
 from .request import Prompt, Request
 from .texts import Stream
 
@@ -40,9 +41,13 @@ class Conversation(Rendered):
             :func:`maxjax.generate`.
         template: the name of one of the tokenizer's chat templates, or the source of a template.
         template_kwargs: further variables of the template, e.g. ``{"enable_thinking": False}``.
+        skip_special_tokens: as for :func:`maxjax.generate`.
 
     Attributes:
-        messages: the chat so far, including the generated part of an answer that was interrupted.
+        messages: the chat so far, including the generated part of an answer that was interrupted. The
+            reasoning of an answer is under "reasoning_content" if the template reads it; else it is in
+            "content", with its marks. Calls of functions are under "tool_calls".
+        completion: the last answer; None before the first.
 
     Raises:
         UserInputError: there is no chat template, or an argument is invalid as for ``generate``.
@@ -73,12 +78,13 @@ class Conversation(Rendered):
         cache_dtype: Any = None,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
         **values: Any,
     ):
         chosen = {} if template is None else {"chat_template": template}
         self._request = Request(
             model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, True,
-            {**(template_kwargs or {}), **chosen},
+            {**(template_kwargs or {}), **chosen}, skip_special_tokens,
         )  # fmt: skip
         # The last message that is left out. An index would be wrong once the caller changes the list.
         self._left_out: dict[str, Any] | None = None
@@ -89,11 +95,12 @@ class Conversation(Rendered):
         self._current_stream: Callable[[], Stream | None] = lambda: None
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
         self._opening = list(self.messages)
+        self.completion: Completion | None = None
         self._prompt([{"role": "user", "content": "?"}])  # raises now if there is no template
 
     @isolated()
-    def say(self, text: str) -> Stream:
-        """Sends a user message, and streams the answer.
+    def say(self, text: str | Mapping[str, Any]) -> Stream:
+        """Sends a user message, or another message such as the result of a function, and streams the answer.
 
         Once the stream ends, is closed or is dropped, the message and the answer are added to
         :attr:`messages`, unless no token was generated. The next call of ``say`` ends an answer
@@ -102,14 +109,17 @@ class Conversation(Rendered):
         Raises:
             UserInputError: the chat is longer than the model's context (see :meth:`make_room`), or
                 the template rejects it.
-            TypeError: ``text`` is not a str.
+            TypeError: ``text`` is neither a str nor a message.
         """
         self._interrupt()
         with Lockstep("say", shardings_of(self._request.model)) as together:
-            if not isinstance(text, str):
-                raise TypeError(f"the message must be a str, not {type(text).__name__}")
-            check_unicode(text, "the message")
-            message = [{"role": "user", "content": text}]
+            if isinstance(text, Mapping):
+                message = [dict(text)]
+            elif isinstance(text, str):
+                check_unicode(text, "the message")
+                message = [{"role": "user", "content": text}]
+            else:
+                raise TypeError(f"the message must be a str or a dict, not {type(text).__name__}")
             prompt = self._prompt(message)
             key = None
             if not self._request.sampling.is_greedy:
@@ -122,8 +132,11 @@ class Conversation(Rendered):
 
             def ended(partial: PartialCompletion, clean: bool) -> None:
                 if partial.tokens:
-                    answer = {"role": "assistant", "content": str(partial.completion())}
-                    self.messages += [*message, answer]
+                    self.completion = partial.completion()
+                    source = template_source(
+                        self._request.tokenizer, **self._request.template_kwargs
+                    )
+                    self.messages += [*message, answer_message(self.completion, source)]
                 if clean:
                     batch.record(partial.tokens)
                     self._batch = batch
@@ -177,10 +190,21 @@ class Conversation(Rendered):
                 return start - before
         return 0
 
+    @property
+    def content(self) -> str | None:
+        """The last answer without its reasoning; None before the first."""
+        return None if self.completion is None else self.completion.content
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning of the last answer; None if there is none."""
+        return None if self.completion is None else self.completion.reasoning
+
     def reset(self) -> None:
         """Starts the chat again with the messages that it was made with."""
         self._interrupt()
         self.messages, self._batch, self._left_out = list(self._opening), None, None
+        self.completion = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the messages as a JSON file, and replaces one that exists.

@@ -171,6 +171,7 @@ _ARGUMENTS = (
     "cache_dtype",
     "chat",
     "template_kwargs",
+    "skip_special_tokens",
 )
 
 

@@ -56,6 +56,7 @@ class Request:
         values: dict[str, Any],
         chat: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
     ):
         check_model(model)
         check_is_tokenizer(tokenizer)
@@ -65,6 +66,7 @@ class Request:
             defaults = GenerationDefaults(eos_ids=tuple(ends))
         self.model, self.tokenizer = model, tokenizer
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
+        self._skip_special = skip_special_tokens
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         self.sampling = chosen_sampling(defaults, sampling, values)
         given = defaults.eos_ids if eos_ids is None else eos_ids
@@ -151,9 +153,12 @@ class Request:
         return min(len(prompt) + self.max_new_tokens, self.longest)
 
     def partial_completion(self, prompt: Prompt) -> PartialCompletion:
+        # An answer is a message of its own; without a chat, or if a message is continued, it is the rest of a text.
+        continues = not prompt.is_chat or bool(self.template_kwargs.get("continue_final_message"))
         return PartialCompletion(
-            self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text
-        )
+            self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text,
+            continues=continues, skip_special=self._skip_special,
+        )  # fmt: skip
 
     def batch(
         self,

@@ -54,6 +54,7 @@ def generate(
     cache_dtype: Any = None,
     chat: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
     **values: Any,
 ) -> Any:
     """Generates text from one or more prompts.
@@ -87,6 +88,7 @@ def generate(
             template; by default a text is a user's message if there is a template.
         template_kwargs: arguments of :func:`maxjax.apply_chat_template` and variables of the
             template: ``{"enable_thinking": False}``, ``{"tools": [function]}``.
+        skip_special_tokens: whether special tokens have no text; tokens that end an answer never have.
         values: single settings of :class:`Sampling` instead of ``sampling``:
             ``temperature=0.7``, ``top_p=0.9`` …
 
@@ -115,8 +117,9 @@ def generate(
     """
     with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(
-            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs
-        )
+            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
+            skip_special_tokens,
+        )  # fmt: skip
         single, several = listed(prompts)
         name = "the prompt" if single else "prompts[{}]"
         read = [request.prompt(one, name.format(i)) for i, one in enumerate(several)]
@@ -373,6 +376,7 @@ def stream(
     cache_dtype: Any = None,
     chat: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
     **values: Any,
 ) -> Stream:
     """Generates text from one prompt, and yields it piece by piece.
@@ -399,8 +403,9 @@ def stream(
     """
     with Lockstep("stream", shardings_of(model)) as together:
         request = Request(
-            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs
-        )
+            model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
+            skip_special_tokens,
+        )  # fmt: skip
         read = request.prompt(prompt)
         request.agree(together, [read.ids], key, chunk=chunk, cache_dtype=cache_dtype)
         return Stream(request, request.batch(read.ids, key, chunk, cache_dtype, together), read)

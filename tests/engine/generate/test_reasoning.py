@@ -1,0 +1,120 @@
+"""Answers whose parts are marked by special tokens; and the first space of an answer."""
+
+import jax.numpy as jnp
+import pytest
+import tokenizers
+
+import maxjax
+from maxjax.models import Llama, LlamaConfig
+from maxjax.text.tokenizer.tokenizer import Tokenizer
+
+ANSWER = "{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+PLAIN = "{% for m in messages %}" + ANSWER + "{% endfor %}"
+APART = PLAIN.replace("{{ m.content }}</s>", "{{ m.reasoning_content }}|{{ m.content }}</s>")
+CALLS = APART.replace("{{ m.content }}</s>", "{{ m.content }}{{ m.tool_calls|tojson }}</s>")
+SPECIAL = ["</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "<|x|>"]
+WORDS = ["▁the", "▁quick", "▁brown", "▁fox", "▁seven", "▁so", "|", '▁{"a":', "▁1}", "▁add"]
+
+
+def pair(answer, template=None, *, after="[/INST]"):
+    """A model that says the tokens of ``answer``, each of which is in it once, after the token ``after``."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *WORDS])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="|"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.add_special_tokens(SPECIAL)
+    size = len(vocab)
+    model = Llama(LlamaConfig(size, size, size, num_layers=1, num_heads=1))
+    head = jnp.zeros((size, size))
+    for this, following in zip([after, *answer], [*answer, "</s>"], strict=True):
+        head = head.at[vocab[following], vocab[this]].set(1)
+    one = lambda name: jnp.ones(size) if "norm" in name else jnp.zeros((size, size))
+    values = {name: one(name) for name in model.raw_state_dict()}
+    values |= {"model.embed_tokens.weight": jnp.eye(size), "lm_head.weight": head}
+    model.load_state_dict(values)
+    return model, Tokenizer(
+        backend, chat_template=template, special_tokens={"eos_token": "</s>"}, eos_ids=[0]
+    )
+
+
+THOUGHT = ["[THINK]", "▁so", "▁seven", "[/THINK]", "▁the", "▁fox"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_reasoning_and_content_are_apart(skip):
+    model, tokenizer = pair(THOUGHT, APART)
+    chat = maxjax.Conversation(model, tokenizer, skip_special_tokens=skip)
+    text = "".join(chat.say("the"))
+    assert text == ("so seven the fox" if skip else "[THINK] so seven[/THINK] the fox")
+    assert (chat.reasoning, chat.content) == ("so seven", "the fox")
+    assert chat.messages[-1] == {
+        "role": "assistant", "content": "the fox", "reasoning_content": "so seven",
+    }  # fmt: skip
+    chat.reset()
+    assert chat.reasoning is None and chat.completion is None
+
+
+def test_content_keeps_its_marks_if_the_template_reads_no_reasoning():
+    """So the next prompt begins with the tokens that were generated."""
+    model, tokenizer = pair(THOUGHT, PLAIN)
+    chat = maxjax.Conversation(model, tokenizer)
+    first = chat.say("the")
+    list(first)
+    assert chat.messages[-1]["content"] == "[THINK] so seven[/THINK] the fox"
+    second = chat.say("fox").completion.prompt_tokens
+    read = [*first.completion.prompt_tokens, *first.completion.tokens]
+    assert list(second[: len(read)]) == read
+
+
+@pytest.mark.parametrize("template", [PLAIN, APART, CALLS])
+def test_calls_of_functions(template):
+    model, tokenizer = pair(["▁so", "[TOOL_CALLS]", "▁add", "[ARGS]", '▁{"a":', "▁1}"], template)
+    chat = maxjax.Conversation(model, tokenizer)
+    list(chat.say("the"))
+    call = {"name": "add", "arguments": {"a": 1}}
+    assert chat.completion.tool_calls == (call,) and chat.content == "so"
+    answer = {"role": "assistant", "content": 'so[TOOL_CALLS] add[ARGS] {"a": 1}'}
+    if template is CALLS:
+        listed = [{"id": "call00000", "type": "function", "function": call}]
+        answer = {"role": "assistant", "content": "so", "tool_calls": listed}
+    assert chat.messages[-1] == answer
+    list(chat.say({"role": "tool", "content": "seven"}))
+    assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_ends_the_content_too(skip):
+    model, tokenizer = pair(THOUGHT, APART)
+    options = {"stop": " fox", "skip_special_tokens": skip}
+    found = maxjax.generate(model, tokenizer, "the", **options)
+    assert (found.reasoning, found.content) == ("so seven", "the")
+    found = maxjax.generate(model, tokenizer, "the", **options | {"stop": "seven"})
+    assert (found.reasoning, found.content) == ("so", "")
+
+
+def test_special_tokens_have_text_if_asked_for():
+    model, tokenizer = pair(["▁the", "<|x|>", "▁fox"], PLAIN)
+    assert maxjax.generate(model, tokenizer, "the") == "the fox"
+    shown = maxjax.stream(model, tokenizer, "the", skip_special_tokens=False)
+    assert "".join(shown) == "the<|x|> fox"
+    assert shown.completion.marked == "the fox"  # no mark of a part
+
+
+# --- the first space ----------------------------------------------------------------------
+
+
+def test_the_first_space_of_a_continued_text():
+    model, tokenizer = pair(["▁fox"], PLAIN, after="▁brown")
+    raw = maxjax.generate(model, tokenizer, "the quick brown", chat=False)
+    assert raw == " fox" and raw.prompt + raw == tokenizer.decode([*raw.prompt_tokens, *raw.tokens])
+    ids = maxjax.generate(model, tokenizer, tokenizer.encode("the quick brown"))
+    assert ids == " fox"
+    answers = pair(["▁fox"], PLAIN)
+    assert maxjax.generate(*answers, "the quick brown") == "fox"
+
+
+def test_the_first_space_of_a_continued_message():
+    model, tokenizer = pair(["▁fox"], PLAIN, after="▁brown")
+    messages = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "the brown"}]
+    options = {"template_kwargs": {"continue_final_message": True}}
+    assert maxjax.generate(model, tokenizer, messages, **options) == " fox"
