@@ -61,16 +61,18 @@ class Request:
         check_model(model)
         check_is_tokenizer(tokenizer)
         defaults = getattr(model, "generation", None)
+        ends = tuple(getattr(tokenizer, "eos_ids", ()))
         if defaults is None:
-            ends = getattr(tokenizer, "eos_ids", ())
-            defaults = GenerationDefaults(eos_ids=tuple(ends))
+            defaults = GenerationDefaults(eos_ids=ends)
         self.model, self.tokenizer = model, tokenizer
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
         self._skip_special = skip_special_tokens
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         self.sampling = chosen_sampling(defaults, sampling, values)
-        given = defaults.eos_ids if eos_ids is None else eos_ids
-        self.eos_ids = eos_token_ids({"eos_ids": given}, "eos_ids")
+        if eos_ids is None:
+            # Chat models that were tuned from a base model may have its end token in generation_config.json alone.
+            eos_ids = list(dict.fromkeys((*defaults.eos_ids, *(ends if self._chat else ()))))
+        self.eos_ids = eos_token_ids({"eos_ids": eos_ids}, "eos_ids")
         _check_choice(self.sampling, self.eos_ids, model.config.vocab_size)
         self.stops = defaults.stop if stop is None else _stops(stop)
         if self.stops and tokenizer is None:

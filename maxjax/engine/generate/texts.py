@@ -75,7 +75,8 @@ def generate(
         max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
         stop: one or more stop strings; they end an answer and are not part of it.
-        eos_ids: the token ids that end an answer; by default those of the checkpoint, () for none.
+        eos_ids: the token ids that end an answer, () for none; by default those of
+            ``generation_config.json``, and in a chat the tokenizer's ``eos_token`` as well.
         key: the random key, ``jax.random.key(0)`` by default; greedy sampling uses none. The same
             key gives the same texts for the same prompts, whatever the mesh and ``batch_size``.
         sampling: how the next token is chosen; by default as in ``generation_config.json``, or

@@ -5,6 +5,7 @@ import pytest
 import tokenizers
 
 import maxjax
+from maxjax.engine.generate.defaults import GenerationDefaults
 from maxjax.models import Llama, LlamaConfig
 from maxjax.text.tokenizer.tokenizer import Tokenizer
 
@@ -98,6 +99,19 @@ def test_special_tokens_have_text_if_asked_for():
     shown = maxjax.stream(model, tokenizer, "the", skip_special_tokens=False)
     assert "".join(shown) == "the<|x|> fox"
     assert shown.completion.marked == "the fox"  # no mark of a part
+
+
+def test_the_end_token_of_the_tokenizer_ends_a_chat():
+    """A model tuned for chats whose generation_config.json is that of its base model."""
+    model, tokenizer = pair(["▁the", "|", "▁fox"], PLAIN)
+    model.generation = GenerationDefaults(eos_ids=(0,))
+    tokenizer.eos_ids = (tokenizer.encode("|")[0],)
+    assert maxjax.generate(model, tokenizer, "the").tokens[1:] == tokenizer.eos_ids
+    chat = maxjax.Conversation(model, tokenizer)
+    assert "".join(chat.say("the")) == "the"
+    raw = maxjax.generate(model, tokenizer, "[INST]the[/INST]", chat=False)
+    assert raw.stop == 0 and len(raw.tokens) == 4
+    assert len(maxjax.generate(model, tokenizer, "the", eos_ids=0).tokens) == 4
 
 
 # --- the first space ----------------------------------------------------------------------
