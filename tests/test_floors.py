@@ -129,7 +129,7 @@ models: __init__
 
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files function_schema render
-text: stream_decoders
+text: stream_decoders reasoning
 text/tokenizer: arguments limits added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings penalties draw
