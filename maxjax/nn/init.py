@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, lru_cache, partial
@@ -24,6 +25,8 @@ from .layer.walk import Walk, check_module
 from .random_key import checked_key
 
 Initializer = Callable[..., jax.Array]
+# Up to this many random numbers take less time on a CPU than XLA would take to optimise the program that draws them.
+_FEW = 1 << 21
 M = TypeVar("M", bound=Module)
 
 
@@ -153,8 +156,11 @@ class _Program(NamedTuple):
     sharding: Any
 
     def jitted(self) -> Callable[..., jax.Array]:
-        """A function of a key and of the codes ``[n]``, or of the code of one weight."""
-        return jax.jit(self._draw, out_shardings=self.sharding)
+        """Return a function of a key and of the codes ``[n]``, or of the code of one weight."""
+        options = None
+        if jax.default_backend() == "cpu" and math.prod((*(self.lead or ()), *self.shape)) <= _FEW:
+            options = {"xla_backend_optimization_level": 0}
+        return jax.jit(self._draw, out_shardings=self.sharding, compiler_options=options)
 
     def _draw(self, key: jax.Array, codes: jax.Array) -> jax.Array:
         def draw(code: jax.Array) -> jax.Array:
@@ -166,13 +172,7 @@ class _Program(NamedTuple):
 
         if self.lead is None:
             return draw(codes)
-        # The other generators draw for several keys at once what they would draw for the first.
-        several = (
-            jax.vmap(draw)
-            if jax.random.key_impl(key) == "threefry2x32"
-            else partial(jax.lax.map, draw)
-        )
-        drawn = several(codes)
+        drawn = jax.lax.map(draw, codes)
         return drawn.reshape(*self.lead, *drawn.shape[1:])
 
 
