@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...dtype import DType
-from ...engine.generate.defaults import FILE
+from ...engine.generate.defaults import FILE, end_tokens
 from ...errors import CheckpointMissingError, UnsupportedModelError, UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
@@ -238,7 +238,7 @@ def _new_gguf(
         settings = {**(settings or {}), "chat_template": listed}
     embedding = made.tensors.get("token_embd.weight")
     metadata |= gguf_tokenizer_metadata(
-        tokenizer, settings, config, path=path,
+        tokenizer, settings, config, path=path, ends=end_tokens(found.folder, config),
         vocab_size=None if embedding is None else int(embedding.logical_shape[0]),
     )  # fmt: skip
     if (file := found.folder / FILE).is_file():

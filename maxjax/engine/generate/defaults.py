@@ -140,6 +140,19 @@ def read_defaults(
         raise CheckpointFormatError(str(error), path=file if there else None) from None
 
 
+def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the token ids that end an answer, by ``generation_config.json`` or else by ``config.json``.
+
+    Raises:
+        CheckpointFormatError: they are not token ids.
+    """
+    file = Path(directory) / FILE
+    try:
+        return eos_token_ids(read_object(file) if file.exists() else {}) or eos_token_ids(config)
+    except UserInputError as error:
+        raise CheckpointFormatError(str(error), path=file if file.exists() else None) from None
+
+
 def _count(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if value is None or (type(value) is int and value > 0):

@@ -6,6 +6,7 @@ with the readers that convert itself uses.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -374,6 +375,19 @@ def any_gguf(path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_all_tokens_that_end_an_answer_go_through_gguf(tmp_path):
+    shutil.copytree(Path(maxjax.__file__).parent / "tiny", tmp_path / "hf")
+    (tmp_path / "hf" / "maxjax_digests.json").unlink()
+    file = tmp_path / "hf" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [0, 100, 101]}))
+    convert(tmp_path / "hf", tmp_path / "m.gguf")
+    loaded, _ = maxjax.load(tmp_path / "m.gguf")
+    assert loaded.generation.eos_ids == (0, 100, 101)
+    convert(tmp_path / "m.gguf", tmp_path / "back")
+    back = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert back["eos_token_id"] == [0, 100, 101]
 
 
 def test_a_gguf_file_is_copied_byte_by_byte(tmp_path):

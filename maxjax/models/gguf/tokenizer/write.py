@@ -12,18 +12,21 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ....errors import CheckpointFormatError, CheckpointMismatchError
 from ..metadata import short, unsupported
+from .bpe import ENDS
 from .read import HF_JSON, PIECE
 from .splits import bert_flags, pre_name, sequence, space_prefix
 from .tokens import BYTE, CONTROL, NORMAL, SPECIAL, UNKNOWN, UNUSED, USER, WORD
 
+_LOG = logging.getLogger("maxjax")
 # As tokens.SPECIAL, for BERT, where [CLS] begins a text.
 BERT_SPECIAL = {"cls": "bos", "sep": "seperator", "unk": "unknown", "pad": "padding",
                  "mask": "mask"}  # fmt: skip
@@ -53,34 +56,73 @@ def special_ids(
     return found
 
 
-def added_around(
-    tokenizer: Mapping[str, Any], settings: Mapping[str, Any], ids: Mapping[str, Any]
-) -> dict[str, bool]:
-    """Whether a bos token is put before a text, and an eos token after it."""
-    before, after = _around(tokenizer.get("post_processor"))
-    found = {"add_bos_token": before, "add_eos_token": after}
-    for key in found:
-        if isinstance(settings.get(key), bool):
-            found[key] = settings[key]
-    # Without such a token, llama.cpp would add the one with its default id.
-    found["add_bos_token"] &= "bos_token_id" in ids
-    found["add_eos_token"] &= "eos_token_id" in ids
-    return found
+def tokens_around(processor: Any) -> tuple[list[str], list[str]]:
+    """Return the special tokens that a post-processor puts before a single text, and those after it.
+
+    Example:
+        >>> tokens_around({"type": "RobertaProcessing", "cls": ["<s>", 0], "sep": ["</s>", 2]})
+        (['<s>'], ['</s>'])
+    """
+    kind = processor.get("type") if isinstance(processor, dict) else None
+    before: list[str] = []
+    after: list[str] = []
+    if kind == "Sequence" and isinstance(processor.get("processors"), list):
+        for one in processor["processors"]:
+            first, last = tokens_around(one)
+            before, after = first + before, after + last
+    elif kind in ("RobertaProcessing", "BertProcessing"):
+        for name, found in (("cls", before), ("sep", after)):
+            pair = processor.get(name)
+            if isinstance(pair, list) and pair and isinstance(pair[0], str):
+                found.append(pair[0])
+    elif kind == "TemplateProcessing" and isinstance(processor.get("single"), list):
+        found = before
+        for item in processor["single"]:
+            token = item.get("SpecialToken") if isinstance(item, dict) else None
+            if token is None:
+                found = after
+            elif isinstance(token, dict) and isinstance(token.get("id"), str):
+                found.append(token["id"])
+    return before, after
 
 
-def _around(processor: Any) -> tuple[bool, bool]:
-    """Whether a template has a special token before a single text, and one after it."""
-    if not isinstance(processor, dict):
-        return False, False
-    if processor.get("type") == "Sequence":
-        each = processor.get("processors")
-        found = [_around(p) for p in each] if isinstance(each, list) else []
-        return any(a for a, _ in found), any(b for _, b in found)
-    single = processor.get("single")
-    if processor.get("type") != "TemplateProcessing" or not isinstance(single, list) or not single:
-        return False, False
-    marks = ["SpecialToken" in item for item in single if isinstance(item, dict)]
-    return (marks[0], marks[-1]) if marks else (False, False)
+def _with_marks(
+    found: dict[str, Any],
+    tokenizer: Mapping[str, Any],
+    ids: Mapping[str, int],
+    ends: Sequence[int],
+    path: Any,
+) -> dict[str, Any]:
+    """Return the ids of special tokens so that a text begins and ends as the post-processor has it.
+
+    As in gguf-py, eos is the token after a text. The tokens that end an answer otherwise are eot and eom.
+    """
+    before, after = (
+        [ids[text] for text in texts if text in ids]
+        for texts in tokens_around(tokenizer.get("post_processor"))
+    )
+    if len(before) > 1 or len(after) > 1:
+        _LOG.warning(
+            "%s: texts begin with %s special tokens and end with %s, and a GGUF file can say one of each",
+            path, len(before), len(after),
+        )  # fmt: skip
+    if found.get("model") == "bert":  # llama.cpp adds both
+        keys = ("bos", "seperator")
+        marks = zip(keys, (before[:1], after[-1:]), strict=True)
+        return found | {f"{key}_token_id": mark[0] for key, mark in marks if mark}
+    others = [found["eos_token_id"]] if "eos_token_id" in found else []
+    found = {**found, "add_bos_token": bool(before), "add_eos_token": bool(after)}
+    found |= {"bos_token_id": before[0]} if before else {}
+    found |= {"eos_token_id": after[-1]} if after else {}
+    if ends and "eos_token_id" not in found:
+        found["eos_token_id"] = ends[0]
+    others = [i for i in dict.fromkeys((*others, *ends)) if i != found.get("eos_token_id")]
+    # llama.cpp, and reading here, find those by their texts.
+    known = {i for text, i in ids.items() if text in ENDS}
+    written = sorted(others, key=known.__contains__)[:2]
+    if lost := [i for i in others if i not in written and i not in known]:
+        _LOG.warning("%s: a GGUF file cannot say that these tokens end an answer: %s", path, lost)
+    return found | dict(zip(("eot_token_id", "eom_token_id"), written, strict=False))
 
 
 def templates(settings: Mapping[str, Any], given: str | None, path: Any) -> dict[str, Any]:
@@ -130,6 +172,7 @@ def gguf_tokenizer_metadata(
     *,
     vocab_size: int | None = None,
     chat_template: str | None = None,
+    ends: Sequence[int] = (),
     keep_json: bool = True,
     path: Any = None,
 ) -> dict[str, Any]:
@@ -146,6 +189,7 @@ def gguf_tokenizer_metadata(
         config: content of ``config.json``.
         vocab_size: number of rows of the embedding table; rows without a token get placeholders.
         chat_template: content of ``chat_template.jinja``, which takes precedence over ``settings``.
+        ends: the ids of the tokens that end an answer, by ``generation_config.json``.
         keep_json: whether to store the complete ``tokenizer.json`` too, under the key
             "tokenizer.huggingface.json", so that nothing in it is lost.
         path: path of the file, for messages.
@@ -171,21 +215,22 @@ def gguf_tokenizer_metadata(
         model = typed(tokenizer, "model", dict, path)
         kind = model.get("type") or ("BPE" if "merges" in model else None)
         tokens = _Vocabulary(tokenizer, model, vocab_size, path)
+        known_ends = [i for i in ends if 0 <= i < len(tokens.texts)]
         if kind == "WordPiece":
             found = _wordpiece(tokenizer, tokens)
             found |= special_ids(tokens.ids, settings, config, BERT_SPECIAL)
+            found = _with_marks(found, tokenizer, tokens.ids, (), path)
         elif kind == "BPE":
             is_llama = model.get("byte_fallback") is True
             found = (_sentencepiece if is_llama else _byte_level)(tokenizer, tokens)
             found |= special_ids(tokens.ids, settings, config, SPECIAL)
-            found |= added_around(tokenizer, settings, found)
+            found = _with_marks(found, tokenizer, tokens.ids, known_ends, path)
         elif kind == "Unigram":
             found = _unigram(tokenizer, tokens)
             found |= special_ids(tokens.ids, settings, config, SPECIAL)
             if "unknown_token_id" not in found and type(model.get("unk_id")) is int:
                 found["unknown_token_id"] = model["unk_id"]
-            found |= _marks(tokenizer, tokens.ids)
-            found |= added_around(tokenizer, settings, found)
+            found = _with_marks(found, tokenizer, tokens.ids, known_ends, path)
         else:
             raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)
     found = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
@@ -386,20 +431,3 @@ def _unigram(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, Any
             raise wrong("precompiled_charsmap", "base64", "other text", tokens.path) from None
         found["precompiled_charsmap"] = np.frombuffer(table, np.uint8)
     return found
-
-
-def _marks(tokenizer: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """The ids of the tokens that the template puts before and after a text, as bos and eos whatever their names."""
-    around = tokenizer.get("post_processor")
-    single = around.get("single") if isinstance(around, dict) else None
-    if not isinstance(single, list) or len(single) != 3:
-        return {}
-    tokens = [
-        item.get("SpecialToken") if isinstance(item, dict) else None
-        for item in (single[0], single[2])
-    ]
-    names = [token.get("id") if isinstance(token, dict) else None for token in tokens]
-    return {
-        f"{key}_token_id": ids[name]
-        for key, name in zip(("bos", "eos"), names, strict=True) if isinstance(name, str) and name in ids
-    }  # fmt: skip

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from maxjax.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from maxjax.graph.weights import load_weights
 from maxjax.models.gguf import chat_template, gguf_tokenizer_metadata, tokenizer_json
+from maxjax.models.gguf.tokenizer.read import end_ids
 from maxjax.storage.gguf.writer import plan_gguf
+from maxjax.text.tokenizer.tokenizer import gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -135,12 +137,81 @@ def test_the_tokens_around_a_text():
     data, settings = files.byte_level("llama3"), {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     flags = lambda found: (found[KEY + "add_bos_token"], found[KEY + "add_eos_token"])
     assert flags(gguf_tokenizer_metadata(data, settings)) == (True, False)
-    assert flags(gguf_tokenizer_metadata(data)) == (False, False)  # nobody says which
+    assert flags(gguf_tokenizer_metadata(data)) == (True, False)
     said = {**settings, "add_bos_token": False, "add_eos_token": True}
-    assert flags(gguf_tokenizer_metadata(data, said)) == (False, True)
+    assert flags(gguf_tokenizer_metadata(data, said)) == (True, False)  # as transformers and load
     inner = data["post_processor"]
     data["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, inner]}
     assert flags(gguf_tokenizer_metadata(data, settings)) == (True, False)
+
+
+def around(data, before=(), after=(), kind="TemplateProcessing"):
+    """The tokenizer with other special tokens around a text."""
+    ids = {item["content"]: item["id"] for item in data["added_tokens"]}
+    if kind != "TemplateProcessing":
+        pairs = {"cls": [*before, ids[before[0]]], "sep": [*after, ids[after[0]]]}
+        rest = {"trim_offsets": True, "add_prefix_space": False} if "Ro" in kind else {}
+        return {**data, "post_processor": {"type": kind, **pairs, **rest}}
+    mark = lambda text: {"SpecialToken": {"id": text, "type_id": 0}}
+    single = [*map(mark, before), {"Sequence": {"id": "A", "type_id": 0}}, *map(mark, after)]
+    special = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (*before, *after)}
+    return {**data, "post_processor": {
+        "type": kind, "single": single, "pair": [*single, *single], "special_tokens": special}}  # fmt: skip
+
+
+BEGIN, END, USER = "<|begin|>", "<|end|>", "<user>"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "settings", "kind"),
+    [
+        ([BEGIN], [END], {"bos_token": BEGIN, "eos_token": END}, "TemplateProcessing"),
+        ([], [USER], {"eos_token": END}, "TemplateProcessing"),  # Qwen3-Embedding
+        ([USER], [END], {"bos_token": BEGIN, "eos_token": END}, "TemplateProcessing"),
+        ([BEGIN], [END], {"cls_token": BEGIN, "sep_token": END}, "TemplateProcessing"),  # ModernBERT
+        ([BEGIN], [END], {"cls_token": BEGIN, "sep_token": END}, "RobertaProcessing"),
+        ([BEGIN], [END], {"cls_token": BEGIN, "sep_token": END}, "BertProcessing"),
+        ([], [], {"bos_token": BEGIN, "eos_token": END, "add_bos_token": True}, "TemplateProcessing"),
+        ([BEGIN], [], {"bos_token": BEGIN, "add_bos_token": False}, "TemplateProcessing"),
+    ],
+)  # fmt: skip
+def test_the_tokens_around_a_text_are_those_of_the_directory(before, after, settings, kind):
+    data = around(files.byte_level("llama3"), before, after, kind)
+    found = gguf_tokenizer(gguf_tokenizer_metadata(data, settings, keep_json=False))
+    wanted = tokenizers.Tokenizer.from_str(json.dumps(data))
+    for text in ("", "the word"):
+        assert found.encode(text) == wanted.encode(text).ids
+
+
+def test_the_token_after_a_text_is_eos_and_the_other_eot_as_gguf_has_it(tmp_path):
+    data = around(files.byte_level("llama3"), [], [USER])
+    settings = {"eos_token": END, "pad_token": USER}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    oracle = gguf.SpecialVocab(tmp_path, n_vocab=501).special_token_ids
+    found = gguf_tokenizer_metadata(data, settings)
+    assert oracle == {"eos": 500, "pad": 500, "eot": 1}
+    assert [found[f"{KEY}{name}_token_id"] for name in ("eos", "padding", "eot")] == [500, 500, 1]
+
+
+def test_more_than_one_token_before_a_text_is_told_of(caplog):
+    data = around(files.byte_level("llama3"), [BEGIN, USER])
+    assert gguf_tokenizer_metadata(data)[KEY + "bos_token_id"] == 0
+    assert "texts begin with 2 special tokens" in caplog.text
+
+
+def test_all_tokens_that_end_an_answer_are_written(caplog):
+    data, settings = files.byte_level("llama3"), {"eos_token": END}
+    found = gguf_tokenizer_metadata(data, settings, ends=[1, 300, 500])
+    assert [found[f"{KEY}{name}_token_id"] for name in ("eos", "eot", "eom")] == [1, 300, 500]
+    assert set(end_ids(found)) == {1, 300, 500} and not caplog.text
+    more = gguf_tokenizer_metadata(data, settings, ends=[1, 300, 301, 500, 10**6])
+    assert set(end_ids(more)) == {1, 300, 301} and "end an answer: [500]" in caplog.text
+    # Those that llama.cpp knows by their texts need no key.
+    data["added_tokens"][-1]["content"] = "<|im_end|>"
+    caplog.clear()
+    found = gguf_tokenizer_metadata(data, settings, ends=[1, 300, 301, 500])
+    assert set(end_ids(found)) == {1, 300, 301, 500} and not caplog.text
 
 
 def test_special_tokens_are_those_that_gguf_finds(tmp_path):
