@@ -27,7 +27,7 @@ rendering: division row rendered transcript picture attention
 graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
-storage: limits files crc32 formats signatures strict_json boxes entry checksums
+storage: limits files crc32 formats signatures strict_json boxes entry checksums sidecars
 storage/save: durable locks beside staging outgoing
 storage: table digests directory parts
 storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings search encode_simple
@@ -150,7 +150,7 @@ interop/nnx: variables filling matching state torch_layers interchange __init__
 
 # 7 faces: the command line
 cli: terminal tables bars options environment kernels answer model inspect embed rerank generate evaluate
-cli: chat bench convert plan
+cli: chat bench convert plan repair
 cli: application __init__
 .: __main__
 """

@@ -12,6 +12,7 @@ from ..lazy import attributes as _attributes
 if _TYPE_CHECKING:
     from .conversion.run import Converted as Converted
     from .conversion.run import convert as convert
+    from .file_set import repair as repair
     from .orbax.checkpoint import CheckpointManager as CheckpointManager
     from .orbax.checkpoint import restore as restore
     from .orbax.checkpoint import save as save
@@ -23,6 +24,7 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "conversion.run": "Converted convert",
+        "file_set": "repair",
         "orbax.checkpoint": "CheckpointManager restore save save_async",
         "orbax.save": "Response",
         "pretrained": "save_pretrained",

@@ -11,13 +11,14 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointError, OutOfMemoryError
+from ..errors import CheckpointError, CheckpointMissingError, OutOfMemoryError
 from ..storage.crc32 import crc32, crc32_of
 from ..storage.digests import MAX_RECORDS, Record, matching_records, read_digests, to_bytes
 from ..storage.digests import NAME as DIGESTS
@@ -25,8 +26,8 @@ from ..storage.files import OpenFile, file_range, open_regular
 from ..storage.index_file import open_index
 from ..storage.open import beside_of, open_checkpoint
 from ..storage.safetensors.writer import SetFile, file_pieces, in_order, index
-from ..storage.save.beside import Description, move_into_place, sum_of, waiting
-from ..storage.save.durable import flush_folder, target_path
+from ..storage.save.beside import Description, finish, open_sidecar, sum_of, waiting
+from ..storage.save.durable import absolute, flush_folder, save_failed, target_path
 from ..storage.save.outgoing import Outgoing
 from ..storage.save.staging import Staging
 
@@ -67,7 +68,7 @@ def write_file(
     folder, name = os.path.split(target)
     with Staging(folder, exclusive=False) as staging:
         if os.path.exists(target):
-            staging.keeps(f"The file that was there before is untouched: {path}.")
+            staging.keeps(f"The file that was there before is untouched: {path}.", target)
         staging.require_space(nbytes)
         record = _write(staging, name, tensors, pieces, nbytes)
         staging.hold()
@@ -97,23 +98,22 @@ def write_with(
     """
     with Staging(directory) as staging:
         folder = staging.directory
-        _end_interrupted(folder)
+        _end_interrupted(staging)
         found = _records(folder, [name])
-        if os.path.exists(os.path.join(folder, name)):
-            staging.keeps(f"The files that were there before are untouched: {staging.shown}.")
+        if os.path.exists(kept := os.path.join(folder, name)):
+            staging.keeps(f"The files that were there before are untouched: {staging.shown}.", kept)
         shard = SetFile(name, tuple(in_order(tensors)))
         staging.require_space(shard.nbytes)
         pieces = partial(file_pieces, metadata=metadata)
         record = _write(staging, name, shard.tensors, pieces, shard.nbytes)
-        kept = {other: [content] for other, content in others.items()}
-        description = _stage_others(staging, kept, found.get(name, ()))
+        description = _stage_others(staging, others, found.get(name, ()))
         _commit(staging, found, {name: replace(record, beside=description)}, [name])
 
 
 def write_set(
     directory: str | os.PathLike[str],
     files: Callable[[Sequence[str]], Sequence[SetFile]],
-    others: Mapping[str, Iterable[Any]],
+    others: Mapping[str, bytes | OpenFile],
     metadata: Mapping[str, str],
     *,
     progress: Progress | None = None,
@@ -124,7 +124,7 @@ def write_set(
         directory: path of the directory, made if it does not exist.
         files: function from the names in use, those of the checkpoint that is replaced, to the
             safetensors files.
-        others: other files of the checkpoint: name → content in pieces.
+        others: other files of the checkpoint: name → content, or an open file that is copied.
         metadata: metadata of each safetensors file.
         progress: called after each piece with its size in bytes.
 
@@ -135,13 +135,20 @@ def write_set(
     """
     with Staging(directory) as staging:
         folder = staging.directory
-        _end_interrupted(folder)
+        _end_interrupted(staging)
         before = _current_weights(folder)
         found = _records(folder, before)
         if before:
-            staging.keeps(f"The checkpoint that was there before is untouched: {staging.shown}.")
+            kept = os.path.join(folder, before[0])
+            staging.keeps(
+                f"The checkpoint that was there before is untouched: {staging.shown}.", kept
+            )
         shards = files(before)
-        staging.require_space(sum(shard.nbytes for shard in shards))
+        staging.require_space(
+            sum(shard.nbytes for shard in shards) + sum(map(_size, others.values()))
+        )
+        replaced = found.get(before[0], ()) if before else ()
+        description = _stage_others(staging, others, replaced)
         pieces = partial(file_pieces, metadata=metadata)
         records = {
             one.name: _write(staging, one.name, one.tensors, pieces, one.nbytes, progress)
@@ -153,8 +160,6 @@ def write_set(
             staging.write(INDEX, [text])
             records[INDEX] = Record(len(text), {}, (len(text), crc32(text)))
         last = INDEX if text else SINGLE
-        replaced = found.get(before[0], ()) if before else ()
-        description = _stage_others(staging, others, replaced)
         # In the record of each file: until the index is in place, the files are read without it.
         records = {name: replace(one, beside=description) for name, one in records.items()}
         # The index is deleted before its files, so that it never names a missing one.
@@ -219,7 +224,7 @@ def _commit(
         final = {**rest, **{name: [_final_record(one)] for name, one in records.items()}}
         _finish(staging, description, final if final != both else None)
     except BaseException:
-        _end_interrupted(folder)
+        _end_interrupted(staging)
         raise
 
 
@@ -231,18 +236,19 @@ def _finish(
         with staging.saving("putting the other files into place"):
             if description is not None:
                 try:
-                    move_into_place(staging.directory, description)
+                    finish(staging.fd, description)
                 except OSError:  # which may be temporary
-                    move_into_place(staging.directory, description)
+                    finish(staging.fd, description)
         if final is not None:
             staging.write(DIGESTS, [to_bytes(final)])
             staging.commit([DIGESTS])
     except CheckpointError as error:
         _LOG.warning(
             "%s: %s. The new checkpoint is complete for maxjax; other programs may see the config and "
-            "tokenizer files of the old one until maxjax loads or saves this checkpoint again",
+            "tokenizer files of the old one until the next save or `maxjax repair %s`",
             staging.shown,
             error.problem,  # without the hint, which is about what was there before the commit
+            shlex.quote(staging.shown),
         )
 
 
@@ -257,7 +263,7 @@ def _existing_description(folder: str, description: Description) -> Description:
     files = {}
     for name in {**description.files, **description.gone}:
         with contextlib.suppress(CheckpointError):  # there is no such file
-            files[name] = sum_of(open_regular(os.path.join(folder, name)))
+            files[name] = sum_of(open_sidecar(os.path.join(folder, name)))
     return Description(files)
 
 
@@ -323,13 +329,63 @@ def _minimal_record(
     return []
 
 
-def _end_interrupted(folder: str) -> None:
-    """Move the files that an interrupted save left staged into place, if its weights are valid."""
-    if waiting(folder):
-        with contextlib.suppress(CheckpointError, OSError):
-            description = beside_of(folder).described
-            if description is not None:
-                move_into_place(folder, description)
+def _end_interrupted(staging: Staging) -> list[str]:
+    """Move the files that interrupted saves left waiting into place, if their weights are there."""
+    if not waiting(staging.fd):
+        return []
+    folder, files, gone = staging.directory, {}, {}
+    # An adapter may lie beside a model, with files of its own.
+    own = (SINGLE, INDEX)
+    alone = [n for n in _records(folder, ()) if n not in own and not _PART.fullmatch(n)]
+    for path in (folder, *(os.path.join(folder, name) for name in alone)):
+        description = beside_of(path).described
+        if description is not None:
+            files |= description.files
+            gone |= description.gone
+    gone = {name: crc for name, crc in gone.items() if name not in files}
+    with contextlib.suppress(OSError):
+        return finish(staging.fd, Description(files, gone))
+    return []
+
+
+def repair(directory: str | os.PathLike[str]) -> list[str]:
+    """Finishes what an interrupted save began in a directory, and removes what it left.
+
+    The next save into the directory does the same. A checkpoint, its steps and all files of other
+    programs stay as they are; nothing outside of the directory is touched, and no link is followed.
+
+    Args:
+        directory: path of a directory that maxjax saved to, or of the directory of a checkpoint's steps.
+
+    Returns:
+        The names in the directory that were put into place or removed; empty if there was nothing to do.
+
+    Raises:
+        CheckpointMissingError: there is no such directory.
+        CheckpointBusyError: another process is writing there.
+        CheckpointSaveError, CheckpointAccessError: the directory cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> os.mkdir(os.path.join(folder, ".maxjax-next-0123456789abcdef"))
+        >>> repair(folder)
+        ['.maxjax-next-0123456789abcdef']
+    """
+    path = absolute(directory)
+    if not os.path.isdir(path):
+        raise CheckpointMissingError("there is no such directory", path=path)
+    with Staging(path) as staging:
+        folder = staging.directory
+        done = [*staging.swept, *_end_interrupted(staging)]
+        found = _records(folder, _records(folder, ()))
+        strays = _strays(folder, _current_weights(folder), found)
+        final = {name: list(map(_final_record, records)) for name, records in found.items()
+                 if name not in strays and os.path.lexists(os.path.join(folder, name))}  # fmt: skip
+        if strays or final != _records(folder, ()):
+            staging.write(DIGESTS, [to_bytes(final)])
+            staging.commit([DIGESTS], remove=strays)
+        return [*done, *strays]
 
 
 def _current_weights(folder: str) -> list[str]:
@@ -358,21 +414,23 @@ def _strays(folder: str, before: Sequence[str], recorded: Mapping[str, list[Reco
 
 
 def _stage_others(
-    staging: Staging, others: Mapping[str, Iterable[Any]], before: Sequence[Record]
+    staging: Staging, others: Mapping[str, bytes | OpenFile], before: Sequence[Record]
 ) -> Description | None:
     """Stage the other files until the weights are committed; unchanged files are not written.
 
     Args:
         staging: transaction of the save.
-        others: other files: name → content in pieces.
+        others: other files: name → content, or an open file that is copied.
         before: records of the weights of the checkpoint that is replaced.
 
     Returns:
         The description of these files for the record of the weights; None if there are none.
     """
     files: dict[str, int] = {}
-    for name, pieces in others.items():
-        content = b"".join(pieces)
+    for name, given in others.items():
+        if os.path.islink(below := os.path.dirname(os.path.join(staging.directory, name))):
+            raise save_failed("the directory is a link, and nothing is written through it", below)
+        content = content_of(given)
         files[name] = crc32(content)
         if not _has(os.path.join(staging.directory, name), content):
             staging.write(f"{staging.waiting}/{name}", [content], like=name)
@@ -388,6 +446,15 @@ def _stage_others(
         if name not in files and any(head in files and part(name) for head, part in _FILE_SETS)
     }
     return Description(files, deleted) if files else None
+
+
+def _size(given: bytes | OpenFile) -> int:
+    return given.size if isinstance(given, OpenFile) else len(given)
+
+
+def content_of(given: bytes | OpenFile) -> bytes:
+    """The bytes of a file that is written: given as such, or those of an open file."""
+    return given.pread(0, given.size) if isinstance(given, OpenFile) else given
 
 
 def _has(path: str, content: bytes) -> bool:

@@ -27,6 +27,7 @@ from ..nn.low_rank import LowRank
 from ..progress import short, task
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
 from ..storage.save.durable import target_path
+from ..storage.sidecars import sidecar_kind
 from ..text.tokenizer.arguments import check_is_tokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
@@ -108,7 +109,6 @@ def save_pretrained(
         others = model_files(model, config, main_dtype(data), data)
         if tokenizer is not None:
             others |= tokenizer_files(tokenizer)
-        pieces = {name: [content] for name, content in others.items()}
 
         def files(taken: Sequence[str]) -> Sequence[SetFile]:
             return shards(outgoing, limit, taken=taken)
@@ -121,7 +121,7 @@ def save_pretrained(
         if together.is_leader:
             total = sum(one.nbytes for one in outgoing)
             with task(f"saving {short(directory)}", total) as shown:
-                write_set(directory, files, pieces, METADATA, progress=shown.telling(progress))
+                write_set(directory, files, others, METADATA, progress=shown.telling(progress))
             gathering.end()
         else:
             gathering.follow()
@@ -201,6 +201,19 @@ def flat_name(name: str) -> str:
     """
     name = re.sub(r"(_Dense)/(?:model|pytorch_model)\.(safetensors|bin)\Z", r"\1.\2", name)
     return name.replace("/config.json", ".json")
+
+
+def deep_name(name: str) -> str:
+    """The inverse of :func:`flat_name`.
+
+    Example:
+        >>> deep_name("1_Pooling.json"), deep_name("2_Dense.bin"), deep_name("config.json")
+        ('1_Pooling/config.json', '2_Dense/pytorch_model.bin', 'config.json')
+    """
+    names = {"json": "config.json", "safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
+    stem, _, end = name.rpartition(".")
+    is_flat = "/" not in name and name[:1].isdigit() and sidecar_kind(name) is not None
+    return f"{stem}/{names[end]}" if is_flat else name
 
 
 def cast(data: WeightData, dtype: DType) -> WeightData:

@@ -35,6 +35,7 @@ COMMANDS = {
     "inspect": ("inspect.inspect", "list the tensors of a checkpoint; reads headers only"),
     "verify": ("inspect.verify", "read all of a checkpoint and check its checksums"),
     "convert": ("convert.convert", "write a checkpoint in another format, dtype or number of files"),
+    "repair": ("repair.repair", "finish or remove what an interrupted save left in a directory"),
     "plan": ("plan.plan", "show the memory that a model needs on each device of a mesh"),
     "embed": ("embed.embed", "compute embeddings of texts, as JSON lines or a .npy file"),
     "rerank": ("rerank.rerank", "sort documents by how well they answer a query"),

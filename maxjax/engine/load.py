@@ -34,7 +34,7 @@ from ..progress import short, task
 from ..storage.files import closed_on_error
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
-from ..storage.save.beside import settled, waiting
+from ..storage.save.beside import Files, settled, waiting
 from ..storage.table import Verify
 from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 from .generate.defaults import read_defaults
@@ -198,12 +198,10 @@ def load(
                     together.agree(checkpoint=checkpoint, tokenizer=digest, **model_facts(model))
                 if compile is None:
                     model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
-                    weights._beside.finish()
                     return model, text
                 with ThreadPoolExecutor(1, "maxjax-compile") as pool:
                     program = pool.submit(model.compile, *compile)
                     model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
-                weights._beside.finish()
             return model, text, program.result()
 
         with releasing(), allowing(limits), task(f"loading {short(name)}", reads=True):
@@ -290,10 +288,10 @@ def _transformer(directory: Path) -> Path:
     if not (directory / "modules.json").exists() and not waiting(os.fspath(directory)):
         return directory
     with beside_of(directory).files() as folder:
-        return directory / read_pooling(folder)[1].relative_to(folder)
+        return read_pooling(folder)[1]
 
 
-def _tokenizer(weights: Weights, path: Path, directory: Path) -> Tokenizer | None:
+def _tokenizer(weights: Weights, path: Path, directory: Files) -> Tokenizer | None:
     """The tokenizer of a GGUF file, or of the files beside the weights."""
     found = None
     if isinstance(weights, GGUFWeights):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..checkpoint.file_set import json_bytes, write_with
 from ..checkpoint.pretrained import METADATA
+from ..dtype import DType
 from ..errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
@@ -24,6 +25,7 @@ from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
 from ..paths import local_path
+from ..storage.save.beside import settled
 from ..storage.save.durable import target_path
 from ..storage.strict_json import load_json
 from .model import adapted, attached, update_dtype
@@ -128,7 +130,11 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
             not supported; the message names the setting.
     """
     check_module(model, "lora.load")
-    directory = Path(local_path(path))
+    kind = None if dtype is None else update_dtype(dtype)
+    return settled(lambda: _load(model, Path(local_path(path)), kind))
+
+
+def _load(model: M, directory: Path, kind: DType | None) -> M:
     file = next(
         (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None
     )
@@ -136,7 +142,6 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
         raise CheckpointMissingError(
             f"no {WEIGHTS}", path=directory, hint=f"An adapter is a directory with it and {CONFIG}."
         )
-    kind = None if dtype is None else update_dtype(dtype)
     with load_weights(file) as weights:
         with weights._beside.files() as folder:
             settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))

@@ -15,6 +15,7 @@ from ..graph.weights.given import data_of
 from ..paths import local_path
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
+from ..storage.save.beside import Files
 from .bounds import check_bounds
 from .config import labels_of, read_object
 from .decoder.model import Decoder
@@ -133,7 +134,7 @@ def _config(
         return config_of(weights), Path(weights._path)
     if not isinstance(weights, Weights):
         raise UserInputError("arrays alone do not say which model they are of: pass its config")
-    with weights._beside.files("config.json") as folder:
+    with weights._beside.files() as folder:
         path = config_beside(folder)
         return read_object(path), path
 
@@ -144,8 +145,11 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointMissingError: there is no such file.
     """
-    path = Path(local_path(path))
-    directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
+    if isinstance(path, Files):
+        directory: Path | Files = path
+    else:
+        path = Path(local_path(path))
+        directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
     config = directory / "config.json"
     if not config.exists():
         if (directory / "adapter_config.json").exists():

@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..storage.open import open_checkpoint
 from ..storage.safetensors.writer import file_pieces
+from ..storage.save.beside import Files, files_of
 from ..storage.save.outgoing import outgoing
 from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
@@ -134,30 +135,30 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         CheckpointError: a file that is named does not exist or cannot be read, or tensors do not fit.
         CheckpointUnsafeError: a path in ``modules.json`` leads out of the directory.
     """
-    root = Path(directory)
-    file = root / "modules.json"
+    files = files_of(directory)
+    file = files / "modules.json"
     if not file.exists():
-        return None, root
-    transformer, pooling, normalize, unsupported, with_prompt = root, None, False, None, True
+        return None, Path(directory)
+    transformer, pooling, normalize, unsupported, with_prompt = "", None, False, None, True
     dense: list[Dense] = []
     for module in _modules(file):
-        place = _inside(root, module.path, file)
+        place = _inside(module.path, file)
         if module.kind == "Transformer":
             transformer = place
         elif module.kind == "Pooling":
-            place = _settings(place)
-            pooling = _modes(place)
-            with_prompt = _PoolingConfig.from_dict(read_object(place), path=place).include_prompt
+            config = _settings(files, place)
+            pooling = _modes(config)
+            with_prompt = _PoolingConfig.from_dict(read_object(config), path=config).include_prompt
         elif module.kind == "Normalize":
             normalize = True
         elif module.kind == "Dense" and pooling is not None and not normalize:
-            found = _dense(place)
+            found = _dense(files, place)
             unsupported = unsupported or (found if isinstance(found, str) else None)
             dense += [found] if isinstance(found, Dense) else []
         elif module.kind != "Dropout":  # dropout does nothing at inference
             unsupported = unsupported or module.needs or f"the module {module.kind}"
-    settings, needs = _sentence_config(transformer)
-    file = root / _MODEL
+    settings, needs = _sentence_config(files, transformer)
+    file = files / _MODEL
     model = _ModelConfig.from_dict(read_object(file) if file.exists() else {}, path=file)
     unsupported = unsupported or needs
     if pooling is None:
@@ -176,12 +177,12 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
         _similarity(model.similarity_fn_name),
         model.truncate_dim,
         model.activation_fn,
-    ), transformer
+    ), Path(directory, transformer)
 
 
-def _dense(place: Path) -> Dense | str:
+def _dense(files: Files, place: str) -> Dense | str:
     """The Dense in a directory, or a text that names the part of it that maxjax does not have."""
-    file = _settings(place)
+    file = _settings(files, place)
     raw = read_object(file)
     settings = _DenseConfig.from_dict(raw, path=file)
     own = (None, "sentence_embedding")
@@ -193,8 +194,8 @@ def _dense(place: Path) -> Dense | str:
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:
         return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
-    candidates = [place / name for name in DENSE]
-    candidates += [place.with_name(place.name + suffix) for suffix in (".safetensors", ".bin")]
+    names = [*(_below(place, name) for name in DENSE), f"{place}.safetensors", f"{place}.bin"]
+    candidates = [files / name for name in names]
     weights = next((path for path in candidates if path.is_file()), None)
     if weights is None:
         raise CheckpointMissingError(
@@ -259,14 +260,18 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     return tuple(prompts.items()), name
 
 
-def _settings(place: Path) -> Path:
+def _settings(files: Files, place: str) -> Path:
     """The path of a module's configuration: in its directory, or in a JSON file of the same name.
 
     The JSON file is used in Orbax steps, where Orbax takes every directory for a tree of arrays.
     """
-    flat = place.with_name(f"{place.name}.json")
-    is_flat = os.path.isfile(flat) and not os.path.isdir(place)
-    return flat if is_flat else place / "config.json"
+    flat, config = files / f"{place}.json", files / _below(place, "config.json")
+    return flat if os.path.isfile(flat) and not os.path.isdir(config.parent) else config
+
+
+def _below(place: str, name: str) -> str:
+    """The name of a file in the subdirectory ``place``, which is "" for the directory itself."""
+    return f"{place}/{name}" if place else name
 
 
 def pooling_files(pooling: Pooling, width: int) -> dict[str, Any]:
@@ -342,13 +347,14 @@ def _modules(file: Path) -> list[_Module]:
     return [_Module.from_dict(entry, path=file) for entry in entries]
 
 
-def _inside(root: Path, path: str, file: Path) -> Path:
+def _inside(path: str, file: Path) -> str:
+    """The path of a module below the directory."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
         raise CheckpointUnsafeError(
             "the path of a module leads out of the directory", path=file, found=path
         )
-    return root.joinpath(*parts)
+    return "/".join(parts)
 
 
 def _modes(file: Path) -> tuple[str, ...] | str:
@@ -376,10 +382,10 @@ def _modes(file: Path) -> tuple[str, ...] | str:
     return tuple(names) or ("mean",)
 
 
-def _sentence_config(directory: Path) -> tuple[_SentenceConfig, str | None]:
+def _sentence_config(files: Files, place: str) -> tuple[_SentenceConfig, str | None]:
     """The settings of the transformer, and the name of one that maxjax does not have."""
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
-        file = directory / f"sentence_{kind}_config.json"
+        file = files / _below(place, f"sentence_{kind}_config.json")
         if file.exists():
             raw = read_object(file)
             limit = _of_tokenizer(raw).get("max_length")

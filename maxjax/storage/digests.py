@@ -33,6 +33,7 @@ from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
+    CheckpointLimitError,
     CheckpointMissingError,
 )
 from ..lazy import without_collector
@@ -42,6 +43,7 @@ from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range
 from .limits import Limits
 from .save.beside import Description, sum_of
+from .sidecars import sidecar_kind
 from .strict_json import invalid, load_json, require, shown
 from .table import TensorTable
 
@@ -52,6 +54,8 @@ DIRECTORY = "."
 VERSION, ALGORITHM = 1, "crc32"
 # Maximum records of a file: the present file, and the new one of each interrupted replacement.
 MAX_RECORDS = 8
+# Maximum files that describe the weights; published models have some twenty.
+MAX_SIDECARS = 256
 # In place of a byte of a name that is not UTF-8.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CRC = re.compile("[0-9a-f]{8}")
@@ -353,10 +357,17 @@ def _beside(path: str, where: str, record: Mapping[str, Any]) -> Description | N
         return None
     for key, value in ("beside", found), ("gone", gone):
         require(isinstance(value, dict), path, f"{where}: {key}", "an object", value, hint=_HINT)
+        if len(value) > MAX_SIDECARS:
+            raise CheckpointLimitError(
+                f"{where}: {key}: too many files", path=path, expected=f"at most {MAX_SIDECARS}",
+                found=len(value), hint=_HINT,
+            )  # fmt: skip
         for name in value:
             is_below = not _OUTSIDE.search(name)
             require(is_below, path, f"{where}: {key}", "names in the directory", name, hint=_HINT)
-    return Description(_sums(path, found), _sums(path, gone))
+    # Earlier versions recorded further files, which do not describe the weights.
+    kept = ({n: crc for n, crc in value.items() if sidecar_kind(n)} for value in (found, gone))
+    return Description(*(_sums(path, value) for value in kept))
 
 
 def _header(path: str, where: str, found: Any) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ from .index_file import open_index as open_index
 from .limits import Limits, in_force
 from .orbax.paths import checkpoint_of, is_orbax
 from .save.beside import RETRY_SECONDS, Beside, replaced
-from .save.staging import leftovers
+from .save.staging import leftovers, tell_leftovers
 from .signatures import SNIFF_BYTES, format_of, is_safetensors
 from .signatures import sniff as sniff
 from .table import TensorTable, Verify, check_verify
@@ -156,6 +156,8 @@ def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
         table = _merged(paths, limits, verify, last_wins=True)
     table.verify = verify
     records = _with_checksums(table, limits)
+    if not os.path.isdir(paths[0]) and _has_digests(directory):
+        tell_leftovers(directory or ".")
     if table.directory is not None:  # a step of orbax below the path
         return table
     table.directory = directory or "."
@@ -193,12 +195,10 @@ def beside_of(path: str | os.PathLike[str]) -> Beside:
     directory = shown if os.path.isdir(shown) else os.path.dirname(shown) or "."
     if not _has_digests(directory):
         return Beside(directory)
-    weights = shown
     with contextlib.suppress(CheckpointError):
-        if os.path.isdir(shown):
-            chosen = choose(shown, _listed(shown).files)
-            weights = os.path.join(shown, chosen[0]) if len(chosen) == 1 else ""
-        if weights.endswith((".safetensors", ".safetensors.index.json")):
+        weights = choose(shown, _listed(shown).files) if os.path.isdir(shown) else [shown]
+        ends = (".safetensors", ".safetensors.index.json")
+        if weights and all(name.endswith(ends) for name in weights):
             with open_checkpoint(shown, verify=False) as table:
                 assert table.beside is not None
                 return table.beside
@@ -284,16 +284,15 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
     chosen = choose(directory, names)
     if not chosen and is_orbax(directory):  # a root of steps, or one without marks of its own
         return ORBAX.open(directory, limits=limits, verify=verify)
-    left = leftovers(directory) if hidden else []
-    if not chosen and left:
+    if not chosen and hidden and (left := leftovers(directory)):
         raise CheckpointIncompleteError(
             "the directory holds only the files of an interrupted save, and no complete checkpoint",
             path=directory,
-            found=some([os.path.basename(path) for path in left], 3),
-            hint="Save again, which removes these files.",
+            found=some(left, 3),
+            hint="Save again, or run `maxjax repair`: both remove these files.",
         )
-    if left:
-        _warn_unfinished(directory, len(left))
+    if hidden:
+        tell_leftovers(directory)
     if not chosen:
         listed = sorted([*names, *(f"{folder}/" for folder in folders)])
         raise no_weights(directory, listed, _folders_with_weights(directory, folders))
@@ -303,13 +302,6 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
     if len(paths) == 1:
         return _open_file(paths[0], limits)
     return _merged(paths, limits, verify, last_wins=False)
-
-
-@lru_cache(1024)
-def _warn_unfinished(directory: str, count: int) -> None:
-    what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
-    _LOG.warning("%s: the checkpoint is complete; %s left files, which the next save removes",
-                 directory, what)  # fmt: skip
 
 
 @lru_cache(1024)  # once for a directory, not for each time it is opened

@@ -1,7 +1,6 @@
 """Weights and what describes them: of one save, whatever happens to a save, and whoever reads."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,10 +14,11 @@ import pytest
 import maxjax
 from maxjax import checkpoint
 from maxjax.checkpoint import file_set as writing
-from maxjax.errors import CheckpointChangedError
+from maxjax.errors import CheckpointBusyError, CheckpointChangedError, CheckpointMissingError
 from maxjax.models import build
 from maxjax.storage.save import beside
 from maxjax.storage.save.staging import Staging
+from tests.storage.watch import snapshot
 
 SOURCE = Path(__file__).parent / "fixtures" / "bin"
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "maxjax_digests.json"
@@ -83,17 +83,17 @@ def killed(monkeypatch, at):
     """Inside, the ``at``-th renaming is the end of the process, which tidies up nothing."""
     real, count = os.rename, [0]
 
-    def rename(start, end):
+    def rename(start, end, **folders):
         count[0] += 1
         if count[0] == at:
             raise Killed
-        real(start, end)
+        real(start, end, **folders)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
         patch.setattr(Staging, "_undo", lambda self, undo: None)
         patch.setattr(Staging, "_clear", lambda self: None)
-        patch.setattr(writing, "_end_interrupted", lambda folder: None)
+        patch.setattr(writing, "_end_interrupted", lambda staging: [])
         with contextlib.suppress(Killed):
             yield count
 
@@ -111,8 +111,13 @@ def test_killed_at_every_renaming(models, tmp_path, monkeypatch, sizes):
             save(models, 2, directory, after)
         copy = tmp_path / "copy"
         shutil.copytree(directory, copy)
-        found.append(which(copy))  # which also ends what was begun
-        assert plain(copy) == (found[-1], found[-1] == 1) and not waits(copy)
+        before_reading = snapshot(copy)
+        found.append(which(copy))
+        assert snapshot(copy) == before_reading
+        checkpoint.repair(copy)
+        assert which(copy) == found[-1] and checkpoint.repair(copy) == []
+        assert plain(copy) == (found[-1], found[-1] == 1)
+        assert not [name for name in os.listdir(copy) if name.startswith(".")]
         shutil.rmtree(copy)
         save(models, 2, directory, before)
         with maxjax.load_weights(directory, verify=True) as weights:
@@ -142,19 +147,31 @@ def interrupted(models, directory, monkeypatch, *, late):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_where_nothing_can_be_ended_it_is_only_read(models, tmp_path, monkeypatch, late):
+def test_an_interrupted_save_is_read_where_it_lies_until_it_is_repaired(
+    models, tmp_path, monkeypatch, caplog, late
+):
     directory = tmp_path / "checkpoint"
     interrupted(models, directory, monkeypatch, late=late)
-    before = sorted(os.listdir(directory))
-    fd = os.open(directory, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)  # somebody saves there; a file system without writing is alike
-    try:
-        assert which(directory) == 1 + late
-        assert sorted(os.listdir(directory)) == before and plain(directory) == (1, True)
-    finally:
-        os.close(fd)
+    before = snapshot(directory)
+    with caplog.at_level(logging.WARNING, "maxjax"):
+        assert which(directory) == which(directory) == 1 + late
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert f"maxjax repair {directory}" in told
+    assert snapshot(directory) == before and plain(directory) == (1, True)
+    done = checkpoint.repair(directory)
+    assert ("config.json" in done) == late
     assert which(directory) == 1 + late
     assert plain(directory) == (1 + late, not late) and not waits(directory)
+    assert checkpoint.repair(directory) == []
+
+
+def test_a_directory_that_is_being_written_to_is_not_repaired(models, tmp_path):
+    save(models, 1, tmp_path)
+    with Staging(tmp_path), pytest.raises(CheckpointBusyError, match="of this process"):
+        checkpoint.repair(tmp_path)
+    with pytest.raises(CheckpointMissingError, match="no such directory"):
+        checkpoint.repair(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_what_is_converted_is_of_one_save(models, tmp_path, monkeypatch):
@@ -245,16 +262,16 @@ def test_replaced_between_opening_and_building(models, tmp_path, size):
 @pytest.mark.parametrize("size", ["5GB", 1500])
 def test_replaced_while_it_is_loaded(models, tmp_path, monkeypatch, size):
     save(models, 1, tmp_path, size)
-    real, times = beside.Beside._is_consistent, [0]
+    real, times = beside.Beside.path, [0]
 
-    def in_order(self, names):
+    def in_order(self, name):
         times[0] += 1
-        found = real(self, names)
+        found = real(self, name)
         if times[0] == 1:
             save(models, 2, tmp_path, size)
         return found
 
-    monkeypatch.setattr(beside.Beside, "_is_consistent", in_order)
+    monkeypatch.setattr(beside.Beside, "path", in_order)
     assert which(tmp_path) == 2
     assert times[0] > 1
 

@@ -1,9 +1,11 @@
 """What the process does to the outside while a file is being opened, as an audit hook sees it."""
 
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from maxjax.storage import crc32
 from maxjax.storage.formats import FORMATS
@@ -46,3 +48,22 @@ def watched() -> Iterator[list[str]]:
         for event, arguments in events:
             if event.startswith(_FORBIDDEN) or (event == "open" and arguments[2] & _WRITES):
                 acts.append(f"{event}: {arguments[:1]}")
+
+
+def snapshot(*places: os.PathLike[str] | str) -> dict[str, tuple]:
+    """Everything at and below some paths: kind, inode, times of its content and of its state, bytes."""
+    found = {}
+    paths = [os.fspath(place) for place in places]
+    while paths:
+        path = paths.pop()
+        status = os.lstat(path)
+        content: object = None
+        if stat.S_ISLNK(status.st_mode):
+            content = os.readlink(path)
+        elif stat.S_ISREG(status.st_mode) and status.st_size < 1 << 24:
+            content = Path(path).read_bytes()
+        elif stat.S_ISDIR(status.st_mode):
+            paths += [os.path.join(path, name) for name in os.listdir(path)]
+        times = status.st_mtime_ns, status.st_ctime_ns
+        found[path] = (status.st_mode, status.st_ino, status.st_size, *times, content)
+    return found

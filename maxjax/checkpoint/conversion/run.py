@@ -24,16 +24,18 @@ from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
 from ...paths import local_path
 from ...progress import short, task
+from ...storage.files import OpenFile
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import is_orbax
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
+from ...storage.save.beside import settled
 from ...storage.save.durable import target_path
-from ..file_set import INDEX, SINGLE, json_bytes, write_file, write_set
+from ..file_set import INDEX, SINGLE, content_of, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
 from ..pretrained import cast, flat_name, float_type, refuse_quantised, with_dtype
-from .source import Opened, as_hugging_face, content, opened
+from .source import Opened, as_hugging_face, opened
 from .to_gguf import to_gguf
 from .written import Converted, Watch, counting, result_of, watched
 
@@ -110,24 +112,28 @@ def convert(
         )
     if importance is not None and not isinstance(importance, Importance):
         importance = load_importance(importance)
-    with allowing(limits), task(f"converting {short(source)}") as shown, opened(source) as found:
-        watch = counting(shown, watch)
-        if kind != "gguf" and isinstance(found.weights, GGUFWeights):
-            as_hugging_face(found)
-        _check_destination(
-            found, target, kind, ["config.json", *found.beside, *found.made],
-            dtype=target_dtype, encoding=encoding, overwrite=overwrite,
-        )  # fmt: skip
-        if kind == "gguf":
-            weights = None if importance is None else importance.of_gguf()
-            return to_gguf(found, target, target_dtype, encoding, watch, weights)
-        data = found.tensors
-        if target_dtype is not None:
-            refuse_quantised(found.config)
-            data = {name: cast(one, target_dtype) for name, one in data.items()}
-        if kind == "orbax":
-            return _to_orbax(found, data, target, watch)
-        return _to_safetensors(found, data, target, limit, watch)
+    options = {"dtype": target_dtype, "encoding": encoding, "overwrite": overwrite}
+
+    def once() -> Converted:
+        with opened(source) as found:
+            counted = counting(shown, watch)
+            if kind != "gguf" and isinstance(found.weights, GGUFWeights):
+                as_hugging_face(found)
+            others = ["config.json", *found.beside, *found.made]
+            _check_destination(found, target, kind, others, **options)
+            if kind == "gguf":
+                weights = None if importance is None else importance.of_gguf()
+                return to_gguf(found, target, target_dtype, encoding, counted, weights)
+            data = found.tensors
+            if target_dtype is not None:
+                refuse_quantised(found.config)
+                data = {name: cast(one, target_dtype) for name, one in data.items()}
+            if kind == "orbax":
+                return _to_orbax(found, data, target, counted)
+            return _to_safetensors(found, data, target, limit, counted)
+
+    with allowing(limits), task(f"converting {short(source)}") as shown:
+        return settled(once)
 
 
 def _format(target: Path, to: str | None) -> str:
@@ -281,12 +287,11 @@ def _to_safetensors(
     return result
 
 
-def _others(found: Opened, data: Mapping[str, WeightData]) -> dict[str, Iterable[Any]]:
-    """The other files of a directory: name → pieces."""
-    others: dict[str, Iterable[Any]] = {name: content(path) for name, path in found.beside.items()}
-    others |= {name: [content] for name, content in found.made.items()}
+def _others(found: Opened, data: Mapping[str, WeightData]) -> dict[str, bytes | OpenFile]:
+    """The other files of a directory: name → content."""
+    others = {**found.beside, **found.made}
     if found.config is not None:
-        others["config.json"] = [json_bytes(with_dtype(found.config, main_dtype(data)))]
+        others["config.json"] = json_bytes(with_dtype(found.config, main_dtype(data)))
     return others
 
 
@@ -307,7 +312,7 @@ def _to_orbax(
     result = result_of(target, "orbax", outgoing)
     progress = watch(result.nbytes)
     files = _others(found, data)
-    beside = {flat_name(name): b"".join(pieces) for name, pieces in files.items()}
+    beside = {flat_name(name): content_of(given) for name, given in files.items()}
     for name in [name for name in beside if "/" in name]:
         _LOG.warning("%s: left out, as an orbax step cannot contain it: %s", found.path, name)
         del beside[name]

@@ -6,13 +6,18 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...engine.generate.defaults import FILE
-from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    UnsupportedModelError,
+)
 from ...graph.weights import GGUFWeights, WeightData, Weights, load_weights
 from ...models import find_family
 from ...models.config import ModelConfig, read_object
@@ -25,20 +30,16 @@ from ...models.gguf.tokenizer.read import HF_JSON, end_ids
 from ...models.pooling import gguf_pooling
 from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
-from ...storage.files import file_range, open_regular
+from ...storage.digests import MAX_SIDECARS
+from ...storage.files import OpenFile
 from ...storage.safetensors.reader import ENCODINGS
-from ...storage.save.beside import DESCRIBING, settled
-from ...text.template.files import TEMPLATE_FOLDER
+from ...storage.save.beside import Files, files_of, open_sidecar
+from ...storage.sidecars import sidecar_kind
 from ...text.tokenizer.tokenizer import gguf_tokenizer
 from ..file_set import json_bytes
-from ..pretrained import METADATA, sentence_files
+from ..pretrained import METADATA, deep_name, sentence_files
 
 _LOG = logging.getLogger("maxjax")
-_NOT_BESIDE = (".index.json", "maxjax_digests.json", "commit_success.txt")
-_FOLDERS = ("_Pooling", "_Normalize", "_Dense")
-_IN_FOLDERS = (".json", ".safetensors", ".bin")
-_TEMPLATES = (TEMPLATE_FOLDER, ".jinja")
-_MOST_BESIDE = 100
 # For a model that maxjax can only convert: the names that most families use.
 _ANY = Family("any", (), ModelConfig, lambda *_: None)  # type: ignore[arg-type,return-value]
 
@@ -52,8 +53,8 @@ class Opened:
         weights: the open checkpoint.
         tensors: tensors by name; empty for GGUF until :func:`as_hugging_face` fills it.
         config: content of ``config.json``, or None.
-        beside: files beside the weights that are copied, by name.
-        folder: directory in which files beside the weights are read.
+        beside: files beside the weights that are copied, open, by name.
+        folder: the files beside the weights, for those that are read.
         made: files that the conversion makes itself: name → content.
         metadata: metadata of the safetensors files to write.
         as_given: whether tensors keep the order of the source.
@@ -63,8 +64,8 @@ class Opened:
     weights: Weights
     tensors: dict[str, WeightData]
     config: dict[str, Any] | None
-    beside: dict[str, Path]
-    folder: Path = Path()
+    beside: dict[str, OpenFile]
+    folder: Files = field(default_factory=lambda: files_of("."))
     made: dict[str, bytes] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=lambda: dict(METADATA))
     as_given: bool = False
@@ -72,12 +73,11 @@ class Opened:
 
 @contextmanager
 def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
-    with ExitStack() as stack:
-        yield settled(lambda: _opened(source, stack))
+    with load_weights(source) as weights:
+        yield _opened(source, weights)
 
 
-def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
-    weights = stack.enter_context(load_weights(source))
+def _opened(source: str | os.PathLike[str], weights: Weights) -> Opened:
     table = weights._family.open_table()
     # For a directory of orbax steps, the newest step.
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
@@ -86,14 +86,15 @@ def _opened(source: str | os.PathLike[str], stack: ExitStack) -> Opened:
         all_families()
         return Opened(path, weights, {}, None, {})
     found = {name: weights[name].data() for name in table.entries}
-    # Copied, as these files may be replaced while a large checkpoint is converted.
-    folder = stack.enter_context(weights._beside.files(copied=True))
-    file = folder / "config.json"
-    config = read_object(file) if file.is_file() else None
-    if config is not None:
-        config = _with_true_tie(config, found, path)
-    # A single file may have any neighbours; with a config.json they are those of a model.
-    beside = _beside(folder) if path.is_dir() or config is not None else {}
+    with weights._beside.files(copied=True) as folder:
+        file = folder / "config.json"
+        config = read_object(file) if file.is_file() else None
+        if config is not None:
+            config = _with_true_tie(config, found, path)
+        # A single file may have any neighbours; with a config.json they are those of a model. They stay
+        # open, as they may be replaced while a large checkpoint is converted.
+        beside = _beside(folder) if path.is_dir() or config is not None else {}
+        beside.pop("config.json", None)
     opened = Opened(path, weights, found, config, beside, folder)
     if table.format == "safetensors":
         kept = {k: v for k, v in table.metadata.items() if k != ENCODINGS}
@@ -115,43 +116,31 @@ def _with_true_tie(
     return config if tied else with_tie(config, False)
 
 
-def _beside(folder: Path) -> dict[str, Path]:
-    """The files that belong to the model, by name; of subdirectories only embedding modules."""
-    found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or len(found) >= _MOST_BESIDE:
+def _beside(folder: Files) -> dict[str, OpenFile]:
+    """The files that belong to the model, open, by their names in the new checkpoint.
+
+    Raises:
+        CheckpointUnsafeError: one is a link out of the directory.
+        CheckpointLimitError: one is too large, or there are too many.
+        CheckpointError: one cannot be read.
+    """
+    found: dict[str, OpenFile] = {}
+    for name in folder.names():
+        kind = sidecar_kind(name)
+        if kind == "adapter":  # its weights are not converted
             continue
-        folders, kinds = _TEMPLATES if path.name == TEMPLATE_FOLDER else (_FOLDERS, _IN_FOLDERS)
-        if path.is_dir() and path.name.endswith(folders):
-            inside = sorted(p for p in path.iterdir() if p.name.endswith(kinds))
-            found.update({f"{path.name}/{p.name}": p for p in inside if p.is_file()})
-        elif _is_beside(path) and path.is_file():
-            found[_deep_name(path)] = path
+        try:
+            found[deep_name(name)] = open_sidecar(folder / name)
+        except CheckpointError as error:
+            if kind != "document":
+                raise
+            _LOG.warning("%s; the new checkpoint has no %s", error, name)
+    if len(found) > MAX_SIDECARS:
+        raise CheckpointLimitError(
+            "there are too many files beside the weights", path=folder,
+            expected=f"at most {MAX_SIDECARS}", found=len(found),
+        )  # fmt: skip
     return found
-
-
-def _is_beside(path: Path) -> bool:
-    """Whether a file belongs to the model, by its name."""
-    if path.stem.endswith(_FOLDERS) and path.suffix in _IN_FOLDERS:
-        return True
-    return path.name.endswith(DESCRIBING) and not path.name.endswith(_NOT_BESIDE)
-
-
-def _deep_name(path: Path) -> str:
-    """The inverse of ``flat_name``: the path of a module's file that an orbax step holds flat."""
-    names = {
-        ".json": "config.json",
-        ".safetensors": "model.safetensors",
-        ".bin": "pytorch_model.bin",
-    }
-    inside = names.get(path.suffix) if path.stem.endswith(_FOLDERS) else None
-    return f"{path.stem}/{inside}" if inside else path.name
-
-
-def content(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file that is copied, in pieces."""
-    with contextlib.closing(open_regular(path)) as file:
-        yield from file_range(file, 0, file.size)
 
 
 def as_hugging_face(found: Opened) -> None:

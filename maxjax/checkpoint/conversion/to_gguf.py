@@ -40,6 +40,7 @@ from ...storage.blocks import Decoded, encode, layout_of
 from ...storage.entry import TensorEntry
 from ...storage.gguf.header import typed_metadata
 from ...storage.gguf.writer import plan_gguf
+from ...storage.save.beside import Files
 from ...storage.save.outgoing import Outgoing, file_range
 from ...storage.table import TensorTable
 from ...text.template.files import read_templates
@@ -66,6 +67,7 @@ def to_gguf(
         stored = {} if dtype else _stored_blocks(found.weights)
     else:
         metadata, data = _new_gguf(found, dtype, kind)
+        found.folder.check()
         stored = {}
     shapes = {name: tuple(map(int, one.logical_shape)) for name, one in data.items()}
     floats = {name: shapes[name] for name, one in data.items() if _is_float(one)}
@@ -246,7 +248,7 @@ def _new_gguf(
     return metadata | made.metadata, made.tensors
 
 
-def _tokenizer(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+def _tokenizer(folder: Files) -> tuple[Any, dict[str, Any] | None]:
     """The content of ``tokenizer.json`` with its added tokens, and the tokenizer's settings."""
     try:
         found = read_tokenizer_files(folder)

@@ -157,8 +157,9 @@ def start(
     return response
 
 
-# The save of this process that is running in each directory.
+# The save of this process that is running in each directory; a forked process has none.
 _running: dict[str, Response] = {}
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @functools.cache

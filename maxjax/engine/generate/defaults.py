@@ -12,6 +12,7 @@ from typing import Any
 from ...elsewhere import meant
 from ...errors import CheckpointFormatError, UnknownArgumentError, UserInputError
 from ...models.config import read_object
+from ...storage.save.beside import Files
 from ..sampling.settings import Sampling, eos_token_ids
 
 FILE = "generation_config.json"
@@ -98,7 +99,7 @@ _READ = frozenset(
 
 
 def read_defaults(
-    directory: Path,
+    directory: Path | Files,
     config: Mapping[str, Any] | None = None,
     eos_ids: tuple[int, ...] = (),
     sampling: Mapping[str, Any] | None = None,
@@ -121,7 +122,7 @@ def read_defaults(
         >>> read_defaults(Path("."), {"eos_token_id": [2, 3]}).eos_ids
         (2, 3)
     """
-    file = Path(directory) / FILE
+    file = directory / FILE
     there = file.exists()
     given = read_object(file) if there else {**(config or {}), **(sampling or {})}
     if not there and given.get("max_length") == _UNSET_LENGTH:

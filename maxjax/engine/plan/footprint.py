@@ -290,7 +290,7 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
     try:
         if isinstance(weights, GGUFWeights):
             return _of_gguf(weights, rules)
-        with weights._beside.files("config.json") as folder:
+        with weights._beside.files() as folder:
             config = read_object(config_beside(folder))
     except CheckpointMissingError:
         return _of_names(weights, None, rules)

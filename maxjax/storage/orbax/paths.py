@@ -25,7 +25,7 @@ from ...errors import (
 from ...paths import require_name
 from ..files import os_error
 from ..formats import ORBAX
-from ..save.staging import is_temporary
+from ..save.staging import is_temporary, tell_leftovers
 from .metadata import CHECKPOINT, INDICATOR, TREE
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -111,6 +111,7 @@ def resolve(path: str) -> str:
         return path
     found = step_names(path)
     if found:
+        tell_leftovers(path)
         return os.path.join(path, found[max(found)])
     if _is_checkpoint(path):  # after the steps, beside which there may be other trees
         return path

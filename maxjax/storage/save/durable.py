@@ -148,12 +148,18 @@ def flush_folder(folder: str) -> None:
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        flush_open(fd)
+    finally:
+        os.close(fd)
+
+
+def flush_open(folder: int) -> None:
+    """Does the same as :func:`flush_folder` for an open directory."""
+    try:
+        os.fsync(folder)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(fd)
 
 
 def save_error(

@@ -14,17 +14,21 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
 import time
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Self
+from weakref import WeakSet
 
 from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingError
-from ..files import closed_on_error
-from .beside import WAITING
+from ..files import closed_on_error, open_regular
+from ..strict_json import load_json
+from .beside import WAITING, waiting
 from .durable import (
     flush_folder,
     has_no_room,
@@ -33,18 +37,20 @@ from .durable import (
     target_path,
     write_new,
 )
-from .locks import FOLDER, lock
+from .locks import FOLDER, lock, processes_with, unlock
 
 _LOG = logging.getLogger("maxjax")
 _START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
 # Age in seconds from which the temporary files of another host are considered abandoned.
 _ABANDONED_SECONDS = 24 * 3600
-# The temporary directories in use by this process.
-_IN_USE: set[str] = set()
+# The transactions of this process that have not ended.
+_ACTIVE: WeakSet[Staging] = WeakSet()
 # A writer takes less than this many seconds from creating its directory to locking it.
 _LOCKING_SECONDS = 60
 # Seconds to wait for a lock holder that has no temporary directory.
 _WAIT_SECONDS = 2.0
+# An .owner file is smaller; and a directory has fewer remains of saves.
+_OWNER_BYTES, _MOST_REMAINS = 4096, 1000
 
 
 class Staging:
@@ -77,21 +83,23 @@ class Staging:
 
     def __init__(self, directory: str | os.PathLike[str], *, exclusive: bool = True):
         self._locks: list[int] = []  # of the directory, of the folder
+        self._is_left = False
         self.shown = target_path(directory)
         self.directory = os.path.realpath(self.shown)
-        exists = os.path.isdir(self.directory)
-        self._kept_text = f"Nothing in {self.shown} was changed." if exists else ""
         self._created: list[str] = []
+        self._kept = "", None
+        if os.path.isdir(self.directory):
+            self.keeps(f"Nothing in {self.shown} was changed.")
         # The name identifies process and host, before there is a file that does.
         name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
         self.folder = os.path.join(self.directory, name)
         self.waiting = f"{WAITING}{name.rpartition('-')[2].removesuffix(_END)}"
+        _ACTIVE.add(self)
         with closed_on_error([self]), self.saving("making the directory"):
             self._create_directory()
             if not self._open_lock(self.directory, exclusive):
                 self._wait_for_lock()
-            sweep(self.directory)
-            _IN_USE.add(self.folder)
+            self.swept = sweep(self.directory)
             os.mkdir(self.folder)
             self._open_lock(self.folder, True)
             write_new(os.path.join(self.folder, _OWNER), [_owner(exclusive)])
@@ -114,14 +122,20 @@ class Staging:
                 self._created.append(path)
                 flush_folder(os.path.dirname(path))
 
-    def keeps(self, what: str) -> None:
-        """Sets the sentence about the previous checkpoint that every error includes."""
-        self._kept_text = what
+    def keeps(self, what: str, path: str | None = None) -> None:
+        """Sets the sentence about the previous checkpoint that every error includes while ``path`` exists."""
+        self._kept: tuple[str, str | None] = what, path
 
     @property
     def kept(self) -> str:
         """The sentence that :meth:`keeps` set, or one about the directory; "" if there was nothing before."""
-        return self._kept_text
+        what, path = self._kept
+        return what if path is None or os.path.lexists(path) else f"{path} is there no longer."
+
+    @property
+    def fd(self) -> int:
+        """The open target directory."""
+        return self._locks[0]
 
     @contextlib.contextmanager
     def saving(self, doing: str, *, needed: int | None = None):
@@ -131,10 +145,9 @@ class Staging:
         except CheckpointError:
             raise
         except OSError as error:
-            found = save_error(error, self.shown, doing, self._kept_text, needed)
+            found = save_error(error, self.shown, doing, self.kept, needed)
             if isinstance(found, CheckpointMissingError):  # a save fails to write, not to read
-                kept = self._kept_text or None
-                found = save_failed(found.problem, self.shown, error.errno, kept)
+                found = save_failed(found.problem, self.shown, error.errno, self.kept or None)
             raise found from error
 
     def require_space(self, nbytes: int) -> None:
@@ -148,9 +161,15 @@ class Staging:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hold(self) -> None:
-        """Waits until no other writer holds the directory, and locks it until the end."""
+        """Waits until no other writer holds the directory, and locks it until the end.
+
+        A warning tells of a wait for a long save.
+        """
         with self.saving("locking the directory"):
-            lock(self._locks[0], wait=True)
+            if not self._try_to_lock():
+                owners = self._owners() or self._others() or ["another process"]
+                _LOG.warning("%s: waiting until %s has saved there", self.shown, ", ".join(owners))
+                lock(self.fd, wait=True)
 
     def write(
         self,
@@ -188,7 +207,7 @@ class Staging:
         """
         undo: list[tuple[str, str | None]] = []
         with self.saving("putting the new files into place"):
-            lock(self._locks[0], wait=True)
+            lock(self.fd, wait=True)
             try:
                 for group in groups:
                     for name in group:
@@ -243,7 +262,7 @@ class Staging:
                 else:
                     os.unlink(place)
             except OSError as error:
-                self._kept_text = f"{place} is new and could not be removed: {error.strerror}."
+                self.keeps(f"{place} is new and could not be removed: {error.strerror}.")
                 break  # the files before it belong to it
         with contextlib.suppress(OSError):
             flush_folder(self.directory)
@@ -286,10 +305,12 @@ class Staging:
         while self._locks:
             fd = self._locks[-1]
             del self._locks[-1]  # not a call, so no interrupt comes before the next line
-            os.close(fd)
-        _IN_USE.discard(self.folder)
+            unlock(fd)
+        _ACTIVE.discard(self)
 
     def _clear(self) -> None:
+        if self._is_left:
+            return
         shutil.rmtree(self.folder, ignore_errors=True)
         for path in reversed(self._created):  # created for a save that failed
             with contextlib.suppress(OSError):
@@ -300,21 +321,41 @@ class Staging:
         if self._locks:
             self.close()
 
+    def _leave(self) -> None:
+        """Closes the copies of the locks in a process that was forked meanwhile: the save is not its own."""
+        fds, self._locks = self._locks, []
+        self._created, self._is_left = [], True
+        for fd in fds:
+            os.close(fd)
+
     def _wait_for_lock(self) -> None:
         """Waits for a holder that locks the directory only briefly: to rename a file, to end a save."""
-        end = time.monotonic() + _WAIT_SECONDS
-        while lock(self._locks[0], wait=False) is False:
-            living = (path for path in _temporary(self.directory) if not _is_dead(path))
-            owners = [owner for path in living if (owner := _exclusive_owner(path))]
-            if owners or time.monotonic() > end:
-                raise self._busy(owners)
-            time.sleep(0.01)
+        if not self._try_to_lock():
+            raise self._busy(self._owners())
 
-    def _busy(self, owners: Sequence[tuple[Any, Any]]) -> CheckpointBusyError:
+    def _try_to_lock(self) -> bool:
+        """Tries to lock the directory until it is clear that a longer save holds it."""
+        end = time.monotonic() + _WAIT_SECONDS
+        while lock(self.fd, wait=False) is False:
+            if self._owners() or time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _owners(self) -> list[str]:
+        """The processes that hold the directory exclusively, as texts."""
+        living = [path for path in _temporary(self.directory) if not _is_dead(path)]
+        return [owner for path in living if (owner := _exclusive_owner(path))]
+
+    def _others(self) -> list[str]:
+        """The other processes that have the directory open, as texts."""
+        return [_process(one) for one in processes_with(self.directory) if one != os.getpid()]
+
+    def _busy(self, owners: Sequence[str]) -> CheckpointBusyError:
         hint = "Wait until it has finished, or save to another directory."
         problem = "another process is writing to this directory"
-        found = ", ".join(f"process {pid} on {host}" for pid, host in owners) or None
-        if (os.getpid(), socket.gethostname()) in owners:
+        found = ", ".join(owners or self._others()) or None
+        if _process(os.getpid()) in owners:
             problem = "another save of this process is writing to this directory"
             found = "a save of another thread, or an unfinished save_async"
             hint = "Wait for its result() first, or save to another directory."
@@ -328,32 +369,53 @@ class Staging:
 
 
 def sweep(directory: str) -> list[str]:
-    """Deletes the remains of this user's interrupted saves in a directory; returns their paths.
+    """Deletes the remains of this user's interrupted saves in a directory; returns their names.
 
     A live writer holds a lock on its temporary directory. If the file system has no locks, or another
     host wrote, only remains that are a day old and of no live process are deleted.
     """
-    swept = []
-    for path in _temporary(directory):
-        if _is_dead(path):
-            shutil.rmtree(path, ignore_errors=True)
-            swept.append(path)
+    swept = [os.path.basename(path) for path in _temporary(directory) if _is_dead(path)]
+    for name in swept:
+        shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
     if swept:
         _LOG.warning("%s: removed the remains of %d interrupted saves", directory, len(swept))
     return swept
 
 
 def leftovers(directory: str) -> list[str]:
-    """The remains of interrupted saves in a directory, to which nobody writes any more."""
-    return [path for path in _temporary(directory) if _is_dead(path)]
+    """The names of what interrupted saves left in a directory, to which nobody writes any more."""
+    found = [os.path.basename(path) for path in _temporary(directory) if _is_dead(path)]
+    if waits := waiting(directory):
+        with contextlib.suppress(OSError):
+            fd = os.open(directory, FOLDER)
+            try:
+                found += waits if lock(fd, wait=False, unsupported=None) else []
+            finally:
+                os.close(fd)
+    return found
+
+
+def tell_leftovers(directory: str) -> None:
+    """Warns, once for a directory, of what interrupted saves left in it."""
+    if found := leftovers(directory):
+        _warn_leftovers(directory, len(found))
+
+
+@lru_cache(1024)
+def _warn_leftovers(directory: str, count: int) -> None:
+    what = f"{count} interrupted saves" if count > 1 else "an interrupted save"
+    _LOG.warning(
+        "%s: the checkpoint is complete; %s left files, which the next save or `maxjax repair %s` removes",
+        directory, what, shlex.quote(directory),
+    )  # fmt: skip
 
 
 def _temporary(directory: str) -> list[str]:
     try:
-        names = os.listdir(directory)
+        names = sorted(filter(is_temporary, os.listdir(directory)))
     except OSError:
         return []
-    return [os.path.join(directory, name) for name in sorted(names) if is_temporary(name)]
+    return [os.path.join(directory, name) for name in names[:_MOST_REMAINS]]
 
 
 def is_temporary(name: str) -> bool:
@@ -381,7 +443,7 @@ def _is_dead(path: str) -> bool:
         if is_free and owner:
             return True  # its writer had locked it, and has ended
         if pid == os.getpid():
-            return path not in _IN_USE
+            return path not in [staging.folder for staging in list(_ACTIVE)]
         return not _is_alive(owner.get("pid", pid)) or (not owner and age > _LOCKING_SECONDS)
     finally:
         os.close(fd)
@@ -409,12 +471,11 @@ def _is_alive(pid: Any) -> bool:
 
 
 def _read_owner(path: str) -> dict[str, Any]:
-    try:
-        with open(os.path.join(path, _OWNER), "rb") as file:
-            found = json.loads(file.read(4096))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(CheckpointError):
+        file = open_regular(os.path.join(path, _OWNER), follow=False)
+        found = load_json(file.pread(0, min(file.size, _OWNER_BYTES)))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _owner(exclusive: bool) -> bytes:
@@ -422,10 +483,29 @@ def _owner(exclusive: bool) -> bytes:
     return json.dumps(owner).encode()
 
 
-def _exclusive_owner(path: str) -> tuple[Any, Any] | None:
-    """The process and host of the writer that holds a directory exclusively."""
+def _exclusive_owner(path: str) -> str | None:
+    """The writer that holds a directory exclusively, by its temporary directory."""
     owner = _read_owner(path)
-    return (owner.get("pid"), owner.get("host")) if owner.get("exclusive") else None
+    if not owner.get("exclusive"):
+        return None
+    pid, host = owner.get("pid"), str(owner.get("host"))
+    if host == socket.gethostname() and not _is_alive(pid):  # a copy of its lock lives on
+        heirs = processes_with(os.path.realpath(path))
+        return ", ".join(map(_process, heirs)) or "a process that inherited its lock"
+    return _process(pid, host) if type(pid) is int and host.isprintable() else None
+
+
+def _process(pid: int, host: str | None = None) -> str:
+    return f"process {pid} on {host or socket.gethostname()}"
+
+
+def _after_fork() -> None:
+    for staging in list(_ACTIVE):
+        staging._leave()
+    _ACTIVE.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _back_up(place: str, backup: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import CheckpointFormatError, CheckpointLimitError
 from ...models.config import read_object
 from ...storage.files import open_regular
+from ...storage.save.beside import Files, files_of
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -18,7 +19,7 @@ _MAX_NAMED = 100
 _MAX_BYTES = 1 << 20  # published templates have some thousands
 
 
-def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+def read_templates(directory: Path | Files, settings: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates by name; an unnamed one is "default".
 
     ``chat_template.jinja``, and for named ones ``additional_chat_templates/NAME.jinja``, take
@@ -34,9 +35,10 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
     file = directory / TEMPLATE_FILE
     if file.exists():
         found["default"] = _text(file)
-    folder = directory / TEMPLATE_FOLDER
-    for file in sorted(folder.glob("*.jinja"))[:_MAX_NAMED]:
-        found[file.stem] = _text(file)
+    start = f"{TEMPLATE_FOLDER}/"
+    named = [name for name in files_of(directory).names() if name.startswith(start)]
+    for name in named[:_MAX_NAMED]:
+        found[name.removeprefix(start).removesuffix(".jinja")] = _text(directory / name)
     if not found and (directory / PROCESSORS).exists():
         found = listed_templates(read_object(directory / PROCESSORS), directory / PROCESSORS)
     return found

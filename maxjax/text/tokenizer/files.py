@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import CheckpointFormatError, UserInputError
 from ...models.config import read_object
 from ...storage.limits import in_force
+from ...storage.save.beside import Files as Sidecars
 from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
@@ -43,7 +44,7 @@ class Files:
     document: dict[str, Any] | None
 
 
-def read_tokenizer_files(directory: Path) -> Files | None:
+def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
     """Reads the tokenizer of a directory with its added tokens; None if there is none.
 
     Raises:

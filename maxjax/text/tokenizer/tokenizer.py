@@ -29,7 +29,7 @@ from ...errors import (
 from ...paths import local_path
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
-from ...storage.save.beside import settled
+from ...storage.save.beside import Files, files_of, settled
 from ..stream_decoders import cleaned, token_id
 from ..template.files import TEMPLATE_FILE, listed_templates, read_templates
 from .added import CONFIG, FLAGS, MAP, SPECIAL
@@ -345,7 +345,7 @@ def load_tokenizer(
         return settled(once)
 
 
-def tokenizer_in(directory: Path) -> Tokenizer | None:
+def tokenizer_in(directory: Path | Files) -> Tokenizer | None:
     """Loads a tokenizer as :func:`load_tokenizer` does, from files known to belong together."""
     found = read_tokenizer_files(directory)
     if found is None:
@@ -395,11 +395,11 @@ def gguf_tokenizer(
     except UnsupportedModelError:
         found = None
         with suppress(UnsupportedModelError):  # the first error, about the GGUF file, is raised
-            found = None if beside is None else read_tokenizer_files(Path(beside))
+            found = None if beside is None else read_tokenizer_files(files_of(beside))
         if found is None:
             raise
         backend = found.backend
-        _same_tokens(backend, metadata, Path(beside or "") / FILE)
+        _same_tokens(backend, metadata, files_of(beside or "") / FILE)
     else:
         check_tokenizer(document, path)
         backend = backend_of(json.dumps(document), path)

@@ -21,6 +21,7 @@ from ...errors import CheckpointFormatError, CheckpointMissingError, Unsupported
 from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import read_whole
+from ...storage.save.beside import Files
 from .sentencepiece import FILES as SENTENCEPIECE
 from .sentencepiece import read_sentencepiece
 from .tekken import FILE as TEKKEN
@@ -135,7 +136,7 @@ class Read:
     file: Path
 
 
-def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None:
+def read_vocabulary(directory: Path | Files, settings: Mapping[str, Any]) -> Read | None:
     """Reads the tokenizer of a directory without a ``tokenizer.json``; None if there is no vocabulary.
 
     Args:
@@ -166,7 +167,7 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
         return Read(_document(model, kind.parts(settings)), kind, words)
     for name in SENTENCEPIECE:
         if (file := directory / name).is_file():
-            return _sentencepiece(file, settings)
+            return _sentencepiece(directory, file, settings)
     if (file := directory / TEKKEN).is_file():
         document = read_tekken(file, settings)
         texts = [item["content"] for item in document["added_tokens"]]
@@ -181,9 +182,9 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Read | None
     return None
 
 
-def _sentencepiece(file: Path, settings: Mapping[str, Any]) -> Read:
+def _sentencepiece(directory: Path | Files, file: Path, settings: Mapping[str, Any]) -> Read:
     """The tokenizer of a SentencePiece model."""
-    named, model_type = _class_of(file.parent, settings)
+    named, model_type = _class_of(directory, settings)
     name = named or ("XLMRoberta" if model_type in _XLM_ROBERTA else "")
     document, special = read_sentencepiece(file, settings, name)
     is_unigram = document["model"]["type"] == "Unigram"
@@ -207,7 +208,7 @@ _ALONE = "To load the model without it: maxjax.load(…, tokenizer=False)."
 
 
 def _kind(
-    directory: Path, settings: Mapping[str, Any], files: str, *, words: bool
+    directory: Path | Files, settings: Mapping[str, Any], files: str, *, words: bool
 ) -> TokenizerClass:
     """The tokenizer class that the files of a directory name."""
     named, model_type = _class_of(directory, settings)
@@ -227,7 +228,7 @@ def _kind(
     return found
 
 
-def _class_of(directory: Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:
+def _class_of(directory: Path | Files, settings: Mapping[str, Any]) -> tuple[str | None, str]:
     """The tokenizer's class without "Tokenizer" or None, and the model's type, as the files name them."""
     config = directory / "config.json"
     model = read_object(config) if config.is_file() else {}

@@ -22,13 +22,16 @@ import maxjax
 from maxjax.checkpoint import Converted, convert
 from maxjax.errors import (
     CheckpointError,
+    CheckpointLimitError,
     CheckpointMismatchError,
     CheckpointMissingError,
+    CheckpointUnsafeError,
     UnsupportedModelError,
     UserInputError,
 )
 from maxjax.graph.weights import load_weights
 from maxjax.storage.blocks import decode, encode
+from maxjax.storage.save.staging import Staging
 from tests.models.gguf import files as gguf_files
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch
@@ -661,9 +664,10 @@ def test_names_that_are_not_utf_8(small, tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(small.read_bytes())
     (folder / "config.json").write_text("{}")
-    (folder / f"{name}.txt").write_text("x")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / f"{name}.jinja").write_text("x")
     convert(folder, tmp_path / name)
-    assert (tmp_path / name / f"{name}.txt").is_file()
+    assert (tmp_path / name / "additional_chat_templates" / f"{name}.jinja").is_file()
     convert(tmp_path / name, tmp_path / f"{name}.safetensors")
     with load_weights(tmp_path / f"{name}.safetensors") as weights:
         assert list(weights.items())
@@ -761,6 +765,7 @@ ALONG = {
 LEFT = {
     "modeling_x.py": "import os", "run.sh": "exit", "optimizer.pt": "x", ".hidden.json": "{}",
     "model.onnx": "x", "onnx/config.json": "{}", "maxjax_digests.json": "{}", "1_Pooling/x.py": "",
+    "train.json": "{}", "notes.txt": "mine", "CHANGES.md": "x", "logs.txt/a": "", "adapter_config.json": "{}",
     "pytorch_model.bin.index.json": "{}", "flax_model.msgpack": "x", "module.so": "x",
 }  # fmt: skip
 
@@ -777,13 +782,19 @@ def names(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("by", ["directory", "file"])
 def test_what_belongs_to_the_model_goes_along_and_nothing_else(models, tmp_path, by):
-    folder = tmp_path / "model"
-    folder.mkdir()
+    folder, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
     for path in models("llama")[0].iterdir():
-        if path.name != "maxjax_digests.json":
-            (folder / path.name).symlink_to(path)  # as in the cache of Hugging Face
-    (folder / "generation_config.json").unlink(missing_ok=True)
+        if path.name not in ("maxjax_digests.json", "generation_config.json"):
+            shutil.copy(path, blobs)
+            (folder / path.name).symlink_to(
+                f"../../blobs/{path.name}"
+            )  # as in Hugging Face's cache
     beside(folder, ALONG | LEFT)
+    os.mkfifo(folder / "x.json")
+    with open(folder / "data.json", "wb") as file:
+        file.truncate(1 << 34)
     source = folder if by == "directory" else folder / "model.safetensors"
     convert(source, tmp_path / "out")
     expected = {*ALONG, "config.json", "model.safetensors", "maxjax_digests.json"}
@@ -793,6 +804,59 @@ def test_what_belongs_to_the_model_goes_along_and_nothing_else(models, tmp_path,
         assert not (tmp_path / "out" / name).is_symlink()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("to", ["out", "out.gguf"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "tokenizer.json", "config.json", "1_Pooling/config.json"]
+)
+def test_links_out_of_the_directory_are_not_copied(models, tmp_path, caplog, name, to):
+    """Or a private file would be published with the new checkpoint; weights that are links open."""
+    folder, private = tmp_path / "model", tmp_path / "private"
+    shutil.copytree(models("llama")[0], folder)
+    source = folder / name
+    shutil.rmtree(source, ignore_errors=True) if source.is_dir() else source.unlink(missing_ok=True)
+    source.parent.mkdir(exist_ok=True)
+    private.write_text('{"secret": 1}')
+    source.symlink_to(private)
+    shutil.move(folder / "model.safetensors", tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    load_weights(folder).close()
+    if name == "README.md":
+        convert(folder, tmp_path / to)
+        assert not (tmp_path / "out" / name).exists()
+        assert "has no README.md" in caplog.text
+    else:
+        with pytest.raises(CheckpointUnsafeError, match=f"{name}: the file is a link"):
+            convert(folder, tmp_path / to)
+        assert not (tmp_path / to).exists()
+
+
+def test_files_that_are_too_large_are_not_copied(models, tmp_path, caplog):
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama")[0], folder)
+    for name in ("README.md", "vocab.txt"):
+        with open(folder / name, "wb") as file:
+            file.truncate(1 << 34)
+        if name == "README.md":
+            convert(folder, tmp_path / "out")
+            assert not (tmp_path / "out" / name).exists() and "has no README.md" in caplog.text
+    with pytest.raises(CheckpointLimitError, match="vocab.txt.*json_bytes"):
+        convert(folder, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_files_beside_the_weights_are_counted_before_anything_is_written(
+    models, tmp_path, monkeypatch
+):
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama")[0], folder)
+    (folder / "vocab.txt").write_bytes(bytes(3_000_000))
+    needed = []
+    monkeypatch.setattr(Staging, "require_space", lambda self, nbytes: needed.append(nbytes))
+    convert(folder, tmp_path / "out")
+    others = sum(p.stat().st_size for p in (tmp_path / "out").iterdir() if "maxjax" not in p.name)
+    assert others - 10_000 < needed[0] <= others and len(needed) == 1  # without the header
 
 
 def test_a_single_file_in_a_heap_of_files_has_nothing_beside_it(small, tmp_path):
