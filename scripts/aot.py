@@ -270,7 +270,7 @@ def written(found: dict[str, str], kinds: Sequence[str]) -> str:
     lines = [
         "# Copies, collectives, temporaries and kernels of programs compiled without the hardware.",
         f"# Made by: scripts/accelerators.sh{only} --table scripts/aot.txt   (jax {jax.__version__})",
-        "# Compared by: .ci/full accelerators. docs/ci.md says more.",
+        "# Compared by: .ci/full accelerators. CONTRIBUTING.md says more.",
     ]
     title = ""
     for name, value in found.items():

@@ -7,7 +7,6 @@ where a peer dies; heartbeats of one second work too, but not on a busy machine.
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -25,7 +24,6 @@ from safetensors.numpy import save_file
 import maxjax
 from maxjax import agreement, distributed
 from maxjax.errors import PeerLostError, ProgramMismatchError, UserInputError
-from tests.blocks import blocks
 
 from . import distributed_calls as calls
 from .distributed_model import Network
@@ -491,38 +489,6 @@ def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
             assert "lost" in told, worker.log()
             assert told["when"] - died < heartbeat, told
             assert f"process {processes - 1} " in told["lost"] or "another process" in told["lost"]
-
-
-def test_the_comparison_of_the_page_runs_alone():
-    *_, same = blocks(ROOT / "docs" / "distributed.md")
-    names = {"jax": jax, "distributed": distributed, "step": lambda a, b: a + b, "state": 1.0}
-    exec(same.code, names | {"batch": 2.0, "options": SimpleNamespace(size=3)})
-
-
-@pytest.mark.campaign
-@pytest.mark.slow
-def test_the_page_runs(tmp_path):
-    """The scripts of docs/distributed.md, in both processes as the page starts them."""
-    two, commands_of_two, ask, commands, _ = blocks(ROOT / "docs" / "distributed.md")
-    for name, script in (("two.py", two), ("ask.py", ask)):
-        code = script.code.replace("127.0.0.1:1234", f"127.0.0.1:{free_port()}")
-        (tmp_path / name).write_text(code)
-    terminals = [line.split("#")[0] for line in commands_of_two.code.splitlines()]
-    commands = "\n".join([*(f"{line} &" for line in terminals), "wait", commands.code])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = clean() | {"PYTHONPATH": str(ROOT), "PATH": path} | COMPILED_ALIKE
-    done = subprocess.run(
-        ["timeout", str(2 * START_SECONDS), "bash", "-ec", commands],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # Both write to one terminal, where their lines may be mixed.
-    assert done.stdout.count("4 496.0") == 2, done.stdout
-    assert done.stdout.count("answer:") == done.stdout.count("5 + 6 = 11") == 2, done.stdout
-    stories = re.findall(r"Once upon a time[^.]*\.", done.stdout)
-    assert len(stories) == 2 and stories[0] == stories[1], done.stdout
-    model, tokenizer = maxjax.load(tmp_path / "saved")
-    assert maxjax.generate(model, tokenizer, "What is 5 + 6?") == "5 + 6 = 11"
 
 
 # --- the end of a peer --------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .stack_slice import layer_of
 # The dtypes that the kernels support for activations, weights and results.
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype(jnp.bfloat16))
 # From _MANY_ROWS rows on, and for weights of at most _SMALL_WEIGHT elements, XLA's matmul is faster: by
-# 1.0 to 1.4 times on a Zen 4, for the levels and dtypes of _FASTER_IN_XLA (docs/kernels.md).
+# 1.0 to 1.4 times on a Zen 4, for the levels and dtypes of _FASTER_IN_XLA.
 _MANY_ROWS, _SMALL_WEIGHT = 256, 1 << 22
 # The least number of weight rows that XLA's matmuls for GPUs compute at a time; and the most tokens for which
 # XLA merges matmuls without copying their weights: for more it calls cuBLAS, which needs one matrix.

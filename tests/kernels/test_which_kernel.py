@@ -1,4 +1,4 @@
-"""The tables of docs/accelerators.md: which attention kernel programs for each platform contain."""
+"""The tables of docs/kernels.md: which attention kernel programs for each platform contain."""
 
 import functools
 from pathlib import Path
@@ -12,7 +12,7 @@ from maxjax.kernels.attention import attention, causal_attention
 from tests.products import ALL
 
 PLATFORMS = {"CPU": "cpu", "NVIDIA GPU": "cuda", "TPU": "tpu", "AMD GPU": "rocm"}
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "accelerators.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
 
 def of_a_token(

@@ -1,7 +1,9 @@
-"""The page that writes families: its Python runs as it is written, each family in under 40 lines."""
+"""The families of docs/families.md compute what others do, each in under 40 lines.
+
+`python -m scripts.pages families` runs the page, which compares them with transformers.
+"""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +16,13 @@ from maxjax.graph import DeviceRef
 from maxjax.models import FAMILIES, Decoder, DecoderConfig, SmolLM3, SmolLM3Config, register
 from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.decoder.block import DecoderLayer
-from tests.blocks import ROOT, code_of, run
+from scripts import pages
 from tests.models import decoders
 from tests.models.decoders import oracle
-from tests.oracles.recorded import transformers
 from tests.products import ALL
 
-PAGE = ROOT / "docs" / "families.md"
+PAGE = (pages.ROOT / "docs" / "families.md").read_text()
+BLOCKS = [block.code for block in pages.blocks(PAGE) if block.kind == "python"]
 
 call = jax.jit(lambda model, *arrays: model(*arrays))
 
@@ -43,26 +45,10 @@ def families():
 def families_of_the_page():
     """The names after the blocks that make families."""
     names = {"np": np, "maxjax": maxjax}
-    for block in code_of(PAGE):
+    for block in BLOCKS:
         if "register(" in block:
-            exec(compile(block, str(PAGE), "exec"), names)
+            exec(compile(block, "families.md", "exec"), names)
     return names
-
-
-@pytest.mark.oracle
-def test_the_page_runs(tmp_path, monkeypatch):
-    """With torch and transformers, which it imports."""
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        names = run(PAGE)
-    assert type(names["model"]) is names["Olmo2"] and type(names["fused"]) is names["Fused"]
-    assert names["expected"].std() > 0.1
-    assert names["fused"].config.rotates == (True, True, True, False)
-    maxjax.save_pretrained(names["model"], tmp_path / "again")
-    again = transformers.Olmo2ForCausalLM.from_pretrained(tmp_path / "again")
-    saved = transformers.Olmo2ForCausalLM.from_pretrained(tmp_path / "olmo2-tiny").state_dict()
-    assert all((value == saved[name]).all() for name, value in again.state_dict().items())
 
 
 def fused_weights(model):
@@ -123,10 +109,8 @@ def compiled(model, ids):
 
 
 def test_no_private_name_is_needed():
-    code = "".join(code_of(PAGE))
-    private = set(re.findall(r"\b_[a-z]\w*", code)) | set(
-        re.findall(r"`_[a-z]\w*`", PAGE.read_text())
-    )
+    code = "".join(BLOCKS)
+    private = set(re.findall(r"\b_[a-z]\w*", code)) | set(re.findall(r"`_[a-z]\w*`", PAGE))
     assert not private
 
 
@@ -184,7 +168,7 @@ def test_a_rope_that_there_is_not_is_refused():
 
 
 def test_each_family_is_under_40_lines():
-    made = [block for block in code_of(PAGE) if "register(" in block]
+    made = [block for block in BLOCKS if "register(" in block]
     assert len(made) == 3
     for block in made:
         assert len([line for line in block.splitlines() if line.strip()]) < 40

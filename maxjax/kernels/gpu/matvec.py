@@ -1,7 +1,7 @@
 """The matmul of one token's activations with a large matrix on NVIDIA GPUs: a kernel in Pallas for Triton.
 
 It reads the matrix once, in place, also in a stack of layers, at nearly the bandwidth of the memory.
-XLA's own kernels for one token reach 60 to 90 % of that (docs/accelerators.md). A program multiplies
+XLA's own kernels for one token reach 60 to 90 % of that. A program multiplies
 one row; each of its threads has some columns.
 """
 

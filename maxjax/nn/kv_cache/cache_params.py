@@ -20,5 +20,6 @@ from .server_settings import KVHashAlgo as KVHashAlgo
 from .server_settings import SpeculativeMethod as SpeculativeMethod
 
 CacheLeafParamInterface = KVCacheParamInterface
+"""The settings of one kind of page: another name of `KVCacheParamInterface`, as in MAX."""
 
 __getattr__ = _absent(__name__)

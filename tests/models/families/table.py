@@ -1,22 +1,15 @@
 """The table of model families in docs/models.md: ``python -m tests.models.families.table`` writes it anew.
 
-Names of model types measure these alone, and leave the other rows as they are.
-
-Names and formats are those of ``maxjax.models.families()``, the source is in the head of the family's
-file, features are those of the models of ``known/``, and the largest difference is measured on all of
-them, against transformers itself: the largest of the logits', which have a standard deviation of 1.
+Names of model types write these rows alone, and leave the others as they are. Names and formats are those of
+``maxjax.models.families()``, features those of the models of ``known/``.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import maxjax
 from maxjax.models import FAMILIES
@@ -28,7 +21,7 @@ from tests.models.families.cases import Case, every
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
-_HEAD = ("Family", "Architecture", "GGUF", "Features", "Difference", "Source")
+_HEAD = ("Family", "Architecture", "GGUF", "Features")
 
 
 def features(model: Any) -> list[str]:
@@ -54,15 +47,11 @@ def features(model: Any) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def difference(case: Case) -> tuple[float, list[str]]:
-    """(Largest difference of the logits of two texts, features) of one case."""
+def features_of(case: Case) -> list[str]:
+    """The features of one case's model."""
     with tempfile.TemporaryDirectory() as folder:
-        theirs = case.model(Path(folder))
-        mine = decoders.ours(folder)
-        ids = decoders.ids_of(2, case.length)
-        expected = decoders.logits_of(theirs, ids)
-        found = decoders.like(decoders.call(mine, ids), expected)
-        return float(np.abs(found - expected).max()), features(mine)
+        case.model(Path(folder))
+        return features(decoders.ours(folder))
 
 
 def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
@@ -75,44 +64,27 @@ def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
     for name, of_family in cases.items():
         if names is not None and name not in names:
             continue
-        one, worst, has = known[name], 0.0, {}
+        one, has = known[name], {}
         for case in of_family:
-            apart, more = difference(case)
-            worst, has = max(worst, apart), has | dict.fromkeys(more)
+            has |= dict.fromkeys(features_of(case))
         cells = (one.family, f"`{one.architectures[0]}`", f"`{one.gguf}`" if one.gguf else "–")
-        print(name, f"{worst:.1e}", flush=True)
-        found.append((*cells, ", ".join(has), rounded_up(worst), source_of(name)))
+        print(name, flush=True)
+        found.append((*cells, ", ".join(has)))
     return sorted(found, key=lambda row: row[0].lower())
 
 
-def rounded_up(number: float) -> str:
-    """A number as a text of one digit that is no less, as ``2e-05``."""
-    power = 10.0 ** math.floor(math.log10(number))
-    return f"{math.ceil(number / power - 1e-9) * power:.0e}"
-
-
-def source(head: str) -> str:
-    """The papers that the head of a file names, as links; without any, transformers' file."""
-    papers = re.findall(r"arXiv:(\d+\.\d+)", head)
-    if papers:
-        return ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in papers)
-    return ", ".join(f"`{name}`" for name in re.findall(r"``(modeling_\w+)``", head))
-
-
-def source_of(model_type: str) -> str:
-    """The :func:`source` of the file of a family's settings."""
-    config = next(one.config for one in FAMILIES if one.model_type == model_type)
-    return source(sys.modules[config.__module__].__doc__ or "")
-
-
 def encoders() -> list[tuple[str, ...]]:
-    """The rows of the encoders: name, architectures, source."""
-    found: dict[str, tuple[list[str], str]] = {}
+    """The rows of the encoders: model type, and its classes without their tasks."""
+    found: dict[str, list[str]] = {}
     for one in FAMILIES:
         if issubclass(one.config, EncoderConfig):
-            names, _ = found.setdefault(one.model_type, ([], source_of(one.model_type)))
-            names += [f"`{name}`" for name in one.architectures if f"`{name}`" not in names]
-    return [(f"`{name}`", ", ".join(names), of) for name, (names, of) in found.items()]
+            names = found.setdefault(one.model_type, [])
+            names += [name for name in one.architectures if name not in names]
+    rows = []
+    for name, architectures in found.items():
+        bodies = dict.fromkeys(one.split("For")[0].removesuffix("Model") for one in architectures)
+        rows.append((f"`{name}`", ", ".join(f"`{one}…`" for one in bodies)))
+    return rows
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
@@ -131,7 +103,7 @@ def main(names: set[str]) -> None:
     every = {row[0]: tuple(row) for row in written()} if names else {}
     every |= {row[0]: row for row in rows(names or None)}
     lines = sorted(every.values(), key=lambda row: row[0].lower())
-    both = table(_HEAD, lines) + "\n" + table(("Encoder", "Architectures", "Source"), encoders())
+    both = table(_HEAD, lines) + "\n" + table(("Encoder", "Classes"), encoders())
     PAGE.write_text(before + BEGIN + both + END + after)
 
 

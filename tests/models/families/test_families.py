@@ -56,19 +56,17 @@ def prompts_of(model):
     return [ids_of(1, n, n)[0] % model.config.vocab_size for n in PROMPTS]
 
 
-def is_in_the_table(case, model, difference):
-    """The row of docs/models.md says what is so; other processors and flags of XLA round otherwise."""
+def is_in_the_table(case, model):
+    """The row of docs/models.md says what is so."""
     one = next(one for one in maxjax.models.families() if one.model_type == case.family)
     rows = [row for row in table.written() if row[0] == one.family]
     assert rows, "python -m tests.models.families.table writes docs/models.md anew"
-    _, architecture, gguf, has, largest, source = rows[0]
+    _, architecture, gguf, has = rows[0]
     assert (architecture, gguf) == (
         f"`{one.architectures[0]}`",
         f"`{one.gguf}`" if one.gguf else "–",
     )
     assert set(table.features(model)) <= set(has.split(", ")) | {""}
-    assert table.source_of(case.family) == source
-    assert difference <= 10 * float(largest)
 
 
 @functools.partial(jax.jit, donate_argnums=2)
@@ -106,7 +104,7 @@ def test_pieces(case, made):
     found = decoders.like(in_pieces(placed, ids, (case.length, short), width), expected)
     same(found[0], expected[0])
     same(found[1, :short], expected[1, :short])
-    is_in_the_table(case, placed, np.abs(found[0] - expected[0]).max())
+    is_in_the_table(case, placed)
 
 
 @pytest.mark.default(*(case for case in STEPS if case not in BY_PIECES))
@@ -125,7 +123,7 @@ def test_steps(case, made):
         in_pieces(mine, rows, (case.length, case.length, 0), width, capacity)[:2], expected
     )
     same(found, expected)
-    is_in_the_table(case, mine, np.abs(found - expected).max())
+    is_in_the_table(case, mine)
     if case.exact:
         texts = decoders.generated(theirs, prompts, WRITTEN)
         np.testing.assert_array_equal(texts_of(mine, prompts, WRITTEN, capacity), texts)

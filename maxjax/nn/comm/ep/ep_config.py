@@ -38,9 +38,9 @@ class EPConfig:
         nvfp4_dyn_global_scales: whether each token has its own NVFP4 scale.
         use_allreduce: whether every device has all tokens, and results are summed over the devices.
         num_logical_experts: number of experts without their replicas; ``n_experts`` by default.
-        fused_shared_expert, fuse_ffn_combine_send, moe_dim, fused_moe_ready, max_batch_size,
-            eplb_enabled, num_moe_layers, max_replicas, eplb_phy2log_plan: settings of MAX's
-            kernels and of its load balancing of experts; this class does not check them.
+        fused_shared_expert: a setting of MAX's kernels or of its load balancing of experts, which is not checked; so
+            are ``fuse_ffn_combine_send``, ``moe_dim``, ``fused_moe_ready``, ``max_batch_size``, ``eplb_enabled``,
+            ``num_moe_layers``, ``max_replicas`` and ``eplb_phy2log_plan``.
 
     Raises:
         ValueError: ``dispatch_quant_config`` is missing or does not fit ``dispatch_dtype``; or there are several
