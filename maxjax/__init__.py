@@ -24,6 +24,7 @@ if _TYPE_CHECKING:
     from . import lora as lora
     from . import models as models
     from . import nn as nn
+    from . import tree as tree
     from .checkpoint.conversion.run import convert as convert
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
@@ -82,7 +83,7 @@ if _TYPE_CHECKING:
 __getattr__, __dir__, _names = _attributes(
     __name__,
     {
-        "": "checkpoint distributed dtype errors graph kernels lora models nn",
+        "": "checkpoint distributed dtype errors graph kernels lora models nn tree",
         "checkpoint.conversion.run": "convert",
         "checkpoint.pretrained": "save_pretrained",
         "dtype": "DType",

@@ -96,6 +96,7 @@ nn/parallel: __init__
 nn/sampling: __init__ penalties rejection_sampler
 nn/state_space: __init__ kimi_delta
 nn: conv conv_transpose recurrent
+.: tree
 
 # 5 models: one file per family
 models: config bounds weights name_rules multimodal unread

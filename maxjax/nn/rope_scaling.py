@@ -130,7 +130,6 @@ def inv_freqs(dim: int, theta: float, scaling: Any = None, *, length: int = 0) -
     """
     if dim % 2:
         raise ValueError(f"RoPE rotates pairs of features, so dim must be even, not {dim}")
-    # isinstance, not the exact type: a Module stores its arguments as instances of frozen subclasses.
     variant = next((fn for kind, fn in _VARIANTS.items() if isinstance(scaling, kind)), None)
     if variant is None:
         known = ", ".join(kind.__name__ for kind in _VARIANTS if kind is not type(None))

@@ -74,12 +74,14 @@ class Placed(NamedTuple):
         why: reason as one readable phrase.
         layout: order of the stored rows, if it is not the logical one.
         split: mesh axes over which whole weights of a stack are distributed.
+        undivided: mesh axes over which the weight would be split, if a size of it could be divided; () if it is.
     """
 
     spec: PartitionSpec
     why: str
     layout: DeviceMajor | None = None
     split: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
 
 
 def axis_of(mesh: Any, kind: str) -> str | None:
@@ -150,21 +152,24 @@ def place(
     entries: list[tuple[str, ...]] = [()] * len(shape)
     reasons = []
     split = Split(wanted) if isinstance(wanted, ShardingStrategy) else wanted
-    dealt: tuple[str, ...] = ()
+    dealt, undivided = (), ()
     if isinstance(split, Split):
         dealt, reason = _dealt(split, mesh, count)
         reasons.append(reason)
         if dealt:
             split = split._replace(over=tuple(k for k in split.over if k not in split.whole))
-        reasons.append(_split_tensor(name, shape, counts, split, mesh, entries))
+        reason, undivided = _split_tensor(name, shape, counts, split, mesh, entries)
+        reasons.append(reason)
     fsdp = axis_of(mesh, "fsdp")
     if fsdp is not None and mesh.shape[fsdp] > 1:
         first = split.fsdp if isinstance(split, Split) else None
         reasons.append(_split_fsdp(shape, counts, fsdp, mesh.shape[fsdp], entries, first))
+        if reasons[-1] and not any(entries) and not dealt:
+            undivided = (*undivided, fsdp)
     if split is None and not any(reasons):
         reasons.append("no strategy")
     why = "; ".join(reason for reason in reasons if reason)
-    return Placed(spec_of(entries), why, _layout(split, entries, mesh), dealt)
+    return Placed(spec_of(entries), why, _layout(split, entries, mesh), dealt, undivided)
 
 
 def _place_part(name: str, shape: Sequence[int], part: PartOf, mesh: Any, count: int) -> Placed:
@@ -189,7 +194,11 @@ def _place_part(name: str, shape: Sequence[int], part: PartOf, mesh: Any, count:
         if over and not fits:
             whole.append(f"its values along axis {along} are not split")
     return Placed(
-        spec_of(entries), "; ".join(filter(None, [placed.why, *whole])), None, placed.split
+        spec_of(entries),
+        "; ".join(filter(None, [placed.why, *whole])),
+        None,
+        placed.split,
+        placed.undivided,
     )
 
 
@@ -222,27 +231,31 @@ def _split_tensor(
     split: Split,
     mesh: Any,
     entries: list[tuple[str, ...]],
-) -> str:
-    """Enters the axis that a strategy splits into ``entries``; returns why it does or does not split."""
+) -> tuple[str, tuple[str, ...]]:
+    """Enters the axis that a strategy splits into ``entries``.
+
+    Returns:
+        Why it does or does not split; and the mesh axes over which it would, if the sizes divided.
+    """
     over = _axes_of(mesh, split.over)
     if not over:
-        return f"the mesh has no {' or '.join(split.over)} axis"
+        return f"the mesh has no {' or '.join(split.over)} axis", ()
     n = math.prod(mesh.shape[axis] for axis in over)
     sizes = " and ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
     problems = []
     for strategy in filter(None, (split.strategy, split.fallback)):
         found = _divided(name, shape, strategy, n)
         if found is None:
-            return "replicated by its strategy"
+            return "replicated by its strategy", ()
         axis, units, unit = found
         if units % n == 0 and counts[axis] % n == 0:
             entries[axis] = over
-            return "; ".join([*problems, f"axis {axis} over {sizes}"])
+            return "; ".join([*problems, f"axis {axis} over {sizes}"]), ()
         if counts[axis] != shape[axis]:
             units, unit = counts[axis], "blocks"
         count = f"the {units} {unit}" if unit == "heads" else f"the {units} {unit} of axis {axis}"
         problems.append(f"{count} do not divide by {sizes}")
-    return "; ".join(problems)
+    return "; ".join(problems), over
 
 
 def _layout(split: Any, entries: list[tuple[str, ...]], mesh: Any) -> DeviceMajor | None:

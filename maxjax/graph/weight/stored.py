@@ -125,6 +125,13 @@ class FileForm(Protocol):
         ...
 
 
+# What ``static`` of a Weight returns, in words.
+STATIC_NAMES = (
+    "class", "local name", "dtype", "shape", "device", "quantization", "alignment", "sharding strategy", "sharding",
+    "layout", "flags", "shard", "activations", "form",
+)  # fmt: skip
+
+
 class StoredWeight:
     """The stored data of a Weight: a view of the Weight, created on demand.
 
@@ -211,7 +218,7 @@ class StoredWeight:
     # -- what it was declared as
 
     def static(self) -> tuple[Any, ...]:
-        """Everything except its value and full name; hashable."""
+        """Everything except its value and full name, in the order of STATIC_NAMES; hashable."""
         w = self.weight
         dims = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in w._dims)
         return (

@@ -69,6 +69,11 @@ class DecoderConfig(ModelConfig):
     # RoPE's settings, for files that have no object with such settings.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
 
+    # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset(
+        {"max_position_embeddings", "tie_word_embeddings"}
+    )
+
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
     intermediate_size: int = setting(minimum=1, held="axis")

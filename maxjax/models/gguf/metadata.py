@@ -157,7 +157,9 @@ class Settings:
                 )
             return default
         if isinstance(value, (np.ndarray, np.generic)):
-            return value.tolist()
+            value = value.tolist()
+        if type(value) is float:
+            return as_written(value)
         return list(value) if isinstance(value, tuple) else value
 
     def _typed(self, key: str, default: Any, kind: type, name: str) -> Any:
@@ -191,6 +193,20 @@ def settings(
     if architecture is None:
         architecture = Settings(metadata, path=path).text("general.architecture")
     return Settings(metadata, f"{architecture}.", path)
+
+
+def as_written(value: float) -> float:
+    """The number of fewest digits that a file holds as this float32; a float64 as it is.
+
+    So a model from a GGUF file has the settings, and the treedef, of the model that the file was made of.
+
+    Example:
+        >>> as_written(9.999999747378752e-06), as_written(0.1)
+        (1e-05, 0.1)
+    """
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if single == value else value
 
 
 def unsupported(what: str, path: str | os.PathLike[str] | None = None) -> UnsupportedModelError:

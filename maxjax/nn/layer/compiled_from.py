@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import some
 from ...graph.weight.epoch import EPOCH
-from .definition import Cache, Node, cache_of
+from .definition import Cache, cache_of
 
 
 class CompiledFrom:
@@ -32,9 +32,10 @@ class CompiledFrom:
         Raises:
             ValueError: it has another structure, or other Weights.
         """
-        if self._epoch == EPOCH.structure:
+        if self._epoch == EPOCH.structure and not self._cache.watched:
             return
-        epoch, now = EPOCH.structure, cache_of(self._module)
+        now = cache_of(self._module)
+        epoch = EPOCH.structure
         if what := _difference(self._cache, now):
             raise ValueError(
                 f"'{self._name}' was compiled before its {type(self._module).__name__} was changed "
@@ -47,7 +48,7 @@ def _difference(before: Cache, now: Cache) -> str:
     """What differs, for the message; "" if nothing does."""
     held = (before.weights, now.weights)
     same = len(held[0]) == len(held[1]) and all(map(is_, *held))
-    if same and _nodes(before) == _nodes(now):
+    if same and before.definition.nodes == now.definition.nodes:
         return ""
     old, new = _weights(before), _weights(now)
     if names := [name for name in {**old, **new} if old.get(name) is not new.get(name)]:
@@ -71,16 +72,6 @@ def _layers(cache: Cache) -> set[tuple[type, Any]]:
     """The different layers, of which a stack has one for all that are equal."""
     return {
         (n.kind, n.statics)
-        for n in _nodes(cache)
+        for n in cache.definition.nodes
         if not (n.kind._mx_is_container or n.kind._mx_is_stack)
     }
-
-
-def _nodes(cache: Cache) -> list[Node]:
-    """The layers, without the attributes that no call reads, which a class names in ``_mx_unread``."""
-    found = []
-    for node in cache.definition.nodes:
-        if unread := getattr(node.kind, "_mx_unread", ()):
-            node = node._replace(statics=tuple(s for s in node.statics if s[0] not in unread))
-        found.append(node)
-    return found

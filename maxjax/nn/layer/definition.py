@@ -25,6 +25,7 @@ from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
 from .assigned_list import AssignedList
 from .hooks import token, wrap_edited
+from .static import Live, freeze, unread_fields, unshared
 from .walk import Walk, host_of, source_of
 
 
@@ -43,15 +44,17 @@ class Definition:
         marks: for each node, the plans that observe the Module, each with the Module's name for it
             (``observe/frames.py``); () if no Module is observed.
         shards: for each node, a map from attributes to templates of their shards.
+        changeable: whether a static value can change in place, so that each Module gets a copy.
     """
 
     __slots__ = (
         "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "shards",
-        "marks", "__weakref__",
+        "marks", "changeable", "__weakref__",
     )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"{self.nodes[0].kind.__name__}({len(self.names)} weights)"
+        what = f"{self.nodes[0].kind.__name__}({len(self.names)} weights)"
+        return f"{what} (maxjax.tree.map says in what two differ)"
 
     def __reduce__(self) -> Any:
         raise TypeError("a Module's treedef cannot be pickled; pickle the Module")
@@ -69,30 +72,46 @@ class Valued(NamedTuple):
     It is not equal to the Definition that it wraps, so that JAX never uses one trace for both cases.
     """
 
-    definition: Definition
+    definition: Definition | Annotated
 
 
-class OfGradient:
-    """The treedef data of a gradient. It equals that of the model, so that ``jax.tree.map`` accepts both together."""
+class Annotated:
+    """The treedef data of a Module with what is not compared: it equals that of an equal Module.
 
-    __slots__ = ("definition",)
+    So ``jax.tree.map`` takes a model together with its gradient, or with a model from another checkpoint, and a
+    compiled function takes either. The result of ``tree.map`` has what its first tree has; that of a
+    compiled function, what its argument had when the function was traced.
 
-    def __init__(self, definition: Definition):
-        self.definition = definition
+    Attributes:
+        is_gradient: whether the Module holds a gradient.
+        carried: for each node, the values and keys of static attributes that no call reads, or that have
+            fields that no call reads; () if there are none.
+    """
+
+    __slots__ = ("definition", "is_gradient", "carried")
+
+    def __init__(self, definition: Definition, is_gradient: bool, carried: Carried):
+        self.definition, self.is_gradient, self.carried = definition, is_gradient, carried
+
+    def __repr__(self) -> str:
+        return repr(self.definition)
 
     def __eq__(self, other: object) -> bool:
-        return (other.definition if isinstance(other, OfGradient) else other) is self.definition
+        return (other.definition if isinstance(other, Annotated) else other) is self.definition
 
     def __hash__(self) -> int:
         return hash(self.definition)
 
 
-Found = Definition | Valued | OfGradient
+Carried = tuple[dict[str, tuple[Any, Hashable]], ...]
+Found = Definition | Valued | Annotated
 
 
 def plain(found: Found) -> Definition:
     """The Definition in what :func:`flatten` returns."""
-    return found if isinstance(found, Definition) else found.definition
+    while not isinstance(found, Definition):
+        found = found.definition
+    return found
 
 
 watch(wrap_edited)
@@ -133,12 +152,46 @@ class Node(NamedTuple):
 _ELSEWHERE = -1
 
 
+class Changeable:
+    """An object that can change in place, with the static attributes that hold it."""
+
+    __slots__ = ("value", "where", "places")
+
+    def __init__(self, value: Any, places: list[tuple[Any, str]]):
+        module, attr = places[0]
+        self.value, self.where = value, f"{type(module).__name__}.{attr}"
+        # Weak, because a Module that its own cache refers to would keep its arrays until garbage is collected.
+        self.places = [(weakref.ref(module), attr) for module, attr in places]
+        self.check()
+
+    def check(self) -> None:
+        """Compares the object with the keys of the attributes, and invalidates cached definitions if it has changed."""
+        _, key = freeze(self.value, self.where)
+        for reference, attr in self.places:
+            module = reference()
+            if module is not None and vars(module).get(attr) is self.value:
+                if module._mx_statics[attr] != key:
+                    module._mx_statics[attr] = key
+                    structure_changed()
+
+    @staticmethod
+    def below(modules: list[Any]) -> tuple[Changeable, ...]:
+        """The objects in Modules that can change in place; the keys of the attributes are up to date."""
+        found: dict[int, tuple[Any, list[tuple[Any, str]]]] = {}
+        for module in modules:
+            for attr, key in module._mx_statics.items():
+                if type(key) is Live and attr not in module._mx_unread:
+                    value = vars(module)[attr]
+                    found.setdefault(id(value), (value, []))[1].append((module, attr))
+        return tuple(Changeable(value, places) for value, places in found.values())
+
+
 class Cache:
     """The cached result of the last walk below a Module, and the epochs for which it is valid."""
 
     __slots__ = (
         "structure", "definition", "treedef", "weights", "sliced", "values", "leaves", "table",
-        "assigned", "__weakref__",
+        "watched", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -146,13 +199,16 @@ class Cache:
         structure: int,
         definition: Definition,
         weights: tuple[Any, ...],
-        assigned: tuple[AssignedList, ...] = (),
+        carried: Carried = (),
+        watched: tuple[AssignedList | Changeable, ...] = (),
         sliced: bool = False,
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
-        self.assigned = assigned
+        # What can change without an assignment to a Module.
+        self.watched = watched
         is_gradient = bool(weights) and weights[0].stored.is_gradient
-        self.treedef = OfGradient(definition) if is_gradient else definition
+        annotated = is_gradient or carried
+        self.treedef = Annotated(definition, is_gradient, carried) if annotated else definition
         # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
@@ -191,8 +247,9 @@ def _array(leaf: Any) -> Any:
 
 def define(root: Any) -> Cache:
     """Walks the tree below ``root``, and returns its Definition and weights in a new Cache."""
-    epoch = EPOCH.structure
     walk = Walk(root, stacked=True)
+    changeable = Changeable.below(walk.modules)
+    epoch = EPOCH.structure
     try:
         index, leaves, aliases = walk.owners()
     except ValueError:
@@ -220,23 +277,44 @@ def define(root: Any) -> Cache:
         definition.owned, definition.aliases = owned, aliases
         definition.weights = tuple(around(w, None, None) for w in weights)
         definition.stacked, definition.marks = walk.stacked, marks
+        definition.changeable = bool(changeable)
         definition.shards = tuple(
             {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
             for m in walk.modules
         )
-        definition.statics = tuple({a: m.__dict__[a] for a in m._mx_statics} for m in walk.modules)
+        memo: dict[int, Any] = {}
+        definition.statics = tuple(
+            {attr: unshared(vars(module)[attr], memo) for attr, _ in node.statics}
+            for module, node in zip(walk.modules, nodes, strict=True)
+        )
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
     sliced = any(weight.stored.home is not None for weight in weights)
-    return Cache(epoch, definition, weights, _shared_lists(walk), sliced)
+    watched = (*_shared_lists(walk), *changeable)
+    return Cache(epoch, definition, weights, _carried(walk.modules), watched, sliced)
+
+
+def _carried(modules: list[Any]) -> Carried:
+    """The static attributes of each Module that are not compared, or not all fields of which are."""
+    found = tuple(
+        {
+            attr: (vars(module)[attr], key)
+            for attr, key in module._mx_statics.items()
+            if attr in module._mx_unread or unread_fields(type(vars(module)[attr]))
+        }
+        for module in modules
+    )
+    return found if any(found) else ()
 
 
 def _shared_lists(walk: Walk) -> tuple[AssignedList, ...]:
-    """The lists that were assigned to Modules and that a caller can still change."""
+    """The lists that were assigned to Modules and that a caller can still change; it has not yet."""
     found = []
     for module in walk.modules:
         for attr, assigned in tuple(module._mx_assigned.items()):
             kept = tuple(one for one in assigned if not one.is_unshared)
+            for one in kept:
+                one.check()
             found += kept
             if kept != assigned:
                 vars(module)["_mx_assigned"] = {**module._mx_assigned, attr: kept}
@@ -256,7 +334,12 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
         type(module),
         tuple(weights),
         tuple((attr, walk.index[id(child)]) for attr, child in module._mx_children.items()),
-        tuple(sorted(module._mx_statics.items(), key=itemgetter(0))),
+        tuple(
+            sorted(
+                (item for item in module._mx_statics.items() if item[0] not in module._mx_unread),
+                key=itemgetter(0),
+            )
+        ),
         walk.stacked and module._mx_in_stack,
         tuple(
             (index[id(holder)], walk.number(stack, holder))
@@ -325,7 +408,8 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
                 setattr(made, slot, getattr(definition, slot))
         made.key, made.marks = key, marks
         made = _INTERNED.setdefault(key, made)
-    return rebuild(made, leaves)
+    carried = found.carried if isinstance(found, Annotated) else ()
+    return rebuild(Annotated(made, False, carried), leaves)
 
 
 def _named(root: Any) -> tuple[list[Any], list[str]]:
@@ -357,15 +441,20 @@ def unflatten(found: Found, leaves: Any) -> Any:
     compiled program also serves models, and their results must not be marked.
     """
     is_gradient = is_made_by_vjp()
-    if type(found) is OfGradient and any(isinstance(leaf, Tracer) for leaf in leaves):
-        found = found.definition
+    if isinstance(found, Annotated) and found.is_gradient:
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            found = Annotated(found.definition, False, found.carried)
     return rebuild(found, leaves, is_gradient)
 
 
 def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False) -> Any:
     """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
-    definition = plain(found)
-    is_gradient = is_gradient or type(found) is OfGradient
+    definition, carried = plain(found), ()
+    if isinstance(found, Valued):
+        found = found.definition
+    if isinstance(found, Annotated):
+        is_gradient, carried = is_gradient or found.is_gradient, found.carried
+    memo: dict[int, Any] = {}
     holders = tuple(
         around(w, leaf, name, is_gradient)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
@@ -379,6 +468,8 @@ def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False
             for _, local, i, _, place in node.weights
         }
         by_attr = {attr: modules[i] for attr, i in node.children}
+        if definition.changeable:
+            statics = {attr: unshared(value, memo) for attr, value in statics.items()}
         module.__dict__.update(
             statics,
             _mx_weights=by_local,
@@ -390,6 +481,8 @@ def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False
             **by_attr,
         )
         module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
+        for attr, (value, key) in (carried[number] if carried else {}).items():
+            module.__dict__[attr], module.__dict__["_mx_statics"][attr] = value, key
         if definition.marks:
             module.__dict__["_mx_marks"] = definition.marks[number]
         if node.in_stack:
@@ -414,17 +507,19 @@ def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False
                 for attr, i, place, what in node.shards
             }  # fmt: skip
             module.__dict__.update(made, _mx_shards=made)
-    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders)
+    watched = Changeable.below(modules) if definition.changeable else ()
+    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders, carried, watched)
     return modules[0]
 
 
 def cache_of(module: Any) -> Cache:
     """The valid Cache of the structure below a Module; its leaves are not touched."""
     cache = module._mx_cache
+    if cache is not None and cache.structure == EPOCH.structure:
+        for watched in cache.watched:
+            watched.check()
     if cache is None or cache.structure != EPOCH.structure:
         cache = vars(module)["_mx_cache"] = define(module)
-    for assigned in cache.assigned:
-        assigned.check()
     return cache
 
 
@@ -432,18 +527,16 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
     # Every jitted call runs this at dispatch: it is a few look-ups if nothing has changed.
     # Leaves are read before the epoch, because other threads advance the epoch before they release leaves.
     cache = module._mx_cache
-    if cache is None or cache.structure != EPOCH.structure:
-        cache = vars(module)["_mx_cache"] = define(module)
+    if cache is None or cache.structure != EPOCH.structure or cache.watched:
+        cache = cache_of(module)
     leaves = cache.leaves
     if cache.values != EPOCH.values:
         leaves = cache.refresh()
-    if cache.assigned:
-        cache_of(module)
     if RUNNING.graphs:
         leaves = tuple(map(leaf_for_jax, cache.weights))
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    return leaves, Valued(cache.definition) if KIND.values else cache.treedef
+    return leaves, Valued(cache.treedef) if KIND.values else cache.treedef
 
 
 def weight_values(module: Any) -> list[Any]:

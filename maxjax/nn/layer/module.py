@@ -33,7 +33,7 @@ from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys,
 from .hooks import Layer
 from .rows import OfModule
 from .state import StateDict
-from .static import freeze, holds_items
+from .static import Live, freeze, holds_items, unread_fields, unshared
 from .walk import Walk
 
 
@@ -44,17 +44,18 @@ class Module(OfModule, Layer, StateDict, ABC):
     empty list, becomes a LayerList when it is assigned (``xs.0.weight``); add layers with
     ``module.xs.append(layer)``. A tuple of Modules becomes an immutable LayerTuple. Lists of the
     shards that ``shard`` returns are views of the original layer. Any other value becomes a
-    static attribute: part of the treedef, compared by content; lists, dicts and dataclasses
-    are kept as frozen copies, NumPy arrays of at most 1 MiB as read-only constants.
+    static attribute: part of the treedef, compared by content. Lists and dicts are kept as frozen copies, NumPy
+    arrays of at most 1 MiB as read-only ones; an instance of a dataclass and a SimpleNamespace themselves: if
+    one of their fields changes, functions are compiled again.
 
     A Module is a pytree whose leaves are its unique weights' values in state-dict order
     (``jax.ShapeDtypeStruct`` for weights without a value), so all of JAX works on it. Pass it
     as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
 
     Raises:
-        TypeError: a class without ``__call__`` is instantiated; or the value that is assigned is a JAX
-            array, a NumPy array above 1 MiB, a dict of Modules, a layer of another library, or any
-            other object that contains arrays, which would not be leaves of the Module.
+        TypeError: the value that is assigned is a JAX array, a NumPy array above 1 MiB, a dict of Modules, a layer of
+            another library, or any other object that contains arrays, which would not be leaves of the Module;
+            or an object that can change and compares by identity, of which compiled functions would keep old values.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -83,6 +84,8 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_shared: set[str]
     _mx_statics: dict[str, Any]
     _mx_cache: Cache | None
+    # Static attributes that no call reads, by which Modules are not compared.
+    _mx_unread: frozenset[str] = frozenset()
     # Attribute → shard of a Weight; the Weight itself may be in any Module.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
     # Attribute → the caller's own list, of which the attribute's LayerList is a copy.
@@ -183,7 +186,8 @@ class Module(OfModule, Layer, StateDict, ABC):
                     f"{where} is a Weight: {where}.value = array gives it a value, load_state_dict() several"
                 )
             value, key = freeze(value, where)
-            if name in self._mx_statics and self._mx_statics[name] == key:
+            is_same = name in self._mx_statics and self._mx_statics[name] == key
+            if is_same and type(key) is not Live and not unread_fields(type(value)):
                 return
             self._forget(name)
             self._mx_statics[name] = key
@@ -479,8 +483,10 @@ class Module(OfModule, Layer, StateDict, ABC):
         return call_stack.Names(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
-        # Static values are shared, as by jax.tree.map: a copied function would change the treedef.
-        memo.update({id(value := vars(self)[name]): value for name in self._mx_statics})
+        # Functions are shared, as by jax.tree.map: a copied one would change the treedef.
+        for name in self._mx_statics:
+            value = vars(self)[name]
+            memo[id(value)] = unshared(value, memo)
         new = memo[id(self)] = object.__new__(type(self))
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new

@@ -7,6 +7,8 @@ own sharding strategy, and a rule of the Modules above it, the outermost first.
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from ...graph.placement.specs import (
     axis_of,
     by_pattern,
     check_mesh,
+    names_in,
     place,
 )
 from ...graph.placement.strategy import ShardingStrategy
@@ -32,7 +35,10 @@ from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.stored import outside_traces
 from ...graph.weight.weight import Weight
+from ...rendering.row import bytes_text
 from .walk import Walk
+
+_LOG = logging.getLogger("maxjax")
 
 # Patterns that may match only some layers of a LayerStack: they have a number, "?" or "[".
 _NUMBERED = re.compile(r"(^|[.*])\d|[?\[]")
@@ -74,12 +80,11 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         named = zip(holders, definition.names, strict=True)
         todo = [(holder, name, sharding, "", None, ()) for holder, name in named]
     else:
-        todo = []
-        for holder, name, _, (spec, why, layout, split) in plan_places(
-            module, mesh, strategy, rules
-        ):
-            sharding = NamedSharding(mesh, spec, memory_kind=kind)
-            todo.append((holder, name, sharding, why, layout, split))
+        todo, places = [], plan_places(module, mesh, strategy, rules)
+        for holder, name, _, placed in places:
+            sharding = NamedSharding(mesh, placed.spec, memory_kind=kind)
+            todo.append((holder, name, sharding, placed.why, placed.layout, placed.split))
+        _warn_of_undivided(places, mesh)
     # Either all weights are placed or none: a device may run out of memory at any of them.
     moved = []
     for holder, name, sharding, _, layout, split in todo:
@@ -88,6 +93,36 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
         holder.stored.settle(sharding, why, layout, leaf, split)
     structure_changed()
+
+
+def _warn_of_undivided(places: Sequence[LeafPlace], mesh: Mesh) -> None:
+    """Logs which matrices are not split as their strategies want, because no size divides by the mesh axis."""
+    found = []
+    for holder, name, shape, placed in places:
+        if placed.undivided and len(shape) > 1:
+            over = [axis for entry in (*placed.spec, placed.split) for axis in names_in(entry)]
+            parts = math.prod(mesh.shape[axis] for axis in over)
+            leaf = holder.stored.blank()
+            found.append((leaf.size * leaf.dtype.itemsize // parts, name, shape, placed))
+    if not found:
+        return
+    found.sort(key=lambda one: -one[0])
+    _, name, shape, placed = found[0]
+    n = math.prod(mesh.shape[axis] for axis in placed.undivided)
+    over = placed.undivided[0] if len(placed.undivided) == 1 else placed.undivided
+    divisible = [axis for axis, size in enumerate(shape) if size and size % n == 0]
+    advice = "A mesh whose axes divide these sizes splits them"
+    if divisible:
+        spec = ", ".join([*["None"] * divisible[0], repr(over)])
+        advice += f"; so do rules for other axes, such as to(mesh, rules={{{name!r}: PartitionSpec({spec})}})"
+    whose = [f"{one[1]} ({one[3].why}; {bytes_text(one[0])} on each device)" for one in found]
+    are = (
+        "1 weight is not split, and takes"
+        if len(found) == 1
+        else f"{len(found)} weights are not split, and take"
+    )
+    total = bytes_text(sum(one[0] for one in found))
+    _LOG.warning("to(mesh): %s %s on each device: %s. %s", are, total, some(whose, 3), advice)
 
 
 def _check_alone(module: Any) -> None:

@@ -1,19 +1,23 @@
 """Static attributes of a Module: frozen at assignment, compared by content.
 
-Attributes that are neither Weights nor Modules become part of the treedef, so they must be
-immutable, must compare by content, and must not hide arrays, which would be missing from leaves,
-gradients and saved checkpoints.
+Attributes that are neither Weights nor Modules become part of the treedef, so they must
+compare by content and must not hide arrays, which would be missing from leaves, gradients and saved checkpoints.
+They are constants, frozen copies, or instances of dataclasses and namespaces, which are compared by their
+fields whenever JAX takes the Module apart.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
 import hashlib
+import logging
 import types
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Hashable, Iterator
+from operator import is_
 from typing import Any
 
 import jax
@@ -83,15 +87,24 @@ jax.tree_util.register_pytree_node(
 )
 
 
+class Live(tuple):
+    """The key of a value that can change in place, which is compared again whenever JAX takes the Module apart."""
+
+    __slots__ = ()
+
+
 def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
-    """The frozen copy of a static attribute, and a hashable key by which its content is compared.
+    """The value that a static attribute holds, and a hashable key by which its content is compared.
+
+    Lists, dicts and arrays become frozen copies. An instance of a dataclass and a namespace are held themselves;
+    if they can change, their key is a :class:`Live`.
 
     Args:
         where: ``Class.attribute``, for messages.
 
     Raises:
         TypeError: the value is or contains a Weight, a Module or a JAX array, also inside a pytree, object or
-            function; or it is a NumPy array of more than 1 MiB.
+            function; it is a NumPy array of more than 1 MiB; or it compares by identity and can change.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -110,15 +123,26 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
         raise TypeError(
             f"{where} holds a {kind.__name__} inside a container, where it would not be found. {_HELD_BY}"
         )
-    if getattr(kind, "_maxjax_frozen", False):
-        return _freeze_fields(value, where)
     if kind in _FREEZERS:
         return _FREEZERS[kind](value, where)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _has_fields(value):
         if hidden := _pytree_array(value):
             raise TypeError(_hidden_refusal(where, kind, hidden))
         return _freeze_fields(value, where)
     return _freeze_other(value, where)
+
+
+def _freeze_parts(value: Any, parts: Any, where: str, *head: Hashable) -> tuple[Any, Hashable]:
+    """A value that is held itself, and its key, made of those of its parts; a Live one if a part can change."""
+    parts = list(parts)
+    pairs = [freeze(part, where) for part in parts]
+    keys = (*head, *(key for _, key in pairs))
+    can_change = any(held is not part for (held, _), part in zip(pairs, parts, strict=True))
+    return value, Live(keys) if can_change else _key(keys)
+
+
+def _key(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return Live(keys) if any(type(key) is Live for key in keys) else keys
 
 
 _HELD_BY = (
@@ -170,10 +194,12 @@ def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
             f"is an array of {value.nbytes:,} bytes, and a constant has at most {CONSTANT_BYTES:,}"
         )
         raise TypeError(_array_refusal(where, what))
-    copy = np.array(value, order="C", subok=False)
-    copy.flags.writeable = False
-    digest = hashlib.sha256(copy.tobytes()).digest()
-    return copy, (np.ndarray, str(copy.dtype), copy.shape, digest)
+    held = value
+    if value.flags.writeable or value.base is not None or type(value) is not np.ndarray:
+        held = np.array(value, order="C", subok=False)
+        held.flags.writeable = False
+    digest = hashlib.sha256(held.tobytes()).digest()
+    return held, (np.ndarray, str(held.dtype), held.shape, digest)
 
 
 def _is_tracked(value: Any) -> bool:
@@ -181,17 +207,23 @@ def _is_tracked(value: Any) -> bool:
 
 
 def _freeze_sequence(value: Any, where: str) -> tuple[Any, Hashable]:
+    if type(value) is tuple:
+        return _freeze_tuple(value, where)
     pairs = [freeze(v, where) for v in value]
-    keys = (type(value) if type(value) is not FrozenList else list, *(key for _, key in pairs))
-    if isinstance(value, list):
-        return FrozenList(v for v, _ in pairs), keys
-    return tuple(v for v, _ in pairs), keys
+    return FrozenList(v for v, _ in pairs), _key((list, *(key for _, key in pairs)))
+
+
+def _freeze_tuple(value: tuple[Any, ...], where: str) -> tuple[Any, Hashable]:
+    pairs = [freeze(v, where) for v in value]
+    keys = _key((tuple, *(key for _, key in pairs)))
+    held = tuple(v for v, _ in pairs)
+    return value if all(map(is_, held, value)) else held, keys
 
 
 def _freeze_dict(value: dict, where: str) -> tuple[Any, Hashable]:
     items = {k: freeze(v, where) for k, v in value.items()}
     # The key includes the order: a module may iterate over the dict.
-    keys = (dict, *((type(k), k, key) for k, (_, key) in items.items()))
+    keys = tuple((freeze(k, where)[1], key) for k, (_, key) in items.items())
     frozen = FrozenDict({k: v for k, (v, _) in items.items()})
     default = getattr(
         value, "default" if isinstance(value, FrozenDict) else "default_factory", None
@@ -200,85 +232,105 @@ def _freeze_dict(value: dict, where: str) -> tuple[Any, Hashable]:
         default = int
     if default is not None:
         frozen.default, keys = default, (*keys, freeze(default, where)[1])
-    return frozen, keys
+    is_live = any(type(key) is Live for _, key in items.values())
+    return frozen, Live((dict, *keys)) if is_live else (dict, *keys)
+
+
+def _freeze_proxy(value: types.MappingProxyType, where: str) -> tuple[Any, Hashable]:
+    return value, Live((types.MappingProxyType, freeze(dict(value), where)[1]))
 
 
 def _freeze_set(value: Any, where: str) -> tuple[Any, Hashable]:
     keys = frozenset(freeze(v, where)[1] for v in value)
-    return frozenset(value), (frozenset, keys)
+    kind = Live if any(type(key) is Live for key in keys) else tuple
+    return frozenset(value), kind((frozenset, keys))
 
 
 def _freeze_partial(value: functools.partial, where: str) -> tuple[Any, Hashable]:
-    _, args = freeze(tuple(value.args), where)
-    _, keywords = freeze(dict(value.keywords), where)
-    _, func = freeze(value.func, where)
-    return value, (functools.partial, func, args, keywords)
+    names = tuple(value.keywords)
+    parts = (value.func, *value.args, *value.keywords.values())
+    return _freeze_parts(value, parts, where, functools.partial, len(value.args), names)
 
 
 def _freeze_slice(value: slice, where: str) -> tuple[Any, Hashable]:
-    return value, (slice, freeze((value.start, value.stop, value.step), where)[1])
+    return _freeze_parts(value, (value.start, value.stop, value.step), where, slice)
 
 
 def _freeze_fields(value: Any, where: str) -> tuple[Any, Hashable]:
-    """A frozen copy of an object that consists of fields (dataclass, namespace)."""
-    frozen = {name: freeze(v, f"{where}.{name}") for name, v in _fields(value).items()}
-    base = type(value).__mro__[1] if getattr(type(value), "_maxjax_frozen", False) else type(value)
-    clone = _refreeze(base, {name: v for name, (v, _) in frozen.items()})
-    if hasattr(value, "__dict__"):  # it may have attributes that are not fields
-        clone.__dict__.update({**vars(value), **vars(clone)})
-    return clone, (base, *((name, key) for name, (_, key) in frozen.items()))
+    """An object that consists of fields (dataclass, namespace), which is held itself."""
+    kind, unread = type(value), unread_fields(type(value))
+    fields = {name: v for name, v in fields_of(value).items() if name not in unread}
+    pairs = {name: freeze(v, f"{where}.{name}") for name, v in fields.items()}
+    keys = (kind, *((name, key) for name, (_, key) in pairs.items()))
+    is_constant = _is_frozen(kind) and all(
+        held is fields[name] and type(key) is not Live for name, (held, key) in pairs.items()
+    )
+    return value, keys if is_constant else Live(keys)
 
 
-@functools.cache
-def _frozen_class(cls: type) -> type:
-    """A subclass of ``cls`` with the same name, whose fields cannot be assigned."""
-
-    def refuse(self: Any, name: str, *value: Any) -> None:
-        raise TypeError(
-            f"a static attribute of a Module cannot be changed in place ({cls.__name__}.{name}): "
-            "assign a new one, for example with dataclasses.replace"
-        )
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        return (_refreeze, (cls, _fields(self)))
-
-    def new(_: type, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # so that dataclasses.replace returns a mutable object
-
-    body = {
-        "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__,
-        "__new__": new, "__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": reduce,
-        "_maxjax_frozen": True,
-    }  # fmt: skip
-    if cls.__eq__ is not object.__eq__:
-        # A dataclass __eq__ compares classes, and the copy must equal the original.
-        body["__eq__"] = lambda self, other: (
-            isinstance(other, cls) and _compared(self) == _compared(other)
-        )
-        body["__hash__"] = cls.__hash__
-    return type(cls.__name__, (cls,), body)
+def _has_fields(value: Any) -> bool:
+    kind = type(value)
+    return kind is types.SimpleNamespace or dataclasses.is_dataclass(kind)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(value):
-        return dict(vars(value))
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+def _is_frozen(kind: Any) -> bool:
+    # A subclass without the decorator can have other attributes, which can be assigned.
+    return "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen
 
 
-def _compared(value: Any) -> dict[str, Any]:
-    """The fields that ``==`` compares: a dataclass may leave some out (``compare=False``)."""
-    left_out: set[str] = set()
+def unread_fields(kind: type) -> frozenset[str]:
+    """The fields of a dataclass that no call reads, by which models are therefore not compared (``_mx_unread``)."""
+    return getattr(kind, "_mx_unread", _NONE) if dataclasses.is_dataclass(kind) else _NONE
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of an instance of a dataclass and all its other attributes, or the attributes of a namespace."""
+    found = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
-        left_out = {f.name for f in dataclasses.fields(value) if not f.compare}
-    return {name: at for name, at in _fields(value).items() if name not in left_out}
+        fields = [f.name for f in dataclasses.fields(value)]
+        # Values computed from the fields, which a cached_property keeps, are no attributes of their own.
+        cached = {
+            n for n in found if isinstance(getattr(type(value), n, None), functools.cached_property)
+        }
+        own = {n: getattr(value, n) for n in fields if n in found or hasattr(value, n)}
+        found = {**own, **{n: v for n, v in found.items() if n not in own and n not in cached}}
+    return found
 
 
-def _refreeze(cls: Any, fields: dict[str, Any]) -> Any:
-    """A frozen object of the class with these fields."""
-    clone = cls.__new__(_frozen_class(cls))
-    for name, v in fields.items():
-        object.__setattr__(clone, name, v)
-    return clone
+def unshared(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a static value in which objects that can change are copies; constants are the same objects.
+
+    Args:
+        memo: the copies that were made, by the ids of the originals.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    new = value
+    if _has_fields(value):
+        new = memo[id(value)] = copy.copy(value)
+        for name, held in fields_of(value).items():
+            object.__setattr__(new, name, unshared(held, memo))
+    elif isinstance(value, list):
+        new = copy.copy(value)
+        list.__setitem__(new, slice(None), [unshared(held, memo) for held in value])
+    elif isinstance(value, dict):
+        new = copy.copy(value)
+        dict.update(new, {name: unshared(held, memo) for name, held in value.items()})
+    elif isinstance(value, tuple):
+        items = [unshared(held, memo) for held in value]
+        new = tuple.__new__(type(value), items)
+    elif isinstance(value, functools.partial):
+        args = [unshared(held, memo) for held in value.args]
+        given = {name: unshared(held, memo) for name, held in value.keywords.items()}
+        new = functools.partial(value.func, *args, **given)
+    elif isinstance(value, types.MappingProxyType):
+        new = types.MappingProxyType(unshared(dict(value), memo))
+    elif isinstance(value, set) or (isinstance(value, np.ndarray) and value.flags.writeable):
+        new = value.copy()
+    return new
 
 
 def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
@@ -291,15 +343,42 @@ def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
         plain = next(kind for kind in (list, dict, set) if isinstance(value, kind))
         return _FREEZERS[plain](value, where)
     if isinstance(value, tuple):  # namedtuples keep their class
-        keys = tuple(freeze(v, where)[1] for v in value)
-        return value, (type(value), keys)
+        return _freeze_parts(value, value, where, type(value))
+    if isinstance(value, types.MethodType):
+        return _freeze_parts(value, (value.__self__,), where, types.MethodType, value.__func__)
     if hidden := _hidden(value):
         raise TypeError(_hidden_refusal(where, type(value), hidden))
-    try:
-        hash(value)
-        return value, (type(value), value)
-    except TypeError:
-        return value, (type(value), _Identity(value))
+    if not _is_constant(value):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}, which can change and compares by identity: a compiled function "
+            "would go on with its old attributes. Make its class a dataclass (import dataclasses; "
+            "@dataclasses.dataclass), whose fields are compared, or a Module; or pass it to __call__ as an argument"
+        )
+    return value, (type(value), value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an object cannot change, or compares by a content of its own."""
+    kind = type(value)
+    if kind.__hash__ is None:
+        return False
+    if isinstance(value, _CONSTANTS) or kind.__eq__ is not object.__eq__:
+        return True
+    if kind.__module__.partition(".")[0] in _CONSTANT_LIBRARIES:
+        return True
+    return not hasattr(value, "__dict__") and not any(
+        vars(base).get("__slots__") for base in kind.__mro__
+    )
+
+
+_CONSTANTS = (
+    type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, np.ufunc,
+    property, classmethod, staticmethod, logging.Logger,
+)  # fmt: skip
+# Their objects are functions, devices, meshes and such.
+_CONSTANT_LIBRARIES = frozenset(
+    {"maxjax", "jax", "jaxlib", "numpy", "functools", "builtins", "typing"}
+)
 
 
 # The maximum number of values in an object that are searched for arrays; the search of larger objects stops there.
@@ -405,23 +484,9 @@ def _hidden_refusal(where: str, kind: type, hidden: str) -> str:
     )
 
 
-class _Identity:
-    """Compares an unhashable object by identity and keeps it alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 _FREEZERS = {
     list: _freeze_sequence, FrozenList: _freeze_sequence, tuple: _freeze_sequence,
     dict: _freeze_dict, FrozenDict: _freeze_dict, set: _freeze_set, frozenset: _freeze_set,
     slice: _freeze_slice, functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_fields,
+    types.MappingProxyType: _freeze_proxy,
 }  # fmt: skip

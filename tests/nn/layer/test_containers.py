@@ -568,9 +568,9 @@ def test_torch_modules_and_tensors_are_refused():
 def test_what_holds_nothing_is_kept():
     values = {
         "a": jax.nn.silu, "b": jnp.tanh, "c": functools.partial(jax.nn.gelu, approximate=True), "d": closure(3),
-        "e": Plain("x"), "f": optax.adam(1e-3), "g": jax.make_mesh((1,), ("a",)), "h": Flax(3), "i": np.dtype("f4"),
-        "j": jax.sharding.PartitionSpec("a"), "k": jax.devices()[0], "l": eqx.nn.Lambda(jnp.tanh), "m": DeviceRef.CPU(),
-        "n": jax.jit(closure(2)), "o": nnx.relu,
+        "e": types.MappingProxyType({"a": 1}), "f": optax.adam(1e-3), "g": jax.make_mesh((1,), ("a",)), "h": Flax(3),
+        "i": np.dtype("f4"), "j": jax.sharding.PartitionSpec("a"), "k": jax.devices()[0], "m": DeviceRef.CPU(),
+        "l": eqx.nn.Lambda(jnp.tanh), "n": jax.jit(closure(2)), "o": nnx.relu,
     }  # fmt: skip
     held = Hold(**values)
     assert not jax.tree.leaves(held) and all(name in vars(held) for name in values)

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from maxjax.graph import DeviceRef, Graph, TensorType, Weight
+import maxjax
+from maxjax.graph import DeviceRef, Graph, ShardingStrategy, TensorType, Weight
 from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
 from maxjax.nn.layer import recursive_named_layers
@@ -254,21 +256,15 @@ def test_nan_equals_itself():
     assert structure(x=float("nan")) == structure(x=float("nan"))
 
 
-def test_frozen_copies():
-    sizes, config = [1, 2], Config(3, ["a"])
-    m = Hold(sizes=sizes, config=config, options={"a": [1]}, space=types.SimpleNamespace(x=1))
+def test_lists_and_dicts_are_frozen_copies():
+    sizes = [1, 2]
+    m = Hold(sizes=sizes, options={"a": [1]})
     sizes.append(3)
-    config.size = 9
-    assert m.sizes == [1, 2] and m.config.size == 3 and m.config == Config(3, ["a"])
-    assert (
-        isinstance(m.config, Config) and isinstance(m.sizes, list) and dict(m.options) == {"a": [1]}
-    )
-    for change in (
-        lambda: m.sizes.append(3), lambda: m.options.update(b=1), lambda: setattr(m.config, "size", 4),
-        lambda: m.config.names.append("b"), lambda: setattr(m.space, "x", 2),
-    ):  # fmt: skip
+    assert m.sizes == [1, 2] and isinstance(m.sizes, list) and dict(m.options) == {"a": [1]}
+    for change in (lambda: m.sizes.append(3), lambda: m.options.update(b=1)):
         with pytest.raises(TypeError, match="assign a new one"):
             change()
+    m.config = Config(3, ["a"])
     m.config = dataclasses.replace(m.config, size=5)
     assert m.config.size == 5
     for clone in (copy.deepcopy(m), copy.copy(m)):
@@ -629,3 +625,41 @@ def test_errors_name_weights_from_the_outermost_module():
 
         Net()(jnp.ones(3))
     assert not RUNNING.modules
+
+
+def test_weights_that_a_mesh_does_not_divide_are_named_in_one_warning(caplog):
+    class Table(Module):
+        def __init__(self):
+            super().__init__()
+            self.table = Weight("table", "float32", (33, 16), CPU)
+            self.other = Weight("other", "float32", (33, 7), CPU)
+            self.even = Weight("even", "float32", (32, 8), CPU)
+            self.bias = Weight("bias", "float32", (33,), CPU)
+            for weight in self.layer_weights.values():
+                weight.sharding_strategy = ShardingStrategy.rowwise(8)
+
+        def __call__(self, ids):
+            return self.table[ids].sum() + self.even[ids].sum()
+
+    model, mesh = fill(Table()), maxjax.make_mesh(model=8)
+    expected = model(jnp.arange(4))
+    model.to(mesh)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith(
+        "to(mesh): 2 weights are not split, and take 2.96 KiB on each device: table ("
+    )
+    assert "the 33 values of axis 0 do not divide by model=8; 2.06 KiB on each device" in text
+    assert "other (" in text and "even" not in text and "bias" not in text
+    advised = "rules={'table': PartitionSpec(None, 'model')}"
+    assert advised in text
+    caplog.clear()
+    rules = eval(advised.removeprefix("rules="), {"PartitionSpec": PartitionSpec})
+    split = fill(Table()).to(mesh, rules=rules)
+    assert split.table.sharding.spec == PartitionSpec(None, "model")
+    np.testing.assert_allclose(split(jnp.arange(4)), expected, rtol=1e-6)
+    assert "1 weight is" in caplog.records[0].getMessage()
+    caplog.clear()
+    fill(Table()).to(maxjax.make_mesh(model=1))
+    fill(Table()).to(mesh, sharding_strategy=ShardingStrategy.replicate(8))
+    assert not caplog.records

@@ -1,8 +1,17 @@
 """Static attributes of Modules as JAX sees them, and values that are assigned while a Module runs."""
 
 import collections
+import copy
 import dataclasses
+import enum
+import functools
+import logging
+import pathlib
 import pickle
+import re
+import threading
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +90,174 @@ def test_a_field_that_is_not_compared():
     model.settings = Settings(3, "a")
     assert model.settings == Settings(3, "b") and Settings(3, "b") == model.settings
     assert model.settings != Settings(4, "a")
+
+
+@dataclasses.dataclass
+class Options:
+    n: float
+    inner: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    n: list
+
+
+class Scale(Module):
+    def __init__(self, o):
+        super().__init__()
+        self.o = o
+
+    def __call__(self, x):
+        return x * read(self.o)
+
+
+def read(o):
+    """The number in one of the objects of this file, which nest differently."""
+    while not isinstance(o, (int, float)):
+        o = (
+            o[0]
+            if isinstance(o, (list, tuple))
+            else o["o"]
+            if isinstance(o, dict)
+            else vars(o)["n"]
+        )
+    return o
+
+
+def change(o, value):
+    holder = o
+    while not isinstance(o, (int, float)):
+        holder = o
+        o = (
+            o[0]
+            if isinstance(o, (list, tuple))
+            else o["o"]
+            if isinstance(o, dict)
+            else vars(o)["n"]
+        )
+    if isinstance(holder, list):
+        holder[0] = value
+    else:
+        holder.n = value
+
+
+CHANGEABLE = [
+    lambda: types.SimpleNamespace(n=2.0),
+    lambda: Options(2.0),
+    lambda: Options(types.SimpleNamespace(n=2.0)),
+    lambda: Options([2.0]),
+    lambda: Listed([2.0]),
+    lambda: (Options(2.0),),
+    lambda: [Options(2.0)],
+    lambda: {"o": (1.0, Options(2.0))[1]},
+]
+
+
+@pytest.mark.parametrize("make", CHANGEABLE)
+def test_a_compiled_function_sees_a_changed_field(make):
+    run = jax.jit(lambda m, x: m(x))
+    model = Scale(make())
+    held = Held()
+    held.child, held.other = model, Scale(make())
+    outer = jax.jit(lambda m, x: m.child(x) + m.other(x))
+    copies = [
+        jax.tree.map(lambda leaf: leaf, model),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    assert float(run(model, 1.0)) == 2 and float(outer(held, 1.0)) == 4
+    change(model.o, 9.0)
+    assert float(model(1.0)) == float(run(model, 1.0)) == 9 and float(outer(held, 1.0)) == 11
+    for one in copies:
+        assert float(one(1.0)) == float(run(one, 1.0)) == 2
+        assert jax.tree.structure(one) != jax.tree.structure(model)
+    change(model.o, 2.0)
+    assert float(run(model, 1.0)) == 2 and jax.tree.structure(copies[0]) == jax.tree.structure(
+        model
+    )
+    # What a compiled function returns does not follow the model that was its argument.
+    returned = jax.jit(lambda m: m)(model)
+    change(returned.o, 5.0)
+    assert float(run(returned, 1.0)) == 5 and float(run(model, 1.0)) == 2
+
+
+def test_the_object_itself_is_held():
+    model = Scale(o := Options(2.0))
+    assert model.o is o and type(model.o) is Options
+    model.o = other = Options(2.0)
+    other.n = 3.0
+    assert float(jax.jit(lambda m, x: m(x))(model, 1.0)) == 3
+    o.extra = 1  # an attribute that is no field counts as well
+    model.o, before = o, jax.tree.structure(model)
+    o.extra = 2
+    assert jax.tree.structure(model) != before
+
+
+def test_a_program_of_a_module_with_a_changed_field_is_compiled_again():
+    model = Scale(Options(2.0))
+    program = model.compile(jax.ShapeDtypeStruct((), jnp.float32))
+    assert float(program(jnp.float32(1))) == 2
+    model.o.n = 9.0
+    with pytest.raises(ValueError, match="compiled before its Scale was changed"):
+        program(jnp.float32(1))
+
+
+def test_an_array_that_a_field_gets_is_refused():
+    model = Scale(Options(2.0))
+    model.o.inner = jnp.ones(2)
+    with pytest.raises(TypeError, match=r"Scale\.o\.inner is an array"):
+        jax.tree.leaves(model)
+
+
+class Plain:
+    def __init__(self):
+        self.n = 2.0
+
+    def method(self):
+        return self.n
+
+
+class Unhashable(Plain):
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize(
+    "make", [Plain, Unhashable, lambda: [Plain()], lambda: Plain().method, lambda: Options(1.0, Plain()),
+             lambda: functools.partial(max, Plain()), lambda: {Plain(): 1}]
+)  # fmt: skip
+def test_an_object_that_compares_by_identity_is_refused(make):
+    with pytest.raises(
+        TypeError, match=r"Scale\.o\S* is a (Plain|Unhashable), which can change.*dataclass"
+    ):
+        Scale(make())
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+CONSTANTS = [
+    jax.nn.relu, jax.nn.gelu, jnp.add, np.add, len, Plain, Plain.method, Kind.A, Kind, np, np.dtype("int8"),
+    jnp.bfloat16, functools.partial(jax.nn.gelu, approximate=True), jax.devices()[0],
+    logging.getLogger("x"), re.compile("x"),
+    pathlib.Path("x"), object(), Settings(3), (1, "a"), DeviceRef.CPU(), jax.jit(lambda x: x), jax.vmap(abs),
+    jax.nn.initializers.normal(), jax.sharding.PartitionSpec("x"), range(3), slice(1, 2), threading.Lock(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", CONSTANTS, ids=str)
+def test_constants_are_held(value):
+    model = Scale(value)
+    assert model.o is value or model.o == value
+    assert jax.tree.structure(jax.tree.map(lambda leaf: leaf, model)) == jax.tree.structure(model)
+    assert not model._mx_cache.watched
+
+
+def test_a_module_with_a_changeable_object_is_freed_at_once():
+    model = Scale(Options(2.0))
+    jax.tree.leaves(model)
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
