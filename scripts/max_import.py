@@ -24,6 +24,8 @@ HOW = (
     "own (python -m venv ENV; ENV/bin/pip install max==26.7.0) and give its path: --max ENV/lib/python3.X/site-packages"
 )
 NATIVE = ("_core", "_core_types", "_mlir", "_kv_core", "mlir")
+# Where modules of MAX are found whose names maxjax gives to others.
+THEIRS = "maxjax._max"
 OWN = Path(__file__).resolve().parent.parent / "maxjax"
 
 
@@ -42,6 +44,9 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if not node.level and (node.module or "").split(".")[0] == "max":
+            if node.module == "max.tree" or (node.module == "max" and node.names[0].name == "tree"):
+                node.module = f"{THEIRS}{(node.module or '')[3:]}"
+                return node
             node.module = "maxjax" + (node.module or "")[3:]
             if node.module in ("maxjax._core.driver", "maxjax._core.engine"):
                 node.module = node.module.replace(
@@ -90,7 +95,7 @@ class MaxFiles(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if parts[1] in NATIVE:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        place = self.root.joinpath(*parts[1:])
+        place = self.root.joinpath(*parts[2 if parts[1] == "_max" else 1 :])
         if (place / "__init__.py").is_file() or place.is_dir():
             spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
             spec.submodule_search_locations = [str(place)]
