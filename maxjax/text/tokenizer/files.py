@@ -20,6 +20,7 @@ from ...storage.save.beside import Files as Sidecars
 from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
+from .settings import apply_settings
 from .vocab import Read, post_processor, read_vocabulary
 
 FILE = "tokenizer.json"
@@ -58,7 +59,8 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
         document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
-        if _with_normalizer(document, settings):
+        config = optional(directory / "config.json") if "fix_mistral_regex" in settings else {}
+        if apply_settings(document, settings, config, file):
             text = json.dumps(document)
     else:
         vocabulary = read_vocabulary(directory, settings)
@@ -80,32 +82,6 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
         _set_post_processor(changed, vocabulary, settings, beside)
     is_unchanged = vocabulary is None and changed is backend and not is_changed
     return Files(changed, beside.named, settings, special_map, document if is_unchanged else None)
-
-
-# The tokenizers whose settings of the normaliser transformers takes from ``tokenizer_config.json``.
-_BERTS = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
-_NORMALIZER = {
-    "do_lower_case": "lowercase", "strip_accents": "strip_accents",
-    "tokenize_chinese_chars": "handle_chinese_chars",
-}  # fmt: skip
-
-
-def _with_normalizer(document: Any, settings: Mapping[str, Any]) -> bool:
-    """Changes a BERT tokenizer's normaliser to what ``tokenizer_config.json`` says; returns whether it differed."""
-    normalizer = document.get("normalizer") if isinstance(document, dict) else None
-    named = settings.get("tokenizer_class")
-    if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
-        return False
-    if not isinstance(named, str) or named.removesuffix("Fast") not in _BERTS:
-        return False
-    given = {
-        new: settings[old]
-        for old, new in _NORMALIZER.items()
-        if isinstance(settings.get(old), bool)
-    }
-    changed = any(normalizer.get(name) != value for name, value in given.items())
-    normalizer.update(given)
-    return changed
 
 
 def backend_of(text: str, path: Any) -> Any:
