@@ -122,7 +122,7 @@ models: deepseek qwen3_next qwen3_5 glm4_moe olmoe granitemoe llama4 minimax_m2 
 models: lfm2 granitemoehybrid mamba2 falcon_h1 nemotron_h gptj gpt_neo codegen gpt_bigcode olmo nemotron glm4_moe_lite
 models: lfm2_moe helium
 models: bert roberta distilbert mpnet nomic gte jina modernbert camembert electra albert deberta_v2 phimoe
-models: registry find construct
+models: registry find construct written
 models/gguf/config: families
 models/gguf/tensors: write
 models/gguf: write_metadata sampling

@@ -21,6 +21,7 @@ from ..models.quantized import KEY as QUANTIZATION
 from ..models.quantized import with_blocks
 from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
+from ..models.written import config_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
@@ -55,7 +56,8 @@ def save_pretrained(
     and on the disk; then the old checkpoint's files are deleted, and no others.
 
     Args:
-        model: any Module; a :class:`PretrainedModel` also provides ``config.json``.
+        model: any Module. A :class:`PretrainedModel` also provides ``config.json``: that of its file, or one
+            made of its settings.
         directory: path of the directory, made if it does not exist.
         tokenizer: tokenizer to write as well.
         dtype: dtype that float weights are converted to and quantised weights dequantised to. By
@@ -71,8 +73,8 @@ def save_pretrained(
 
     Raises:
         ValueError: a weight has no value.
-        UserInputError: the model has LoRA weights that are not merged; ``dtype``, ``max_shard_size`` or another
-            argument is invalid.
+        UserInputError: the model has LoRA weights that are not merged; it was made in code, and no
+            ``config.json`` can say what it is; ``dtype``, ``max_shard_size`` or another argument is invalid.
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
@@ -106,7 +108,7 @@ def save_pretrained(
         if isinstance(model, PretrainedModel):
             data = model.family.stored(data)
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
-        others = model_files(model, config, main_dtype(data), data)
+        others = model_files(model, config, main_dtype(data), data, tokenizer)
         if tokenizer is not None:
             others |= tokenizer_files(tokenizer)
 
@@ -154,6 +156,8 @@ def model_files(
     config: Mapping[str, Any] | None = None,
     dtype: DType | None = None,
     names: Iterable[str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    required: bool = True,
 ) -> dict[str, bytes]:
     """The files of a model's directory besides weights and tokenizer: name → content.
 
@@ -163,9 +167,18 @@ def model_files(
         dtype: dtype of most weights, which the configuration names.
         names: names of the tensors, which show whether experts are MXFP4 blocks; None for what the
             configuration says.
+        tokenizer: tokenizer of a model that was made in code, whose special tokens the configuration names.
+        required: whether it is an error if no configuration can be made; else it is left out.
+
+    Raises:
+        UserInputError: the model was made in code, and no ``config.json`` can say what it is.
     """
     if config is None and isinstance(model, PretrainedModel):
-        config = model.hf_config
+        try:
+            config = config_of(model, {} if tokenizer is None else token_ids(tokenizer))
+        except UserInputError:
+            if required:
+                raise
         if config is not None and names is not None:
             config = with_blocks(config, names)
     files = {} if config is None else {"config.json": json_bytes(with_dtype(config, dtype))}
@@ -183,6 +196,13 @@ def sentence_files(pooling: Pooling, width: int) -> dict[str, bytes]:
     """The files of sentence-transformers for a pooling of hidden states ``[..., width]``: name → content."""
     found = pooling_files(pooling, width).items()
     return {n: one if isinstance(one, bytes) else json_bytes(one) for n, one in found}
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids of a tokenizer's special tokens by their keys in ``config.json``."""
+    ends = list(tokenizer.eos_ids)
+    found = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

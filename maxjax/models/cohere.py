@@ -60,6 +60,10 @@ class Cohere2Config(CohereConfig):
     qk_norm: bool | str = own(False)
     rope: Rope = own(Rope(interleaved=True))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rotates", () if all(self.slides) else self.slides)
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window, which are those with RoPE."""

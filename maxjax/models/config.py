@@ -86,6 +86,8 @@ class ModelConfig:
     by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
     # Values for keys that a file does not have, where null in a file means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
+    # Names of kinds of layers in ``layer_types``, by field: (where it is True, where it is False).
+    layer_names: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,6 +113,10 @@ class ModelConfig:
         field = cls.__dataclass_fields__[name]
         found = raw.get(_key(field, raw))
         return field.default if found is None else found
+
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The content of a file that is written, where ``written`` cannot know the family's keys."""
+        return raw
 
     @classmethod
     def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:

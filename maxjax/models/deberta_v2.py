@@ -52,6 +52,10 @@ class DebertaV2Config(BertConfig):
     pooler_hidden_act: str = setting(default="gelu")
     pos_att_type: tuple = own(())
 
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The terms of the scores, and that there are such, which is not the default."""
+        return {**raw, "relative_attention": True, "pos_att_type": list(self.pos_att_type)}
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Reads ``pos_att_type``: the terms of the scores.

@@ -17,7 +17,7 @@ from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
 from .decoder.model import KNOWN, Decoder
-from .decoder.rope import read_rope
+from .decoder.rope import Rope, read_rope
 from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
 
@@ -31,6 +31,7 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
     """
 
     model_type = "deepseek_v3"
+    fixed = {"mlp_bias": False}
     unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
     first_dense: ClassVar[int] = 3
     # The supported values of ``topk_method``, and whether experts are chosen only from the best groups.
@@ -46,6 +47,10 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
     routed_scaling_factor: float = setting(default=2.5)
     n_group: int = setting(default=8, minimum=1, held="axis")
     topk_group: int = setting(default=4, minimum=1, held="axis")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_size", self.expert_size * self.n_shared_experts or None)
+        super().__post_init__()
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -74,10 +79,6 @@ class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
             "sliding_window": None,
             "sparse": after_dense(raw, layers_of(raw), cls.first_dense),
         }
-        size = cls.value(raw, "moe_intermediate_size")
-        shared = raw.get("n_shared_experts", cls.n_shared_experts)
-        if type(size) is int and type(shared) is int and 0 <= shared <= 1000:
-            found["shared_size"] = size * shared or None
         return {**found, **yarn_scale(raw)}
 
 
@@ -107,6 +108,7 @@ class DeepseekV2Config(DeepseekV3Config):
     topk_group: int = setting(default=1, minimum=1, held="axis")
     topk_method: str = setting(default="greedy")
     best_of_group: int = own(1)
+    rope: Rope = own(Rope(interleaved=True))
 
     def __post_init__(self) -> None:
         if self.topk_method not in self.methods:

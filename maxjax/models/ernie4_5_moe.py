@@ -36,6 +36,7 @@ class Ernie45MoEConfig(MoEConfig):
     """
 
     model_type = "ernie4_5_moe"
+    fixed = {"norm_topk_prob": True}
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "rope_theta": 5e5}
 
@@ -60,6 +61,10 @@ class Ernie45MoEConfig(MoEConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
+        if not self.sparse:
+            every = range(self.num_layers)
+            sparse = tuple(i >= self.first and (i + 1) % self.interval == 0 for i in every)
+            object.__setattr__(self, "sparse", sparse)
         super().__post_init__()
 
     @classmethod

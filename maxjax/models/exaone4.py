@@ -29,6 +29,10 @@ class Exaone4Config(DecoderConfig):
     rms_norm_eps: float = setting(default=1e-5)
     qk_norm: bool | str = own(True)
 
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """A window without a layer that has it: then no layer has RoPE."""
+        return raw if any(self.rotates or (True,)) else {**raw, "sliding_window": 4096}
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with the sliding window. If the model has a window, the other layers have no RoPE."""

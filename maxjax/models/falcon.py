@@ -63,6 +63,12 @@ class FalconConfig(DecoderConfig):
             object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
         super().__post_init__()
 
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Without the number of norms in a model of the old architecture, which transformers would follow."""
+        key = "num_ln_in_parallel_attn"
+        drops = not self.new_decoder_architecture and raw.get(key) == 2
+        return {name: value for name, value in raw.items() if not (drops and name == key)}
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses a Falcon-RW; no value is derived.

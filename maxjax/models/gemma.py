@@ -123,6 +123,11 @@ class Gemma2Config(GemmaConfig):
         except ValueError as error:
             raise CheckpointFormatError(str(error), path=path) from None
 
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The scale of queries as an integer, which transformers requires if it is one."""
+        scale = raw.get("query_pre_attn_scalar")
+        return raw if scale is None else {**raw, "query_pre_attn_scalar": int(scale)}
+
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The layers with a sliding window, if the file lists them."""

@@ -54,6 +54,7 @@ class SharingConfig(Gemma3Config):
     num_kv_shared_layers: int = setting(default=0, held="layers")
     hidden_size_per_layer_input: int = setting(default=256, held="axis")
     vocab_size_per_layer_input: int = setting(default=262_144, minimum=1, held="axis")
+    query_pre_attn_scalar: float = own(256.0)
     norm: str = own("wide_rms")
     norm_offset: float = own(0.0)
     shares: bool = own(False)

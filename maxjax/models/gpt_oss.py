@@ -34,6 +34,7 @@ class GptOssConfig(MoEConfig):
     """The settings of a gpt-oss; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "gpt_oss"
+    fixed = {"mlp_bias": False}
 
     unsaid: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0,
@@ -45,7 +46,9 @@ class GptOssConfig(MoEConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    num_experts: int = setting(default=128, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts: int = setting(
+        "num_local_experts", default=128, minimum=1, held="axis", also=("num_experts",)
+    )
     moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
     attention_bias: bool = setting(default=True)

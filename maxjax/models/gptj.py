@@ -46,6 +46,7 @@ class GPTJConfig(DecoderConfig):
     head_bias: bool = own(True)
     sliding_window: int | None = own(None)
     norm: str = own("layer")
+    rope: Rope = own(Rope(interleaved=True))
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:

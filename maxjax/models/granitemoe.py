@@ -24,7 +24,9 @@ class GraniteMoEConfig(GraniteConfig, MoEConfig):
     model_type = "granitemoe"
     fixed = {**GraniteConfig.fixed, "mlp_bias": False}
 
-    num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts: int = setting(
+        "num_local_experts", default=8, minimum=1, held="axis", also=("num_experts",)
+    )
     moe_intermediate_size: int | None = own(None)
     norm_topk_prob: bool = own(True)
 

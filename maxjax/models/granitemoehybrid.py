@@ -38,7 +38,7 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
 
     model_type = "granitemoehybrid"
 
-    num_experts: int = setting(default=8, held="axis", also=("num_local_experts",))
+    num_experts: int = setting("num_local_experts", default=8, held="axis", also=("num_experts",))
     shared_intermediate_size: int = setting(default=1024, minimum=1, held="axis")
     recurs: tuple = own(())
 

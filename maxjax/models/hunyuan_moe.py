@@ -24,6 +24,7 @@ class HunyuanMoEConfig(HunyuanConfig, MoEConfig):
     """The settings of a Hunyuan with experts; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "hunyuan_v1_moe"
+    fixed = {**HunyuanConfig.fixed, "norm_topk_prob": True}
 
     num_experts: int = setting(default=1, minimum=1, held="axis", also=("num_local_experts",))
     moe_intermediate_size: int | None = own(None)

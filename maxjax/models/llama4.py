@@ -26,7 +26,7 @@ from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
 from .decoder.norm import unit_rms
-from .decoder.rope import QueryScaling, read_rope
+from .decoder.rope import QueryScaling, Rope, read_rope
 from .gguf.architectures.llama4 import LLAMA4_GGUF
 from .multimodal import SIGHT
 
@@ -43,6 +43,8 @@ class Llama4Config(MoEConfig):
     """
 
     model_type = "llama4_text"
+    fixed = {"norm_topk_prob": True}
+    layer_names = {"slides": ("chunked_attention", "full_attention")}
 
     unsaid: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8, "rope_theta": 5e5, "attention_chunk_size": 8192,
@@ -57,6 +59,7 @@ class Llama4Config(MoEConfig):
     dense_size: int = setting("intermediate_size_mlp", default=16384, minimum=1, held="axis")
     qk_norm_l2: bool = setting("use_qk_norm", default=True)
     shared_size: int | None = own(None)
+    rope: Rope = own(Rope(5e5, interleaved=True))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.intermediate_size)

@@ -35,6 +35,7 @@ class Mamba2Config(DecoderConfig):
     """
 
     model_type = "mamba2"
+    fixed = {"attention_bias": False, "mlp_bias": False}
 
     hidden_size: int = setting(default=4096, minimum=1, held="axis")
     vocab_size: int = setting(default=32768, minimum=1, held="axis")
@@ -65,6 +66,11 @@ class Mamba2Config(DecoderConfig):
         )  # fmt: skip
         object.__setattr__(self, "mamba", mamba)
         super().__post_init__()
+
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The heads under the names that attention's have in other families."""
+        names = {"ssm_heads": "num_heads", "ssm_head_dim": "head_dim"}
+        return {names.get(key, key): value for key, value in raw.items()}
 
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """The states of Mamba 2."""

@@ -28,13 +28,17 @@ class MiniMaxM2Config(MoEConfig):
     """The settings of a MiniMax M2; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "minimax_m2"
-    fixed = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
+    fixed = {
+        "attention_bias": False, "mlp_bias": False, "sliding_window": None, "norm_topk_prob": True
+    }  # fmt: skip
 
     unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=196608, minimum=1)
-    num_experts: int = setting(default=256, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts: int = setting(
+        "num_local_experts", default=256, minimum=1, held="axis", also=("num_experts",)
+    )
     moe_intermediate_size: int | None = own(None)
     num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
     maps: tuple = own(MAPS_W)

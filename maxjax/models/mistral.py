@@ -68,6 +68,16 @@ class Ministral3Config(MistralConfig):
             found["query_scaling"] = QueryScaling(float(beta), float(length))
         return found
 
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The scaling of queries, among RoPE's settings."""
+        if self.query_scaling is None:
+            return raw
+        own = {
+            "llama_4_scaling_beta": self.query_scaling.beta,
+            _LENGTH: int(self.query_scaling.length),
+        }
+        return {**raw, "rope_scaling": {**raw["rope_scaling"], **own}}
+
 
 class Mistral(Decoder):
     """A Mistral language model.

@@ -28,7 +28,9 @@ class MixtralConfig(MoEConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    num_experts: int = setting(default=8, minimum=1, held="axis", also=("num_local_experts",))
+    num_experts: int = setting(
+        "num_local_experts", default=8, minimum=1, held="axis", also=("num_experts",)
+    )
     moe_intermediate_size: int | None = own(None)
     maps: tuple = own(MAPS_W)
 

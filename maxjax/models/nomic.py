@@ -6,6 +6,7 @@ usual ones. Source: arXiv:2402.01613, and modeling_hf_nomic_bert.py beside the f
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,7 +80,7 @@ class NomicBertConfig(EncoderConfig):
 
 def _rope(raw: Mapping[str, Any], context: int) -> Rope:
     """The RoPE, for whose settings the published files have keys of their own."""
-    given = dict(raw)
+    given: Any = ChainMap({}, raw)  # type: ignore[arg-type]
     if raw.get("rotary_emb_base") is not None:
         given["rope_theta"] = raw["rotary_emb_base"]
     factor, trained = raw.get("rotary_scaling_factor"), raw.get("max_trained_positions")

@@ -23,7 +23,7 @@ class OlmoConfig(DecoderConfig):
     model_type = "olmo"
     fixed = {"sliding_window": None, "mlp_bias": False}
 
-    rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
+    rms_norm_eps: float = own(1e-5)
     clip_qkv: float | None = setting(default=None)
     norm: str = own("layer_without_weights")
 

@@ -7,6 +7,7 @@ Shapes: H query heads and K KV heads of width D, hidden size E.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -50,7 +51,7 @@ class Phi3Config(DecoderConfig):
             for key in ("type", "rope_type"):
                 if given.get(key) in _LONGROPE:
                     changed[name] = given = {**given, key: "longrope"}
-        return {"rope": read_rope({**raw, **changed}, context, part=1.0)}
+        return {"rope": read_rope(ChainMap(changed, raw), context, part=1.0)}
 
 
 class Phi3Attention(DecoderAttention):

@@ -33,11 +33,14 @@ class PhiMoEConfig(MoEConfig):
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
-    num_experts: int = setting(default=16, minimum=2, held="axis", also=("num_local_experts",))
+    num_experts: int = setting(
+        "num_local_experts", default=16, minimum=2, held="axis", also=("num_experts",)
+    )
     moe_intermediate_size: int | None = own(None)
     head_bias: bool = setting("lm_head_bias", default=False)
     norm: str = own("layer")
     maps: tuple = own(MAPS_W)
+    norm_topk_prob: bool = own(False)
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -53,6 +56,13 @@ class PhiMoEConfig(MoEConfig):
         if not isinstance(short, (int, float)) or short != long:
             raise UnsupportedModelError("'short_mscale' other than 'long_mscale' of a phimoe")
         return {"rope": replace(found["rope"], magnitude=float(short))}
+
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The factor of cos and sin of LongRoPE under keys of the family."""
+        if not isinstance(self.rope.scaling, LongRoPEScalingParams):
+            return raw
+        own = dict.fromkeys(("short_mscale", "long_mscale"), self.rope.magnitude)
+        return {**raw, "rope_scaling": {**raw["rope_scaling"], **own}}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

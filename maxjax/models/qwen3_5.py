@@ -53,6 +53,7 @@ class Qwen35Config(Qwen3NextConfig):
 
     num_experts: int = own(0)
     num_experts_per_tok: int = own(1)
+    norm_topk_prob: bool = own(True)
     moe_intermediate_size: int | None = own(None)
     shared_size: int | None = own(None)
 

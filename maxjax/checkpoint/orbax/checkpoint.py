@@ -143,7 +143,7 @@ def _begin(
     beside = {} if tokenizer is None else tokenizer_files(tokenizer)
     if model is not None:
         dtype = main_dtype(model.raw_state_dict())
-        files = model_files(model, dtype=dtype)
+        files = model_files(model, dtype=dtype, tokenizer=tokenizer, required=False)
         beside |= {flat_name(name): found for name, found in files.items()}
     root = absolute(path)
     with task(f"saving {short(root)}") if wait else contextlib.nullcontext():

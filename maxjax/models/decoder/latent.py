@@ -13,6 +13,7 @@ Source: DeepSeek-V2, arXiv:2405.04434.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from ...nn.norm import RMSNorm
 from ...nn.rope_scaling import yarn_mscale
 from ..config import setting
 from .attention import DecoderAttention
-from .config import DecoderConfig
+from .config import DecoderConfig, own
 from .rope import rope_settings
 
 # The epsilon of the norms of latents; the configuration's epsilon is for the other norms.
@@ -49,6 +50,7 @@ class LatentConfig(DecoderConfig):
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V; ``head_dim`` is R.
     """
 
+    head_dim: int | None = own(None)
     kv_lora_rank: int = setting(default=512, minimum=1, held="axis")
     q_lora_rank: int | None = setting(default=None, minimum=1, held="axis")
     qk_nope_head_dim: int = setting(default=128, minimum=1, held="axis")
@@ -62,6 +64,16 @@ class LatentConfig(DecoderConfig):
             width = self.qk_nope_head_dim + self.qk_rope_head_dim
             object.__setattr__(self, "query_scale", width**-0.5)
         super().__post_init__()
+
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """``mscale_all_dim``, from which :func:`yarn_scale` computes the factor of the scores."""
+        scaling, width = self.rope.scaling, self.qk_nope_head_dim + self.qk_rope_head_dim
+        factor = getattr(scaling, "factor", 0.0)
+        if self.query_scale == width**-0.5 or factor <= 1:
+            return raw
+        all_dim = ((self.query_scale or 1.0) ** 0.5 * width**0.25 - 1) / (0.1 * math.log(factor))
+        rope = {**raw["rope_scaling"], "mscale_all_dim": round(all_dim, 6)}
+        return {**raw, "rope_scaling": rope}
 
     def states(self, number: int) -> Mapping[str, LatentVectors]:
         """One vector ``[R + C]`` for each token."""

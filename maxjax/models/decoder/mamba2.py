@@ -134,10 +134,10 @@ def head_dim_of(raw: Mapping[str, Any], heads: int, inner: int | None = None) ->
         >>> head_dim_of({"hidden_size": 16, "mamba_n_heads": 4, "mamba_d_head": "auto"}, 128)
         8
     """
-    given = raw.get("mamba_d_head")
+    given, expand = raw.get("mamba_d_head"), raw.get("mamba_expand")
     if given not in (None, "auto"):
         return given
-    expand, count, size = (raw.get(key) for key in ("mamba_expand", "mamba_n_heads", "hidden_size"))
+    count, size = (raw.get(key) for key in ("mamba_n_heads", "hidden_size"))
     count, expand = heads if count is None else count, 2 if expand is None else expand
     for key, one in (("mamba_expand", expand), ("mamba_n_heads", count), ("hidden_size", size)):
         if type(one) is not int or one < 1:
