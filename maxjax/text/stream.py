@@ -57,8 +57,7 @@ class TextStream:
         if steps is None:
             self._decoder = _Window(tokenizer, skip_special and not keep)
         else:
-            added = backend.get_added_tokens_decoder().values() if skip_special else ()
-            skipped = {token.content for token in added if token.special}.difference(keep)
+            skipped = set(tokenizer.special_ids).difference(keep) if skip_special else set()
             self._decoder = _Steps(backend.id_to_token, skipped, steps)
         # The last step, also for decoders without steps here.
         self._clean = clean_up() if getattr(tokenizer, "cleans_up", False) else []

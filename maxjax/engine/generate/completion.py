@@ -147,7 +147,9 @@ class PartialCompletion:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._before = prompt if continues else ()
         self._marks = _special_tokens(tokenizer, stops) if skip_special else {}
-        self._kept = [mark for mark in _special(tokenizer) if mark in MARKS]
+        self._kept = [
+            mark for mark in (tokenizer.special_ids if tokenizer else ()) if mark in MARKS
+        ]
         self._written = {_marked(s, self._marks): s for s in stops} if self._marks else {}
         self._stop_strings = [*self._written, *stops]  # a special token may also be spelt out
         self._most: int | None = None
@@ -251,21 +253,13 @@ class PartialCompletion:
             if isinstance(self._stop, str):
                 cut = "".join(self._decoded)[sum(map(len, self._pieces)) :]
                 if not self._skip_special:
-                    cut = re.sub("|".join(map(re.escape, _special(self._tokenizer))), "", cut)
+                    cut = re.sub("|".join(map(re.escape, self._tokenizer.special_ids)), "", cut)
                 marked = _without_end(marked, self._kept, len(cut))
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None else "stop",
             logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked,
         )  # fmt: skip
-
-
-def _special(tokenizer: Any) -> list[str]:
-    """Return the special tokens of the tokenizer."""
-    if tokenizer is None:
-        return []
-    added = tokenizer._backend.get_added_tokens_decoder().values()
-    return [token.content for token in added if token.special]
 
 
 def _without_end(text: str, marks: Sequence[str], length: int) -> str:
@@ -292,8 +286,7 @@ def _special_tokens(tokenizer: Any, stops: Sequence[str]) -> dict[int, _Special]
     if tokenizer is None or not stops:
         return {}
     joined = "\n".join(stops)
-    added = tokenizer._backend.get_added_tokens_decoder().items()
-    found = [(i, token.content) for i, token in added if token.special and token.content in joined]
+    found = [(i, text) for text, i in tokenizer.special_ids.items() if text in joined]
     found = sorted(found, key=lambda one: -len(one[1]))
     # No text of a tokenizer has lone surrogates.
     marks = (chr(i) for i in range(0xD800, 0xE000) if chr(i) not in joined)

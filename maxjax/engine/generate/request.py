@@ -66,7 +66,7 @@ class Request:
             defaults = GenerationDefaults(eos_ids=ends)
         self.model, self.tokenizer = model, tokenizer
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
-        self._skip_special = skip_special_tokens
+        self._skip_special, self._has_warned = skip_special_tokens, False
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         self.sampling = chosen_sampling(defaults, sampling, values)
         if eos_ids is None:
@@ -121,7 +121,8 @@ class Request:
         if not text:
             return Prompt([], text, False)
         if self._chat:
-            _warn_if_formatted(self.tokenizer, text, which)
+            if not self._has_warned:
+                self._has_warned = _warn_if_formatted(self.tokenizer, text, which)
             return self.of_messages([{"role": "user", "content": text}])
         ids = self.tokenizer.encode(text)
         first = self.tokenizer.bos_id
@@ -216,15 +217,15 @@ def _is_chat(chat: bool | None, tokenizer: Any, template_kwargs: Mapping[str, An
     return chat
 
 
-def _warn_if_formatted(tokenizer: Any, text: str, which: str) -> None:
-    """Warn if a text has special tokens, as one that ``apply_chat_template`` has returned."""
-    added = tokenizer._backend.get_added_tokens_decoder().values()
-    found = next((one.content for one in added if one.special and one.content in text), None)
+def _warn_if_formatted(tokenizer: Any, text: str, which: str) -> bool:
+    """Warn if a text has special tokens, as one that ``apply_chat_template`` has returned; return whether."""
+    found = next((special for special in tokenizer.special_ids if special in text), None)
     if found is not None:
         _LOG.warning(
             "%s has the special token %r and is a user's message, which the chat template formats:"
             " if it is formatted already, pass chat=False", which, found,
         )  # fmt: skip
+    return found is not None
 
 
 # --- checks ---------------------------------------------------------------------------------

@@ -141,6 +141,12 @@ class Tokenizer:
         return max(size, 1 + max(self._backend.get_vocab().values(), default=-1))
 
     @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """The texts and ids of all special tokens, also of those that have no name."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special}
+
+    @cached_property
     def digest(self) -> str:
         """A digest of all that decides which ids a text has, and which text ids have."""
         with self._lock:
