@@ -17,8 +17,6 @@ from .template.render import fields_of, render
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Matches a template that reads the reasoning of a message.
-_READS_REASONING = re.compile(r"""(\.|\[['"])(reasoning_content|thinking|reasoning)\b""")
 # Marks the end of a message that is to be continued. The blank shows whether a template trims messages.
 _END = "END_OF_THE_MESSAGE_TO_CONTINUE "
 # Matches a template that tests whether a message's content is None, as DeepSeek R1's does, and not whether it exists.
@@ -75,7 +73,7 @@ def apply_chat_template(
         raise UserInputError(
             "a chat needs a tokenizer: the model's directory has no tokenizer.json. Put it there"
         )
-    template = template_source(tokenizer, chat_template, tools)
+    template = _template_source(tokenizer, chat_template, tools)
     values = {
         **tokenizer.special_tokens,
         **kwargs,
@@ -134,37 +132,50 @@ def _marked(content: Any) -> Any:
     return [*content[:i], {**content[i], "text": content[i]["text"] + _END}, *content[i + 1 :]]
 
 
-def answer_message(answer: Any, template: str) -> dict[str, Any]:
+def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:
     """Return the message of an answer, with its parts where the template reads them.
+
+    A part that the template does not read stays in the content with its marks, so that the next prompt has the
+    tokens that were generated.
 
     Args:
         answer: the :class:`~maxjax.engine.generate.completion.Completion`.
-        template: the source of the template. If it does not read a part, this stays in the content with
-            its marks, so that the next prompt has the tokens that were generated.
+        tokenizer, options: arguments of :func:`apply_chat_template`.
     """
     parts = answer.parts
-    thinks, calls = parts.reasoning is not None, bool(parts.tool_calls)
-    is_apart = (not thinks or _READS_REASONING.search(template)) and (
-        not calls or "tool_calls" in template
-    )
-    if not (thinks or calls) or not is_apart:
-        return {"role": "assistant", "content": answer.marked}
-    found: dict[str, Any] = {"role": "assistant", "content": parts.content}
-    if thinks:
-        found["reasoning_content"] = parts.reasoning
-    if calls:
-        found["tool_calls"] = [
+    apart: dict[str, Any] = {}
+    if parts.reasoning is not None:
+        apart["reasoning_content"] = parts.reasoning
+    if parts.tool_calls:
+        apart["tool_calls"] = [
             {"id": f"call{i:05}", "type": "function", "function": call}
             for i, call in enumerate(parts.tool_calls)
         ]
-    return found
+    if apart and all(_shows(name, tokenizer, options) for name in apart):
+        return {"role": "assistant", "content": parts.content, **apart}
+    return {"role": "assistant", "content": answer.marked}
 
 
-def template_source(
-    tokenizer: Any, chat_template: str | None = None, tools: Any = None, **_: Any
-) -> str:
+def _shows(name: str, tokenizer: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the template shows a part of an answer, at least of the last one."""
+    mark = "PART_OF_AN_ANSWER"
+    call = {"id": "call00000", "type": "function", "function": {"name": mark, "arguments": {}}}
+    part = [call] if name == "tool_calls" else mark
+    content = "" if name == "tool_calls" else "x"
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": content, name: part},
+    ]
+    alone = {"add_generation_prompt": False, "continue_final_message": False}
+    try:
+        return mark in apply_chat_template(tokenizer, messages, **{**options, **alone})
+    except UserInputError:
+        return False
+
+
+def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     """Return the source of the template: by name, as given, or the tokenizer's default."""
-    templates, given = tokenizer.chat_templates, chat_template
+    templates = tokenizer.chat_templates
     if given is not None and not isinstance(given, str):
         raise TypeError(f"chat_template must be a str, not {type(given).__name__}")
     if given is not None:

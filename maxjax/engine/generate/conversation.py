@@ -19,7 +19,7 @@ from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, writable_path
-from ...text.chat import answer_message, template_source
+from ...text.chat import answer_message
 from ...text.tokenizer.arguments import check_unicode
 from ..isolation import isolated
 from ..sampling.settings import Sampling
@@ -133,10 +133,10 @@ class Conversation(Rendered):
             def ended(partial: PartialCompletion, clean: bool) -> None:
                 if partial.tokens:
                     self.completion = partial.completion()
-                    source = template_source(
-                        self._request.tokenizer, **self._request.template_kwargs
+                    answer = answer_message(
+                        self.completion, self._request.tokenizer, **self._request.template_kwargs
                     )
-                    self.messages += [*message, answer_message(self.completion, source)]
+                    self.messages += [*message, answer]
                 if clean:
                     batch.record(partial.tokens)
                     self._batch = batch

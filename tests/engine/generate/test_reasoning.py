@@ -55,9 +55,17 @@ def test_reasoning_and_content_are_apart(skip):
     assert chat.reasoning is None and chat.completion is None
 
 
-def test_content_keeps_its_marks_if_the_template_reads_no_reasoning():
+# Mistral's read reasoning in blocks of the content alone.
+BLOCKS = PLAIN.replace(
+    "{{ m.content }}</s>",
+    "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0]['thinking'] }}{% endif %}</s>",
+)
+
+
+@pytest.mark.parametrize("template", [PLAIN, BLOCKS])
+def test_content_keeps_its_marks_if_the_template_reads_no_reasoning(template):
     """So the next prompt begins with the tokens that were generated."""
-    model, tokenizer = pair(THOUGHT, PLAIN)
+    model, tokenizer = pair(THOUGHT, template)
     chat = maxjax.Conversation(model, tokenizer)
     first = chat.say("the")
     list(first)
