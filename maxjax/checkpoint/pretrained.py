@@ -26,6 +26,7 @@ from ..nn.layer import Module
 from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
 from ..progress import short, task
+from ..storage.directory import is_weights
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
 from ..storage.save.durable import target_path
 from ..storage.sidecars import sidecar_kind
@@ -99,6 +100,11 @@ def save_pretrained(
         )
     with Lockstep("save_pretrained", shardings_of(model)) as together:
         directory = target_path(directory)
+        if is_weights(os.path.basename(directory)) and not os.path.isdir(directory):
+            raise UserInputError(
+                f"expected a directory, got the name of a file, {directory!r}: maxjax.save_pretrained writes "
+                "model.safetensors and config.json into a directory"
+            )
         limit = size_in_bytes(max_shard_size)
         gathering = Gathering(together)
         data = model_data(model, gathering)

@@ -217,6 +217,12 @@ def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
     message = message if isinstance(message, Mapping) else fields_of(message)
     if not isinstance(message, Mapping):
         raise TypeError(f"messages[{index}] is a {kind}, not a dict")
+    wanted = ("role", "content") if message.get("role", "user") == "user" else ("role",)
+    if missing := [key for key in wanted if key not in message]:
+        raise UserInputError(
+            f"expected a message such as {{'role': 'user', 'content': 'Hello'}}, got messages[{index}] "
+            f"without {' and '.join(map(repr, missing))}"
+        )
     found = {key: at for key, at in message.items() if at is not None or key in kept}
     thought = next((found[key] for key in _REASONING if key in found), None)
     return found if thought is None else {"thinking": thought, **found, _REASONING[0]: thought}

@@ -42,7 +42,7 @@ def generate(model: Any, tokenizer: Any, prompts: Any, **options: Any) -> Any: .
 def generate(
     model: Any,
     tokenizer: Any,
-    prompts: Any,
+    prompts: Any = None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
@@ -366,7 +366,7 @@ class _Answer:
 def stream(
     model: Any,
     tokenizer: Any,
-    prompt: Any,
+    prompt: Any = None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,

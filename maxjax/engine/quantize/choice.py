@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import UserInputError, some
+from ...errors import UserInputError, closest, some
 from ...models.decoder.experts import SparseMLP
 from ...models.family import block_weights
 from ...models.gguf.config.families import has_architecture
@@ -128,6 +128,8 @@ def _check(kind: str | None, name: str) -> None:
     if kind is None or kind in kept:
         return
     types = ", ".join(one.lower() for one in kept)
+    if kind not in LAYOUTS and (like := closest(name.lower(), [*MIXTURES, *types.split(", ")])):
+        raise UserInputError(f"there is no quantisation type {name!r}: did you mean {like!r}?")
     raise NotImplementedError(
         f"weights cannot stay quantised in memory as {name!r}"
         + (f", which uses {kind}" if kind != name.upper() else "")

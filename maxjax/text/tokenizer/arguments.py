@@ -18,6 +18,11 @@ def check_is_tokenizer(tokenizer: Any, method: str = "tokens") -> None:
         raise TypeError(
             f"tokenizer is a {type(tokenizer).__name__}: it must be a tokenizer of maxjax, from "
             "maxjax.load or maxjax.load_tokenizer, or None"
+            + (
+                ". The tokenizer is the second argument, the text the third"
+                if isinstance(tokenizer, str)
+                else ""
+            )
         )
 
 

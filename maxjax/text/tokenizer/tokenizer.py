@@ -118,6 +118,13 @@ class Tokenizer:
         cleans = settings.get("clean_up_tokenization_spaces") is True
         self.cleans_up: bool = cleans and not is_bpe
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Raise an error: the tokenizers of transformers are called, those of maxjax have methods."""
+        raise TypeError(
+            "a tokenizer of maxjax is not called: tokenizer.encode(text) returns token ids, and "
+            "tokenizer.batch(texts) the padded ids of several texts"
+        )
+
     # A copy shares the backend and its lock; an unpickled tokenizer has its own of both.
 
     def __getstate__(self) -> dict[str, Any]:
