@@ -1,219 +1,422 @@
-"""Checks the regular expressions in a checkpoint's files for exponential search time.
+"""Matches the regular expressions with which a checkpoint's files choose layers by name.
 
-Those of a ``tokenizer.json`` are run by Oniguruma, those that name layers by Python's ``re``. Both try
-every way to divide a text among the loops of an expression, and for nested loops the number of ways may be
-exponential in the length of the text. Oniguruma gives up a match after ten million steps, but starts again
-at the next letter. To find the loops no full parser is needed: groups, classes, escapes and quantifiers are
-enough.
+Python's ``re`` tries one way through an expression after another, and the number of ways may be exponential in
+the length of the name. Here a part of an expression maps the set of all positions at which it may begin to the
+set of those at which it may then end, so that each part sees each position of a name once: the time is linear
+in the size of the expression times the length of the name. A set of positions is an int, with a bit for each.
+
+The syntax is that of ``re``, whose parser is used. Expressions that no set of positions decides (back
+references, atomic groups, possessive quantifiers and conditions) are refused.
+
+Source: Thompson, "Regular Expression Search Algorithm" (CACM 1968), with sets of positions in place of states.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+import re._casefix as casefix  # type: ignore[import-not-found]
+import re._constants as op  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
-from .errors import CheckpointLimitError, UserInputError
+from .errors import CheckpointFormatError, CheckpointLimitError
 
-# Published expressions have up to two thousand characters, mostly lists of letters.
-_LONGEST = 16_384
-# Loops in a row in one alternative; published expressions have two.
-_MAX_LOOPS = 4
-# A range of repetitions with a larger upper bound counts as a loop without a bound.
-_HIGH = 64
-_QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})[+?]?")
-# An escape with an argument, or any single character after the backslash.
-_ESCAPE = re.compile(
-    r"\\(?:[pPkgx]\{[^}]*\}|[kg]<[^>]*>|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|.)", re.S
-)
-# A group, a comment, or options; no other group of Oniguruma's is in any published file.
-_OPEN = re.compile(
-    r"\((\?(?:<?[=!]|#(?:\\.|[^\\)])*\)|<\w+>|'\w+'|>|~|[a-zA-Z-]*:|[a-zA-Z-]*\)))?", re.S
-)
-_FREE_SPACING = re.compile(r"\?[a-wyzA-Z]*x[a-zA-Z-]*[:)]")
-_UNKNOWN = re.compile(r"\?[^<#]|\*[a-zA-Z]")
-_ANCHORS = frozenset(("\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K"))
+V = TypeVar("V")
 
-
-@dataclass
-class _Part:
-    """Properties of an atom, an alternative or a group.
-
-    Attributes:
-        least: whether every match has at least one character.
-        fixed: whether it has a part that is not repeated, which always matches something.
-        loops: the number of unbounded loops in a row.
-        risky: whether repeating it is refused: it has loops, and nothing fixed between two rounds.
-    """
-
-    least: bool = False
-    fixed: bool = False
-    loops: int = 0
-    risky: bool = False
-
-    def then(self, other: _Part) -> None:
-        self.least |= other.least
-        self.fixed |= other.fixed
-        self.loops += other.loops
-        self.risky = self.loops > 0 and not self.fixed
-
-    def otherwise(self, other: _Part) -> None:
-        self.least &= other.least
-        self.fixed &= other.fixed
-        self.loops = max(self.loops, other.loops)
-        self.risky |= other.risky
+# Of all patterns of a table: a setting with a pattern for each of the 882 layers of the largest published model
+# has 40 thousand characters.
+_MOST_TEXT = 1 << 17
+# Letters, classes, anchors and loops, where what is repeated {n} times counts n times.
+_MOST_PARTS = 1 << 17
+_DEEPEST = 50
+# The parts that are visited while names are looked up, 24 letters being one, which take about 1 µs each. A
+# pattern for each of 882 layers takes 390 thousand.
+_MOST_VISITS = 1 << 19
+_TYPES = re.ASCII | re.UNICODE | re.LOCALE
+_REFUSED = {
+    op.GROUPREF: "back references", op.GROUPREF_EXISTS: "conditions",
+    op.ATOMIC_GROUP: "atomic groups", op.POSSESSIVE_REPEAT: "possessive quantifiers",
+}  # fmt: skip
+_ANCHORS = {
+    op.AT_BEGINNING: "^", op.AT_BEGINNING_STRING: r"\A", op.AT_BOUNDARY: r"\b",
+    op.AT_NON_BOUNDARY: r"\B", op.AT_END: "$", op.AT_END_STRING: r"\Z",
+}  # fmt: skip
+_CATEGORIES = {
+    op.CATEGORY_DIGIT: r"\d", op.CATEGORY_NOT_DIGIT: r"\D", op.CATEGORY_SPACE: r"\s",
+    op.CATEGORY_NOT_SPACE: r"\S", op.CATEGORY_WORD: r"\w", op.CATEGORY_NOT_WORD: r"\W",
+}  # fmt: skip
 
 
-def check_pattern(pattern: str) -> None:
-    """Raises an error for an expression whose time may grow faster than a power of the text length.
-
-    An invalid expression passes: the package that compiles it reports the error.
-
-    Raises:
-        UserInputError: the expression is refused; the message says why.
-
-    Example:
-        >>> check_pattern(r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}(?=(\\d{3})+(?!\\d))")
-        >>> check_pattern("(a+)+$")
-        Traceback (most recent call last):
-        ...
-        maxjax.errors.UserInputError: a loop inside a loop: '(a+)+$'
-    """
-    if len(pattern) > _LONGEST:
-        raise UserInputError(f"it has {len(pattern)} characters; the limit is {_LONGEST}")
-    _read(pattern)
-
-
-def refuse_slow(pattern: str, key: str, **where: Any) -> None:
-    """:func:`check_pattern` of an expression from a checkpoint's file.
+class NameTable(Generic[V]):
+    """Looks up names among patterns: each name has the value of the first pattern that matches its beginning.
 
     Args:
-        key: what has the expression, for the message.
-        where: path and hint, as for CheckpointError.
+        patterns: values by pattern, in the order in which they are tried.
+        key: the setting that holds the patterns, for messages.
+        path: the file that holds the setting, for messages.
+        ending: whether a pattern need only match what follows a dot, up to the end of the name, as in PEFT.
 
     Raises:
-        CheckpointLimitError: the expression is refused.
-    """
-    try:
-        check_pattern(pattern)
-    except UserInputError as error:
-        message = f"{key} has a regular expression that is refused: {error}"
-        raise CheckpointLimitError(message, **where) from None
-
-
-def matches_something(pattern: str) -> bool:
-    """Whether every match has at least one character; False if that is not known.
+        CheckpointFormatError: a pattern is not a regular expression, or one of a kind that is not supported.
+        CheckpointLimitError: a pattern, or all of them together, are too large.
 
     Example:
-        >>> matches_something(" {2,}"), matches_something("a*"), matches_something("a|b?")
-        (True, False, False)
+        >>> table = NameTable({"q_proj": 4, r"layers\\.\\d+\\.mlp\\.(?!up)": 8}, "rank_pattern", ending=True)
+        >>> table.get("model.layers.0.self_attn.q_proj"), table.get("q_proj_2")
+        (4, None)
     """
-    try:
-        return _read(pattern).least
-    except UserInputError:
-        return False
+
+    def __init__(
+        self, patterns: Mapping[str, V], key: str, *, path: Any = None, ending: bool = False
+    ):
+        self._key, self._path = key, path
+        self._visits = _Visits()
+        self._found: dict[tuple[str, ...], V | None] = {}
+        if (size := sum(map(len, patterns))) > _MOST_TEXT:
+            raise self._limit("has too long patterns", f"{_MOST_TEXT} characters", size)
+        reader = _Reader()
+        self._front = reader.read(r"(?:.*\.)?" if ending else "")
+        self._end = reader.read("$" if ending else "")
+        # Each expression is complete by itself: in PEFT, "x)|(y" becomes "(.*\.)?(x)|(y)$".
+        self._rows = [(self._compiled(reader, text), value) for text, value in patterns.items()]
+
+    def get(self, *names: str) -> V | None:
+        """The value of the first pattern that matches one of a layer's names; None if there is none.
+
+        Raises:
+            CheckpointLimitError: all lookups in this table together took too many steps.
+        """
+        if names not in self._found:
+            try:
+                self._found[names] = self._first([_Name(name, self._visits) for name in names])
+            except _TooMany:
+                problem = "has patterns that take too many steps to match the names of the layers"
+                raise self._limit(problem, str(_MOST_VISITS), None) from None
+        return self._found[names]
+
+    def _first(self, names: list[_Name]) -> V | None:
+        begins = [self._front.ends(name, 1) for name in names]
+        ends = [self._end.ends(name, name.everywhere) for name in names]
+        for part, value in self._rows:
+            for name, begin, end in zip(names, begins, ends, strict=True):
+                if part.ends(name, begin) & end:
+                    return value
+        return None
+
+    def _limit(self, problem: str, most: str, found: Any) -> CheckpointLimitError:
+        return CheckpointLimitError(
+            f"'{self._key}' {problem}", path=self._path, expected=f"at most {most}", found=found
+        )
+
+    def _compiled(self, reader: _Reader, text: str) -> _Part:
+        shown = repr(text if len(text) <= 60 else text[:59] + "…")
+        try:
+            return reader.read(text)
+        except (_TooMany, RecursionError) as error:
+            found = error if isinstance(error, _TooMany) else "more groups inside each other"
+            most = f"{_MOST_PARTS} parts in all patterns, and {_DEEPEST} groups inside each other"
+            problem = f"has the pattern {shown}, which has too many parts"
+            raise self._limit(problem, most, found) from None
+        except (re.error, OverflowError) as error:
+            raise CheckpointFormatError(
+                f"'{self._key}' has the pattern {shown}: {error}", path=self._path
+            ) from None
 
 
-def _read(pattern: str) -> _Part:
-    """Parses the whole expression as one part."""
-    # For each open group: its kind, its finished alternatives, and the present one.
-    open_groups: list[tuple[str, _Part | None, _Part]] = []
-    kind, done, current = "", None, _Part()
-    at = 0
-    while at < len(pattern):
-        letter = pattern[at]
-        if letter == "|":
-            done, current = _joined(done, current), _Part()
-            at += 1
-            continue
-        if letter == "(":
-            match = _OPEN.match(pattern, at)
-            assert match is not None  # a parenthesis alone matches
-            mark, at = match[1] or "", match.end()
-            if _FREE_SPACING.fullmatch(mark) or not mark and _UNKNOWN.match(pattern, at):
-                what = f"a group that begins with '({mark or pattern[at : at + 2]}'"
-                raise UserInputError(f"{what}: {_short(pattern)}")
-            if not mark.endswith(")"):  # not a comment, nor options of what follows
-                open_groups.append((kind, done, current))
-                kind, done, current = mark, None, _Part()
-            continue
-        if letter == ")":
-            if not open_groups:
-                return _Part()  # not a valid expression
-            atom = _joined(done, current)
-            if kind in ("?=", "?!", "?<=", "?<!"):
-                atom = _Part()
-            elif kind == "?>":
-                atom.loops, atom.risky = min(atom.loops, 1), False  # is never backtracked into
-            kind, done, current = open_groups.pop()
-            at += 1
-        elif letter == "[":
-            at, atom = _after_class(pattern, at), _Part(True, True)
-        elif letter == "\\":
-            match = _ESCAPE.match(pattern, at)
-            text = match[0] if match else "\\"
-            if text.startswith("\\g"):
-                raise UserInputError(f"an expression that calls itself: {_short(pattern)}")
-            at += len(text)
-            atom = _Part() if text in _ANCHORS or text.startswith("\\k") else _Part(True, True)
-            if text[1:].isdigit():  # a backreference, whose group may have matched nothing
-                atom = _Part()
-        else:
-            at += 1
-            atom = _Part() if letter in "^$" else _Part(True, True)
-        at = _repeated(pattern, at, atom)
-        current.then(atom)
-        if current.loops > _MAX_LOOPS:
-            raise UserInputError(f"more than {_MAX_LOOPS} loops in a row: {_short(pattern)}")
-    return _joined(done, current)
+# --- names --------------------------------------------------------------------------------------
 
 
-def _joined(done: _Part | None, current: _Part) -> _Part:
-    if done is not None:
-        current.otherwise(done)
-    return current
+class _Visits:
+    """Counts the parts that are visited."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, count: int) -> None:
+        self.count += count
+        if self.count > _MOST_VISITS:
+            raise _TooMany
 
 
-def _repeated(pattern: str, at: int, atom: _Part) -> int:
-    """Applies the quantifiers at ``at`` to an atom, in place, and returns where they end."""
-    while match := _QUANTIFIER.match(pattern, at):
-        text, low, comma, high = match[1], match[2], match[3], match[4]
-        if text == "{,}" or text == "{}":  # literal characters
-            return at
-        least = 1 if text == "+" else int(low[:9] or 0) if low else 0
-        most = int(high[:9]) if high else least if low and not comma else None
-        most = 1 if text == "?" else most
-        if most is None or most > _HIGH and most != least:
-            if atom.risky:
-                raise UserInputError(f"a loop inside a loop: {_short(pattern)}")
-            atom.loops = max(atom.loops, 1)
-            atom.fixed = False
-        elif most != least:
-            atom.fixed = False
-        atom.least &= least > 0
-        atom.risky = atom.loops > 0 and not atom.fixed
-        at = match.end()
-    return at
+class _Name:
+    """A name, and the sets of positions in it that are known: one before each letter, and the end."""
+
+    def __init__(self, text: str, visits: _Visits):
+        self.text, self.visits = text, visits
+        self.everywhere = (2 << len(text)) - 1
+        # The positions at which each part was begun, and those at which an anchor or a look holds.
+        self.begun: dict[_Part, int] = {}
+        self.holds: dict[Any, int] = {}
+        self._letters: dict[str, int] = {}
+        for i, letter in enumerate(text):
+            self._letters[letter] = self._letters.get(letter, 0) | 1 << i
+        self._before: dict[_Letters, int] = {}
+
+    def before(self, letters: str | _Letters) -> int:
+        """The positions before a letter that is this one, or one of these."""
+        if isinstance(letters, str):
+            return self._letters.get(letters, 0)
+        found = self._before.get(letters)
+        if found is None:
+            each = self._letters.items()
+            found = sum(at for letter, at in each if letters.has(letter, self.visits))
+            self._before[letters] = found
+        return found
 
 
-def _after_class(pattern: str, at: int) -> int:
-    """The position after a character class, which may contain nested classes."""
-    depth = 0
-    while at < len(pattern):
-        letter = pattern[at]
-        if letter == "\\":
-            at += 1
-        elif letter == "[":
-            depth += 1
-            at += 1 if pattern.startswith("^", at + 1) else 0
-            at += 1 if pattern.startswith("]", at + 1) else 0  # a literal at this position
-        elif letter == "]":
-            depth -= 1
-            if depth == 0:
-                return at + 1
-        at += 1
-    return at
+class _Letters:
+    """The letters that a class, a category or a letter in either case stands for."""
+
+    def __init__(self, items: Iterable[tuple[Any, Any]], flags: int):
+        self._items, self._flags = list(items), flags
+        self._negated = self._items[:1] == [(op.NEGATE, None)]
+        self._known: dict[str, bool] = {}
+
+    def has(self, letter: str, visits: _Visits) -> bool:
+        found = self._known.get(letter)
+        if found is None:
+            visits.add(len(self._items))
+            cases = _cases(letter, self._flags) if self._flags & re.IGNORECASE else {letter}
+            found = any(map(self._is, self._items[self._negated :], [cases] * len(self._items)))
+            found = self._known[letter] = found != self._negated
+        return found
+
+    def _is(self, item: tuple[Any, Any], cases: set[str]) -> bool:
+        kind, value = item
+        if kind is op.LITERAL:
+            return chr(value) in cases
+        if kind is op.RANGE:
+            return any(value[0] <= ord(letter) <= value[1] for letter in cases)
+        if kind is op.CATEGORY:
+            category = re.compile(_CATEGORIES[value], self._flags & re.ASCII)
+            return any(map(category.match, cases))
+        assert kind is op.ANY, kind
+        return bool(self._flags & re.DOTALL) or "\n" not in cases
 
 
-def _short(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 60 else pattern[:59] + "…")
+def _cases(letter: str, flags: int) -> set[str]:
+    """The letters that are the same where case is ignored."""
+    if flags & re.ASCII:
+        return {letter, letter.swapcase()} if letter.isascii() else {letter}
+    lower = letter.lower() if len(letter.lower()) == 1 else letter
+    found = {lower, *map(chr, casefix._EXTRA_CASES.get(ord(lower), ()))}
+    return {letter, *found, *(other.upper() for other in found if len(other.upper()) == 1)}
+
+
+# --- parts of expressions -----------------------------------------------------------------------
+
+
+class _Part:
+    """A part of an expression. It stands at one place in it: what it found once is part of the same result."""
+
+    def ends(self, name: _Name, starts: int, back: bool = False) -> int:
+        """Where it may end if it begins at one of these positions, but for those at which it began before.
+
+        Args:
+            back: whether it is read from its end to its beginning.
+        """
+        begun = name.begun.get(self, 0)
+        starts &= ~begun
+        if not starts:
+            return 0
+        name.begun[self] = begun | starts
+        name.visits.add(1)
+        return self._ends(name, starts, back)
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        raise NotImplementedError
+
+
+class _Word(_Part):
+    """Letters one after another."""
+
+    def __init__(self, letters: list[str | _Letters]):
+        self.letters = letters
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        count = 0
+        for letters in reversed(self.letters) if back else self.letters:
+            count += 1
+            before = name.before(letters)
+            starts = starts >> 1 & before if back else (starts & before) << 1
+            if not starts:
+                break
+        name.visits.add(count // 24)
+        return starts
+
+
+class _Sequence(_Part):
+    """Parts one after another."""
+
+    def __init__(self, parts: list[_Part]):
+        self.parts = parts
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        for part in reversed(self.parts) if back else self.parts:
+            starts = part.ends(name, starts, back)
+            if not starts:
+                break
+        return starts
+
+
+class _Choice(_Part):
+    """Alternatives; without any, nothing matches."""
+
+    def __init__(self, parts: list[_Part]):
+        self.parts = parts
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        found = 0
+        for part in self.parts:
+            found |= part.ends(name, starts, back)
+        return found
+
+
+class _Options(_Part):
+    """Any number of these parts, from the first on."""
+
+    def __init__(self, parts: list[_Part]):
+        self.parts = parts
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        found = starts
+        for part in self.parts:
+            starts = part.ends(name, starts, back)
+            if not starts:
+                break
+            found |= starts
+        return found
+
+
+class _Loop(_Part):
+    """A part any number of times."""
+
+    def __init__(self, part: _Part):
+        self.part = part
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        found = starts
+        while starts := self.part.ends(name, starts, back):
+            starts &= ~found
+            found |= starts
+        return found
+
+
+class _Anchor(_Part):
+    """The beginning or end of the name or of a line, or the border of a word."""
+
+    def __init__(self, kind: Any, flags: int):
+        self.pattern = re.compile(_ANCHORS[kind], flags & (re.ASCII | re.MULTILINE))
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        holds = name.holds.get(self.pattern)
+        if holds is None:
+            name.visits.add(len(name.text))
+            each = (at for at in range(len(name.text) + 1) if self.pattern.match(name.text, at))
+            holds = name.holds[self.pattern] = sum(1 << at for at in each)
+        return starts & holds
+
+
+class _Look(_Part):
+    """Look-ahead or look-behind. All positions at which it holds are found at once."""
+
+    def __init__(self, part: _Part, behind: bool, negative: bool):
+        self.part, self.behind, self.negative = part, behind, negative
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        holds = name.holds.get(self)
+        if holds is None:
+            # Where it may begin if it ends anywhere, or the other way round.
+            holds = self.part.ends(name, name.everywhere, back=not self.behind)
+            name.holds[self] = holds
+        return starts & ~holds if self.negative else starts & holds
+
+
+# --- from the parser's tree ---------------------------------------------------------------------
+
+
+class _TooMany(Exception):
+    """The number of parts, or of groups inside each other."""
+
+
+class _Reader:
+    """Makes parts of expressions, and counts them before they are made."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def read(self, text: str) -> _Part:
+        with warnings.catch_warnings():  # of what may have another meaning some day
+            warnings.simplefilter("ignore")
+            tree = parser.parse(text)
+        self._count += self._size(tree, 0)
+        if self._count > _MOST_PARTS:
+            raise _TooMany(self._count)
+        return self._part(tree, tree.state.flags)
+
+    def _size(self, tree: Any, depth: int) -> int:
+        """The number of parts that a tree becomes."""
+        if depth > _DEEPEST:
+            raise _TooMany(f"{depth} groups inside each other")
+        count = 1
+        for kind, value in tree:
+            if kind in _REFUSED:
+                raise re.error(f"{_REFUSED[kind]} are not supported")
+            if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+                least, most, inner = value
+                times = least + 1 if most is op.MAXREPEAT else max(most, 1)
+                count += times * self._size(inner, depth + 1)
+            elif kind is op.BRANCH:
+                count += sum(self._size(inner, depth + 1) for inner in value[1])
+            elif kind in (op.SUBPATTERN, op.ASSERT, op.ASSERT_NOT):
+                count += self._size(value[-1], depth + 1)
+            else:
+                count += 1
+        return count
+
+    def _part(self, tree: Any, flags: int) -> _Part:
+        parts: list[_Part] = []
+        for kind, value in tree:
+            letters = self._letters(kind, value, flags)
+            if letters is None:
+                parts.append(self._other(kind, value, flags))
+            elif parts and isinstance(parts[-1], _Word):
+                parts[-1].letters.append(letters)
+            else:
+                parts.append(_Word([letters]))
+        return parts[0] if len(parts) == 1 else _Sequence(parts)
+
+    def _letters(self, kind: Any, value: Any, flags: int) -> str | _Letters | None:
+        """The letters that a leaf of the tree stands for; None for another kind of leaf."""
+        if kind is op.LITERAL:
+            return _Letters([(kind, value)], flags) if flags & re.IGNORECASE else chr(value)
+        if kind is op.NOT_LITERAL:
+            return _Letters([(op.NEGATE, None), (op.LITERAL, value)], flags)
+        if kind is op.ANY:
+            return _Letters([(kind, None)], flags)
+        return _Letters(value, flags) if kind is op.IN else None
+
+    def _other(self, kind: Any, value: Any, flags: int) -> _Part:
+        if kind is op.AT:
+            return _Anchor(value, flags)
+        if kind is op.SUBPATTERN:
+            _, added, removed, inner = value
+            flags = flags & ~_TYPES if added & _TYPES else flags
+            return self._part(inner, (flags | added) & ~removed)
+        if kind is op.BRANCH:
+            return _Choice([self._part(inner, flags) for inner in value[1]])
+        if kind in (op.ASSERT, op.ASSERT_NOT):
+            direction, inner = value
+            return _Look(self._part(inner, flags), direction < 0, kind is op.ASSERT_NOT)
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, inner = value
+            needed = [self._part(inner, flags) for _ in range(least)]
+            if most is op.MAXREPEAT:
+                return _Sequence([*needed, _Loop(self._part(inner, flags))])
+            return _Sequence(
+                [*needed, _Options([self._part(inner, flags) for _ in range(most - least)])]
+            )
+        assert kind is op.FAILURE, kind
+        return _Choice([])

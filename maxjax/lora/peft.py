@@ -23,7 +23,7 @@ from ..nn.layer import Module
 from ..nn.layer.walk import Walk
 from ..nn.low_rank import Adapter
 from ..nn.transposed_linear import TransposedLinear
-from ..patterns import refuse_slow
+from ..patterns import NameTable
 from .model import BIASES
 from .targets import TargetLayer, targets
 
@@ -63,8 +63,8 @@ class AdapterSettings(NamedTuple):
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: NameTable[int]
+    alphas: NameTable[float]
     rslora: bool
     dora: bool = False
     tied: bool = False
@@ -74,30 +74,27 @@ class AdapterSettings(NamedTuple):
     def adapter(self, name: str) -> Adapter:
         """The settings of one layer, by its name in the base model's files.
 
+        Raises:
+            CheckpointLimitError: the patterns take too many steps to match.
+
         Example:
-            >>> AdapterSettings(8, 16.0, {"q_proj": 4}, {}, False).adapter("model.layers.0.self_attn.q_proj").scale
+            >>> config = {"peft_type": "LORA", "lora_alpha": 16, "rank_pattern": {"q_proj": 4}}
+            >>> read_settings(config, "adapter_config.json").adapter("model.layers.0.self_attn.q_proj").scale
             4.0
         """
-        rank, alpha = (
-            next((v for p, v in of.items() if _matches(p, name)), default)
-            for of, default in ((self.ranks, self.rank), (self.alphas, self.alpha))
-        )
-        return Adapter(int(rank), float(alpha), self.rslora, self.dora, bias=self.bias)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", name) is not None
-    except re.error:
-        return pattern == name
+        rank, alpha = self.ranks.get(name), self.alphas.get(name)
+        return Adapter(
+            self.rank if rank is None else rank, float(self.alpha if alpha is None else alpha),
+            self.rslora, self.dora, bias=self.bias,
+        )  # fmt: skip
 
 
 def read_settings(config: Any, path: str) -> AdapterSettings:
     """The settings in the content of an ``adapter_config.json``.
 
     Raises:
-        CheckpointFormatError: the content is not PEFT's, or a value has the wrong type.
-        CheckpointLimitError: a pattern may take exponential time to match.
+        CheckpointFormatError: the content is not PEFT's, a value has the wrong type, or a pattern is not supported.
+        CheckpointLimitError: the patterns are too large.
         UnsupportedModelError: the adapter uses another method than LoRA, or a form of LoRA that is not supported;
             the message names the setting.
     """
@@ -136,9 +133,8 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
             raise CheckpointFormatError(
                 f"alpha {name!r} must be a number", path=path, found=str(value)[:80]
             )
-    for pattern in (*ranks, *alphas):
-        hint = "Name the layers without loops inside of loops."
-        refuse_slow(pattern, "rank_pattern or alpha_pattern", path=path, hint=hint)
+    rank_table = NameTable(ranks, "rank_pattern", path=path, ending=True)
+    alpha_table = NameTable(alphas, "alpha_pattern", path=path, ending=True)
     trained = config.get("modules_to_save") or []
     if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
         raise CheckpointFormatError("modules_to_save must be a list of strings", path=path)
@@ -146,7 +142,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         _switch(config, name, path) for name in ("use_rslora", "use_dora", "ensure_weight_tying")
     )
     return AdapterSettings(
-        rank, float(alpha), dict(ranks), dict(alphas), rslora, dora, tied, bias, tuple(trained)
+        rank, float(alpha), rank_table, alpha_table, rslora, dora, tied, bias, tuple(trained)
     )
 
 

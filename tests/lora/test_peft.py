@@ -216,7 +216,12 @@ def llama(tmp_path_factory):
         ({"rank_pattern": 1}, "must be objects"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"lora_alpha": 10**400}, "alpha 'lora_alpha' must be"),
-        ({"alpha_pattern": {"(([a-z._0-9]+)+)+X": 1}}, "regular expression that is refused"),
+        (
+            {"alpha_pattern": {r"(q_proj|v_proj)\1": 1}},
+            "'alpha_pattern' has .* back references are not",
+        ),
+        ({"rank_pattern": {"x)|((.+)+~": 1}}, "'rank_pattern' has the pattern .* unbalanced"),
+        ({"rank_pattern": {"(?:(?:.{9}){99}){999}": 1}}, "'rank_pattern' .* too many parts"),
     ],
 )
 def test_settings_that_cannot_be_read_are_named(llama, tmp_path, setting, says):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointFormatError
 from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
-from ...patterns import refuse_slow
+from ...patterns import NameTable
 from ..config import short
 from ..multimodal import whole_names
 from .layouts import (
@@ -89,20 +88,20 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     if not layouts:
         raise settings.refused("no config_groups")
     # The order of compressed-tensors: names, then patterns, both alphabetically, then classes.
-    by_name = [
-        (_pattern(settings, target[3:]) if target.startswith("re:") else target, layouts[target])
-        for target in sorted(layouts, key=lambda target: ("re:" in target, target))
-    ]
+    patterns = {
+        target[3:]: layouts[target] for target in sorted(layouts) if target.startswith("re:")
+    }
+    by_pattern = NameTable(patterns, "targets", path=settings.path)
     of_class = next((layouts[name] for name in _CLASSES if name in layouts), None)
 
     def layout_for(name: str) -> LayoutOf:
         names = whole_names(name)
-        for target, layout in by_name:
-            if target in names if isinstance(target, str) else any(map(target.match, names)):
-                return layout
-        if of_class is None:
+        exact = min((n for n in names if n in layouts), default=None)
+        layout = by_pattern.get(*names) if exact is None else layouts[exact]
+        layout = of_class if layout is None else layout
+        if layout is None:
             raise settings.refused(f"no group for the quantised layer {name!r}")
-        return of_class
+        return layout
 
     return layout_for
 
@@ -118,22 +117,6 @@ def _targets(group: QuantSettings) -> list[str]:
             f"'targets' of '{group.where}' is not a list of strings", path=group.path
         )
     return targets
-
-
-def _pattern(settings: QuantSettings, text: str) -> re.Pattern[str]:
-    """Compiles a pattern of layer names.
-
-    Raises:
-        CheckpointFormatError: it is no regular expression.
-        CheckpointLimitError: it may take exponential time to match.
-    """
-    refuse_slow(text, f"'{settings.where}'", path=settings.path)
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise CheckpointFormatError(
-            f"'{settings.where}' has the pattern {short(text)}: {error}", path=settings.path
-        ) from None
 
 
 def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
@@ -192,22 +175,18 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
 def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``gptq``, with settings for all layers and, under ``dynamic``, for single layers."""
     layout = _gptq_layout(settings)
-    layouts: list[tuple[re.Pattern[str], LayoutOf | None]] = []
+    layouts: dict[str, tuple[LayoutOf | None]] = {}
     for key, changed in settings.parts("dynamic").items():
         raw = {**settings.raw, **(changed.raw if changed is not None else {})}
         own = None if key.startswith("-:") else _gptq_layout(QuantSettings(raw, path=settings.path))
-        layouts.append((_pattern(settings, key.removeprefix("-:").removeprefix("+:")), own))
+        layouts.setdefault(key.removeprefix("-:").removeprefix("+:"), (own,))
+    changes = NameTable(layouts, "dynamic", path=settings.path)
 
     def layout_for(name: str) -> LayoutOf:
-        names = whole_names(name)
-        for pattern, own in layouts:
-            if any(map(pattern.match, names)):
-                if own is None:
-                    raise settings.refused(
-                        f"the quantised layer {name!r}, which 'dynamic' leaves out"
-                    )
-                return own
-        return layout
+        (own,) = changes.get(*whole_names(name)) or (layout,)
+        if own is None:
+            raise settings.refused(f"the quantised layer {name!r}, which 'dynamic' leaves out")
+        return own
 
     return layout_for
 

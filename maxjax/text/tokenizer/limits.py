@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointLimitError
-from ...patterns import matches_something, refuse_slow
+from .expressions import matches_something, refuse_slow
 
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20

@@ -12,8 +12,8 @@ import pytest
 from maxjax.engine.generate.defaults import read_defaults
 from maxjax.errors import CheckpointError, CheckpointLimitError, UserInputError
 from maxjax.models.gguf.tokenizer.splits import SPLITTINGS
-from maxjax.patterns import check_pattern, matches_something
 from maxjax.text.tokenizer import limits
+from maxjax.text.tokenizer.expressions import check_pattern, matches_something
 from maxjax.text.tokenizer.limits import check_tokenizer
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
 from tests.models.gguf.tokenizer.tokenizer_files import BYTE_LEVEL, byte_level, sentencepiece
