@@ -310,7 +310,7 @@ class Freed:
 
 
 def free(*what: Module | Weight, delete: bool = False) -> Freed:
-    """Frees the values of Modules and Weights: they become placeholders, and can be loaded again.
+    """Frees the values of Modules and Weights, in place: they become placeholders, and can be loaded again.
 
     Only references are dropped. An array that something else still holds stays in memory: another
     Module (``maxjax.quantize`` and ``jax.tree.map`` share the arrays that they do not change), a

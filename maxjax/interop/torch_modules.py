@@ -40,7 +40,7 @@ def from_torch(
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
-    """Copies the weights of a torch module into a maxjax Module, by name.
+    """Copies the weights of a torch module into a maxjax Module, in place, by name; returns the Module.
 
     Tensors may have any dtype, and may be transposed, tied, on a GPU, or require gradients.
 

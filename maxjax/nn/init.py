@@ -33,7 +33,7 @@ M = TypeVar("M", bound=Module)
 def init(
     model: M, key: jax.Array, *, initializer: Callable[[str], Initializer | None] | None = None
 ) -> M:
-    """Gives a random value to every weight that has none.
+    """Gives a random value to every weight of the model that has none, in place; returns the model.
 
     Each weight is created with the sharding that ``Module.to`` gave it. Its key is derived from
     ``key`` and its name, so adding a layer does not change the others' values. Weights of one shape,
@@ -272,7 +272,7 @@ def linear_weight(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
 def partition(
     model: M, trainable: str | Sequence[str] | Callable[[str, Any], bool] | None = None
 ) -> tuple[M, M]:
-    """Splits a Module into the weights to differentiate and the rest.
+    """Returns two new Modules: one with the weights to differentiate, one with the rest.
 
     Args:
         trainable: name patterns as in a shell (``"layers.*.bias"``), or a function of
@@ -400,7 +400,7 @@ def _names(model: Module) -> dict[str, list[str]]:
 
 
 def merge(first: M, second: M) -> M:
-    """Combines the two Modules that :func:`partition` returned.
+    """Returns a new Module of the two that :func:`partition` returned.
 
     Raises:
         UserInputError: they are not halves of one Module; or both halves, or neither, have a value for a weight.

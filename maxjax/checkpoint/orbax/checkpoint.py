@@ -189,7 +189,7 @@ def restore(
     limits: Limits | None = None,
     **items: Any,
 ) -> dict[str, Any]:
-    """Restores the weights of a model from a checkpoint, and returns its other pytrees.
+    """Restores the weights of a model from a checkpoint, in place; returns the checkpoint's other pytrees.
 
     Values get the sharding of the model and of the examples, on one device or any mesh, in a stack
     or layer by layer, independently of how they were saved; each device reads only its own part.
@@ -364,7 +364,7 @@ class CheckpointManager(Rendered):
     def restore(
         self, model: Module | None, step: int | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Restore a step, by default the newest; see :func:`maxjax.checkpoint.restore`."""
+        """Restore a step into the model, in place, by default the newest; see :func:`maxjax.checkpoint.restore`."""
         self.wait_until_finished()
         return restore(self.path, model, step=step, **options)
 

@@ -50,13 +50,12 @@ def quantize(
     importance: Mapping[str, Any] | None = None,
     activations: Literal["int8", "float"] | None = None,
 ) -> Quantized[M]:
-    """Quantises the weights of a loaded model, one after the other, on the devices that hold them.
+    """Returns a new model with quantised weights, and a report; the given model is not changed.
 
-    The result is a new model, equal to one that was loaded from a file with these blocks: it
-    generates, is saved, stacked and sharded as before, with the same names. The given model is not
-    changed. Weights of linear layers, experts and embedding tables are quantised, norms and biases
-    never. A tied head is quantised once, together with the embedding table. Each device encodes its
-    own shard, so shardings do not change.
+    The result is equal to a model that was loaded from a file with these blocks: it generates, is
+    saved, stacked and sharded as before, with the same names. Weights of linear layers, experts and
+    embedding tables are quantised, norms and biases never. A tied head is quantised once, together
+    with the embedding table. Each device encodes its own shard, so shardings do not change.
 
     Args:
         model: a Module whose weights are loaded, as floats.

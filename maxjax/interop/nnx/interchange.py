@@ -46,7 +46,7 @@ def load(
     verify: Verify = "auto",
     limits: Limits | None = None,
 ) -> LoadResult:
-    """Loads a checkpoint into the Variables of an nnx module: all of them, or none on an error.
+    """Loads a checkpoint into the Variables of an nnx module, in place: all of them, or none on an error.
 
     Each array gets the sharding of the Variable's current value; without a value
     (``nnx.eval_shape``) it gets the sharding in the Variable's metadata. Each device reads its own shard.

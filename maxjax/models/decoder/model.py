@@ -188,7 +188,7 @@ class Decoder(Scored, PretrainedModel):
         return self.config.max_position_embeddings
 
     def stack(self) -> Decoder:
-        """Stacks the layers in a LayerStack, which compiles equal layers (or a repeating pattern) once.
+        """Stacks the layers in a LayerStack, in place: equal layers (or a repeating pattern) are compiled once.
 
         Returns:
             The model itself.
@@ -200,7 +200,7 @@ class Decoder(Scored, PretrainedModel):
         return self
 
     def unstack(self) -> Decoder:
-        """Gives each layer its own weights again, with the same values bit for bit.
+        """Gives each layer its own weights again, in place, with the same values bit for bit.
 
         Returns:
             The model itself.
@@ -210,7 +210,7 @@ class Decoder(Scored, PretrainedModel):
         return self
 
     def stack_for(self, place: Any = None) -> Decoder:
-        """Stacks the layers, or makes them separate where that is faster on the devices.
+        """Stacks the layers or separates them, in place, whichever is faster on the devices.
 
         On a GPU, XLA cannot multiply by a slice of a stack in place: a loop over stacked
         layers copies every weight out of its stack for every token, which triples memory

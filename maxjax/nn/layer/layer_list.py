@@ -125,7 +125,7 @@ class LayerList(Module, _Of[L], stands_for=list):
                         "assign a list of plain data as a whole, for example module.sizes = [1, 2]")  # fmt: skip
 
     def stack(self, *, period: int | None = None, first: int = 0) -> Any:
-        """A LayerStack of these layers, which compiles one body for all of them.
+        """Returns a new LayerStack of these layers, which compiles one body for all of them.
 
         The layers keep their names and become views of the stack. LayerStack describes the
         arguments, and which layers can be stacked.

@@ -329,7 +329,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         rules: Mapping[str, Any] | None = None,
         memory_kind: str | None = None,
     ) -> Module:
-        """Sets the sharding of every weight: moves values now, and placeholders when they are loaded.
+        """Sets the sharding of every weight, in place: moves values now, and placeholders when they are loaded.
 
         Args:
             devices: a mesh; one DeviceRef, jax.Device or jax Sharding; or several devices

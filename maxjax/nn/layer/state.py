@@ -101,7 +101,7 @@ class StateDict:
         strict: bool = True,
         cast: bool = False,
     ) -> LoadResult:
-        """Loads the values of the weights of this Module. If there is an error, no weight is changed.
+        """Loads the values of the weights of this Module, in place. If there is an error, no weight is changed.
 
         Args:
             state_dict: map from full names to arrays (NumPy, JAX, or any that support DLPack), WeightData

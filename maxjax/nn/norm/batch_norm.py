@@ -120,7 +120,7 @@ class BatchNorm(Module):
         return TensorValue(y) if wraps(x) else y, found
 
     def with_statistics(self, statistics: dict[str, jax.Array]) -> BatchNorm:
-        """A copy of this layer with the running statistics that :meth:`update` returned."""
+        """Returns a copy of this layer with the running statistics that :meth:`update` returned."""
         new = jax.tree.map(lambda leaf: leaf, self)
         for name in self.untrained:
             getattr(new, name).value = statistics[name]
