@@ -194,7 +194,7 @@ def environment(folder):
         "HF_HOME": "cache", "PYTHONPYCACHEPREFIX": "cache",
     }  # fmt: skip
     places = {name: str(folder / place) for name, place in own.items()}
-    return {**os.environ, **places, "PYTHONPATH": str(ROOT), "MAXJAX_CPU_KERNELS": "off"}
+    return {**os.environ, **places, "PYTHONPATH": str(ROOT), "MAXJAX_KERNELS": "off"}
 
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import importlib
 import logging
 import os
@@ -167,10 +168,27 @@ _QUIET = _NotOrbax()
 _lock, _depth = threading.Lock(), 0
 
 
+@functools.cache
+def _silence_closed_loops() -> None:
+    """Silences what follows a failed save: if an array cannot be written, orbax closes its event loop.
+
+    The others, which tensorstore still writes, then cannot report to it, some after the save has ended.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        of_tensorstore = unraisable.object is None and type(unraisable.exc_value) is RuntimeError
+        if not of_tensorstore or str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence orbax's log messages inside the block; exceptions say what matters."""
     global _depth
+    _silence_closed_loops()
     logger = logging.getLogger("absl")
     with _lock:
         _depth += 1

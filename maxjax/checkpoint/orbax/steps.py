@@ -88,7 +88,8 @@ class NewStep:
             steps = steps_in(root)
             if steps:
                 last = os.path.join(root, str(steps[-1]))
-                staging.keeps(f"The checkpoint that was there before is intact: {last}.", last)
+                what = f"The checkpoint that was there before is intact: {last}."
+                staging.keeps(what, os.path.join(last, COMMITTED))
             # Another program may have written steps before, under names such as 00000500.
             named = [n for n in os.listdir(root) if "_" in n and n.rpartition("_")[2].isdecimal()]
             if foreign := [name for name in named if is_orbax(os.path.join(root, name))]:

@@ -177,6 +177,10 @@ def missing(*, path: str, tensor: str | None, hint: str = _HINT) -> CheckpointMi
 MANIFEST = "manifest.ocdbt"
 # Cache for the nodes of OCDBT's tree of keys, in bytes, as in orbax.
 _NODES_BYTES = 100_000_000
+# Nodes as tensorstore 0.1.86 dumps them. It never frees their values, so opening the same files again
+# would take memory each time.
+_DUMPS: dict[tuple[Any, ...], Any] = {}
+_MOST_DUMPS = 64
 _QUOTED = re.compile(r'"(/[^"]+)"')
 
 
@@ -240,7 +244,12 @@ class Store:
             files = self._ts.KvStore.open(base, context=self._context).result()
 
             def dump(node: str | None) -> Any:
-                return self._ts.ocdbt.dump(files, node, context=self._context).result()
+                key = (self.directory, node, frozenset(self._identities.items()))
+                if key not in _DUMPS:
+                    while len(_DUMPS) >= _MOST_DUMPS:
+                        _DUMPS.pop(next(iter(_DUMPS)), None)
+                    _DUMPS[key] = self._ts.ocdbt.dump(files, node, context=self._context).result()
+                return _DUMPS[key]
 
             return Database(self.directory, sizes, dump, self.limits).values()
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
@@ -488,6 +489,97 @@ def test_another_process_is_writing(tmp_path, writer):
     assert content(tmp_path) == {"a": "other"}
     saved(tmp_path, a="mine")
     assert content(tmp_path) == {"a": "mine"}
+
+
+FORKING = """
+import os, subprocess, sys, time
+from maxjax.storage.save.staging import Staging
+one = Staging(sys.argv[1])
+one.write("a", [b"half"])
+if sys.argv[2] == "fork":
+    child = os.fork()
+    if not child:
+        one.close()  # which is not its own
+        os.close(1)
+        time.sleep(600)
+else:  # a program that takes over every open file
+    for fd in one._locks:
+        os.set_inheritable(fd, True)
+    child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL).pid
+print(child, one.folder, flush=True)
+sys.stdin.readline()
+one.commit(["a"])
+one.close()
+print("saved", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def forking():
+    """Starts a process that saves, and a child of it that outlives the save."""
+    started, children = [], []
+
+    def start(directory, how):
+        process = subprocess.Popen(
+            [sys.executable, "-c", FORKING, str(directory), how],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        child, folder = process.stdout.readline().split()
+        children.append(int(child))
+        return process, int(child), folder
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_a_child_of_a_save_does_not_keep_its_lock(tmp_path, forking, how):
+    process, child, folder = forking(tmp_path, how)
+    assert os.path.exists(os.path.join(folder, "a"))  # the child has not removed it
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "saved\n"
+    os.kill(child, 0)  # it is there
+    saved(tmp_path, a="mine")
+    assert content(tmp_path) == {"a": "mine"}
+
+
+def test_after_a_kill_a_forked_child_does_not_keep_the_lock(tmp_path, forking):
+    process, child, _ = forking(tmp_path, "fork")
+    process.kill()
+    process.wait()
+    os.kill(child, 0)
+    saved(tmp_path, a="mine")
+    assert content(tmp_path) == {"a": "mine"}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_the_process_that_holds_the_lock_is_named_and_none_that_has_ended(tmp_path, forking):
+    process, child, _ = forking(tmp_path, "exec")
+    process.kill()
+    process.wait()
+    with pytest.raises(CheckpointBusyError, match=f"process {child} on") as caught:
+        Staging(tmp_path)
+    assert str(process.pid) not in str(caught.value).replace(str(child), "")
+
+
+def test_a_writer_of_a_single_file_says_that_it_waits(tmp_path, writer, caplog):
+    process, _ = writer(tmp_path)
+    with Staging(tmp_path, exclusive=False) as one:
+        one.write("b", [b"mine"])
+        released = threading.Timer(0.3, lambda: process.communicate("\n"))
+        released.start()
+        one.hold()
+        one.commit(["b"])
+        released.join()
+    assert content(tmp_path) == {"a": "other", "b": "mine"}
+    assert f"waiting until process {process.pid} on" in caplog.text
 
 
 def test_writers_of_single_files_only_wait_for_the_renaming(tmp_path, writer):
