@@ -1,4 +1,4 @@
-"""Saves that are disturbed: by a process that is forked, or by the deletion of their directory; and steps opened again."""
+"""Saves disturbed by a process that is forked, or by the deletion of their directory; steps opened again."""
 
 import subprocess
 import sys
