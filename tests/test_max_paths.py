@@ -80,13 +80,6 @@ def test_one_thing_is_at_all_its_paths():
         assert all(thing is found[0] for thing in found), name
 
 
-def test_a_container_of_graphs_is_not_made():
-    from maxjax.graph import Module
-
-    with pytest.raises(NotImplementedError, match="each Graph is compiled by itself"):
-        Module()
-
-
 def test_devices_by_their_specs():
     assert load_devices([DeviceSpec.cpu(), DeviceSpec(1)]) == [CPU(0), CPU(1)]
     with pytest.raises(ValueError, match="no device gpu:7"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..graph import Graph
 from ..graph import Model as Model
+from ..graph import Module as GraphModule
 
 
 class InferenceSession:
@@ -62,3 +63,22 @@ class InferenceSession:
         if weights_registry is None:
             program._weights.require(None, None)
         return program
+
+    def load_all(
+        self,
+        model: Graph | GraphModule,
+        *,
+        weights_registry: Mapping[str, Any] | None = None,
+        custom_extensions: Any = None,
+    ) -> dict[str, Model]:
+        """Compiles each Graph of a ``maxjax.graph.Module``, or one Graph; the arguments are those of :meth:`load`.
+
+        Returns:
+            The programs by the names of their Graphs.
+        """
+        graphs = model.graphs.values() if isinstance(model, GraphModule) else [model]
+        options: Any = {
+            "weights_registry": weights_registry,
+            "custom_extensions": custom_extensions,
+        }
+        return {graph.name: self.load(graph, **options) for graph in graphs}

@@ -21,10 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .buffer import BufferValue
+from .evaluate import evaluate
 from .kind import returning_values
 from .reroll import constants_of, hidden_constants, reroll
-from .subgraph import Subgraph
-from .symbolic import Scope, naming, sizes_of
+from .subgraph import Subgraph, check_arguments, is_input
+from .symbolic import Scope, is_known, naming, sizes_of
 from .tensor_type import BufferType, TensorType, Type
 from .value import TensorValue, unwrap
 from .weight.rows import array_row, weight_row
@@ -147,7 +148,8 @@ class Graph(Rendered, metaclass=_Meta):
         input_types: TensorType for each input. A dimension may be a name: equal names stand for
             equal sizes, which are known only at run time. A BufferType declares an input that
             the graph writes to; its last value is an additional output, after the others.
-        args, kwargs: further arguments of ``forward``, after the inputs.
+        args, kwargs: further arguments of ``forward``, after the inputs. ``module=`` is a :class:`Module` that the
+            graph is added to, and is not passed on.
 
     Attributes:
         jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until the trace is finished.
@@ -182,9 +184,10 @@ class Graph(Rendered, metaclass=_Meta):
             raise NotImplementedError(
                 "Graph(path=...): reading a graph from a file is not supported"
             )
-        for option in ("custom_extensions", "kernel_library", "module"):
+        for option in ("custom_extensions", "kernel_library"):
             if kwargs.pop(option, None):
                 raise NotImplementedError(f"Graph({option}=...) is MAX's own and is not supported")
+        module = kwargs.pop("module", None)
         for option in ("strict_device_placement", "is_device_graph"):
             kwargs.pop(option, None)
         self.name = name
@@ -197,19 +200,22 @@ class Graph(Rendered, metaclass=_Meta):
         self.entries: list[GraphWeight] = []
         self._takes_leaves = False
         self._by_weight: dict[int, GraphWeight] = {}
-        self._by_name: dict[str, GraphWeight] = {}
         # Weights that were requested by name only: they get values from a registry alone.
         self.orphans: list[Weight] = []
         self._inputs: tuple[Any, ...] | None = None
         self._outputs: tuple[Any, ...] | None = None
         self._output_types: list[TensorType] | None = None
         self._greenlet: Any = None
-        self._sizes = sizes_of(str(p) for kind in self.input_types for p in kind.parameters)
+        names = {str(p) for kind in self.input_types for p in kind.parameters}
+        # Within another Graph, names of both are one size.
+        self._sizes = sizes_of(name for name in names if not is_known(name))
         # Facts about sizes that the trace assumed, for the Model to check.
         self._scope = Scope()
         self._entered = contextlib.ExitStack()
         if forward is not None:
             self._trace(forward, args, kwargs)
+        if module is not None:
+            module._add(self)
 
     def _trace(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         with self:
@@ -336,13 +342,20 @@ class Graph(Rendered, metaclass=_Meta):
             ValueError: another Weight of that name is in the graph, or it has symbolic
                 dimensions and no value.
         """
+        name = RUNNING.name_of(weight)
+        known = [entry.find(name) for entry in self.entries]
+        if any(one is not None and one is not weight for one in known):
+            raise ValueError(
+                f"Weight '{name}' already exists in Graph '{self.name}', and is another Weight: rename one, or "
+                "first call state_dict() on the Module that contains both, which gives them full names"
+            )
         return TensorValue(weight)
 
     def stand_in(self, weight: Weight | StackedWeight) -> Any:
         """The value of a Weight, or of the Weights of a stack, in the running trace.
 
         Raises:
-            ValueError: as for :meth:`add_weight`.
+            ValueError: it has symbolic dimensions and no value.
         """
         entry = self._by_weight.get(id(weight))
         if entry is None:
@@ -350,7 +363,6 @@ class Graph(Rendered, metaclass=_Meta):
                 raise ValueError(f"{weight!r} has symbolic dimensions and no value, but its sizes must be known to use "
                                  "it in a Graph")  # fmt: skip
             entry = GraphWeight(weight)
-            self._check_names(entry)
             entry.is_leaf = self._takes_leaves
             self._by_weight[id(weight)] = entry
             self.entries.append(entry)
@@ -366,23 +378,20 @@ class Graph(Rendered, metaclass=_Meta):
         finally:
             self._takes_leaves = before
 
-    def _check_names(self, entry: GraphWeight) -> None:
-        """Refuses two Weights of one name, unless both have values: the name would be ambiguous."""
-        for name in entry.names:
-            one, two = entry.find(name), self._by_name.setdefault(name, entry).find(name)
-            if one is not two and (
-                one is None or two is None or one.stored.is_missing or two.stored.is_missing
-            ):
-                raise ValueError(
-                    f"Weight '{name}' already exists in Graph '{self.name}', and is another Weight: rename one, or "
-                    "first call state_dict() on the Module that contains both, which gives them full names"
-                )
-
     def placeholder(self, name: str, template: Weight) -> Weight:
-        """The Weight of that name, created if the graph has none; subgraphs use it."""
-        for entry in self.entries:
-            if (known := entry.find(name)) is not None:
-                return known
+        """The Weight of that name, created if the graph has none; subgraphs use it.
+
+        Raises:
+            ValueError: the graph has several Weights of that name.
+        """
+        known = [one for entry in self.entries if (one := entry.find(name)) is not None]
+        if len(known) > 1:
+            raise ValueError(
+                f"Graph '{self.name}' has several weights named '{name}': first call state_dict() on the Module "
+                "that contains them, which gives them full names"
+            )
+        if known:
+            return known[0]
         self.orphans.append(Weight(name, template.dtype, template.shape, template.device))
         return self.orphans[-1]
 
@@ -398,25 +407,34 @@ class Graph(Rendered, metaclass=_Meta):
         path: Any = None,
         custom_extensions: Sequence[Any] = (),
         devices: Iterable[Any] = (),
-    ) -> Subgraph:
+    ) -> Any:
         """A function for ``ops.call``, traced once.
 
         Args:
             name: the subgraph's name.
-            forward: function of TensorValues.
+            forward: function of TensorValues. Without it the result is a Graph to write in a ``with`` block.
             input_types: a type for each argument of ``forward``.
             path, custom_extensions: options of MAX that maxjax lacks.
             devices: ignored, since the arrays say where they are.
 
         Raises:
-            NotImplementedError: ``forward`` is not given, or an option that maxjax lacks is.
+            NotImplementedError: an option that maxjax lacks is given.
+
+        Example:
+            >>> from maxjax.graph import DeviceRef, Graph, TensorType, ops
+            >>> kind = TensorType("float32", (2,), DeviceRef.CPU())
+            >>> with Graph("main", input_types=[kind]) as g:
+            ...     with g.add_subgraph("double", input_types=[kind]) as double:
+            ...         double.output(double.inputs[0].tensor * 2)
+            ...     g.output(*ops.call(double, g.inputs[0]))
+            >>> g.output_types[0].shape
+            [Dim(2)]
         """
         if path is not None or custom_extensions:
             option = "path" if path is not None else "custom_extensions"
             raise NotImplementedError(f"add_subgraph({option}=...) is not supported")
         if forward is None:
-            raise NotImplementedError("add_subgraph needs a function; for a Module use "
-                                      "Module.build_subgraph")  # fmt: skip
+            return Graph(name, input_types=input_types)
         return Subgraph.of_function(name, forward, list(input_types))
 
     def profile_scope(self, name: str, color: ProfileScopeColor | None = None) -> Any:
@@ -427,6 +445,30 @@ class Graph(Rendered, metaclass=_Meta):
             color: ignored.
         """
         return jax.named_scope(name)
+
+    def call(self, args: Sequence[Any], prefix: str = "") -> list[TensorValue]:
+        """Runs the graph's program within another computation, with its own weights; see ``ops.call``.
+
+        Raises:
+            ValueError: the graph is not finished, or the number or the type of an argument is wrong.
+        """
+        if self.jaxpr is None:
+            raise ValueError(
+                f"Graph '{self.name}' is not finished: leave its with block before it is called"
+            )
+        flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
+        check_arguments(self.name, flat, self.input_types)
+        found = self.function()([entry.weight.stored.array() for entry in self.entries], *flat)
+        return [TensorValue(y) for y in found]
+
+    def function(self) -> Callable[..., list[Any]]:
+        """The program as a function of the values of its ``entries``, and of the inputs."""
+        closed, addresses = self.jaxpr, [entry.address for entry in self.entries]
+
+        def run(weights: Sequence[Any], *inputs: Any) -> list[Any]:
+            return evaluate(closed, inputs, dict(zip(addresses, weights, strict=True)))
+
+        return run
 
     # -- looking at it
 
@@ -453,16 +495,29 @@ class Graph(Rendered, metaclass=_Meta):
 
 
 class Module:
-    """MAX's container of graphs that are compiled together; in maxjax each Graph is compiled by itself.
+    """MAX's container of several Graphs, for ``InferenceSession.load_all``; each is compiled by itself.
 
-    Not to be confused with ``maxjax.nn.Module``. It is for annotations only.
+    Not to be confused with ``maxjax.nn.Module``, a layer of a model.
 
-    Raises:
-        NotImplementedError: it is instantiated.
+    Example:
+        >>> from maxjax.graph import DeviceRef, Graph, Module, TensorType
+        >>> module, kind = Module(), TensorType("float32", (2,), DeviceRef.CPU())
+        >>> with Graph("double", input_types=[kind], module=module) as g:
+        ...     g.output(g.inputs[0].tensor * 2)
+        >>> module.top_level_graph_names()
+        ['double']
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(
-            "maxjax.graph.Module is MAX's container of several graphs, which is not needed: each Graph is compiled "
-            "by itself (a model's layers are maxjax.nn.Module)"
-        )
+    def __init__(self) -> None:
+        self.graphs: dict[str, Graph] = {}
+
+    def top_level_graph_names(self) -> list[str]:
+        """The names of the Graphs, in the order in which they were added."""
+        return list(self.graphs)
+
+    def _add(self, graph: Graph) -> None:
+        if graph.name in self.graphs:
+            raise ValueError(
+                f"the module already has a Graph '{graph.name}': give each its own name"
+            )
+        self.graphs[graph.name] = graph

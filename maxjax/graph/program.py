@@ -25,7 +25,6 @@ from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
 from .rebinding import check, check_determined, sizes_of_names
-from .reroll import as_function, is_jit, is_literal
 from .shape import StaticDim
 from .subgraph import is_input, type_of_input
 from .symbolic import naming
@@ -246,7 +245,7 @@ class Model(Rendered):
         self._weights = Binding(graph, registry)
         self._weights.require(registry, graph.orphans if registry is None else None)
         self._sizes = graph._scope
-        run = _function(graph)
+        run = graph.function()
         with naming(graph._sizes):
             inputs = [kind.to_jax() for kind in graph.input_types]
         donated = _donated(self.name, donate, len(graph.input_types))
@@ -406,63 +405,6 @@ class Program(Model):
                 f"'{self.name}' was compiled for arguments with the structure {self.in_tree}, not {tree}"
             )
         return jax.tree.unflatten(self.out_tree, self._execute(leaves))
-
-
-def _function(graph: Graph) -> Any:
-    """The graph as a function of (weights, inputs)."""
-    closed, addresses = graph.jaxpr, [entry.address for entry in graph.entries]
-
-    def run(weights: list[Any], *inputs: Any) -> list[Any]:
-        return _evaluate(closed, inputs, dict(zip(addresses, weights, strict=True)))
-
-    return run
-
-
-def _constant(const: Any, weights: Mapping[int, Any]) -> Any:
-    """A constant of a jaxpr; for a stand-in its weight."""
-    weight = weights.get(_address(const))
-    return const if weight is None else weight.reshape((1, *weight.shape))
-
-
-def _address(const: Any) -> int:
-    """The address of a NumPy constant; 0 for a jax.Array, which is never a stand-in."""
-    return 0 if isinstance(const, jax.Array) else np.asarray(const).ctypes.data
-
-
-def _evaluate(closed: Any, args: Sequence[Any], weights: Mapping[int, Any]) -> list[Any]:
-    """Evaluates a closed jaxpr, with weights by the addresses of their stand-ins.
-
-    Jitted functions that close over a Weight are inlined.
-    """
-    jaxpr, given = closed.jaxpr, [*(_constant(const, weights) for const in closed.consts), *args]
-    variables = (*jaxpr.constvars, *jaxpr.invars)
-    if not any(_holds_weight(equation, weights) for equation in jaxpr.eqns):
-        return as_function(jaxpr, jaxpr.eqns, variables, jaxpr.outvars)(*given)
-    values = dict(zip(variables, given, strict=True))
-    for equation in jaxpr.eqns:
-        if _holds_weight(equation, weights):
-            operands = [_read(atom, values) for atom in equation.invars]
-            results = _evaluate(equation.params["jaxpr"], operands, weights)
-        else:
-            free = list(dict.fromkeys(atom for atom in equation.invars if not is_literal(atom)))
-            part = as_function(jaxpr, [equation], free, equation.outvars)
-            results = part(*(values[v] for v in free))
-        values.update(zip(equation.outvars, results, strict=True))
-    return [_read(atom, values) for atom in jaxpr.outvars]
-
-
-def _read(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if is_literal(atom) else values[atom]
-
-
-def _holds_weight(equation: Any, weights: Mapping[int, Any]) -> bool:
-    """Whether an equation calls a jitted function that closes over a Weight, at any depth."""
-    if not is_jit(equation):
-        return False
-    closed = equation.params["jaxpr"]
-    return any(_address(const) in weights for const in closed.consts) or any(
-        _holds_weight(inner, weights) for inner in closed.jaxpr.eqns
-    )
 
 
 def _from_any(value: Any) -> Any:

@@ -59,6 +59,11 @@ class Subgraph:
         return cls(name, _Function(function), inputs, (), ())
 
     @property
+    def inputs(self) -> tuple[TensorType, ...]:
+        """The types of the inputs, which have ``dtype``, ``shape`` and ``device`` as the inputs of a Graph have."""
+        return tuple(self.input_types)
+
+    @property
     def output_types(self) -> list[TensorType]:
         """A TensorType for each output of a call."""
         return list(self._types())
@@ -91,7 +96,7 @@ class Subgraph:
     def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
         """Runs it; see ``ops.call``."""
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
-        self._check(flat)
+        check_arguments(self.name, flat, self.input_types)
         chosen = self._weights(prefix)
         homes = [w.stored.home for w in chosen]
         homes = [home if home and RUNNING.is_below(home[0]) else None for home in homes]
@@ -109,20 +114,6 @@ class Subgraph:
         else:
             outputs = self._run([weight.stored.array() for weight in chosen], flat)
         return [TensorValue(y) for y in outputs]
-
-    def _check(self, flat: list[Any]) -> None:
-        if len(flat) != len(self.input_types):
-            raise ValueError(
-                f"Expected {len(self.input_types)} args to call to {self.name}, got {len(flat)}"
-            )
-        for i, (array, kind) in enumerate(zip(flat, self.input_types, strict=True)):
-            found = TensorValue(array).type
-            sizes = zip(found.shape, kind.shape, strict=False)
-            dtype = DType.of(jax.dtypes.canonicalize_dtype(kind.dtype.np))
-            fits = found.rank == kind.rank and found.dtype is dtype
-            if not fits or any(a != b and isinstance(b, StaticDim) for a, b in sizes):
-                raise ValueError(f"argument {i} of the call to {self.name} is {found.dtype} {found.shape!r}, "
-                                 f"but it was built for {kind.dtype} {kind.shape!r}")  # fmt: skip
 
     def _weights(self, prefix: str) -> list[Weight]:
         names = [prefix + name for name in self.placeholders]
@@ -150,27 +141,41 @@ class Subgraph:
         return f"Subgraph {self.name}({inputs}), {len(self.placeholders)} weights looked up"
 
 
-def call(graph: Subgraph, *args: Any, prefix: str = "") -> list[TensorValue]:
+def call(graph: Any, *args: Any, prefix: str = "") -> list[TensorValue]:
     """Runs a subgraph with the weights whose names start with ``prefix``.
 
     Args:
-        graph: subgraph from ``Module.build_subgraph`` or ``Graph.add_subgraph``.
+        graph: subgraph from ``Module.build_subgraph`` or ``Graph.add_subgraph``, or a finished Graph.
         args: tensors or pytrees of tensors, whose leaves are the inputs in order.
         prefix: prefix of the names of the weights that the subgraph looks up. They are looked up in the
             innermost running Module that has all of them, or else in the Graph being built.
 
     Returns:
-        A TensorValue for each output.
+        A TensorValue for each output; ``.value`` is the array, which a carry of ``jax.lax.scan`` needs.
 
     Raises:
         TypeError: ``graph`` is not a subgraph.
         ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
             name is not found; the message says which.
     """
-    if not isinstance(graph, Subgraph):
+    if not callable(getattr(graph, "call", None)):
         raise TypeError(f"ops.call() takes a subgraph, not {type(graph).__name__}; "
                         "make one with Module.build_subgraph")  # fmt: skip
     return graph.call(args, prefix)
+
+
+def check_arguments(name: str, flat: Sequence[Any], kinds: Sequence[Any]) -> None:
+    """Raises ValueError unless the arguments of a call have the types of its inputs."""
+    if len(flat) != len(kinds):
+        raise ValueError(f"Expected {len(kinds)} args to call to {name}, got {len(flat)}")
+    for i, (array, kind) in enumerate(zip(flat, kinds, strict=True)):
+        found = TensorValue(array).type
+        sizes = zip(found.shape, kind.shape, strict=False)
+        dtype = DType.of(jax.dtypes.canonicalize_dtype(kind.dtype.np))
+        fits = found.rank == kind.rank and found.dtype is dtype
+        if not fits or any(a != b and isinstance(b, StaticDim) for a, b in sizes):
+            raise ValueError(f"argument {i} of the call to {name} is {found.dtype} {found.shape!r}, "
+                             f"but it was built for {kind.dtype} {kind.shape!r}")  # fmt: skip
 
 
 class _Function:

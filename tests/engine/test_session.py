@@ -6,6 +6,7 @@ import safetensors.numpy
 
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, Weight
+from maxjax.graph import Module as GraphModule
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.nn import Module
 
@@ -67,3 +68,30 @@ def test_what_is_refused():
         InferenceSession().load(Graph("g"), custom_extensions=["x"])
     with pytest.raises(ValueError, match="'weight' is not in the weights registry; it has other"):
         InferenceSession().load(Graph("g", Lin(), [KIND]), weights_registry={"other": np.ones(1)})
+
+
+def test_graphs_of_a_module_are_loaded_together():
+    """As MAX's files for several stages do, with a class of the same name as a model's layers."""
+    module, model = GraphModule(), Lin()
+    model.load_state_dict({"weight": np.ones((2, 3), np.float32)})
+    with Graph("encoder", input_types=[KIND], module=module) as encoder:
+        encoder.output(encoder.inputs[0].tensor * 2)
+    decoder = Graph("decoder", model, [KIND], module=module)
+    assert module.top_level_graph_names() == ["encoder", "decoder"]
+    models = InferenceSession().load_all(module, weights_registry=model.state_dict())
+    x = np.ones((2, 3), np.float32)
+    assert models[encoder.name].execute(x)[0].to_numpy().sum() == 12
+    assert models[decoder.name].execute(x)[0].to_numpy().sum() == 12
+    assert list(InferenceSession().load_all(encoder)) == ["encoder"]
+    with pytest.raises(ValueError, match="already has a Graph 'encoder'"):
+        Graph("encoder", lambda x: x, [KIND], module=module)
+
+
+def test_two_layers_without_full_names_in_one_graph():
+    first, second = Lin(), Lin()
+    second.weight = Weight("weight", "float32", (1, 2), DeviceRef.CPU())
+    first.load_state_dict({"weight": np.ones((2, 3), np.float32)})
+    second.load_state_dict({"weight": np.full((1, 2), 2, np.float32)})
+    graph = Graph("two", lambda x: second(first(x)), [KIND])
+    (found,) = InferenceSession().load(graph).execute(np.ones((1, 3), np.float32))
+    assert found.to_numpy().tolist() == [[12]]

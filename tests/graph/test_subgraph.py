@@ -189,12 +189,36 @@ def test_graph_subgraphs_of_functions():
         g.output(a, *call(sub, b))
     outs = Model(g, {"w": np.arange(3, dtype=np.float32)})(np.ones(3, np.float32))
     assert [o.to_numpy().tolist() for o in outs] == [[0, 1, 2], [0, 2, 4], [3, 3, 3]]
-    with pytest.raises(NotImplementedError):
-        g.add_subgraph("s")
     with pytest.raises(NotImplementedError, match=r"add_subgraph\(path="):
         g.add_subgraph("s", lambda x: x, path="graph.mlir")
     with pytest.raises(TypeError, match="'inputs'"):
         g.add_subgraph("s", lambda x: x, inputs=[])
+
+
+def test_a_subgraph_written_as_a_block():
+    """As in the example of MAX's add_subgraph; here it has a Weight of its own too."""
+    kind, w = TensorType("float32", ["n", 3], CPU), Weight("w", "float32", (3,), CPU)
+    with Graph("main", input_types=[kind]) as g:
+        with g.add_subgraph("add_w", input_types=[kind]) as sub:
+            x = sub.inputs[0].tensor
+            sub.output(x + w, x)
+        first, same = call(sub, g.inputs[0])
+        g.output(*call(sub, first), same)
+    assert g.output_types[0].shape == ["n", 3]
+    outs = Model(g, {"w": np.arange(3, dtype=np.float32)})(np.ones((2, 3), np.float32))
+    assert [o.to_numpy()[0].tolist() for o in outs] == [[1, 3, 5], [1, 2, 3], [1, 1, 1]]
+    with pytest.raises(ValueError, match=r"built for DType.float32 \[Dim\('n'\), Dim\(3\)\]"):
+        call(sub, jnp.ones((2, 4)))
+    with Graph("main", input_types=[kind]) as g:
+        sub = g.add_subgraph("s", input_types=[kind])
+        with pytest.raises(ValueError, match="'s' is not finished"):
+            call(sub, g.inputs[0])
+        g.output(g.inputs[0])
+
+
+def test_the_inputs_of_a_subgraph_have_types(net):
+    block = net.layers[0].build_subgraph("block", [[X, X], X])
+    assert [(i.dtype.name, i.shape) for i in block.inputs] == [("float32", [2, 3])] * 3
 
 
 # -- what is refused

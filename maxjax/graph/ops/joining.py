@@ -171,7 +171,13 @@ def repeat_interleave(x: Any, repeats: Any, axis: int | None = None, out_dim: An
         )
     repeats = integers(repeats, "repeat_interleave")
     length = to_size(out_dim, x.shape) if not isinstance(out_dim, str) else _total(repeats, out_dim)
-    return jnp.repeat(x, repeats, axis, total_repeat_length=length)
+    if isinstance(length, int) and isinstance(x.shape[axis], int):
+        return jnp.repeat(x, repeats, axis, total_repeat_length=length)
+    # jnp.repeat must know that sizes are not 0, which symbolic ones may be; with one more row this axis is not.
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, int(i == axis), 0) for i in range(x.ndim)])
+    ends = jnp.cumsum(jax.lax.pad(repeats, jnp.zeros((), repeats.dtype), [(0, 1, 0)]))
+    counts = jnp.zeros(length, jnp.int32).at[ends].add(1, mode="drop")
+    return jnp.take(x, jnp.cumsum(counts), axis, mode="clip")
 
 
 def _total(repeats: jax.Array, name: str) -> Any:

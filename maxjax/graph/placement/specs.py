@@ -85,7 +85,7 @@ class Placed(NamedTuple):
 
 
 def axis_of(mesh: Any, kind: str) -> str | None:
-    """The mesh's name for a kind of axis, or None: ``model`` may be called ``tp``.
+    """The mesh's name for a kind of axis, or None: ``model`` may be called ``tp``, or be the only axis of any name.
 
     Example:
         >>> import maxjax
@@ -94,14 +94,22 @@ def axis_of(mesh: Any, kind: str) -> str | None:
     """
     if kind in mesh.axis_names:
         return kind
+    if kind == "model" and _is_unnamed(mesh):
+        return mesh.axis_names[0]
     return next((name for name in mesh.axis_names if axis_name(name) == axis_name(kind)), None)
+
+
+def _is_unnamed(mesh: Any) -> bool:
+    """Whether the mesh has one axis with a name of its own, which then splits tensors."""
+    names = mesh.axis_names
+    return len(names) == 1 and axis_name(names[0]) not in AXES
 
 
 def check_mesh(mesh: Any) -> None:
     """Checks that a mesh has a known axis.
 
     Raises:
-        UserInputError: none of its axes is data, fsdp, expert, seq or model, or an alias of these.
+        UserInputError: it has several axes, and none is data, fsdp, expert, seq or model, or an alias of these.
     """
     if not any(axis_of(mesh, kind) for kind in AXES):
         raise UserInputError(

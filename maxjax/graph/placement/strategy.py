@@ -153,12 +153,11 @@ class StackedQkv(_Ranges):
         return self.num_heads
 
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
-        third, rest = divmod(extent, 3)
-        if rest:
-            raise ValueError(f"stacked_qkv: {extent} rows do not divide into 3 equal parts")
-        if third != self.num_heads * self.head_dim:
+        third = self.num_heads * self.head_dim
+        if extent != 3 * third:
             raise ValueError(
-                f"stacked_qkv: {extent} rows are not 3 x {self.num_heads} heads of {self.head_dim}"
+                f"stacked_qkv: axis 0 must have 3 x {self.num_heads} heads x {self.head_dim} = {3 * third} rows, "
+                f"got {extent}"
             )
         start, end = Segment.head_aware(self.num_heads, self.head_dim).shard_range(i, n)
         return [(part * third + start, part * third + end) for part in range(3)]
@@ -203,7 +202,7 @@ class GateUp(_Ranges):
     def ranges(self, extent: int, i: int, n: int) -> list[Range]:
         half, rest = divmod(extent, 2)
         if rest:
-            raise ValueError(f"gate_up: an axis of {extent} does not divide into two halves")
+            raise ValueError(f"gate_up: axis {self.axis} must have an even size, got {extent}")
         start, end = even_range(half, i, n)
         return [(start, end), (half + start, half + end)]
 

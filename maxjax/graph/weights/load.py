@@ -141,7 +141,7 @@ def load_weights(
     Args:
         paths: file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
             sharded set with its index, or several files), an index file, or a list of files
-            as in MAX: safetensors, or one GGUF file.
+            as in MAX: safetensors, one GGUF file, or one directory.
         verify: when to verify checksums: ``"auto"`` when a complete tensor is read, which
             costs almost nothing; True always; False never.
         limits: limits on the content of files, for files that need more than the defaults; they
@@ -176,6 +176,8 @@ def _load(paths: Any, verify: Verify) -> Weights:
     for file in files:
         if not file.exists():
             raise ValueError(f"file path ({file}) does not exist, cannot load weights.")
+    if len(files) == 1 and files[0].is_dir():
+        return _cursor(open_checkpoint(files[0], verify=verify), str(files[0]))
     if weights_format(files) is WeightsFormat.gguf:
         if len(files) > 1:
             raise ValueError("loading multiple gguf files is not supported.")

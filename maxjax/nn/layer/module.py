@@ -312,6 +312,24 @@ class Module(OfModule, Layer, StateDict, ABC):
         walk = Walk(self)
         return zip(walk.prefixes, walk.modules, strict=True)
 
+    def _iter_named_modules(self) -> Iterable[tuple[str, str, Module]]:
+        """MAX's walk: triples (path of attributes, prefix of the weights' names, Module), breadth first."""
+        walk = Walk(self)
+        for path, prefix, module in zip(walk.paths, walk.prefixes, walk.modules, strict=True):
+            yield path.rstrip("."), prefix, module
+
+    def _iter_named_weights(self) -> Iterable[tuple[str, Weight, Module]]:
+        """MAX's walk: triples (full name, Weight, the Module that has it), without weights that another owns."""
+        holders = {
+            id(weight): module
+            for _, _, module in self._iter_named_modules()
+            for attr, local in module._mx_locals.items()
+            if attr not in module._mx_shared
+            for weight in (module._mx_weights[local],)
+        }
+        for name, weight in self.raw_state_dict().items():
+            yield name, weight, holders.get(id(weight), self)
+
     def replace_module(self, name: str, module: Module) -> None:
         """Replaces the direct child ``name`` by another Module.
 

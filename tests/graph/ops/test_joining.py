@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.graph import Dim, TensorValue, ops
+from maxjax.dtype import DType
+from maxjax.engine import InferenceSession
+from maxjax.graph import DeviceRef, Dim, Graph, TensorType, TensorValue, ops
 from tests.graph.ops.oracle import check, check_numpy, normal
 from tests.oracles.recorded import torch
+
+CPU = DeviceRef.CPU()
 
 X, Y = normal(2, 3), normal(2, 3, seed=1)
 
@@ -154,3 +158,30 @@ def test_a_value_in_a_list_is_enough():
     assert not isinstance(ops.concat([X, Y]), TensorValue)
     for many in (iter([TensorValue(jnp.asarray(X))]), {0: TensorValue(jnp.asarray(X))}.values()):
         assert isinstance(ops.concat(many), TensorValue)
+
+
+def test_repeats_of_sequences_in_a_ragged_batch():
+    """As in MAX's Llama 4: one number for each sequence, for all of its tokens, whose count is a named size."""
+
+    def positions(x, offsets, cached):
+        total = x.shape[0]
+        offsets = offsets.cast(DType.int64)
+        starts = offsets[:-1]
+        lengths = offsets[1:] - starts
+        delta = cached.cast(DType.int64).rebind(starts.shape) - starts
+        repeated = ops.repeat_interleave(delta, lengths, axis=0, out_dim=total)
+        stop = ops.shape_to_tensor([total])[0]
+        return ops.range(0, stop, 1, out_dim=total, dtype=DType.int64, device=CPU) + repeated
+
+    types = [
+        TensorType("float32", ["total_seq_len", 2], CPU),
+        TensorType("uint32", ["input_row_offsets_len"], CPU),
+        TensorType("uint32", ["batch"], CPU),
+    ]
+    program = InferenceSession().load(Graph("positions", positions, types))
+    for lengths, cached in (([2, 3], [0, 4]), ([1, 0, 4], [7, 1, 2]), ([3], [5])):
+        offsets = np.cumsum([0, *lengths]).astype(np.uint32)
+        x = np.ones((sum(lengths), 2), np.float32)
+        (found,) = program.execute(x, offsets, np.array(cached, np.uint32))
+        wanted = [c + i for n, c in zip(lengths, cached, strict=True) for i in range(n)]
+        assert found.to_numpy().tolist() == wanted

@@ -108,13 +108,19 @@ def test_what_does_not_go(shape, wish, error, says):
 
 def test_a_mesh_of_unknown_axes():
     check_mesh(mesh(mine=2, tp=2))
-    with pytest.raises(UserInputError, match="has the axes mine, and strategies know data"):
-        check_mesh(mesh(mine=2))
+    with pytest.raises(UserInputError, match="has the axes mine, yours, and strategies know data"):
+        check_mesh(mesh(mine=2, yours=2))
+
+
+def test_the_only_axis_of_a_mesh_splits_tensors_whatever_its_name():
+    check_mesh(mesh(gpus=2))
+    assert place("w", (8, 6), ShardingStrategy.rowwise(1), mesh(gpus=2)).spec == P("gpus", None)
+    assert place("w", (8, 6), ShardingStrategy.rowwise(1), mesh(dp=2)).spec == P(None, None)
 
 
 def test_the_error_for_unknown_axes_says_where_rules_are_taken():
     with pytest.raises(UserInputError, match=r"model\.to\(mesh, rules="):
-        check_mesh(mesh(mine=2))
+        check_mesh(mesh(mine=2, yours=2))
 
 
 def test_patterns():

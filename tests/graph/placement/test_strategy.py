@@ -73,17 +73,17 @@ def test_stacked_qkv_keeps_heads_whole(n):
 
 
 @pytest.mark.fast(
-    "strategy0-shape0-IndexError-no axis 1", "strategy5-shape5-ValueError-an axis of 5"
+    "strategy0-shape0-IndexError-no axis 1", "strategy5-shape5-ValueError-even size, got 5"
 )
 @pytest.mark.parametrize(
     ("strategy", "shape", "error", "says"),
     [
         (S.columnwise(2), (4,), IndexError, "no axis 1"),
         (S.axiswise(-3, 2), (4, 4), IndexError, "no axis -3"),
-        (S.stacked_qkv(2, 2, 2), (13, 4), ValueError, "13 rows"),
-        (S.stacked_qkv(2, 2, 2), (15, 4), ValueError, "3 x 2 heads of 2"),
+        (S.stacked_qkv(2, 2, 2), (13, 4), ValueError, "= 12 rows, got 13"),
+        (S.stacked_qkv(2, 2, 2), (15, 4), ValueError, "3 x 2 heads x 2 = 12 rows, got 15"),
         (S.head_aware_columnwise(2, 2, 4), (4, 7), ValueError, "there are 7"),
-        (S.gate_up(2, axis=0), (5, 4), ValueError, "an axis of 5"),
+        (S.gate_up(2, axis=0), (5, 4), ValueError, "even size, got 5"),
         (S.segmented(2, 0, [Segment.even(4)]), (5, 4), ValueError, "have 4 values, the axis 5"),
         (S.tensor_parallel(2), (4, 4), NotImplementedError, "placeholder for whole layers"),
         (S.expert_parallel(2), (4, 4), NotImplementedError, "for whole layers"),

@@ -454,3 +454,10 @@ def test_items_of_a_gguf_file_are_in_the_files_order(tmp_path):
     with maxjax.load_weights(path) as w:
         assert [name for name, _ in w.items()] == list(w.keys()) == names
         assert [name for name, _ in w.a.items()] == ["a.b", "a"]
+
+
+def test_a_list_with_one_directory(tmp_path):
+    model = maxjax.init(nn.Linear(3, 2, "float32", CPU), jax.random.key(0))
+    maxjax.checkpoint.save(tmp_path / "orbax", model)
+    with maxjax.load_weights([tmp_path / "orbax"]) as weights:
+        np.testing.assert_array_equal(np.asarray(weights.weight.data()), model.weight.value)

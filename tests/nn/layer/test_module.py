@@ -663,3 +663,24 @@ def test_weights_that_a_mesh_does_not_divide_are_named_in_one_warning(caplog):
     fill(Table()).to(maxjax.make_mesh(model=1))
     fill(Table()).to(mesh, sharding_strategy=ShardingStrategy.replicate(8))
     assert not caplog.records
+
+
+def test_max_walks_of_modules_and_weights():
+    """As MAX's weight adapter of FLUX uses them."""
+
+    class Plain(LayerList):
+        @property
+        def _omit_module_attr_name(self):
+            return True
+
+    m = Hold(a=Lin(), xs=LayerList([Lin()]), ys=Plain([Lin()]))
+    m.b = Hold()
+    m.b.set_shared_weight("weight", m.a.weight)
+    walked = list(m._iter_named_modules())
+    assert [(path, prefix) for path, prefix, _ in walked][:4] == [
+        ("", ""), ("a", "a."), ("xs", "xs."), ("ys", "")
+    ]  # fmt: skip
+    assert {path: module for path, _, module in walked}["xs.0"] is m.xs[0]
+    found = {name: (weight, module) for name, weight, module in m._iter_named_weights()}
+    assert list(found) == list(m.raw_state_dict())
+    assert found["a.weight"] == (m.a.weight, m.a) and found["xs.0.weight"][1] is m.xs[0]
