@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ class Decoder(Scored, PretrainedModel):
             self.model.layers = layers.stack(period=period, first=first)
         return self
 
-    def unstack(self) -> Decoder:
+    def unstack(self) -> Self:
         """Gives each layer its own weights again, in place, with the same values bit for bit.
 
         Returns:
@@ -276,6 +276,14 @@ class Decoder(Scored, PretrainedModel):
         mixer = next(layer for layer in below if callable(getattr(layer, "cache_place", None)))
         return mixer.cache_place(batch)
 
+    @overload
+    def __call__(
+        self, ids: Any, cache: None = None, *, lengths: Any = None, last: bool = False
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, ids: Any, cache: KVCache, *, lengths: Any = None, last: bool = False
+    ) -> tuple[jax.Array, KVCache]: ...
     def __call__(
         self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
     ) -> Any:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -346,7 +346,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         sharding_strategy: Any = None,
         rules: Mapping[str, Any] | None = None,
         memory_kind: str | None = None,
-    ) -> Module:
+    ) -> Self:
         """Sets the sharding of every weight, in place: moves values now, and placeholders when they are loaded.
 
         Args:
