@@ -201,12 +201,12 @@ def as_written(value: float) -> float:
     So a model from a GGUF file has the settings, and the treedef, of the model that the file was made of.
 
     Example:
-        >>> as_written(9.999999747378752e-06), as_written(0.1)
-        (1e-05, 0.1)
+        >>> as_written(9.999999747378752e-06), as_written(0.1), as_written(1 / 3)
+        (1e-05, 0.1, 0.3333333333333333)
     """
     with np.errstate(over="ignore"):
         single = np.float32(value)
-    return float(str(single)) if single == value else value
+    return float(str(single)) if float(single) == value else value
 
 
 def unsupported(what: str, path: str | os.PathLike[str] | None = None) -> UnsupportedModelError:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointLimitError
 from ...models.config import read_object
+from ...models.gguf.tokenizer.bpe import cuts
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER
 from ...models.gguf.tokenizer.tokens import added, template
 from ..stream_decoders import byte_letters
@@ -23,8 +24,6 @@ _OLD = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TO
 [TOOL_CALLS]""".split()
 _MAX_TOKENS = 1 << 20
 _MAX_SPECIAL = 1 << 16
-# Every way to cut a token in two is tried. The longest published one has 128 bytes.
-_LONGEST = 512
 
 
 def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointFormatError: the file is broken; the message names the key.
-        CheckpointLimitError: there are too many tokens, or one is too long.
+        CheckpointLimitError: there are too many tokens, or too many of them begin with other tokens.
     """
     document = read_object(path)
     config, listed = document.get("config"), document.get("vocab")
@@ -54,7 +53,7 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     if doubled := [text for text in special if text in vocab]:
         raise _wrong(path, "a special token is a token of the vocabulary too", doubled[0])
     vocab |= {text: i for i, text in enumerate(special)}
-    merges = [(spelled[a], spelled[b]) for a, b in _merges(ranks)]
+    merges = [(spelled[a], spelled[b]) for a, b in _merges(ranks, path)]
     before = 1 if settings.get("add_bos_token") is not False and len(special) > 2 else None
     after = 2 if settings.get("add_eos_token") is True and len(special) > 2 else None
     around = None
@@ -124,21 +123,14 @@ def _ranks(listed: list[Any], path: Path) -> dict[bytes, int]:
             raise _wrong(path, f"'token_bytes' of the token {rank} are not base64") from None
         if not token or found.setdefault(token, rank) != rank:
             raise _wrong(path, f"the token {rank} of 'vocab' is empty, or there twice")
-        if len(token) > _LONGEST:
-            raise _many(path, f"bytes in the token {rank}", _LONGEST, len(token))
     return found
 
 
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+def _merges(ranks: Mapping[bytes, int], path: Path) -> list[tuple[bytes, bytes]]:
     """The pairs of tokens that make a token, in the order of the token that they make."""
-    found: list[tuple[int, int, int, bytes, bytes]] = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ranks and right in ranks:
-                found.append((rank, ranks[left], ranks[right], left, right))
-    found.sort(key=lambda pair: pair[:3])
-    return [(left, right) for *_, left, right in found]
+    pairs = list(cuts(ranks, path))
+    pairs.sort(key=lambda pair: tuple(map(ranks.__getitem__, pair)))
+    return [(left, right) for _, left, right in pairs]
 
 
 def _count(config: Mapping[str, Any], key: str, default: Any, most: int, path: Path) -> Any:

@@ -6,10 +6,18 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import maxjax
-from maxjax.errors import CheckpointError, CheckpointFormatError, UnsupportedModelError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    UnsupportedModelError,
+)
 from maxjax.models.gguf import gguf_tokenizer_metadata, tokenizer_json
+from maxjax.models.gguf.tokenizer.bpe import cuts
 from maxjax.text.tokenizer.files import backend_of
 from tests.oracles.recorded import FOLDER
 
@@ -189,6 +197,47 @@ def test_other_classes_are_named(tmp_path, golden):
         maxjax.load_tokenizer(
             put(tmp_path, golden["model unigram"], tokenizer_class="CamembertTokenizer")
         )
+
+
+def grid(size):
+    """Tokens of which each is made of others in as many ways as it has letters."""
+    found = ["a" * i + "b" * j for i in range(size) for j in range(size)]
+    return found[1:]
+
+
+@pytest.mark.parametrize("kind", ["gguf", "sentencepiece", "tekken"])
+def test_merges_are_counted_while_they_are_made(tmp_path, kind):
+    texts = grid(90)  # 200 are 8 million merges
+    with pytest.raises(CheckpointLimitError, match="begin with other tokens.*at most"):
+        if kind == "gguf":
+            key = "tokenizer.ggml."
+            tokenizer_json(
+                {key + "model": "llama", key + "tokens": texts, key + "scores": [0.0] * len(texts)}
+            )
+        elif kind == "sentencepiece":
+            pieces = b"".join(piece(text.encode(), -1.0) for text in ["<unk>", *texts])
+            maxjax.load_tokenizer(put(tmp_path, pieces + field(2, field(3, 2))))
+        else:
+            tokens = [bytes([i]) for i in range(256)] + [t.encode() for t in texts if len(t) > 1]
+            vocab = [
+                {"rank": i, "token_bytes": base64.b64encode(t).decode()}
+                for i, t in enumerate(tokens)
+            ]
+            (tmp_path / "tekken.json").write_text(
+                json.dumps(tekken(vocab=vocab, config={"pattern": _PATTERN}))
+            )
+            maxjax.load_tokenizer(tmp_path)
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("abc", min_size=1, max_size=5), unique=True))
+def test_pairs_are_all_of_the_ways_to_cut_a_token_into_two(texts):
+    every = [
+        (t, t[:i], t[i:]) for t in texts for i in range(1, len(t)) if {t[:i], t[i:]} <= {*texts}
+    ]
+    assert sorted(cuts(texts, None)) == sorted(every)
+    as_bytes = [tuple(part.encode() for part in row) for row in every]
+    assert sorted(cuts([t.encode() for t in texts], None)) == sorted(as_bytes)
 
 
 # --- tekken ---------------------------------------------------------------------------------

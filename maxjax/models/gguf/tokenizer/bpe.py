@@ -9,7 +9,8 @@ llama-vocab.cpp; ``generate_merges`` of transformers for the order of merges wit
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from ....errors import CheckpointLimitError, some
 from ..metadata import Settings, short
@@ -31,9 +32,12 @@ from .tokens import (
     vocabulary,
 )
 
-# Maximum number of characters in a token, since every way to cut it in two is tried. SentencePiece's
-# tokens have at most 16.
+# Published tokens have up to 128 bytes.
 _LONGEST_PIECE = 512
+# The largest number of pairs for each token, besides those of runs of one letter, and in all. Vocabularies have two
+# to three; Gemma's 262,144 tokens have 580 thousand.
+_PAIRS_OF_A_TOKEN, _PAIRS_OF_RUNS, _MAX_PAIRS = 12, 1 << 16, 1 << 20
+Token = TypeVar("Token", str, bytes)
 # llama.cpp's list of tokens that end generation, whatever type a file gives them.
 ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>"
@@ -72,7 +76,7 @@ def sentencepiece(given: Settings) -> dict[str, Any]:
 
     Raises:
         CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
-        CheckpointLimitError: a token is longer than 512 characters.
+        CheckpointLimitError: a token is longer than 512, or too many tokens begin with other tokens.
     """
     return _pieces(given, _SENTENCEPIECE_IDS, prefix=True)
 
@@ -235,21 +239,48 @@ def _scored(
         for token, index in vocab.items()
         if types[index] not in (CONTROL, UNKNOWN, BYTE) and token
     }
-    lengths = {len(token) for token in joined}
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, index in joined.items():
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for token, left, right in cuts(joined, given.path):
+        index = joined[token]
+        found.append((-scores[index], -len(left), -len(right), index, left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def cuts(tokens: Iterable[Token], path: Any) -> Iterator[tuple[Token, Token, Token]]:
+    """The tokens that are two other tokens, one after another: (token, left, right), sorted by token.
+
+    Raises:
+        CheckpointLimitError: a token is longer than 512, or too many tokens begin with other tokens.
+
+    Example:
+        >>> list(cuts(["a", "b", "ab", "abc", "bc", "c"], None))
+        [('ab', 'a', 'b'), ('abc', 'a', 'bc'), ('abc', 'ab', 'c'), ('bc', 'b', 'c')]
+    """
+    own = {token: token for token in tokens}
+    most = min(_PAIRS_OF_A_TOKEN * len(own) + _PAIRS_OF_RUNS, _MAX_PAIRS)
+    count = 0
+    # In sorted order, those that a token begins with are the last ones that have not ended.
+    starts: list[Token] = []
+    for token in sorted(own):
         if len(token) > _LONGEST_PIECE:
             raise CheckpointLimitError(
                 f"the token {token[:40]!r}… is too long",
-                path=given.path, expected=f"at most {_LONGEST_PIECE}", found=len(token),
+                path=path, expected=f"at most {_LONGEST_PIECE}", found=len(token),
             )  # fmt: skip
-        for cut in range(1, len(token)):
-            if cut in lengths and len(token) - cut in lengths:
-                left, right = token[:cut], token[cut:]
-                if left in joined and right in joined:
-                    found.append((-scores[index], -cut, cut - len(token), left, right))
-    found.sort(key=lambda pair: pair[:3])
-    return [(left, right) for *_, left, right in found]
+        while starts and not token.startswith(starts[-1]):
+            starts.pop()
+        count += len(starts)
+        if count > most:
+            raise CheckpointLimitError(
+                "there are too many tokens that begin with other tokens, from which merges are made",
+                path=path, expected=f"at most {most} pairs of {len(own)} tokens", found="more",
+            )  # fmt: skip
+        for left in starts:
+            right = own.get(token[len(left) :])
+            if right is not None:
+                yield token, left, right
+        starts.append(token)
 
 
 def _scores(given: Settings, tokens: list[str]) -> list[float]:
