@@ -2,6 +2,8 @@
 
 import pytest
 
+from maxjax.engine.generate.completion import Completion
+from maxjax.text.chat import answer_message
 from maxjax.text.reasoning import parts_of
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -40,3 +42,37 @@ CHANNELS = (
 )  # fmt: skip
 def test_parts_of_an_answer(text, prompt, reasoning, content, calls):
     assert parts_of(text, prompt) == (reasoning, content, calls)
+
+
+# As gpt-oss's: content with channels is refused, and "thinking" is what it calls the reasoning.
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels in the content') }}{% endif %}"
+    "{% if 'thinking' in m and loop.last and not add_generation_prompt %}{{ m.thinking }}{% endif %}"
+    "{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+class Tokenizer:
+    special_tokens = {}
+
+    def __init__(self, template):
+        self.chat_templates = {"default": template}
+
+
+def test_the_message_of_an_answer():
+    answer = Completion("analysisAdd them.assistantfinalIt is 7.", marked=CHANNELS)
+    parts = {"role": "assistant", "content": "It is 7.", "reasoning_content": "Add them."}
+    assert answer_message(answer, Tokenizer(HARMONY)) == parts
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    marked = {"role": "assistant", "content": CHANNELS}
+    assert answer_message(answer, Tokenizer(plain)) == marked
+    assert answer_message(answer, Tokenizer(plain), chat_template=HARMONY) == parts
+    assert answer_message(Completion("7"), Tokenizer(plain)) == {
+        "role": "assistant",
+        "content": "7",
+    }
+    call = f"<|channel|>commentary to=functions.weather<|message|>{ARGUMENTS}<|call|>"
+    found = answer_message(Completion("", marked=call), Tokenizer(HARMONY))
+    assert (found["content"], found["tool_calls"][0]["function"]) == ("", CALL)

@@ -192,7 +192,7 @@ class Request:
         together.agree(
             prompts=[list(map(int, prompt)) for prompt in prompts],
             max_new_tokens=self.max_new_tokens, stop=list(self.stops), eos_ids=list(self.eos_ids),
-            sampling=str(self.sampling), key=drawn, tokenizer=ids,
+            sampling=str(self.sampling), key=drawn, tokenizer=ids, skips=self._skip_special,
             **{name: str(value) for name, value in others.items()}, **model_facts(self.model),
         )  # fmt: skip
 

@@ -110,19 +110,19 @@ def _with_marks(
         keys = ("bos", "seperator")
         marks = zip(keys, (before[:1], after[-1:]), strict=True)
         return found | {f"{key}_token_id": mark[0] for key, mark in marks if mark}
-    others = [found["eos_token_id"]] if "eos_token_id" in found else []
+    own = found.get("eos_token_id", ends[0] if ends else None)
     found = {**found, "add_bos_token": bool(before), "add_eos_token": bool(after)}
     found |= {"bos_token_id": before[0]} if before else {}
-    found |= {"eos_token_id": after[-1]} if after else {}
-    if ends and "eos_token_id" not in found:
-        found["eos_token_id"] = ends[0]
-    others = [i for i in dict.fromkeys((*others, *ends)) if i != found.get("eos_token_id")]
-    # llama.cpp, and reading here, find those by their texts.
-    known = {i for text, i in ids.items() if text in ENDS}
-    written = sorted(others, key=known.__contains__)[:2]
-    if lost := [i for i in others if i not in written and i not in known]:
-        _LOG.warning("%s: a GGUF file cannot say that these tokens end an answer: %s", path, lost)
-    return found | dict(zip(("eot_token_id", "eom_token_id"), written, strict=False))
+    eos = after[-1] if after else own
+    found |= {"eos_token_id": eos} if eos is not None else {}
+    # llama.cpp, and reading here, know the other ones by their texts.
+    known = {i for text, i in ids.items() if text in ENDS and i != own}
+    others = [i for i in dict.fromkeys((own, *ends)) if i not in (None, eos) and i not in known]
+    if len(others) > 2:
+        _LOG.warning(
+            "%s: a GGUF file cannot say that these tokens end an answer: %s", path, others[2:]
+        )
+    return found | dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
 
 
 def templates(settings: Mapping[str, Any], given: str | None, path: Any) -> dict[str, Any]:

@@ -212,6 +212,7 @@ def test_all_tokens_that_end_an_answer_are_written(caplog):
     caplog.clear()
     found = gguf_tokenizer_metadata(data, settings, ends=[1, 300, 301, 500])
     assert set(end_ids(found)) == {1, 300, 301, 500} and not caplog.text
+    assert KEY + "eot_token_id" not in gguf_tokenizer_metadata(data, settings, ends=[1, 500])
 
 
 def test_special_tokens_are_those_that_gguf_finds(tmp_path):
