@@ -110,6 +110,7 @@ models: pooling sentence_files family ties
 models/decoder: config norm step attention grouped latent mixer gated_delta mamba2 short_conv altup block
 models/decoder: score model positions layer_sizes experts scaled_experts
 models/decoder: expert_files
+models: unloaded
 models/encoder: config alternating attention disentangled block model
 models/quantized: settings layouts methods __init__
 models/gguf/architectures: apertus cohere deepseek ernie4_5 exaone4 gemma glm4 gpt_neox gpt_oss granite hunyuan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def save_pretrained(
             checkpoint is split into several files.
         progress: called after each piece with the number of bytes written.
 
+    Tensors of the model's checkpoint that it does not hold are copied from there: heads that maxjax does not
+    have, vision and audio parts (``model.unloaded``; None leaves them out).
+
     Returns:
         The path of the directory.
 
@@ -78,6 +82,7 @@ def save_pretrained(
             ``config.json`` can say what it is; ``dtype``, ``max_shard_size`` or another argument is invalid.
         CheckpointSaveError: writing failed, for example because the disk is full; ``errno`` says
             why. A checkpoint that was there before is intact.
+        CheckpointChangedError: the checkpoint with ``model.unloaded`` has changed, or is gone; nothing was written.
         CheckpointAccessError, CheckpointBusyError: permission is denied; another process is writing.
         PeerFailedError, PeerLostError: another process raised an error in this call (for example,
             because the first one cannot write), or has ended.
@@ -98,7 +103,8 @@ def save_pretrained(
         raise UserInputError(
             f"config is the content of config.json, a dict, not {type(config).__name__}"
         )
-    with Lockstep("save_pretrained", shardings_of(model)) as together:
+    unloaded = model.unloaded if isinstance(model, PretrainedModel) else None
+    with Lockstep("save_pretrained", shardings_of(model)) as together, ExitStack() as stack:
         directory = target_path(directory)
         if is_weights(os.path.basename(directory)) and not os.path.isdir(directory):
             raise UserInputError(
@@ -111,10 +117,20 @@ def save_pretrained(
         if dtype is not None:
             refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
-        if isinstance(model, PretrainedModel):
+        main = main_dtype(data)
+        rest = stack.enter_context(unloaded.open()) if unloaded is not None else None
+        if rest is not None:
+            data = unloaded.stored(data, model.family)
+            data |= {name: rest[name].data() for name in unloaded.names if name not in data}
+        elif isinstance(model, PretrainedModel):
             data = model.family.stored(data)
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
-        others = model_files(model, config, main_dtype(data), data, tokenizer)
+        if config is not None:  # that of a model is written in any case
+            config = config if "torch_dtype" in config else {"dtype": None, **config}
+        elif unloaded is not None:
+            tied = (model.hf_config or {}).get("tie_word_embeddings")
+            config = unloaded.config_with(tied)
+        others = model_files(model, config, main, data, tokenizer)
         if tokenizer is not None:
             others |= tokenizer_files(tokenizer)
 
@@ -134,6 +150,8 @@ def save_pretrained(
         else:
             gathering.follow()
         together.finish()
+    if unloaded is not None and unloaded.is_in(directory):
+        model.unloaded = unloaded.at(directory)  # type: ignore[attr-defined]
     return Path(directory)
 
 
@@ -273,7 +291,15 @@ def float_type(dtype: Any) -> DType:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """The configuration with the dtype of most weights entered, unless these are quantised."""
-    dtype = None if config.get(QUANTIZATION) else dtype
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    return dict(config) if dtype is None else {**config, key: dtype.name}
+    """The configuration with the dtype of most weights where it names one, unless these are quantised.
+
+    Example:
+        >>> with_dtype({"dtype": "float32", "text_config": {"dtype": "float32"}}, DType.bfloat16)
+        {'dtype': 'bfloat16', 'text_config': {'dtype': 'bfloat16'}}
+    """
+    if config.get(QUANTIZATION) or dtype is None:
+        return {key: value for key, value in config.items() if key != "dtype" or value is not None}
+    found = {**config, **{key: dtype.name for key in ("dtype", "torch_dtype") if key in config}}
+    if isinstance(text := config.get("text_config"), Mapping):
+        found["text_config"] = with_dtype(text, dtype)
+    return found

@@ -86,6 +86,8 @@ class ModelConfig:
     by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
     # Values for keys that a file does not have, where null in a file means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
+    # Keys of special tokens, which are written as null if they are not known: transformers' own may not exist.
+    special: ClassVar[tuple[str, ...]] = ()
     # Names of kinds of layers in ``layer_types``, by field: (where it is True, where it is False).
     layer_names: ClassVar[Mapping[str, tuple[str, str]]] = {}
 

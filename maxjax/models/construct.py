@@ -25,6 +25,7 @@ from .find import all_families, find_family, text_of
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
+from .unloaded import Unloaded
 from .weights import main_dtype
 
 
@@ -69,7 +70,7 @@ def build(
         all_families()
     with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
-    family = find_family(raw, path=path)
+    family, whole = find_family(raw, path=path), raw
     raw = text_of(raw, path)
     if given:
         named = unwrapped({n: data_of(n, v) for n, v in weights.items()})
@@ -106,6 +107,8 @@ def build(
     elif isinstance(model, Decoder) and headless:
         model.lm_head = None
     model.hf_config = raw
+    if isinstance(weights, Weights):
+        model.unloaded = Unloaded.of(weights, whole, family)
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})
     if stacked and isinstance(model, Decoder):

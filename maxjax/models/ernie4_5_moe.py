@@ -144,4 +144,5 @@ ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily.of(
     gguf=ERNIE4_5_MOE_GGUF,
     renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
     ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
+    beside=("*.mtp_*", "mtp_*"),
 )  # fmt: skip

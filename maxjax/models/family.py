@@ -59,6 +59,7 @@ class Family:
         ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
         heads: patterns of tensors of heads on top of the model that maxjax does not have. They are ignored
             too, and a warning names them.
+        beside: patterns of ignored tensors that are saved again with the model, as ``heads`` are.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
@@ -76,6 +77,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     bare: tuple[str, tuple[str, ...]] = ("", ())
     only: tuple[tuple[str, Any], ...] = ()
@@ -147,7 +149,7 @@ class Family:
     def name(self, tensor: str) -> str | None:
         """The model's name for a checkpoint tensor, or None if the tensor is ignored."""
         tensor = self._without_prefix(tensor)
-        if _pattern((*self.ignored, *self.heads)).fullmatch(tensor):
+        if matcher((*self.ignored, *self.heads)).fullmatch(tensor):
             return None
         front, starts = self.bare
         if starts and tensor.startswith(starts):
@@ -163,7 +165,12 @@ class Family:
 
     def is_of_head(self, tensor: str) -> bool:
         """Whether a checkpoint tensor is of a head that the model does not have (``heads``)."""
-        return bool(_pattern(self.heads).fullmatch(self._without_prefix(tensor)))
+        return bool(matcher(self.heads).fullmatch(self._without_prefix(tensor)))
+
+    def left_out(self, names: Iterable[str]) -> list[str]:
+        """The tensors of a checkpoint that the model does not hold, but a saved one has: heads, adapters for tasks."""
+        kept = matcher((*self.heads, *self.beside))
+        return [name for name in names if kept.fullmatch(self._without_prefix(name))]
 
     def is_bare(self, names: Iterable[str]) -> bool:
         """Whether a checkpoint with these tensor names holds only the model without its head (``bare``)."""
@@ -207,7 +214,7 @@ class Family:
 
 
 @cache
-def _pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
+def matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
     """What matches the names that one of the patterns matches, in which ``*`` is anything."""
     each = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
     return re.compile("|".join(each) or r"(?!)", re.DOTALL)
@@ -275,8 +282,10 @@ class PretrainedModel(Module):
     family: ClassVar[Family]
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
+    # What else the checkpoint holds that the model was loaded from: saved with it; None: nothing.
+    unloaded: Any = None
     # Settings of generate, embed and save_pretrained: compiled programs stay valid when they change.
-    _mx_unread = frozenset({"_config_text", "generation", "pooling"})
+    _mx_unread = frozenset({"_config_text", "generation", "pooling", "unloaded"})
 
     @classmethod
     def of_checkpoint(

@@ -107,6 +107,7 @@ JINA_V3 = JinaV3Model.family = Family.of(
     prefixes=("roberta.",),
     renamed=((_ORIGINAL, ".weight"),),
     ignored=("*.lora_A", "*.lora_B"),
+    beside=("*.lora_A", "*.lora_B"),
     heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
     gguf=JINA_V3_GGUF,
 )  # fmt: skip

@@ -32,6 +32,7 @@ class ModernBertConfig(AlternatingConfig):
     """The settings of a ModernBERT, with Hugging Face's defaults for missing keys."""
 
     model_type = "modernbert"
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
 
     layer_norm_eps: float = setting("norm_eps", default=1e-5)
     hidden_act: str = setting("hidden_activation", default="gelu")

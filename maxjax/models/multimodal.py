@@ -35,6 +35,8 @@ _SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT
 T = TypeVar("T")
 # Keys outside ``text_config`` that apply to the text model too.
 _TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+# Keys that mean the same as another one, which files may have instead.
+_ALSO = {"num_local_experts": "num_experts"}
 # RoPE settings for the positions of images. A text token has the same position in all sections.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
@@ -218,7 +220,8 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text or texts[None]
     shared = {key: outer[key] for key in _TOP_LEVEL if outer.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
-    return {**text.unsaid, **_without_sections(given), **shared, **text.always, **names}
+    unsaid = {key: value for key, value in text.unsaid.items() if _ALSO.get(key) not in given}
+    return {**unsaid, **_without_sections(given), **shared, **text.always, **names}
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:

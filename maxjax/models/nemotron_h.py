@@ -159,6 +159,7 @@ NEMOTRON_H = NemotronH.family = DecoderFamily.of(
     NemotronH, NemotronHConfig,
     prefixes=("model.",),
     ignored=(*KNOWN, "mtp.*"),
+    beside=("mtp.*",),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
     bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=NEMOTRON_H_GGUF,

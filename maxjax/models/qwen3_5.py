@@ -121,13 +121,13 @@ class Qwen35MoE(Decoder):
 
 QWEN3_5 = Qwen35.family = MoEFamily.of(
     Qwen35, Qwen35Config, "Qwen3_5ForCausalLM", "Qwen3_5TextModel",
-    ignored=(*KNOWN, *PREDICTING),
+    ignored=(*KNOWN, *PREDICTING), beside=PREDICTING,
     sight=SIGHT,
     gguf=QWEN3_5_GGUF,
 )  # fmt: skip
 QWEN3_5_MOE = Qwen35MoE.family = MoEFamily.of(
     Qwen35MoE, Qwen35MoEConfig, "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel",
-    ignored=(*KNOWN, *PREDICTING),
+    ignored=(*KNOWN, *PREDICTING), beside=PREDICTING,
     sight=SIGHT,
     gguf=QWEN3_5_MOE_GGUF,
 )  # fmt: skip

@@ -125,5 +125,9 @@ class Qwen3Next(Decoder):
 
 
 QWEN3_NEXT = Qwen3Next.family = MoEFamily.of(
-    Qwen3Next, Qwen3NextConfig, ignored=(*KNOWN, *PREDICTING), gguf=QWEN3_NEXT_GGUF
+    Qwen3Next,
+    Qwen3NextConfig,
+    ignored=(*KNOWN, *PREDICTING),
+    beside=PREDICTING,
+    gguf=QWEN3_NEXT_GGUF,
 )

@@ -34,7 +34,6 @@ _KINDS = {
     "recurs": ("mamba", "attention"), "local_layers": ("sliding_attention", "full_attention"),
     "slides": ("sliding_attention", "full_attention"),
 }  # fmt: skip
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys that files have only with another value.
 _USUAL = {"is_causal": True, "is_decoder": False}
 # Keys that are not needed beside a newer one.
@@ -49,7 +48,7 @@ def config_of(
     Args:
         model: the model.
         tokens: ``eos_token_id`` and the like for a model that was made in code. null is written for those
-            of a decoder that are not given, since transformers has other defaults.
+            that are not given, since transformers has other defaults.
 
     Raises:
         UserInputError: the model was made in code, and such a file cannot say what it is.
@@ -79,9 +78,8 @@ def config_of(
         name = whole.removesuffix(ENDING).removesuffix("Model") + "Model"
     if labels is not None:
         name = name.removesuffix("Model") + ENDING
-    if isinstance(config, DecoderConfig):
-        tokens = {**dict.fromkeys(_TOKENS), **tokens}
-    return {"architectures": [name], **tokens, **written(config, labels)}
+    tokens = {**dict.fromkeys(config.special), **tokens}
+    return {"architectures": [name], "dtype": None, **tokens, **written(config, labels)}
 
 
 def written(config: ModelConfig, labels: int | None = None) -> dict[str, Any]:

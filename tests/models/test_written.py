@@ -26,7 +26,8 @@ from tests.oracles.recorded import transformers
 OLDER = {
     "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rotary_emb_base",
     "global_rope_theta", "local_rope_theta", "sliding_window_pattern", "head_dim", "position_embedding_type",
-    "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "global_head_dim", "num_global_key_value_heads",
+    "share_att_key", "position_buckets", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "global_head_dim",
+    "num_global_key_value_heads",
 }  # fmt: skip
 # Without an effect there: Mamba 2 has no positions, and no layer of Qwen 3.5's experts has this MLP.
 BESIDE = {("mamba2", "max_position_embeddings"), ("qwen3_5_moe_text", "intermediate_size")}

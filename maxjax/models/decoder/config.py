@@ -60,6 +60,7 @@ class DecoderConfig(ModelConfig):
 
     # Keys that files of the family may have and that transformers does not use either.
     unused: ClassVar[Collection[str]] = ()
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
     # Whether the family reads ``per_layer_config``.
     has_layer_sizes: ClassVar[bool] = False
     # Whether all models of the family are causal; files of other families may have ``is_causal: false``.

@@ -11,8 +11,8 @@ Shapes: X experts; a projection is ``[out, in]``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -223,6 +223,32 @@ class MoEFamily(DecoderFamily):
             found |= {name: data} if new is None else new
         return found
 
+    def together_in(self, checkpoint: Mapping[str, Any]) -> Together:
+        """The form in which a checkpoint holds the experts of a layer, to write them so."""
+        where = {
+            name: found for name in checkpoint if (found := self.together.found(name)) is not None
+        }
+        if not where:
+            return replace(self.together, written=False)
+        gate_up, down = (
+            next(
+                (
+                    one
+                    for name in where
+                    for one in names
+                    if re.search(rf"(\A|\.){re.escape(one)}\b", name)
+                ),
+                names[0],
+            )
+            for names in (self.together.gate_up, self.together.down)
+        )
+        found = next(iter(where.values()))
+        return replace(
+            self.together, gate_up=(gate_up,), down=(down,), written=True,
+            suffix=found[2] if found[2] in ("", ".weight") else self.together.suffix,
+            transposed=self._is_transposed(found, checkpoint),
+        )  # fmt: skip
+
     def _joined(
         self, key: tuple[str, bool, str], names: Mapping[tuple[int, int], str], tensors: Any
     ) -> dict[str, WeightData] | None:
@@ -257,14 +283,25 @@ class MoEFamily(DecoderFamily):
 _PREDICTING = re.compile(r"(.*\blayers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\..*")
 
 
+def _predicting(names: Iterable[str]) -> tuple[str, ...]:
+    """The beginnings of the names of layers of multi-token prediction."""
+    found = (_PREDICTING.fullmatch(name) for name in names)
+    return tuple({match[1] for match in found if match is not None})
+
+
 @dataclass(frozen=True)
 class PredictingFamily(MoEFamily):
     """A MoEFamily whose files may have layers of multi-token prediction, which maxjax leaves out."""
 
+    def left_out(self, names: Iterable[str]) -> list[str]:
+        """:meth:`DecoderFamily.left_out`, and the layers of multi-token prediction."""
+        names = list(names)
+        fronts = _predicting(names)
+        return [*super().left_out(names), *(name for name in names if name.startswith(fronts))]
+
     def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """:meth:`MoEFamily.apart` of the model's own layers."""
-        found = (_PREDICTING.fullmatch(name) for name in checkpoint)
-        fronts = tuple({match[1] for match in found if match is not None})
+        fronts = _predicting(checkpoint)
         return super().apart({n: v for n, v in checkpoint.items() if not n.startswith(fronts)})
 
 

@@ -9,7 +9,7 @@ hidden size E, vocabulary size V.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any, ClassVar, Self, overload
 
 import jax
@@ -31,7 +31,7 @@ from ...nn.kv_cache.cache import KVCache
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
 from ...nn.layer import LayerList, LayerStack, Module
 from ...nn.linear import ColumnParallelLinear
-from ..family import Family, PretrainedModel
+from ..family import Family, PretrainedModel, matcher
 from ..multimodal import PLACES
 from ..weights import beside
 from .aliases import spelling
@@ -490,6 +490,12 @@ class DecoderFamily(Family):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignored", (*self.ignored, *self.sight))
+
+    def left_out(self, names: Iterable[str]) -> list[str]:
+        """:meth:`Family.left_out`; of a multimodal model also the other parts."""
+        seen = matcher(self.sight)
+        names = list(names)
+        return [*super().left_out(names), *(name for name in names if seen.fullmatch(name))]
 
     def name(self, tensor: str) -> str | None:
         """:meth:`Family.name`, after the prefix of a multimodal model's text model is replaced."""

@@ -1,0 +1,128 @@
+"""What a checkpoint holds besides the model that was loaded from it: references, with which it is saved again.
+
+These are heads that maxjax does not have (masked words, labels of tokens, answers), the vision and audio parts of
+multimodal models, and layers of multi-token prediction. Their tensors are not read when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import CheckpointChangedError, CheckpointError
+from ..graph.weights import GGUFWeights, WeightData, Weights, load_weights
+from .decoder.expert_files import MoEFamily, Together
+from .family import Family, unwrapped
+from .multimodal import is_multimodal
+from .ties import says_tied, with_tie
+
+_ADVICE = "Load the model again; or set model.unloaded = None, and the model is saved without these tensors."
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """References to the tensors of a checkpoint that its model does not hold.
+
+    Attributes:
+        path: path of the checkpoint.
+        names: names of these tensors.
+        config: text of the file's ``config.json``.
+        spelled: names in the file of the model's tensors, where they differ.
+        files: path, size, modification time and inode of each file, as of the loading.
+        together: how the file holds the experts of a layer; None if the family has no experts.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    config: str
+    spelled: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, int, int, int], ...]
+    together: Together | None = None
+
+    def __repr__(self) -> str:
+        return f"Unloaded({len(self.names)} tensors of {self.path!r})"
+
+    @classmethod
+    def of(cls, weights: Weights, config: Mapping[str, Any], family: Family) -> Unloaded | None:
+        """The references for a model of a family; None if it holds all that the checkpoint has.
+
+        Args:
+            weights: the open checkpoint; nothing is read.
+            config: content of its ``config.json``.
+        """
+        if weights.name or isinstance(weights, GGUFWeights):
+            return None
+        table = weights._family.open_table()
+        if table.format == "orbax":
+            return None
+        named = unwrapped({name: name for name in table.entries})
+        names = tuple(sorted(named[name] for name in family.left_out(named)))
+        if not names and not is_multimodal(config):
+            return None
+        spelled = {family.name(name): raw for name, raw in named.items()}
+        together = (
+            family.together_in(dict(weights._named_data()))
+            if isinstance(family, MoEFamily)
+            else None
+        )
+        return cls(
+            weights._path, names, json.dumps(config),
+            tuple(sorted((own, raw) for own, raw in spelled.items() if own not in (None, raw))),
+            tuple(_identity(file.path, file.stat) for file in table.files), together,
+        )  # fmt: skip
+
+    def open(self) -> Weights:
+        """Opens the checkpoint again.
+
+        Raises:
+            CheckpointChangedError: it is gone, or another one since the model was loaded.
+        """
+        try:
+            weights = load_weights(self.path)
+        except CheckpointError as error:
+            raise self._changed(f"cannot be opened again: {error.problem}") from error
+        table = weights._family.open_table()
+        if self.files != tuple(_identity(file.path, file.stat) for file in table.files):
+            weights.close()
+            raise self._changed("has changed since the model was loaded from it")
+        return weights
+
+    def is_in(self, directory: str) -> bool:
+        """Whether the checkpoint is, or was, in a directory."""
+        return os.path.realpath(directory) in {
+            os.path.realpath(os.path.dirname(one[0])) for one in self.files
+        }
+
+    def at(self, directory: str) -> Unloaded:
+        """These references to the same tensors in the checkpoint that was saved to a directory."""
+        with load_weights(directory) as weights:
+            files = weights._family.open_table().files
+            return replace(
+                self, path=directory, files=tuple(_identity(one.path, one.stat) for one in files)
+            )
+
+    def _changed(self, problem: str) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"the checkpoint {problem}; it holds {len(self.names)} tensors that are saved with the model "
+            f"but were not loaded, such as '{next(iter(self.names), '')}'",
+            path=self.path, hint=_ADVICE,
+        )  # fmt: skip
+
+    def stored(self, tensors: Mapping[str, WeightData], family: Family) -> dict[str, WeightData]:
+        """A model's tensors as this file holds them: its names, and its form of the experts."""
+        if isinstance(family, MoEFamily) and self.together is not None:
+            family = replace(family, together=self.together)
+        names = dict(self.spelled)
+        return {names.get(name, name): data for name, data in family.stored(tensors).items()}
+
+    def config_with(self, tied: bool | None) -> dict[str, Any]:
+        """The content of the file's ``config.json``; ``tied`` is whether the model's head is tied, if it has one."""
+        config = json.loads(self.config)
+        return config if tied is None or says_tied(None, config) is tied else with_tie(config, tied)
+
+
+def _identity(path: str, status: os.stat_result) -> tuple[str, int, int, int]:
+    return os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino

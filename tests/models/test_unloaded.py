@@ -1,0 +1,200 @@
+"""What a checkpoint holds besides the loaded model is saved with it, byte for byte: heads, towers, predicted tokens."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import maxjax
+from maxjax.errors import CheckpointChangedError
+from maxjax.models.bert import BertConfig, BertModel
+from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
+from maxjax.models.llama import Llama, LlamaConfig
+from maxjax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+
+WEIGHTS = "model.safetensors"
+
+
+def parts(*names):
+    """Tensors that maxjax does not read, of a dtype of their own."""
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((3, 5)).astype(np.float16) for name in names}
+
+
+def written(folder, model, config, named, more):
+    """The files of a checkpoint: a model of ours under other names, and more tensors."""
+    model = maxjax.init(model, jax.random.key(0))
+    maxjax.save_pretrained(model, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    tensors = {named(name): value for name, value in load_file(folder / WEIGHTS).items()}
+    save_file({**tensors, **more}, folder / WEIGHTS, {"format": "pt"})
+    (folder / "maxjax_digests.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config(raw)))
+    return folder
+
+
+def masked_words(folder):
+    """A BertForMaskedLM."""
+    model = BertModel(BertConfig(60, 16, 24, num_layers=1, num_heads=2), pooler=False)
+    more = parts("cls.predictions.bias", "cls.predictions.transform.dense.weight")
+    return written(
+        folder, model, lambda raw: {**raw, "architectures": ["BertForMaskedLM"]}, "bert.{}".format, more
+    )  # fmt: skip
+
+
+def of_tokens(folder):
+    """A BertForTokenClassification."""
+    model = BertModel(BertConfig(60, 16, 24, num_layers=1, num_heads=2), pooler=False)
+    config = lambda raw: {**raw, "architectures": ["BertForTokenClassification"]}
+    return written(
+        folder, model, config, "bert.{}".format, parts("classifier.weight", "classifier.bias")
+    )
+
+
+def seeing(folder, front="language_model.model.", head="language_model.lm_head."):
+    """A LLaVA, in the names of old files or of new ones."""
+    model = Llama(LlamaConfig(60, 16, 24, num_layers=2, num_heads=2))
+    whole = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 9,
+    }
+    config = lambda raw: {**whole, "text_config": raw, "vision_config": {"depth": 1}}
+    named = lambda name: name.replace("lm_head.", head).replace(
+        "model.", front, name.startswith("model.")
+    )
+    return written(
+        folder, model, config, named, parts("vision_tower.a.weight", "multi_modal_projector.b")
+    )
+
+
+def predicting(folder):
+    """A DeepSeek V3 with a layer that predicts the token after the next one."""
+    config = DeepseekV3Config(
+        60, 16, 24, num_layers=2, num_heads=2, kv_lora_rank=6, q_lora_rank=4, qk_nope_head_dim=4,
+        qk_rope_head_dim=2, v_head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4,
+        n_group=1, topk_group=1,
+    )  # fmt: skip
+    more = parts("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight")
+    return written(
+        folder, DeepseekV3(config), lambda raw: raw | {"num_nextn_predict_layers": 1}, str, more
+    )
+
+
+def together(folder):
+    """A Qwen3-VL-MoE, whose files hold the experts of a layer as one tensor ``[X, in, out]``."""
+    config = Qwen3MoEConfig(
+        60, 16, 24, num_layers=2, num_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8
+    )  # fmt: skip
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
+    named = lambda name: name.replace("model.", "model.language_model.", name.startswith("model."))
+    written(
+        folder, Qwen3MoE(config), lambda raw: {**whole, "text_config": raw}, named, parts("model.visual.patch")
+    )  # fmt: skip
+    found = load_file(folder / WEIGHTS)
+    for layer in range(2):
+        front = f"model.language_model.layers.{layer}.mlp.experts"
+        each = [
+            [found.pop(f"{front}.{x}.{kind}_proj.weight") for kind in ("gate", "up", "down")]
+            for x in range(6)
+        ]
+        found[f"{front}.gate_up_proj"] = np.stack([np.concatenate([g, u]).T for g, u, _ in each])
+        found[f"{front}.down_proj"] = np.stack([np.ascontiguousarray(d.T) for _, _, d in each])
+    save_file(
+        {n: np.ascontiguousarray(v) for n, v in found.items()}, folder / WEIGHTS, {"format": "pt"}
+    )
+    return folder
+
+
+NEW = ("model.language_model.", "lm_head.")
+KINDS = {
+    "masked words": masked_words, "labels of tokens": of_tokens, "old names": seeing,
+    "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_a_loaded_and_saved_checkpoint_is_the_same(tmp_path, make):
+    source = make(tmp_path / "a")
+    model, _ = maxjax.load(source)
+    maxjax.save_pretrained(model, tmp_path / "b")
+    first, second = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "b"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and value.tobytes() == second[name].tobytes(), name
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "b")
+    ]
+    assert configs[0] == configs[1]
+
+
+def test_a_trained_text_model_is_saved_with_its_towers_where_it_was(tmp_path):
+    source = seeing(tmp_path / "a")
+    before = load_file(source / WEIGHTS)
+    model, _ = maxjax.load(source)
+    for factor in (2, 3):  # twice: the references are then to the files of the first save
+        model = jax.tree.map(lambda x, by=factor: x * by, model)
+        maxjax.save_pretrained(model, source)
+    after = load_file(source / WEIGHTS)
+    for name, value in before.items():
+        factor = 1 if "vision" in name or "modal" in name else 6
+        np.testing.assert_allclose(after[name], value * np.float32(factor), rtol=1e-6)
+
+
+def test_another_dtype_is_that_of_the_model_alone(tmp_path):
+    model, _ = maxjax.load(seeing(tmp_path / "a"))
+    maxjax.save_pretrained(model, tmp_path / "b", dtype="float16")
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert raw["text_config"]["dtype"] == "float16" and "dtype" not in raw  # as in the file
+    assert load_file(tmp_path / "b" / WEIGHTS)["language_model.lm_head.weight"].dtype == np.float16
+
+
+@pytest.mark.parametrize("change", ["replaced", "gone", "touched"])
+def test_a_checkpoint_that_has_changed_meanwhile(tmp_path, change):
+    source = masked_words(tmp_path / "a")
+    model, _ = maxjax.load(source)
+    if change == "gone":
+        (source / WEIGHTS).unlink()
+    elif change == "touched":
+        os.utime(source / WEIGHTS, ns=(1, 1))
+    else:
+        masked_words(source)
+    with pytest.raises(CheckpointChangedError, match=r"2 tensors .*model\.unloaded = None"):
+        maxjax.save_pretrained(model, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    model.unloaded = None
+    maxjax.save_pretrained(model, tmp_path / "b")
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert raw["architectures"] == ["BertModel"]
+    assert "cls.predictions.bias" not in load_file(tmp_path / "b" / WEIGHTS)
+
+
+def test_a_text_model_alone_has_no_default_of_the_multimodal_file(tmp_path):
+    model, _ = maxjax.load(together(tmp_path / "a"))
+    model.unloaded = None
+    maxjax.save_pretrained(model, tmp_path / "b")
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert raw["num_experts"] == 6 and "num_local_experts" not in raw
+    assert maxjax.load(tmp_path / "b")[0].config == model.config
+
+
+def test_a_step_of_orbax_holds_the_model_alone(tmp_path):
+    model, _ = maxjax.load(seeing(tmp_path / "a"))
+    maxjax.checkpoint.save(tmp_path / "steps", model)
+    again, _ = maxjax.load(tmp_path / "steps")
+    assert again.unloaded is None and again.hf_config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_file_without_a_dtype_gets_none(tmp_path):
+    source = written(
+        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_layers=1, num_heads=2)),
+        lambda raw: {key: value for key, value in raw.items() if key != "dtype"}, str, {},
+    )  # fmt: skip
+    maxjax.save_pretrained(maxjax.load(source)[0], tmp_path / "b")
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "b")
+    ]
+    assert configs[0] == configs[1]
