@@ -1,8 +1,8 @@
-"""Pictures of the built site in Chromium: `python -m scripts.site.screenshots`.
+"""Pictures of the built site in Chromium, to look at: `python -m scripts.site.screenshots`.
 
-It needs build/site (`python -m scripts.site`), `pip install playwright pillow`, and a Chromium of the system's
-packages (`apt install chromium`; `--browser PATH` names another). It writes docs/images/site-*.png and
-readme.png, each below 200 kB, and ends with exit code 1 where a page is wider than its window, says something
+It needs build/site (`python -m scripts.site`), `pip install playwright`, and a Chromium of the system's packages
+(`apt install chromium`; `--browser PATH` names another). It writes pictures of some pages into build/pictures,
+wide and narrow, light and dark, and ends with exit code 1 where a page is wider than its window, says something
 to the console, asks for an address elsewhere, or where the search finds nothing.
 """
 
@@ -11,27 +11,27 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
-import io
 import sys
 import threading
 from pathlib import Path
 
-from PIL import Image  # pyright: ignore[reportMissingImports]
 from playwright.sync_api import Page, sync_playwright  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE, IMAGES = ROOT / "build" / "site", ROOT / "docs" / "images"
+SITE, PICTURES = ROOT / "build" / "site", ROOT / "build" / "pictures"
 WIDE, NARROW = (1360, 900), (390, 844)
-# The name of a picture, its page, the window, the scheme of colours.
+# The page, the window, the scheme of colours.
 SHOTS = [
-    ("readme", "readme.html", (1360, 1500), "light"),
-    ("site-home", "index.html", WIDE, "light"),
-    ("site-reference", "reference/maxjax.html", WIDE, "dark"),
-    ("site-notebook", "notebooks/01_module_and_weights.html", WIDE, "light"),
-    ("site-narrow", "getting-started.html", NARROW, "dark"),
-    ("site-search", "index.html", NARROW, "light"),
+    (page, window, scheme)
+    for page in (
+        "index.html",
+        "models.html",
+        "coming-from-max.html",
+        "notebooks/01_module_and_weights.html",
+        "reference/maxjax.html",
+    )
+    for window, scheme in ((WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark"))
 ]
-MOST = 200_000  # bytes of a picture
 
 
 def search(page: Page, words: str) -> int:
@@ -42,15 +42,6 @@ def search(page: Page, words: str) -> int:
     page.wait_for_selector(".md-search-result__item", timeout=60_000)
     page.wait_for_timeout(1000)
     return page.locator(".md-search-result__item").count()
-
-
-def png(picture: bytes) -> bytes:
-    """The picture in 256 colours."""
-    kept = io.BytesIO()
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        kept, "PNG", optimize=True
-    )
-    return kept.getvalue()
 
 
 def wrong_on(page: Page, name: str, said: list[str]) -> list[str]:
@@ -82,16 +73,16 @@ def main() -> int:
     base, wrong = f"http://localhost:{server.server_port}/", []
     shots = list(SHOTS)
     if options.check_all:
-        every = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
         shots = [
-            ("", path, size, scheme)
+            (str(path.relative_to(SITE)), size, scheme)
             for size, scheme in ((NARROW, "dark"), (WIDE, "light"))
-            for path in every
-            if path != "404.html"  # its addresses are those of a server's root
+            for path in sorted(SITE.rglob("*.html"))
+            if path.name != "404.html"  # its addresses are those of a server's root
         ]
+    PICTURES.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=options.browser, args=["--no-sandbox"])
-        for name, path, (width, height), scheme in shots:
+        for path, (width, height), scheme in shots:
             page = browser.new_page(
                 viewport={"width": width, "height": height},
                 color_scheme=scheme,  # pyright: ignore[reportArgumentType]
@@ -107,15 +98,12 @@ def main() -> int:
                 ),
             )
             page.goto(base + path)
-            if name == "site-search" and not search(page, "quantise"):
-                wrong.append("search: finds nothing")
             wrong += wrong_on(page, f"{path}, {width} pixels, {scheme}", said)
-            if name:
-                picture = png(page.screenshot())
-                if len(picture) > MOST:
-                    wrong.append(f"{name}.png has {len(picture)} bytes")
-                (IMAGES / f"{name}.png").write_bytes(picture)
-                print(f"{name}.png: {len(picture)} bytes")
+            if not options.check_all:
+                name = f"{path.replace('/', '-').removesuffix('.html')}-{width}-{scheme}.png"
+                page.screenshot(path=PICTURES / name)
+                if path == "index.html" and not search(page, "quantise"):
+                    wrong.append("search: finds nothing")
             page.close()
         browser.close()
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
