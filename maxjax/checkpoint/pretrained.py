@@ -118,8 +118,8 @@ def save_pretrained(
             refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
         main = main_dtype(data)
-        rest = stack.enter_context(unloaded.open()) if unloaded is not None else None
-        if rest is not None:
+        if isinstance(model, PretrainedModel) and unloaded is not None:
+            rest = stack.enter_context(unloaded.open())
             data = unloaded.stored(data, model.family)
             data |= {name: rest[name].data() for name in unloaded.names if name not in data}
         elif isinstance(model, PretrainedModel):
@@ -127,7 +127,7 @@ def save_pretrained(
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
         if config is not None:  # that of a model is written in any case
             config = config if "torch_dtype" in config else {"dtype": None, **config}
-        elif unloaded is not None:
+        elif isinstance(model, PretrainedModel) and unloaded is not None:
             tied = (model.hf_config or {}).get("tie_word_embeddings")
             config = unloaded.config_with(tied)
         others = model_files(model, config, main, data, tokenizer)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("maxjax")
 T = TypeVar("T")
+# Scales of a KV cache in FP8, and of what is computed with it: without such a cache they have no effect.
+_CACHE_SCALES = tuple(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output"))
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
@@ -149,7 +151,7 @@ class Family:
     def name(self, tensor: str) -> str | None:
         """The model's name for a checkpoint tensor, or None if the tensor is ignored."""
         tensor = self._without_prefix(tensor)
-        if matcher((*self.ignored, *self.heads)).fullmatch(tensor):
+        if matcher((*self.ignored, *self.heads, *_CACHE_SCALES)).fullmatch(tensor):
             return None
         front, starts = self.bare
         if starts and tensor.startswith(starts):
@@ -169,7 +171,7 @@ class Family:
 
     def left_out(self, names: Iterable[str]) -> list[str]:
         """The tensors of a checkpoint that the model does not hold, but a saved one has: heads, adapters for tasks."""
-        kept = matcher((*self.heads, *self.beside))
+        kept = matcher((*self.heads, *self.beside, *_CACHE_SCALES))
         return [name for name in names if kept.fullmatch(self._without_prefix(name))]
 
     def is_bare(self, names: Iterable[str]) -> bool:

@@ -74,7 +74,9 @@ def config_of(
         labels = None if score is None else int(score.weight.logical_shape[0])
         name = family.architectures[-1] if model.lm_head is None else whole  # type: ignore[attr-defined]
     else:
-        labels = None if getattr(model, "classifier", None) is None else config.num_labels
+        labels = (
+            None if getattr(model, "classifier", None) is None else getattr(config, "num_labels", 2)
+        )
         name = whole.removesuffix(ENDING).removesuffix("Model") + "Model"
     if labels is not None:
         name = name.removesuffix("Model") + ENDING
@@ -82,7 +84,7 @@ def config_of(
     return {"architectures": [name], "dtype": None, **tokens, **written(config, labels)}
 
 
-def written(config: ModelConfig, labels: int | None = None) -> dict[str, Any]:
+def written(config: Any, labels: int | None = None) -> dict[str, Any]:
     """The content of a ``config.json`` with these settings, without ``architectures``.
 
     Args:
@@ -253,7 +255,7 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
     rope, local = getattr(config, "rope", None), getattr(config, "local_rope", None)
     if rope is None:
         return {}
-    if "global_rope_theta" in seen:
+    if "global_rope_theta" in seen and local is not None:
         return {"global_rope_theta": rope.theta, "local_rope_theta": local.theta}
     # Without such an object, some families scale it all the same.
     scaling = rope_scaling(config, rope) or (

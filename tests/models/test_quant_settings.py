@@ -132,7 +132,7 @@ def weights_of(**changes):
         ({"quant_method": "fp8", "activation_scheme": 3}, UnsupportedModelError, "activation_scheme 3"),
         ({"quant_method": "compressed-tensors"}, UnsupportedModelError, "no config_groups"),
         ({**weights_of(), "format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4-pack"),
-        ({**weights_of(), "kv_cache_scheme": {"num_bits": 8}}, UnsupportedModelError, "kv_cache_scheme"),
+        ({"group_size": 64, "bits": 4}, UnsupportedModelError, "MLX's quantisation"),
         ({**weights_of(), "sparsity_config": {"format": "sparse-24-bitmask"}},
          UnsupportedModelError, "sparse-24"),
         (weights_of(num_bits=4), UnsupportedModelError, "num_bits 4"),
@@ -147,3 +147,14 @@ def weights_of(**changes):
 def test_a_method_that_is_not_supported_is_named(config, error, what):
     with pytest.raises(error, match=what):
         Quantization.of({"quantization_config": config}, path="config.json")
+
+
+def test_a_scheme_of_a_cache_in_fp8_changes_nothing():
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    layouts = [
+        Quantization.of({"quantization_config": one}).layout_for("model.layers.0.up_proj")(
+            64, 64, {}
+        )
+        for one in (weights_of(), {**weights_of(), "kv_cache_scheme": scheme})
+    ]
+    assert layouts[0] == layouts[1]

@@ -28,7 +28,7 @@ from ...models.gguf import config_of
 from ...models.gguf.sampling import sampling_config
 from ...models.gguf.tokenizer.read import HF_JSON, end_ids
 from ...models.pooling import gguf_pooling
-from ...models.quantized import with_blocks
+from ...models.quantized import refuse_mlx, with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.digests import MAX_SIDECARS
 from ...storage.files import OpenFile
@@ -90,6 +90,7 @@ def _opened(source: str | os.PathLike[str], weights: Weights) -> Opened:
         file = folder / "config.json"
         config = read_object(file) if file.is_file() else None
         if config is not None:
+            refuse_mlx(config, path=path)
             config = _with_true_tie(config, found, path)
         # A single file may have any neighbours; with a config.json they are those of a model. They stay
         # open, as they may be replaced while a large checkpoint is converted.

@@ -41,6 +41,7 @@ from ...models.config import read_object
 from ...models.decoder.config import DecoderConfig, groups_of_config
 from ...models.find import all_families
 from ...models.gguf import config_of
+from ...models.quantized import refuse_mlx
 from ...nn.attention import AttentionWithRope
 from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
@@ -294,6 +295,7 @@ def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> F
             config = read_object(config_beside(folder))
     except CheckpointMissingError:
         return _of_names(weights, None, rules)
+    refuse_mlx(config)
     try:
         find_family(config)
         return _of_model(weights, config, rules)

@@ -29,6 +29,30 @@ _FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
 
 
+def refuse_mlx(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> None:
+    """Refuses a repository that MLX has quantised: its ``quantization`` has ``bits``, and no ``quant_method``.
+
+    Raises:
+        UnsupportedModelError: it is one.
+
+    Example:
+        >>> refuse_mlx({"quantization": {"group_size": 64, "bits": 4}})
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.UnsupportedModelError: MLX's quantisation ('quantization' in config.json) is not supported
+        (supported: fp8, ...). Convert the original model, or load its GGUF file.
+    """
+    for key in ("quantization", KEY):
+        given = config.get(key)
+        is_mlx = isinstance(given, Mapping) and "group_size" in given and "bits" in given
+        if is_mlx and given.get("quant_method") is None:
+            where = f"{os.fspath(path)}: " if path is not None else ""
+            raise UnsupportedModelError(
+                f"{where}MLX's quantisation ('{key}' in config.json) is not supported (supported: "
+                f"{', '.join(METHODS)}). Convert the original model, or load its GGUF file."
+            )
+
+
 @dataclass(frozen=True)
 class Quantization:
     """The settings of a ``quantization_config``.
@@ -59,6 +83,7 @@ class Quantization:
             >>> Quantization.of({"hidden_size": 8}) is None
             True
         """
+        refuse_mlx(config, path=path)
         raw = config.get(KEY)
         if not raw:
             return None

@@ -73,8 +73,7 @@ _COMPRESSED = {
 def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``compressed-tensors``: groups of layers, each with settings for its weights."""
     settings.only("quantization_status", "compressed", "frozen")
-    if settings.part("kv_cache_scheme") is not None:
-        raise settings.refused("kv_cache_scheme")
+    settings.part("kv_cache_scheme")  # of a cache in FP8 only, whose scales are ignored
     if sparsity := settings.part("sparsity_config"):
         sparsity.only("format", "dense")
     if transform := settings.part("transform_config"):
