@@ -28,7 +28,7 @@ graph: dim shape device quantization kind
 
 # 1 storage: bytes on disk to named arrays, and back
 storage: limits files crc32 formats signatures strict_json boxes entry checksums sidecars
-storage/save: durable locks beside staging outgoing
+storage/save: locks durable beside staging outgoing
 storage: table digests directory parts
 storage/blocks: grids layout scratch codebooks simple k_quants iq_quants decoders codings search encode_simple
 storage/blocks: encode_k encode_native

@@ -431,6 +431,15 @@ def test_verify_of_a_format_without_checksums(minilm):
     assert "it has no checksums" in succeeds("verify", minilm)
 
 
+def test_repair_says_what_it_did(tmp_path):
+    waits = tmp_path / ".maxjax-next-\x1b[31m"
+    waits.mkdir()
+    said = succeeds("repair", tmp_path)
+    assert ".maxjax-next-" in said and "\x1b" not in said and not waits.exists()
+    assert "nothing to repair" in succeeds("repair", tmp_path)
+    assert "no such directory" in fails("repair", tmp_path / "none")
+
+
 def test_verify_finds_a_flipped_bit(archive):
     content = bytearray(archive.read_bytes())
     content[content.index(np.float32(5).tobytes())] ^= 1

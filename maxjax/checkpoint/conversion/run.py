@@ -112,10 +112,11 @@ def convert(
         )
     if importance is not None and not isinstance(importance, Importance):
         importance = load_importance(importance)
+    is_single = kind == "safetensors" and _is_file(target)
     options = {"dtype": target_dtype, "encoding": encoding, "overwrite": overwrite}
 
     def once() -> Converted:
-        with opened(source) as found:
+        with opened(source, is_single=is_single) as found:
             counted = counting(shown, watch)
             if kind != "gguf" and isinstance(found.weights, GGUFWeights):
                 as_hugging_face(found)
@@ -156,6 +157,11 @@ def _format(target: Path, to: str | None) -> str:
     if kind == "gguf" and (end is None or is_directory):
         raise UserInputError(f"{target}: name a file for GGUF, for example {target / 'model.gguf'}")
     return kind
+
+
+def _is_file(target: Path) -> bool:
+    """Whether a destination of safetensors is a single file."""
+    return target.suffix.lower() == ".safetensors" and not os.path.isdir(target)
 
 
 def _encoding(quantize: str | None, kind: str) -> str | None:
@@ -273,7 +279,7 @@ def _to_safetensors(
     outgoing = [outgoing_data(one, name) for name, one in data.items()]
     result = result_of(target, "safetensors", outgoing)
     outgoing = watched(outgoing, watch)
-    if target.suffix.lower() == ".safetensors" and not os.path.isdir(target):
+    if _is_file(target):
         ordered = outgoing if found.as_given else in_order(outgoing)
         nbytes = result.nbytes + len(header(ordered, found.metadata))
         pieces = partial(file_pieces, metadata=found.metadata)

@@ -72,12 +72,13 @@ class Opened:
 
 
 @contextmanager
-def opened(source: str | os.PathLike[str]) -> Iterator[Opened]:
+def opened(source: str | os.PathLike[str], *, is_single: bool) -> Iterator[Opened]:
+    """Opens the source; ``is_single`` says that only the tensors are wanted, and no file beside them."""
     with load_weights(source) as weights:
-        yield _opened(source, weights)
+        yield _opened(source, weights, is_single)
 
 
-def _opened(source: str | os.PathLike[str], weights: Weights) -> Opened:
+def _opened(source: str | os.PathLike[str], weights: Weights, is_single: bool) -> Opened:
     table = weights._family.open_table()
     # For a directory of orbax steps, the newest step.
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
@@ -86,7 +87,7 @@ def _opened(source: str | os.PathLike[str], weights: Weights) -> Opened:
         all_families()
         return Opened(path, weights, {}, None, {})
     found = {name: weights[name].data() for name in table.entries}
-    with weights._beside.files(copied=True) as folder:
+    with weights._beside.files(copied=not is_single) as folder:
         file = folder / "config.json"
         config = read_object(file) if file.is_file() else None
         if config is not None:
@@ -94,7 +95,8 @@ def _opened(source: str | os.PathLike[str], weights: Weights) -> Opened:
             config = _with_true_tie(config, found, path)
         # A single file may have any neighbours; with a config.json they are those of a model. They stay
         # open, as they may be replaced while a large checkpoint is converted.
-        beside = _beside(folder) if path.is_dir() or config is not None else {}
+        is_model = path.is_dir() or config is not None
+        beside = _beside(folder) if is_model and not is_single else {}
         beside.pop("config.json", None)
     opened = Opened(path, weights, found, config, beside, folder)
     if table.format == "safetensors":

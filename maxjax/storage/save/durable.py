@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointMissingError, CheckpointSaveError
 from ...paths import local_path
 from ..files import os_error
+from .locks import lock
+
+# A file that is being written, and the age in seconds from which it may be the remains of one.
+_PART = re.compile(r"\.maxjax-[0-9a-f]{16}\.part")
+_PART_SECONDS = 60
 
 
 def target_path(path: str | bytes | os.PathLike[Any]) -> str:
@@ -87,6 +94,7 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
     """
     target = os.path.realpath(path)  # the target of a link is replaced, not the link
     folder = os.path.dirname(target)
+    sweep_parts(folder)
     temporary = os.path.join(folder, f".maxjax-{secrets.token_hex(8)}.part")
     kept = "The previous file is untouched." if os.path.exists(target) else ""
     try:
@@ -108,6 +116,30 @@ def replace_file(path: str, pieces: Iterable[Any]) -> None:
         raise save_failed(problem, path, error.errno, "A power cut may undo it.") from error
 
 
+def sweep_parts(folder: str) -> list[str]:
+    """Deletes the unfinished files of processes that were killed in :func:`replace_file`; returns their names."""
+    try:
+        names = sorted(filter(_PART.fullmatch, os.listdir(folder)))
+    except OSError:
+        return []
+    return [name for name in names if _delete_part(os.path.join(folder, name))]
+
+
+def _delete_part(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            is_mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            is_old = time.time() - status.st_mtime > _PART_SECONDS
+            if is_mine and is_old and lock(fd, wait=False, unsupported=None):
+                os.unlink(path)
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
 def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
     """Creates a file, which must not exist yet, with the concatenated ``pieces``, and flushes it to the disk.
 
@@ -119,6 +151,7 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
+        lock(fd, wait=False)  # as long as it is being written
         if like is not None:
             _set_mode(fd, like)
         for piece in pieces:

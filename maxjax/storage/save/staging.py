@@ -34,6 +34,7 @@ from .durable import (
     has_no_room,
     save_error,
     save_failed,
+    sweep_parts,
     target_path,
     write_new,
 )
@@ -49,6 +50,8 @@ _ACTIVE: WeakSet[Staging] = WeakSet()
 _LOCKING_SECONDS = 60
 # Seconds to wait for a lock holder that has no temporary directory.
 _WAIT_SECONDS = 2.0
+# Seconds to wait before a temporary directory is removed once more.
+_PAUSES = (0.02, 0.1, 0.3, 0)
 # An .owner file is smaller; and a directory has fewer remains of saves.
 _OWNER_BYTES, _MOST_REMAINS = 4096, 1000
 
@@ -311,7 +314,11 @@ class Staging:
     def _clear(self) -> None:
         if self._is_left:
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for pause in _PAUSES:  # a library's threads may still write after an error
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not os.path.lexists(self.folder):
+                break
+            time.sleep(pause)
         for path in reversed(self._created):  # created for a save that failed
             with contextlib.suppress(OSError):
                 os.rmdir(path)
@@ -377,6 +384,7 @@ def sweep(directory: str) -> list[str]:
     swept = [os.path.basename(path) for path in _temporary(directory) if _is_dead(path)]
     for name in swept:
         shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+    swept += sweep_parts(directory)
     if swept:
         _LOG.warning("%s: removed the remains of %d interrupted saves", directory, len(swept))
     return swept

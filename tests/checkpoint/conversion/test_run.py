@@ -822,6 +822,7 @@ def test_links_out_of_the_directory_are_not_copied(models, tmp_path, caplog, nam
     shutil.move(folder / "model.safetensors", tmp_path / "weights")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
     load_weights(folder).close()
+    convert(folder, tmp_path / "w.safetensors")  # which copies no file beside the weights
     if name == "README.md":
         convert(folder, tmp_path / to)
         assert not (tmp_path / "out" / name).exists()

@@ -797,3 +797,34 @@ def test_a_path_without_bytes_and_a_directory_called_like_the_shell_s(tmp_path, 
     Path("~").mkdir()  # as versions before made it
     Staging("~/run").close()  # no error
     durable.writable_path("~/file")
+
+
+KILLED = """
+import os, sys, time
+from maxjax.storage.save.durable import replace_file
+
+def pieces():
+    yield b"half"
+    print("begun", flush=True)
+    sys.stdin.readline()
+
+replace_file(sys.argv[1], pieces())
+"""
+
+
+def test_an_unfinished_file_of_a_killed_process_is_deleted_by_the_next(tmp_path):
+    path = tmp_path / "file"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    (part,) = os.listdir(tmp_path)
+    os.utime(tmp_path / part, (0, 0))
+    (tmp_path / ".maxjax-0123456789abcdef.part").symlink_to(path)
+    durable.replace_file(str(path), [b"another"])  # the process lives
+    assert (tmp_path / part).exists()
+    process.kill()
+    process.communicate()
+    durable.replace_file(str(path), [b"mine"])
+    assert sorted(os.listdir(tmp_path)) == [".maxjax-0123456789abcdef.part", "file"]
+    assert path.read_bytes() == b"mine"
