@@ -1,18 +1,21 @@
-"""Text for a terminal: aligned tables, and names with control characters escaped."""
+"""Text for a terminal: aligned tables."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from .errors import printable
+
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
-    """The rows as lines of equally wide columns, those in ``right`` aligned to the right.
+    """The rows as printable lines of equally wide columns, those in ``right`` aligned to the right.
 
     Example:
         >>> list(columns([["a", "1"], ["bcd", "10"]], right={1}))
         ['a     1', 'bcd  10']
     """
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)
@@ -41,13 +44,3 @@ class Table(NamedTuple):
             ['name  bytes', 'w         4']
         """
         return columns(self.rows, self.right)
-
-
-def visible(text: str) -> str:
-    """``text`` with control characters escaped, so that a tensor's name cannot control a terminal.
-
-    Example:
-        >>> visible("a\\tb")
-        'a\\\\tb'
-    """
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

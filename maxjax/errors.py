@@ -6,9 +6,47 @@ the expected and found values, and what to do about it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with every character escaped that is not printable, except those in ``keep``.
+
+    What a file says (names, metadata, messages of templates) passes through here before it reaches a
+    terminal, an error or a log: control characters and escape sequences move the cursor, marks of
+    direction reorder a line, and lone surrogates cannot be printed.
+
+    Example:
+        >>> printable("a\\tb\\x1b[2J\\u202e")
+        'a\\\\tb\\\\x1b[2J\\\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+class _PrintableRecords(logging.Filter):
+    """Makes the messages of a logger printable; their line breaks stay."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if (safe := printable(text, keep="\n")) != text:
+            record.msg, record.args = safe, ()
+        return True
+
+
+# All of maxjax logs here.
+logging.getLogger("maxjax").addFilter(_PrintableRecords())
+
+
+class _PrintableError(Exception):
+    """An exception whose text is printable, whatever was put into it; its line breaks stay."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class CheckpointError(Exception):
@@ -100,10 +138,7 @@ def _one_line(value: Any, limit: int = 300) -> str:
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text)} characters)"
-    # Surrogates are escaped too: a terminal cannot print them.
-    return "".join(
-        c if c.isprintable() and not "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in text
-    )
+    return printable(text)
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
@@ -180,15 +215,15 @@ class CheckpointBusyError(CheckpointError):
     """Another process is writing to the same path."""
 
 
-class OutOfMemoryError(MemoryError):
+class OutOfMemoryError(_PrintableError, MemoryError):
     """The requested arrays do not fit into the memory of a device or the host."""
 
 
-class PeerLostError(RuntimeError):
+class PeerLostError(_PrintableError, RuntimeError):
     """Another process of a multi-host run has ended or does not answer."""
 
 
-class PeerFailedError(RuntimeError):
+class PeerFailedError(_PrintableError, RuntimeError):
     """Another process raised an error in a call that several processes make together."""
 
 
@@ -200,11 +235,11 @@ class MissingCompilerError(ImportError):
     """The compiler for the requested kind of device is not installed, or does not load."""
 
 
-class UnsupportedModelError(NotImplementedError):
+class UnsupportedModelError(_PrintableError, NotImplementedError):
     """maxjax does not support the architecture that a configuration names."""
 
 
-class UserInputError(ValueError):
+class UserInputError(_PrintableError, ValueError):
     """An argument of the caller (text, a path, an option) cannot be used."""
 
 

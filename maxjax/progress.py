@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from .columns import visible
+from .errors import printable
 
 VARIABLE = "MAXJAX_PROGRESS"
 # Seconds until work is shown, and between two drawings of it.
@@ -75,7 +75,7 @@ class Task:
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "B", reads: bool = False):
-        self.what, self.total, self.unit, self.reads = visible(what), total, unit, reads
+        self.what, self.total, self.unit, self.reads = printable(what), total, unit, reads
         self.note, self.done, self.began = "", 0, time.monotonic()
         self._counting = threading.Lock()
         self._over = threading.Event()

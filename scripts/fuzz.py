@@ -4,6 +4,7 @@
     python scripts/fuzz.py --format gguf --count 3000 --seed 7
     python scripts/fuzz.py --quick            # a few of each, to see that it runs
     python scripts/fuzz.py --refusal          # how long each bad file of the corpus takes
+    python scripts/fuzz.py --hostile          # files that are written to hang, to fill memory or to crash
 
 Files are read in a child process, so that a crash or an endless loop is reported, and a new child
 reads the rest. Failures are: a signal, a read of over 5 s, memory that grows by over 300 MB and
@@ -16,6 +17,7 @@ code is 1, and the command that reproduces it is printed.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import io
 import json
@@ -589,6 +591,117 @@ def print_refusals(formats: list[str]) -> int:
     return int(worst)
 
 
+# --- files that are hostile -----------------------------------------------------------------------
+
+# What opening a hostile file may take; a file that is accepted may take its own size several times.
+HOSTILE_SECONDS, HOSTILE_BYTES = 1.0, 200_000_000
+# Seconds after which a child is ended from outside, and its address space beyond what it has.
+_ENDED_SECONDS, _HOSTILE_SPACE = 20.0, 3 << 30
+
+
+def hostile_child(pipe: int) -> None:
+    """Opens the cases whose numbers come on stdin, and writes a line of JSON about each."""
+    from maxjax import errors
+    from scripts.hostile_files import act, cases, require_printable, warm_up_action
+
+    named = (errors.CheckpointError, errors.UserInputError, errors.UnsupportedModelError)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    listed, warm = cases(), set()
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + _HOSTILE_SPACE, hard))
+    spent = lambda: sum(sum(resource.getrusage(who)[:2]) for who in (0, resource.RUSAGE_CHILDREN))
+    with os.fdopen(pipe, "wb", 0) as out:
+        out.write(b"\n")
+        for number in map(int, sys.stdin):
+            case = listed[number]
+            if case.action not in warm:  # imports and compilations are not counted
+                warm.add(case.action)
+                warm_up_action(case.action, listed)
+            with tempfile.TemporaryDirectory() as directory:
+                path = case.build(Path(directory).resolve())
+                gc.collect()
+                forget_peak()
+                before, begin = resident("VmRSS"), spent()
+                said, problem = "accepted", ""
+                try:
+                    act(case.action, path)
+                except named as error:
+                    said = f"{type(error).__name__}: {error}"
+                    try:
+                        require_printable(said)
+                    except ValueError as found:
+                        problem = str(found)
+                    said = said.replace(directory, "…")
+                except BaseException as error:
+                    said = problem = f"{type(error).__name__}: {error}"
+                seconds, grown = spent() - begin, resident("VmHWM") - before
+            row = seconds, grown, said[:240], problem[:240]
+            out.write(json.dumps(row).encode() + b"\n")
+
+
+def hostile(
+    chosen: Callable[[str], bool], every: int = 1
+) -> Iterator[tuple[str, float, int, str, str]]:
+    """(name, seconds of CPU, bytes, what was said, what is wrong) of each case, in as few children as survive."""
+    from scripts.hostile_files import cases
+
+    names = [case.name for case in cases()]
+    todo = [i for i, name in enumerate(names) if chosen(name)][::every]
+    while todo:
+        ours, theirs = os.pipe()
+        command = [sys.executable, __file__, "--hostile", f"--pipe={theirs}"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[theirs], text=True
+        ) as process:
+            os.close(theirs)
+            assert process.stdin is not None
+            with os.fdopen(ours, "rb") as lines:
+                if not lines.readline():
+                    raise RuntimeError("the child ended before it opened a file")
+                while todo:
+                    number = todo.pop(0)
+                    process.stdin.write(f"{number}\n")
+                    process.stdin.flush()
+                    ready, _, _ = select.select([lines], [], [], _ENDED_SECONDS)
+                    line = lines.readline() if ready else b""
+                    if not line:
+                        if not ready:
+                            process.kill()
+                        code = process.wait()
+                        how = (
+                            "no end"
+                            if not ready
+                            else signal.Signals(-code).name
+                            if code < 0
+                            else f"exit {code}"
+                        )
+                        yield names[number], _ENDED_SECONDS, 0, how, how
+                        break
+                    seconds, grown, said, problem = json.loads(line)
+                    if seconds > HOSTILE_SECONDS:
+                        problem = problem or "too long"
+                    if grown > HOSTILE_BYTES:
+                        problem = problem or "too large"
+                    yield names[number], seconds, grown, said, problem
+            process.stdin.close()
+
+
+def print_hostile(only: str, every: int, verbose: bool) -> int:
+    count = wrong = 0
+    for name, seconds, grown, said, problem in hostile(lambda name: only in name, every):
+        count, wrong = count + 1, wrong + bool(problem)
+        if problem or verbose:
+            print(
+                f"{seconds:6.2f} s {grown / 1e6:5.0f} MB  {name}: {problem or 'held'}: {said}",
+                flush=True,
+            )
+    print(f"{count} hostile files, {wrong} with something wrong")
+    return int(wrong > 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=50_000, help="mutations of each format")
@@ -596,6 +709,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="200 mutations of each format")
     parser.add_argument("--refusal", action="store_true", help="time the refusal of bad files")
+    parser.add_argument("--hostile", action="store_true", help="open hostile files, and measure it")
+    parser.add_argument("--only", default="", help="the hostile files with this in their name")
+    parser.add_argument("--every", type=int, default=1, help="of these a sample: every n-th")
+    parser.add_argument("--verbose", action="store_true", help="a line about each hostile file")
     for hidden in ("--reader", "--child", "--pipe"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -603,6 +720,11 @@ def main() -> int:
         numbers = options.count, options.seed, int(options.child)
         child(options.format, *numbers, options.reader, int(options.pipe))
         return 0
+    if options.hostile and options.pipe:
+        hostile_child(int(options.pipe))
+        return 0
+    if options.hostile:
+        return print_hostile(options.only, options.every, options.verbose)
     formats = list(FORMATS) if options.format == "all" else [options.format]
     if options.refusal:
         return print_refusals(formats)

@@ -1,5 +1,8 @@
 """The error classes, and the built-in exceptions that each inherits from, on which callers rely."""
 
+import logging
+import pickle
+
 import pytest
 
 from maxjax import errors
@@ -40,3 +43,21 @@ def test_what_it_may_be_caught_as(name):
     assert issubclass(getattr(errors, name), errors.CheckpointError) == name.startswith(
         "Checkpoint"
     )
+
+
+# A right-to-left override, a control of ISO 6429 in one character, an escape sequence, a surrogate.
+MARKS = "\u202e\x9b31m\x1b[2J\u2066\ud800"
+
+
+@pytest.mark.parametrize("name", ALSO)
+def test_a_message_cannot_steer_a_terminal(name):
+    error = getattr(errors, name)(f"no {MARKS}\nsecond")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        said = str(one)
+        assert said.replace("\n", "").isprintable() and "\\x1b[2J" in said
+        assert isinstance(one, getattr(errors, name))
+
+
+def test_a_log_cannot_steer_a_terminal(caplog):
+    logging.getLogger("maxjax").warning("%s: %s", MARKS, 3)
+    assert caplog.messages == ["\\u202e\\x9b31m\\x1b[2J\\u2066\\ud800: 3"]

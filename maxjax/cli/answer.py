@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ..columns import columns, visible
+from ..columns import columns
+from ..errors import printable
 from ..progress import task
 from .tables import is_terminal
 from .terminal import interrupts
@@ -70,7 +71,7 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
 
 
 def visible_text(text: str) -> str:
-    """``text`` with control characters escaped, except tabs and newlines.
+    """``text`` with what steers a terminal escaped, except tabs and newlines: an answer may have any script.
 
     Example:
         >>> print(visible_text("red: \\x1b[31m\\nend"))
@@ -79,12 +80,15 @@ def visible_text(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c in "\n\t" or not _steers(c) else visible(c) for c in text)
+    return "".join(c if c in "\n\t" or not _steers(c) else printable(c) for c in text)
 
 
 def _steers(character: str) -> bool:
     code = ord(character)
-    return code < 0x20 or 0x7F <= code < 0xA0
+    # The last two are embeddings, overrides and isolates of direction, which reorder what comes after them.
+    return (
+        code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    )
 
 
 class _Stop:
@@ -180,7 +184,7 @@ def _end(answer: Answer) -> str:
     if answer.stopped:
         return f"{after}, by Ctrl-C"
     if isinstance(found.stop, str):
-        return f"{after}, by the stop string {visible(repr(found.stop))}"
+        return f"{after}, by the stop string {found.stop!r}"
     if found.stop is not None:
         return f"{after}, by the token {found.stop}"
     return f"{after}: the largest length was reached"

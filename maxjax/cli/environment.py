@@ -10,12 +10,12 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..columns import columns
+from .terminal import warn
 
 PACKAGES = (
     "maxjax jax jaxlib numpy ml_dtypes flax orbax-checkpoint safetensors tokenizers huggingface_hub"
@@ -171,7 +171,7 @@ def env(options: argparse.Namespace) -> Iterable[str]:
     compile_cache.enable()
     found = environment()
     for problem in found["problems"]:
-        print(f"maxjax: warning: {problem}", file=sys.stderr)
+        warn(problem)
     return [json.dumps(found, indent=1)] if options.json else _env_lines(found)
 
 

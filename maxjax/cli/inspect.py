@@ -6,12 +6,13 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..columns import Table, visible
+from ..columns import Table
+from ..errors import printable
 from .options import checkpoint
+from .terminal import warn
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
@@ -69,18 +70,21 @@ def _logical(entry: Any) -> list[int]:
 
 def _plain(value: Any) -> Any:
     """A value of metadata for JSON; a long list, such as a vocabulary, is counted, not shown."""
-    items = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(items, list):
-        return items
-    if len(items) > _SHOWN_ITEMS:
-        return {"items": len(items), "first": [_plain(item) for item in items[:3]]}
-    return [_plain(item) for item in items]
+    if hasattr(value, "tolist"):
+        if value.size > _SHOWN_ITEMS:  # counted as it lies: it may have millions of numbers
+            return {"items": value.size, "first": value[:3].tolist()}
+        return value.tolist()
+    if not isinstance(value, list):
+        return value
+    if len(value) > _SHOWN_ITEMS:
+        return {"items": len(value), "first": [_plain(item) for item in value[:3]]}
+    return [_plain(item) for item in value]
 
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['items']:,} items: {', '.join(map(str, value['first']))[:40]} …"
-    text = visible(str(value))
+    text = printable(str(value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
 
 
@@ -119,7 +123,7 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
             others = second_reading(table) if format == "safetensors" else None
     found = Verified(*map(sum, zip(*counts, strict=True)))
     for line in others or ():
-        print(f"maxjax: warning: {line}: other programs may not open it", file=sys.stderr)
+        warn(f"{line}: other programs may not open it")
     if options.json:
         return [json.dumps({"sound": True, "format": format} | asdict(found), indent=1)]
     sums = f"{found.checksums:,} checksums agree" if found.checksums else "it has no checksums"
@@ -152,18 +156,18 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _inspect_table(document: dict[str, Any]) -> Iterator[str | Table]:
     if document["metadata"]:
-        rows = [[visible(key), _short(value)] for key, value in document["metadata"].items()]
+        rows = [[key, _short(value)] for key, value in document["metadata"].items()]
         yield Table([["metadata", "value"], *rows])
         yield ""
     yield Table(
         [["name", "dtype", "shape", "bytes", "file"]]
         + [
             [
-                visible(tensor["name"]),
+                tensor["name"],
                 tensor["dtype"],
                 "x".join(map(str, tensor["shape"])) or "scalar",
                 f"{tensor['bytes']:,}",
-                visible(os.path.basename(tensor["file"])),
+                os.path.basename(tensor["file"]),
             ]
             for tensor in document["tensors"]
         ],

@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import re
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from .options import (
     text,
     variable,
 )
+from .terminal import warn
 
 # Settings of Sampling with their texts for --help.
 _SAMPLING = {
@@ -180,11 +180,7 @@ def template_variables(options: argparse.Namespace, tokenizer: Any) -> dict[str,
     for name in found.keys() - words:
         like = closest(name, words - _KEYWORDS)
         hint = f": did you mean {like}?" if like else ""
-        print(
-            f"maxjax: warning: --template-arg {name} has no effect: the chat template does not"
-            f" read it{hint}",
-            file=sys.stderr,
-        )
+        warn(f"--template-arg {name} has no effect: the chat template does not read it{hint}")
     return found
 
 
@@ -199,10 +195,7 @@ def chosen_key(options: argparse.Namespace, sampling: Any) -> tuple[int | None, 
     idle = [name for name in _FILTERS if getattr(options, name)]
     if idle and (idle != ["top_p"] or options.top_p < 1):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        print(
-            f"maxjax: warning: {names} has no effect, since sampling is greedy: give --temperature",
-            file=sys.stderr,
-        )
+        warn(f"{names} has no effect, since sampling is greedy: give --temperature")
     return None, None
 
 

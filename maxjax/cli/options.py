@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError, UserInputError
+from ..errors import CheckpointError, UserInputError, printable
 from ..paths import local_path
 
 TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
@@ -298,5 +298,5 @@ def _checked(found: str, check: Callable[[str], Any], prefix: str) -> str:
 
 
 def _short(found: str) -> str:
-    shown = found if found.isprintable() else ascii(found)[1:-1]
+    shown = printable(found)
     return shown if len(shown) <= 80 else f"{shown[:80]}…"

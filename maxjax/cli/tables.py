@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..columns import Table
+from ..errors import printable
 
 
 def is_terminal(stream: Any) -> bool:
@@ -39,7 +40,7 @@ def show(parts: Iterable[str | Table]) -> None:
             console.print(_drawn(part))
         else:
             for line in lines([part]):
-                sys.stdout.write(line + "\n")
+                sys.stdout.write(printable(line, keep="\n\t") + "\n")
     sys.stdout.flush()
 
 
@@ -71,5 +72,5 @@ def _drawn(table: Table) -> Any:
         justify = "right" if i in table.right else "left"
         found.add_column(Text(title), justify=justify, no_wrap=True)
     for row in table.rows[table.titles :]:
-        found.add_row(*map(Text, row))
+        found.add_row(*(Text(printable(cell)) for cell in row))
     return found

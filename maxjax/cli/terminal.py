@@ -16,6 +16,7 @@ from ..errors import (
     MissingCompilerError,
     UnsupportedModelError,
     UserInputError,
+    printable,
 )
 
 # Errors that are not defects of maxjax: their message is enough.
@@ -46,9 +47,15 @@ def explain(error: Exception) -> str:
         message = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} ", message).rstrip()
     if isinstance(error, OSError) and error.filename and message.startswith("[Errno"):
         message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    message = printable(message)
     if isinstance(error, EXPECTED):
         return message
     return f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+
+
+def warn(text: str) -> None:
+    """Writes a warning to stderr, in one line."""
+    print(f"maxjax: warning: {printable(text)}", file=sys.stderr)
 
 
 def decoded(data: bytes, name: str) -> str:

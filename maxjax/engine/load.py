@@ -31,7 +31,7 @@ from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
 from ..progress import short, task
-from ..storage.files import closed_on_error
+from ..storage.files import closed_on_error, is_there
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import Files, settled, waiting
@@ -285,7 +285,7 @@ def _with_dense(weights: GGUFWeights, pooling: Pooling | None) -> Pooling | None
 
 def _transformer(directory: Path) -> Path:
     """The directory of the transformer, which ``modules.json`` may place in a subfolder."""
-    if not (directory / "modules.json").exists() and not waiting(os.fspath(directory)):
+    if not is_there(directory / "modules.json") and not waiting(os.fspath(directory)):
         return directory
     with beside_of(directory).files() as folder:
         return read_pooling(folder)[1]

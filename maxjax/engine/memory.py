@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..columns import columns, visible
+from ..columns import columns
 from ..driver import memory_stats
 from ..errors import UserInputError, some
 from ..graph.weight.stacked import StackedWeight
@@ -233,7 +233,7 @@ def memory() -> Memory:
     every = _by_buffer(array for array in jax.live_arrays() if not array.is_deleted())
     models = [
         ModelMemory(
-            visible(type(module).__name__),
+            type(module).__name__,
             sum(own.values()),
             sum(nbytes for key, nbytes in own.items() if counts[key] > 1),
         )

@@ -144,7 +144,9 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
         )
     with load_weights(file) as weights:
         with weights._beside.files() as folder:
-            settings = read_settings(load_json(folder / CONFIG), os.fspath(directory / CONFIG))
+            settings = read_settings(
+                load_json(folder / CONFIG, option="config_bytes"), os.fspath(directory / CONFIG)
+            )
         # With bias="all" PEFT also writes what a module of modules_to_save was before the training.
         data = {n: one for n, one in weights._named_data() if ".original_module." not in n}
         layers = by_layer(model, data, os.fspath(file))

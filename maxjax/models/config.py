@@ -21,8 +21,10 @@ MAX_SIZE = 2**31 - 1
 _MAX_LABELS = 1 << 20
 
 
-def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_object(path: str | os.PathLike[str], option: str = "config_bytes") -> dict[str, Any]:
     """The content of a JSON file that holds one object ``{…}``, read strictly.
+
+    ``option`` is the limit on the size of the file.
 
     Raises:
         CheckpointFormatError: the file is not JSON, has a key twice, or does not hold an object.
@@ -30,7 +32,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         UserInputError: the path is empty or a URL.
     """
     # Some published configurations hold Infinity; ``from_dict`` checks the numbers that are used.
-    value = load_json(local_path(path), allow_nan=True)
+    value = load_json(local_path(path), allow_nan=True, option=option)
     if not isinstance(value, dict):
         found = type(value).__name__
         raise CheckpointFormatError("not a JSON object", path=path, expected="{…}", found=found)

@@ -13,6 +13,7 @@ from ..errors import CheckpointMissingError, UserInputError
 from ..graph.weights import GGUFWeights, WeightData, Weights
 from ..graph.weights.given import data_of
 from ..paths import local_path
+from ..storage.files import is_there
 from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
@@ -154,8 +155,8 @@ def config_beside(path: str | os.PathLike[str]) -> Path:
         path = Path(local_path(path))
         directory = Path(orbax_checkpoint(path) or path) if path.is_dir() else path.parent
     config = directory / "config.json"
-    if not config.exists():
-        if (directory / "adapter_config.json").exists():
+    if not is_there(config):
+        if is_there(directory / "adapter_config.json"):
             raise CheckpointMissingError(
                 "there is no config.json: this is a LoRA adapter", path=directory,
                 hint="Load its base model, and then maxjax.lora.load(model, path).",

@@ -128,7 +128,7 @@ def _unsupported(
     like = _nearest(name[:200]) if said is None else ((*said.architectures, model_type)[0], said)
     near = "" if like is None else f" The nearest is {like[1].model_type!r} ({like[0]})."
     where = f"{os.fspath(path)}: " if path is not None else ""
-    what = "".join(c if c.isprintable() else "?" for c in what[:200])
+    what = what[:200]
     known = ", ".join(dict.fromkeys(one.model_type for one in all_families()))
     return UnsupportedModelError(
         f"{where}{what} is not supported.{near} Supported are {known}; maxjax.models.families() lists "

@@ -23,6 +23,7 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
+from ..storage.files import is_there
 from ..storage.open import open_checkpoint
 from ..storage.safetensors.writer import file_pieces
 from ..storage.save.beside import Files, files_of
@@ -50,6 +51,7 @@ _FINDING = ("trust_remote_code", "local_files_only", "token", "cache_dir")
 _MAX_LENGTH = (1 << 31) - 1
 # Published models have three or four modules; for each, a directory is read.
 _MOST_MODULES = 100
+_MOST_MODES = 16
 # The keys of the modes in a Pooling module's configuration.
 _KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -137,7 +139,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
     """
     files = files_of(directory)
     file = files / "modules.json"
-    if not file.exists():
+    if not is_there(file):
         return None, Path(directory)
     transformer, pooling, normalize, unsupported, with_prompt = "", None, False, None, True
     dense: list[Dense] = []
@@ -159,7 +161,7 @@ def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Pat
             unsupported = unsupported or module.needs or f"the module {module.kind}"
     settings, needs = _sentence_config(files, transformer)
     file = files / _MODEL
-    model = _ModelConfig.from_dict(read_object(file) if file.exists() else {}, path=file)
+    model = _ModelConfig.from_dict(read_object(file) if is_there(file) else {}, path=file)
     unsupported = unsupported or needs
     if pooling is None:
         unsupported = unsupported or "a model without a Pooling module"
@@ -196,7 +198,7 @@ def _dense(files: Files, place: str) -> Dense | str:
         return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
     names = [*(_below(place, name) for name in DENSE), f"{place}.safetensors", f"{place}.bin"]
     candidates = [files / name for name in names]
-    weights = next((path for path in candidates if path.is_file()), None)
+    weights = next((path for path in candidates if is_there(path)), None)
     if weights is None:
         raise CheckpointMissingError(
             "the weights of a Dense module are missing", path=candidates[0]
@@ -244,7 +246,7 @@ def _similarity(name: str | None) -> str:
 
 def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     """The (name, text) of a model's prompts, and the name of the default one."""
-    settings = read_object(file) if file.exists() else {}
+    settings = read_object(file) if is_there(file) else {}
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     prompts = {} if prompts is None else prompts
     if isinstance(prompts, dict):  # null counts as no text
@@ -336,7 +338,7 @@ def _module_files(pooling: Pooling, width: int, places: Sequence[str]) -> dict[s
 
 
 def _modules(file: Path) -> list[_Module]:
-    entries = load_json(file)
+    entries = load_json(file, option="config_bytes")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointFormatError("not a list of modules", path=file)
     if len(entries) > _MOST_MODULES:
@@ -375,6 +377,12 @@ def _modes(file: Path) -> tuple[str, ...] | str:
                     raise CheckpointFormatError(f"'{key}' is not true or false", path=file)
                 if value:
                     names.append(_KEYS.get(key, key))
+    if len(names) > _MOST_MODES:  # each adds the width of a hidden state to an embedding
+        raise CheckpointLimitError(
+            "there are too many pooling modes", path=file, expected=f"at most {_MOST_MODES}",
+            found=len(names),
+        )  # fmt: skip
+    if named is None:
         names.sort(key=[*POOLINGS, *names].index)
     unknown = [name for name in names if name not in POOLINGS]
     if unknown:
@@ -386,7 +394,7 @@ def _sentence_config(files: Files, place: str) -> tuple[_SentenceConfig, str | N
     """The settings of the transformer, and the name of one that maxjax does not have."""
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
         file = files / _below(place, f"sentence_{kind}_config.json")
-        if file.exists():
+        if is_there(file):
             raw = read_object(file)
             limit = _of_tokenizer(raw).get("max_length")
             is_none = limit is None or (isinstance(limit, int | float) and limit > _MAX_LENGTH)

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..columns import columns, visible
+from ..columns import columns
+from ..errors import printable
 from .division import Division, numbers
 
 _MOST_LINES = 8
@@ -79,10 +80,10 @@ def short(text: object, most: int = 80) -> str:
     given = str(text)
     if len(given) <= most and given.isprintable():
         return given
-    shown = visible(given[: 4 * most])
+    shown = printable(given[: 4 * most])
     if len(shown) <= most and len(given) <= 4 * most:
         return shown
-    end = visible(given[-most:])
+    end = printable(given[-most:])
     half = (most - 1) // 2
     return f"{shown[: most - 1 - half]}…{end[len(end) - half :]}"
 

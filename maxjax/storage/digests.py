@@ -40,7 +40,7 @@ from ..lazy import without_collector
 from .checksums import stale_hint
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
-from .files import OpenFile, file_range
+from .files import OpenFile, file_range, is_there
 from .limits import Limits
 from .save.beside import Description, sum_of
 from .sidecars import sidecar_kind
@@ -173,7 +173,7 @@ def read_digests(
         CheckpointFormatError, CheckpointLimitError: as for ``parse``.
     """
     path = os.path.join(directory, NAME)
-    if not os.path.lexists(path):  # most checkpoints have none: no error is made to be caught
+    if not is_there(path):  # most checkpoints have none: no error is made to be caught
         return None
     try:
         return parse(path, limits=limits)

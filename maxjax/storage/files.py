@@ -237,6 +237,38 @@ def changed(
     )
 
 
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something has this name.
+
+    A link that leads nowhere is an error and not an absent file: a model without its tokenizer or its
+    settings would give other results without a word.
+
+    Raises:
+        CheckpointMissingError: the name is that of a dangling or circular link.
+        CheckpointAccessError: a directory above it may not be searched.
+        CheckpointError: the operating system reports another error.
+
+    Example:
+        >>> is_there("no/such/tokenizer.json")
+        False
+    """
+    name = os.fspath(path)
+    try:
+        os.stat(name)
+    except OSError as error:
+        if os.path.islink(name):
+            raise CheckpointMissingError(
+                "the link leads to a file that does not exist",
+                path=name,
+                expected=os.readlink(name),
+                hint="Download the file again, or remove the link.",
+            ) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise os_error(error, name, "opening failed") from error
+    return True
+
+
 def open_regular(
     path: str | bytes | os.PathLike,
     *,
@@ -289,13 +321,16 @@ def closed_on_error(files: Iterable[Any]) -> Iterator[None]:
         raise
 
 
-def read_whole(source: str | os.PathLike[str] | OpenFile, limits: Limits | None = None) -> bytes:
-    """All bytes of a file of at most ``limits.json_bytes``; it is closed only if it was opened here."""
+def read_whole(
+    source: str | os.PathLike[str] | OpenFile,
+    limits: Limits | None = None,
+    option: str = "json_bytes",
+) -> bytes:
+    """All bytes of a file that is within the limit ``option``; it is closed only if it was opened here."""
     limits = in_force(limits)
     file = source if isinstance(source, OpenFile) else open_regular(source)
     try:
-        if file.size > limits.json_bytes:
-            raise limits.error("the file is too long", "json_bytes", file.size, path=file.path)
+        limits.check(option, file.size, "the file is too long", path=file.path)
         data = file.pread(0, file.size)
         file.check_unchanged()
     finally:

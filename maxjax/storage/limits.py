@@ -37,11 +37,13 @@ class Limits:
 
     header_bytes: int = 100_000_000
     """Bytes of a header, or of an archive's directory (100 MB is safetensors' own bound)."""
-    json_bytes: int = 200_000_000
-    """Bytes of an index, a configuration or a tokenizer file."""
+    json_bytes: int = 64 << 20
+    """Bytes of an index or a tokenizer file; as text in memory, twice as many bytes."""
+    config_bytes: int = 8 << 20
+    """Bytes of a configuration, such as config.json or tokenizer_config.json."""
     json_depth: int = 64
     """Nesting depth of arrays and objects in a JSON text."""
-    json_values: int = 10_000_000
+    json_values: int = 3_000_000
     """Commas and escaped characters in a JSON text, which determine the time to parse it."""
     json_digits: int = 4300
     """Digits of one number in a JSON text; conversion time grows with their square."""
@@ -85,6 +87,11 @@ class Limits:
                 raise UserInputError(
                     f"Limits({field.name}={value!r}): a limit must be an integer from 0 to 2**63 - 1"
                 )
+
+    def check(self, option: str, value: int, problem: str, **where: Any) -> None:
+        """Raises the error of :meth:`error` if ``value`` is above the limit ``option``."""
+        if value > getattr(self, option):
+            raise self.error(problem, option, value, **where)
 
     def error(
         self,

@@ -99,6 +99,24 @@ def structure(
     return deepest, containers, digits
 
 
+def decoded_bytes(data: bytes, *, chunk: int = 1 << 20) -> int:
+    """The bytes that Python takes for UTF-8 text once it is decoded: up to four for each character.
+
+    Example:
+        >>> decoded_bytes("abc".encode()), decoded_bytes("ab\U0001f642".encode())
+        (3, 12)
+    """
+    if data.isascii():
+        return len(data)
+    inside = highest = 0
+    for start in range(0, len(data), chunk):
+        piece = np.frombuffer(data[start : start + chunk], np.uint8)
+        inside += int(np.count_nonzero(piece & np.uint8(0xC0) == np.uint8(0x80)))
+        highest = max(highest, int(piece.max()))
+    # The first byte of a character tells how many bytes Python takes for each of the text's.
+    return (len(data) - inside) * (4 if highest >= 0xF0 else 2 if highest >= 0xC4 else 1)
+
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -108,11 +126,13 @@ def load_json(
     limits: Limits | None = None,
     allow_nan: bool = False,
     name: str | None = None,
+    option: str = "json_bytes",
 ) -> Any:
     """Reads the value of a JSON file (a path or an open file) or of bytes, strictly.
 
     ``allow_nan`` accepts NaN and Infinity, which some published configurations contain.
-    ``name`` replaces the path in messages if ``source`` is bytes.
+    ``name`` replaces the path in messages if ``source`` is bytes. ``option`` is the limit on the size
+    of a file.
 
     Raises:
         CheckpointFormatError: the text is not JSON or not UTF-8, or has a duplicate key or NaN.
@@ -130,13 +150,15 @@ def load_json(
     limits = in_force(limits)
     if isinstance(source, bytes):
         return Text(source, name or "<bytes>", limits).parse(allow_nan=allow_nan)
-    data = read_json_bytes(source, limits)
+    data = read_json_bytes(source, limits, option)
     return Text(data, _path_of(source), limits).parse(allow_nan=allow_nan)
 
 
-def read_json_bytes(source: str | os.PathLike[str] | OpenFile, limits: Limits) -> bytes:
+def read_json_bytes(
+    source: str | os.PathLike[str] | OpenFile, limits: Limits, option: str = "json_bytes"
+) -> bytes:
     """The bytes of a JSON file; a file that is recognisably something else is refused."""
-    data = read_whole(source, limits)
+    data = read_whole(source, limits, option)
     if error := foreign(_path_of(source), data[:SNIFF_BYTES], "JSON text"):
         raise error
     return data
@@ -286,10 +308,13 @@ class Text:
         """Refuses errors visible without parsing; returns True if a number may have too many digits."""
         # Those inside strings count too, because the check comes before the parser.
         values = self.data.count(b",") + self.data.count(b"\\u")
-        if values > self.limits.json_values:
-            problem = "the JSON text has too many values"
-            raise self.limits.error(problem, "json_values", values, path=self.path)
-        if not self.data.strip(b" \t\r\n"):
+        where = {"path": self.path}
+        self.limits.check("json_values", values, "the JSON text has too many values", **where)
+        decoded = decoded_bytes(self.data)
+        if decoded > 2 * max(self.limits.json_bytes, self.limits.header_bytes):
+            problem = "the JSON text takes too many bytes in memory"
+            raise self.limits.error(problem, "json_bytes", decoded // 2, **where)
+        if not _SOMETHING.search(self.data):
             found = f"{len(self.data)} bytes"
             problem = "the JSON text is empty"
             raise self.error(problem, cls=self.truncated, expected="at least 2 bytes", found=found)
@@ -396,6 +421,8 @@ class Text:
         ) from error
 
 
+# Anything but white space; a search makes no copy.
+_SOMETHING = re.compile(rb"[^ \t\r\n]")
 # Length of the prefix by which a long key is searched.
 _LONG_KEY = 1000
 _COLON = re.compile(rb"[ \t\r\n]*:")

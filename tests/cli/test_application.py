@@ -249,6 +249,16 @@ def test_inspect_escapes_what_would_steer_a_terminal(tmp_path):
     assert "\x1b" not in out and "a\\x1b[2Jb" in out
 
 
+def test_nothing_that_a_file_says_steers_a_terminal(tmp_path):
+    """Names and a path, in what is printed and in errors."""
+    marks = "\u202e\x9b31m\x1b[2J\u2066"
+    path = write_safetensors(tmp_path / f"{marks}.safetensors", {marks: np.zeros(1)})
+    for arguments in (["inspect", path], ["verify", path], ["verify", f"{path}x"], ["plan", path]):
+        done = here(*arguments)
+        said = (done.stdout + done.stderr).replace("\n", "")
+        assert said and said.isprintable(), (arguments, said)
+
+
 def test_inspect_an_empty_checkpoint(tmp_path):
     path = write_safetensors(tmp_path / "none.safetensors", {})
     assert succeeds("inspect", path).splitlines()[-1].split() == ["all", "0", "0", "0"]

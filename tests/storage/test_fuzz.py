@@ -237,3 +237,20 @@ def test_every_refusal_has_a_time():
     refused = [case.name for case in INDEX if case.error and case.name != "is_directory"]
     assert [name for _, name, _ in found] == refused
     assert all(seconds > 0 for seconds, _, _ in found)
+
+
+# Of the hostile files of scripts/hostile_files.py some that cost little; `.ci/full` opens all of them.
+CHEAP = (
+    "safetensors (inspect): marks", "tokenizer.json: a charsmap of 4 GiB", "tekken.json: a size of 2^60",
+    "tokenizer.model: a length of 2^60", "special_tokens_map.json: a list", "pt: a text of 2^31",
+    "npy: operators", "index: marks", "index: a path outside", "maxjax_digests.json (verify): a header of 2^60",
+    "path: a tokenizer of a long name", "gguf table: a count of 2^63",
+)  # fmt: skip
+
+
+def test_hostile_files_end_in_an_error_with_a_name():
+    """In a process of their own: one that dies by a signal would end this one too."""
+    found = {name: wrong for name, *_, wrong in fuzz.hostile(CHEAP.__contains__)}
+    assert found.keys() == set(CHEAP)
+    # How long they took and what they needed depends on what else runs; .ci/full looks at it.
+    assert not {name: w for name, w in found.items() if w not in ("", "too long", "too large")}

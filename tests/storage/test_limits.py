@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
@@ -23,6 +24,7 @@ from tests.storage.gguf import corpus as gguf_corpus
 from tests.storage.gguf.corpus import INFOS
 from tests.storage.gguf.corpus import gguf as build
 from tests.storage.numpy.corpus import Item, npy, one, pack
+from tests.storage.orbax.corpus import quiet
 from tests.storage.pytorch import corpus as pytorch_corpus
 
 SHARED = file_bytes({"a": A, "b": A}, D16)
@@ -62,10 +64,16 @@ def index(path: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def stacked(path: Path) -> None:
+    with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as saver:
+        saver.save(path, {"a": np.ones(2, np.float32)})
+
+
 # Field → the file, what makes it, and a value that is too little for it.
 CASES: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "header_bytes": ("m.safetensors", written(file_bytes({"a": A}, D16)), 20),
     "json_bytes": ("m.safetensors.index.json", index, 30),
+    "config_bytes": ("step", stacked, 20),
     "json_depth": ("m.safetensors", written(file_bytes({"a": {**A, "x": [[[]]]}}, D16)), 4),
     "json_values": ("m.safetensors", written(file_bytes({"a": A}, D16)), 1),
     "json_digits": ("m.safetensors.index.json", index, 999),

@@ -31,7 +31,7 @@ from ...models.pooling import gguf_pooling
 from ...models.quantized import refuse_mlx, with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.digests import MAX_SIDECARS
-from ...storage.files import OpenFile
+from ...storage.files import OpenFile, is_there
 from ...storage.safetensors.reader import ENCODINGS
 from ...storage.save.beside import Files, files_of, open_sidecar
 from ...storage.sidecars import sidecar_kind
@@ -89,7 +89,7 @@ def _opened(source: str | os.PathLike[str], weights: Weights, is_single: bool) -
     found = {name: weights[name].data() for name in table.entries}
     with weights._beside.files(copied=not is_single) as folder:
         file = folder / "config.json"
-        config = read_object(file) if file.is_file() else None
+        config = read_object(file) if is_there(file) else None
         if config is not None:
             refuse_mlx(config, path=path)
             config = _with_true_tie(config, found, path)

@@ -38,6 +38,7 @@ from ...models.quantized import with_blocks
 from ...models.sentence_files import read_pooling
 from ...storage.blocks import Decoded, encode, layout_of
 from ...storage.entry import TensorEntry
+from ...storage.files import is_there
 from ...storage.gguf.header import typed_metadata
 from ...storage.gguf.writer import plan_gguf
 from ...storage.save.beside import Files
@@ -243,7 +244,7 @@ def _new_gguf(
         tokenizer, settings, config, path=path, ends=end_tokens(found.folder, config),
         vocab_size=None if embedding is None else int(embedding.logical_shape[0]),
     )  # fmt: skip
-    if (file := found.folder / FILE).is_file():
+    if is_there(file := found.folder / FILE):
         metadata |= sampling_metadata(read_object(file))
     return metadata | made.metadata, made.tensors
 

@@ -146,10 +146,21 @@ def unreadable(header: ProgramHeader, path: str) -> CheckpointMismatchError:
 def _disagreements(header: ProgramHeader, exported: Any) -> Iterator[str]:
     """The differences between the header and the program."""
     count, inputs, outputs = len(header.leaves), header.inputs.dtypes, header.outputs.dtypes
+    sizes = count + len(inputs), len(outputs)
+    if sizes != (len(exported.in_avals), len(exported.out_avals)):
+        yield "numbers of arrays"
+        return
     trees = jax.tree.structure((([0] * count, [0] * len(inputs)), {})), [0] * len(outputs)
     if (exported.in_tree, exported.out_tree) != (trees[0], jax.tree.structure(trees[1])):
         yield "numbers of arrays"
         return
+    if exported.nr_devices != 1:  # a program of maxjax.export runs on one device
+        yield f"it was exported for {exported.nr_devices} devices"
+    kept = exported.module_kept_var_idx
+    if list(kept) != sorted({i for i in kept if 0 <= i < len(exported.in_avals)}):
+        yield "arguments that are not there"
+    if any(type(size) is not int for aval in exported.in_avals[:count] for size in aval.shape):
+        yield "a weight without a size"
     for leaf, aval in zip(header.leaves, exported.in_avals, strict=False):
         if not isinstance(leaf, str) and aval.shape[:1] != (len(leaf),):
             yield f"{ArrayKind.of(aval)} is listed as {len(leaf)} layers"

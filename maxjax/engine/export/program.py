@@ -14,7 +14,13 @@ import numpy as np
 from jax.core import Tracer
 
 from ...dtype import native
-from ...errors import CheckpointError, CheckpointMismatchError, closest
+from ...errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    UserInputError,
+    closest,
+    printable,
+)
 from ...graph import compile_cache
 from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap
@@ -205,16 +211,19 @@ class ExportedProgram:
                 path=self._path, expected=" or ".join(self.platforms), found=platform,
                 hint=f"Export it with platforms=({platforms}).",
             )  # fmt: skip
-        if "StableHLO" in str(error):
+        said = str(error)
+        if "StableHLO" in said or "Cannot lower" in said or isinstance(error, KeyError):
             return unreadable(self._header, self._path)
-        if "refining shapes" in str(error):
-            return ValueError(f"{self.name}: sizes break the constraints it was exported with")
+        if said.startswith(("UNKNOWN", "INVALID_ARGUMENT")):  # XLA does not accept the program
+            return unreadable(self._header, self._path)
+        if "refining shapes" in said:
+            return UserInputError(f"{self.name}: sizes break the constraints it was exported with")
         return None
 
     def __repr__(self) -> str:
         count = f"{len(self.names)} weight{'s' * (len(self.names) != 1)}"
         where = ", ".join(self.platforms)
-        return f"{type(self).__name__}({self.name}({self._shown}, {count}, {where})"
+        return printable(f"{type(self).__name__}({self.name}({self._shown}, {count}, {where})")
 
 
 class BoundProgram:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ...errors import UserInputError
 from ...graph.operands import fitting
 from ...graph.symbolic import naming, to_size
 from ...graph.value import TensorValue, unwrap
@@ -208,7 +209,7 @@ class Arguments:
         expected, names, inner = level(plain)
         kind, keys, children = level(value)
         if kind != expected or set(keys) != set(names):
-            raise ValueError(self._differ(path, args))
+            raise UserInputError(self._differ(path, args))
         if kind == LEAF:
             return children[0]
         given = dict(zip(keys, children, strict=True))
@@ -235,7 +236,7 @@ class Arguments:
         named = any(isinstance(dim, str) for dim in kind.shape)
         least = "; named sizes are 1 or more" if named and 0 in getattr(leaf, "shape", ()) else ""
         first, *keys = self._paths[i]
-        return ValueError(
+        return UserInputError(
             f"{self.name}: argument {first.idx}{jax.tree_util.keystr(tuple(keys))} must be "
             f"{kind}{more}, not {_described(leaf)}{least}"
         )

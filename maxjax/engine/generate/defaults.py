@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ...elsewhere import meant
-from ...errors import CheckpointFormatError, UnknownArgumentError, UserInputError
+from ...errors import (
+    CheckpointFormatError,
+    CheckpointLimitError,
+    UnknownArgumentError,
+    UserInputError,
+)
 from ...models.config import read_object
+from ...storage.files import is_there
 from ...storage.save.beside import Files
 from ..sampling.settings import Sampling, eos_token_ids
 
@@ -20,6 +26,8 @@ FILE = "generation_config.json"
 _UNSET_LENGTH = 20
 # Limit on all stop strings together: each character is a state, of 300 bytes, of the automaton.
 _MAX_STOP_CHARACTERS = 1 << 16
+# Limit on the token ids of one setting of a file.
+_MAX_ITEMS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -123,10 +131,16 @@ def read_defaults(
         (2, 3)
     """
     file = directory / FILE
-    there = file.exists()
+    there = is_there(file)
     given = read_object(file) if there else {**(config or {}), **(sampling or {})}
     if not there and given.get("max_length") == _UNSET_LENGTH:
         del given["max_length"]
+    for name, value in given.items():
+        if name in _READ and isinstance(value, (list, dict)) and len(value) > _MAX_ITEMS:
+            raise CheckpointLimitError(
+                f"'{name}' has too many items", path=file,
+                expected=f"at most {_MAX_ITEMS}", found=len(value),
+            )  # fmt: skip
     try:
         ends = eos_token_ids(given) or eos_token_ids(config or {})
         chosen = Sampling.from_generation_config({**given, "eos_token_id": list(ends)})
@@ -149,9 +163,9 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     file = Path(directory) / FILE
     try:
-        return eos_token_ids(read_object(file) if file.exists() else {}) or eos_token_ids(config)
+        return eos_token_ids(read_object(file) if is_there(file) else {}) or eos_token_ids(config)
     except UserInputError as error:
-        raise CheckpointFormatError(str(error), path=file if file.exists() else None) from None
+        raise CheckpointFormatError(str(error), path=file if is_there(file) else None) from None
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
@@ -166,11 +180,24 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) and s for s in value):
         raise UserInputError("stop_strings must be a list of non-empty strings")
-    if (size := sum(map(len, value))) > _MAX_STOP_CHARACTERS:
-        raise UserInputError(
-            f"stop_strings has {size} characters; the limit is {_MAX_STOP_CHARACTERS}"
-        )
-    return tuple(value)
+    return check_stops("stop_strings", tuple(value))
+
+
+def check_stops(name: str, stops: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses stop strings that are too long for the automaton that looks for all of them at once.
+
+    Raises:
+        UserInputError: together they have too many characters.
+
+    Example:
+        >>> check_stops("stop", ("a" * 70_000,))
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: stop has 70000 characters; the limit is 65536
+    """
+    size = sum(len(stop) for stop in stops if isinstance(stop, str))
+    if size > _MAX_STOP_CHARACTERS:
+        raise UserInputError(f"{name} has {size} characters; the limit is {_MAX_STOP_CHARACTERS}")
+    return stops
 
 
 # The other arguments of the functions that take settings of Sampling as keywords.

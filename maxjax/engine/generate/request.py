@@ -21,7 +21,7 @@ from ..sampling.penalties import check_tokens
 from ..sampling.settings import Sampling, eos_token_ids, positive
 from .batch import Batch, check_model
 from .completion import PartialCompletion
-from .defaults import GenerationDefaults, chosen_sampling
+from .defaults import GenerationDefaults, check_stops, chosen_sampling
 
 _LOG = logging.getLogger("maxjax")
 _MAX_NEW_TOKENS = 256
@@ -69,12 +69,22 @@ class Request:
         self._skip_special, self._has_warned = skip_special_tokens, False
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         self.sampling = chosen_sampling(defaults, sampling, values)
+        outside = [
+            i
+            for i in eos_token_ids({"eos_ids": eos_ids}, "eos_ids")
+            if i >= model.config.vocab_size
+        ]
+        if outside:
+            raise UserInputError(
+                f"eos_ids has the token id {outside[0]}, which is outside the model's vocabulary of "
+                f"{model.config.vocab_size} tokens"
+            )
         if eos_ids is None:
             # Chat models that were tuned from a base model may have its end token in generation_config.json alone.
             eos_ids = list(dict.fromkeys((*defaults.eos_ids, *(ends if self._chat else ()))))
         self.eos_ids = eos_token_ids({"eos_ids": eos_ids}, "eos_ids")
         _check_choice(self.sampling, self.eos_ids, model.config.vocab_size)
-        self.stops = defaults.stop if stop is None else _stops(stop)
+        self.stops = defaults.stop if stop is None else check_stops("stop", _stops(stop))
         if self.stops and tokenizer is None:
             raise UserInputError("stop= needs a tokenizer: without one there is no text to search")
         self.longest = model.max_length

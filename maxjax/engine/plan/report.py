@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ...columns import Table, visible
+from ...columns import Table
 from ...driver import memory_stats
 from ...errors import UserInputError, some
 from ...graph.weights import load_weights
@@ -216,18 +216,18 @@ def parts(plan: Plan) -> Iterator[str | Table]:
     yield ""
     head = ["name", "count", "dtype", "shape", "spec", "bytes", "per device", "why"]
     table = [
-        [visible(k.name), f"{k.count:,}", k.dtype, "x".join(map(str, k.shape)) or "scalar",
+        [k.name, f"{k.count:,}", k.dtype, "x".join(map(str, k.shape)) or "scalar",
          k.spec, f"{k.bytes:,}", f"{k.bytes_per_device:,}", k.why]
         for k in plan.kinds
     ]  # fmt: skip
     yield Table([head, *table], right=(1, 5, 6))
     if plan.replicated:
         yield from ("", "replicated on every device")
-        rows = [[f"  {visible(k.name)}", f"{k.bytes:,}", k.why] for k in plan.replicated]
+        rows = [[f"  {k.name}", f"{k.bytes:,}", k.why] for k in plan.replicated]
         yield Table(rows, right=(1,), titles=0)
     if plan.largest:
         yield from ("", "largest")
-        rows = [[f"  {visible(name)}", f"{nbytes:,}"] for name, nbytes in plan.largest]
+        rows = [[f"  {name}", f"{nbytes:,}"] for name, nbytes in plan.largest]
         yield Table(rows, right=(1,), titles=0)
     if plan.meshes:
         yield from ("", "meshes, the best first")

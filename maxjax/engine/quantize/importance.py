@@ -16,6 +16,7 @@ import numpy as np
 
 from ...errors import CheckpointFormatError, UserInputError
 from ...graph.weights import GGUFWeights, load_weights
+from ...models.gguf.metadata import Settings
 from ...paths import local_path
 from ...storage.gguf.writer import plan_gguf
 from ...storage.save.durable import replace_file, writable_path
@@ -175,5 +176,6 @@ def load_importance(path: str | os.PathLike[str]) -> Importance:
         alone = len(rows) == 1
         sums[name] = rows[0] if alone else rows
         counts[name] = count.reshape(-1)[0] if alone else count.reshape(-1)
-    chunks = (int(metadata.get(f"imatrix.{key}", 0)) for key in ("chunk_count", "chunk_size"))
+    given = Settings(metadata, "imatrix.", path)
+    chunks = (given.count(key, 0, minimum=0) for key in ("chunk_count", "chunk_size"))
     return Importance(sums, counts, {}, *chunks)

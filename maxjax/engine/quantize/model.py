@@ -11,9 +11,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from ...columns import columns, visible
+from ...columns import columns
 from ...dtype import DType
-from ...errors import UserInputError, releasing
+from ...errors import UserInputError, printable, releasing
 from ...graph.placement.arrays import platform_of
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
@@ -299,7 +299,7 @@ class QuantizationReport:
 
     def _cells(self) -> list[Sequence[str]]:
         return [
-            (visible(row.name), row.type, f"{row.bytes_before:,}", f"{row.bytes_after:,}",
+            (row.name, row.type, f"{row.bytes_before:,}", f"{row.bytes_after:,}",
              f"{row.error:.5f}", ", ".join(f"{i} ({e:.5f})" for i, e in row.worst_rows))
             for row in self.rows
         ]  # fmt: skip
@@ -310,7 +310,7 @@ class QuantizationReport:
             f"{many}: {self.bytes_before:,} → {self.bytes_after:,} bytes; "
             f"{self.bytes_kept:,} bytes of others"
         ]
-        return lines + [f"not quantised: {visible(n)}: {why}" for n, why in self.kept.items()]
+        return lines + [f"not quantised: {printable(n)}: {why}" for n, why in self.kept.items()]
 
     def __repr__(self) -> str:
         return f"QuantizationReport({self._summary()[0]})"

@@ -12,13 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError
 from ..config import MAX_SIZE
 from ..config import short as short
 
 # Upper bounds, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
 MAX_EXPERTS = 1024
+# The largest published vocabulary has 901,629 tokens (XLM-V), the most merges are 580,604 (Gemma 3).
+MAX_TOKENS = 1 << 20
+MAX_ADDED = 1 << 17
+# Published tables that normalise text have up to 240 thousand bytes.
+MAX_CHARSMAP = 1 << 20
+# Numbers that a file has once for the model, and never in a list with one for each layer.
+_OF_THE_MODEL = frozenset(
+    """vocab_size context_length embedding_length block_count expert_count expert_used_count file_type
+    pooling_type rope.scaling.original_context_length""".split()
+)
 _NO_TOKEN = (1 << 32) - 1
 
 
@@ -64,7 +74,7 @@ class Settings:
         value = self._value(key, default)
         if value is default:
             return value
-        if isinstance(value, list):
+        if isinstance(value, list) and key not in _OF_THE_MODEL:
             value = self._same(key, value)
         if type(value) is not int:
             raise self.wrong(key, "a whole number", value)
@@ -127,6 +137,23 @@ class Settings:
         """The value without checks; arrays become lists."""
         return self._value(key, default)
 
+    def length(self, key: str) -> int:
+        """The number of items of an array; 0 if the key is missing or has another kind of value."""
+        value = self.metadata.get(self.prefix + key)
+        return len(value) if isinstance(value, (np.ndarray, list, tuple)) else 0
+
+    def check_length(self, key: str, length: int, most: int = MAX_TOKENS) -> None:
+        """Refuses an array of more than ``most`` items, before it becomes a list.
+
+        Raises:
+            CheckpointLimitError: it has more.
+        """
+        if length > most:
+            raise CheckpointLimitError(
+                f"metadata key '{self.prefix}{key}' has too many items",
+                path=self.path, expected=f"at most {most}", found=length,
+            )  # fmt: skip
+
     def wrong(
         self,
         key: str,
@@ -156,6 +183,8 @@ class Settings:
                     f"metadata key '{self.prefix}{key}' is missing", path=self.path
                 )
             return default
+        if isinstance(value, (np.ndarray, list, tuple)):
+            self.check_length(key, len(value))
         if isinstance(value, (np.ndarray, np.generic)):
             value = value.tolist()
         if type(value) is float:
@@ -212,8 +241,7 @@ def as_written(value: float) -> float:
 def unsupported(what: str, path: str | os.PathLike[str] | None = None) -> UnsupportedModelError:
     """Makes the error, on one line, for a model that no GGUF table of maxjax describes."""
     where = "" if path is None else f"{os.fspath(path)}: "
-    text = f"{where}{what} is not supported"
-    return UnsupportedModelError("".join(c if c.isprintable() else "?" for c in text[:2000]))
+    return UnsupportedModelError(f"{where}{what} is not supported"[:2000])
 
 
 def unknown_architecture(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -145,7 +145,7 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
     if not store.is_ocdbt:
         for leaf in leaves:
             _check_inside(store, leaf)
-    chunks = _by_array(store.keys(), {leaf.name for leaf in leaves})
+    chunks = _by_array(store.sizes(), {leaf.name for leaf in leaves})
     requests, drivers = [], []
     for leaf in leaves:
         present = [kind for kind, end in DRIVERS.items() if end in chunks[leaf.name]]
@@ -160,6 +160,8 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
             )
         drivers.append(present[0])
         end = DRIVERS[present[0]]
+        nbytes, problem = chunks[leaf.name][end], "the description of the array is too long"
+        limits.check("config_bytes", nbytes, problem, path=store.directory, tensor=leaf.name)
         requests.append((leaf.name, prefix(leaf.name) + end))
     found = []
     described = store.descriptions(requests)
@@ -172,18 +174,18 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
     return found
 
 
-def _by_array(keys: Sequence[str], names: set[str]) -> dict[str, set[str]]:
-    """Name of an array → its keys, without the prefix of the name."""
-    found: dict[str, set[str]] = {name: set() for name in names}
-    for key in keys:
+def _by_array(sizes: Mapping[str, int], names: set[str]) -> dict[str, dict[str, int]]:
+    """Name of an array → its keys, without the prefix of the name, and the bytes of their values."""
+    found: dict[str, dict[str, int]] = {name: {} for name in names}
+    for key, nbytes in sizes.items():
         for name in names & {"", "/"}:
-            found[name].add(key)
+            found[name][key] = nbytes
         # The name itself may contain slashes, and end with one.
         at = key.find("/")
         while at >= 0:
             for name in (key[:at], key[: at + 1]):
                 if name in names:
-                    found[name].add(key[at + 1 :])
+                    found[name][key[at + 1 :]] = nbytes
             at = key.find("/", at + 1)
     return found
 

@@ -23,6 +23,7 @@ from ...errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
+    CheckpointLimitError,
     CheckpointMissingError,
     CheckpointTruncatedError,
     CheckpointUnsafeError,
@@ -32,6 +33,9 @@ from ..boxes import Box
 from ..files import Identity, changed, content_identity, os_error
 from ..limits import Limits
 
+# Bytes of the manifest and of a node of the tree of keys: tensorstore reads each completely. Orbax
+# divides nodes of over 100 MB, and a manifest has some kilobytes.
+_MAX_MANIFEST, _MAX_NODE = 16 << 20, 128 << 20
 # "value:ocdbt.process_0/:d/0123:0:99": kind, directory, file, offset, length.
 _REFERENCE = re.compile(r"(\w+):([^:]*):([^:]*):(\d{1,19}):(\d{1,19})", re.ASCII)
 _PROCESS = re.compile(r"ocdbt\.process_(\d+)")
@@ -62,16 +66,16 @@ class Database:
     dump: Callable[[str | None], Any]
     limits: Limits
 
-    def values(self) -> dict[str, bytes | None]:
-        """Key → value, or None if the value lies in a file, which was checked to be large enough.
+    def values(self) -> dict[str, bytes | int]:
+        """Key → value, or its number of bytes if it lies in a file, which was checked to be large enough.
 
         Raises:
             CheckpointMissingError, CheckpointTruncatedError: a file is missing or too short.
             CheckpointUnsafeError: a reference leads out of the directory.
             CheckpointFormatError: the nodes do not form a tree.
-            CheckpointLimitError: there are too many keys.
+            CheckpointLimitError: there are too many keys, or a node is too large.
         """
-        found: dict[str, bytes | None] = {}
+        found: dict[str, bytes | int] = {}
         versions = self.dump(None).get("versions")
         if not versions:
             raise self._broken("the database has no version")
@@ -84,7 +88,9 @@ class Database:
             if node.location in seen:
                 raise self._broken("a node occurs twice in the tree of keys")
             seen.add(node.location)
-            self._check(node.location, None)
+            nbytes = self._check(node.location, None)
+            problem = "a node of the tree of keys is too large"
+            _at_most(nbytes, _MAX_NODE, problem, os.path.join(self.directory, MANIFEST))
             content = self.dump(node.location)
             if content["height"] != node.height:
                 raise self._broken("the height of a node does not match its level in the tree")
@@ -97,21 +103,21 @@ class Database:
                     self._add(found, key, entry)
         return found
 
-    def _add(self, found: dict[str, bytes | None], key: bytes, entry: dict[str, Any]) -> None:
+    def _add(self, found: dict[str, bytes | int], key: bytes, entry: dict[str, Any]) -> None:
         try:
             name = key.decode()
         except UnicodeDecodeError as error:
             raise self._broken(f"the key {key[:100]!r} is not UTF-8") from error
-        if "indirect_value" in entry:
-            self._check(entry["indirect_value"], name)
         if len(found) >= 50 * self.limits.tensors:
             problem = "the database has too many keys (50 for each tensor)"
             raise self.limits.error(problem, "tensors", "more", path=self.directory)
-        value = entry.get("inline_value")
-        found[name] = None if value is None else bytes(value)
+        if "indirect_value" in entry:
+            found[name] = self._check(entry["indirect_value"], name)
+        else:
+            found[name] = bytes(entry["inline_value"])
 
-    def _check(self, location: str, key: str | None) -> None:
-        """Checks a reference against the files; ``key`` is the key whose value it locates."""
+    def _check(self, location: str, key: str | None) -> int:
+        """The bytes that a reference stands for, checked against the files; ``key`` is the key whose value it is."""
         match = _REFERENCE.fullmatch(location)
         if not match:
             raise self._broken(f"invalid reference: {location}")
@@ -138,9 +144,17 @@ class Database:
                 hint=f"Incomplete copy? {_HINT}",
                 **where,
             )
+        return length
 
     def _broken(self, problem: str) -> CheckpointFormatError:
         return CheckpointFormatError(problem, path=self.directory, hint=_HINT)
+
+
+def _at_most(nbytes: int, most: int, problem: str, path: str) -> None:
+    if nbytes > most:
+        raise CheckpointLimitError(
+            problem, path=path, expected=f"at most {most} bytes", found=f"{nbytes} bytes"
+        )
 
 
 def prefix(name: str) -> str:
@@ -194,7 +208,7 @@ class Store:
         CheckpointError: the path of the directory is not UTF-8.
         CheckpointFormatError: a FIFO, socket or device is among the files.
         CheckpointAccessError: a file may not be read.
-        CheckpointLimitError: there are too many files.
+        CheckpointLimitError: there are too many files, or the manifest is too large.
     """
 
     def __init__(self, directory: str, limits: Limits):
@@ -204,6 +218,9 @@ class Store:
         self._identities = dict(_files(self.directory, limits))
         self.nbytes = sum(identity[0] for identity in self._identities.values())
         self.is_ocdbt = MANIFEST in self._identities
+        if self.is_ocdbt:
+            nbytes, path = self._identities[MANIFEST][0], os.path.join(self.directory, MANIFEST)
+            _at_most(nbytes, _MAX_MANIFEST, "the manifest is too large", path)
         self._arrays: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
         with self.wrapped(None):
@@ -232,12 +249,14 @@ class Store:
         base = {"driver": "file", "path": f"{self.directory}/"}
         return {"driver": "ocdbt", "base": base, "path": front, "cache_pool": "cache_pool#ocdbt"}
 
-    def keys(self) -> list[str]:
-        """All keys: those of the database, or the names of the files."""
-        return list(self._values if self.is_ocdbt else self._identities)
+    def sizes(self) -> dict[str, int]:
+        """Key → bytes of its value: of the database, or of the files."""
+        if not self.is_ocdbt:
+            return {file: identity[0] for file, identity in self._identities.items()}
+        return {k: v if isinstance(v, int) else len(v) for k, v in self._values.items()}
 
-    def _read_values(self) -> dict[str, bytes | None]:
-        """Key → value of the database, or None if the value lies in a file."""
+    def _read_values(self) -> dict[str, bytes | int]:
+        """Key → value of the database, or its number of bytes if the value lies in a file."""
         base = {"driver": "file", "path": f"{self.directory}/"}
         sizes = {file: identity[0] for file, identity in self._identities.items()}
         with self.wrapped(None):
@@ -262,10 +281,11 @@ class Store:
             return
         with self.wrapped(None):
             # All are requested at once; short values are stored with the keys.
-            futures = {key: self._kvs.read(key) for _, key in wanted if self._values[key] is None}
+            stored = [key for _, key in wanted if isinstance(self._values[key], int)]
+            futures = {key: self._kvs.read(key) for key in stored}
         for tensor, key in wanted:
             path, value = os.path.join(self.directory, key), self._values[key]
-            if value is None:
+            if isinstance(value, int):
                 with self.wrapped(tensor):
                     found = futures.pop(key).result()
                 if found.state != "value":

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...dtype import DType
-from ...errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMissingError
+from ...errors import (
+    CheckpointCorruptError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    CheckpointMissingError,
+)
 from ..entry import UnknownType
 from ..limits import Limits
 from ..strict_json import invalid, load_json, require
@@ -24,6 +29,9 @@ from ..strict_json import invalid, load_json, require
 DRIVERS = {"zarr3": "zarr.json", "zarr": ".zarray"}
 # The most dimensions that both NumPy and tensorstore support.
 _MAX_DIMS = 32
+# Orbax writes two or three codecs, and one more for shards.
+_MAX_CODECS = 16
+_CODECS = ("bytes", "transpose", "zstd", "gzip", "blosc", "crc32c", "sharding_indexed")
 _ZARR2 = re.compile(r"[<>|](?:[biuf]\d|c8|c16)")
 
 
@@ -51,6 +59,16 @@ class ArrayDescription:
         """Number of bytes of the array."""
         itemsize = 0 if isinstance(self.dtype, UnknownType) else self.dtype.np.itemsize
         return math.prod(self.shape) * itemsize
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that one chunk may take in its file: tensorstore reads it completely.
+
+        Compression lengthens values a little at most, and a shard has 16 bytes for each chunk in it.
+        """
+        itemsize = 16 if isinstance(self.dtype, UnknownType) else self.dtype.np.itemsize
+        inside = math.prod(self.chunk) // math.prod(self.read_chunk)
+        return 2 * math.prod(self.chunk) * itemsize + 16 * inside + (1 << 20)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -111,21 +129,41 @@ def _zarr3(value: dict[str, Any], path: str, name: str) -> ArrayDescription:
     separator = options.get("separator", "/" if encoding == "default" else ".")
     require(separator in (".", "/"), path, "separator", "'.' or '/'", separator, name)
     dtype = _dtype(value.get("data_type"), path, "data_type", name)
-    read_chunk = _inner(value.get("codecs"), path, name) or chunk
+    read_chunk = _inner(value.get("codecs"), len(shape), path, name) or chunk
     prefix = "c" if encoding == "default" else ""
     return ArrayDescription("zarr3", dtype, shape, chunk, read_chunk, prefix, separator)
 
 
-def _inner(codecs: Any, path: str, name: str) -> tuple[int, ...] | None:
-    """The shape of the inner chunks of a shard, if chunks are shards."""
+def _inner(codecs: Any, axes: int, path: str, name: str) -> tuple[int, ...] | None:
+    """The shape of the inner chunks of a shard, if chunks are shards; refuses unknown codecs."""
     require(isinstance(codecs, list), path, "codecs", "a list", codecs, name)
+    if len(codecs) > _MAX_CODECS:
+        raise CheckpointLimitError(
+            "the array has too many codecs",
+            path=path,
+            tensor=name,
+            expected=f"at most {_MAX_CODECS}",
+            found=len(codecs),
+        )
     found = None
     for one in codecs:
         codec, configuration = _extension(one, path, "codecs", name)
+        require(codec in _CODECS, path, "codec", f"one of {', '.join(_CODECS)}", codec, name)
+        if codec == "transpose":
+            order = configuration.get("order")
+            is_order = isinstance(order, list) and len(order) == axes
+            is_order = is_order and all(type(axis) is int for axis in order)
+            is_order = is_order and sorted(order) == list(range(axes))
+            require(
+                is_order, path, "order of a transpose", f"the axes 0 to {axes - 1}", order, name
+            )
         if codec == "sharding_indexed":
             found = _sizes(configuration.get("chunk_shape"), path, "chunk_shape", name)
-            inside = configuration.get("codecs")
-            require(_inner(inside, path, name) is None, path, "codecs", "one level", "two", name)
+            inside = _inner(configuration.get("codecs"), axes, path, name)
+            require(inside is None, path, "codecs", "one level", "two", name)
+            if "index_codecs" in configuration:
+                inside = _inner(configuration["index_codecs"], axes + 1, path, name)
+                require(inside is None, path, "index_codecs", "no shards", "shards", name)
     return found
 
 
@@ -206,15 +244,28 @@ def check_write_shape(
 
 
 def check_chunks(
-    found: ArrayDescription, keys: Iterable[str], path: str, name: str, is_dense: bool
+    found: ArrayDescription, sizes: Mapping[str, int], path: str, name: str, is_dense: bool
 ) -> None:
-    """Checks the existing chunks (``keys``, without the array's name) against the shape.
+    """Checks the existing chunks (bytes by key, without the array's name) against the shape.
 
     Raises:
         CheckpointMissingError: a chunk is missing.
         CheckpointCorruptError: a chunk lies outside the shape.
+        CheckpointLimitError: a chunk has more bytes than its values could take.
     """
-    present = {index for key in keys if (index := _index(found, key)) is not None}
+    present = {}
+    for key, nbytes in sizes.items():
+        if (index := _index(found, key)) is not None:
+            present[index] = nbytes
+    largest = max(present.values(), default=0)
+    if largest > found.most_bytes:
+        raise CheckpointLimitError(
+            "a chunk has more bytes than its values could take",
+            path=path,
+            tensor=name,
+            expected=f"at most {found.most_bytes} bytes",
+            found=f"{largest} bytes",
+        )
     grid = found.grid
     outside = [index for index in present if not all(map(int.__lt__, index, grid))]
     if outside:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointLimitError
 from ...models.config import read_object
-from ...storage.files import open_regular
+from ...storage.files import is_there, open_regular
 from ...storage.save.beside import Files, files_of
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -33,13 +33,13 @@ def read_templates(directory: Path | Files, settings: Mapping[str, Any]) -> dict
     """
     found = listed_templates(settings, directory / "tokenizer_config.json")
     file = directory / TEMPLATE_FILE
-    if file.exists():
+    if is_there(file):
         found["default"] = _text(file)
     start = f"{TEMPLATE_FOLDER}/"
     named = [name for name in files_of(directory).names() if name.startswith(start)]
     for name in named[:_MAX_NAMED]:
         found[name.removeprefix(start).removesuffix(".jinja")] = _text(directory / name)
-    if not found and (directory / PROCESSORS).exists():
+    if not found and is_there(directory / PROCESSORS):
         found = listed_templates(read_object(directory / PROCESSORS), directory / PROCESSORS)
     return found
 

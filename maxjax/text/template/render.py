@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UserInputError
+from ...errors import UserInputError, printable
 
 _MAX_CHARACTERS = 1 << 20  # published templates have some thousands
 _SECONDS = 2.5  # for the whole rendering; published templates take milliseconds
@@ -103,7 +103,7 @@ def _compiled(template: str) -> Any:
 
 def _line(text: str) -> str:
     text = text if len(text) <= 500 else f"{text[:500]}…"
-    return "".join(c if c.isprintable() else " " for c in text)
+    return printable(text.replace("\n", " "))
 
 
 def plain(value: Any) -> Any:

@@ -25,7 +25,7 @@ SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mas
 """The names of special tokens in a ``tokenizer_config.json``."""
 CONFIG, MAP, LIST = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MAX_TOKENS = 1 << 18
+_MAX_TOKENS = 1 << 17
 _MAX_BYTES = 4 << 20
 _MAX_ID = 1 << 31
 

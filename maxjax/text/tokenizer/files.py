@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import CheckpointFormatError, UserInputError
 from ...models.config import read_object
+from ...storage.files import is_there
 from ...storage.limits import in_force
 from ...storage.save.beside import Files as Sidecars
 from ...storage.strict_json import load_json, read_json_bytes
@@ -55,7 +56,7 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
     """
     file = directory / FILE
     settings = optional(directory / CONFIG)
-    if file.exists():
+    if is_there(file):
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
         document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
@@ -115,7 +116,7 @@ def guarded(function: Any, *args: Any) -> Any:
 
 def optional(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""
-    return read_object(file) if file.exists() else {}
+    return read_object(file) if is_there(file) else {}
 
 
 def _with_added(

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointLimitError
+from ...errors import CheckpointFormatError, CheckpointLimitError, some
 from .expressions import matches_something, refuse_slow
 
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20
-_MAX_MERGES = 1 << 21
+_MAX_MERGES = 1 << 20
 # Published tokenizers have about ten steps with some kilobytes; lists of replaced letters are longer.
 _MAX_STEPS = 1000
 _MAX_STEP_TEXT = 1 << 20
@@ -42,7 +42,7 @@ _MAX_WORD = 1000
 _MAX_NODES = 4_000_000
 _LONGEST_PIECE = 1024
 # The automaton of added tokens takes about 70 bytes for each byte of theirs.
-_MAX_ADDED = 1 << 18
+_MAX_ADDED = 1 << 17
 _MAX_ADDED_BYTES = 4 << 20
 _MAX_NORMALIZED_BYTES = 8 << 20
 # The number of leading bytes in which adjacent pieces are compared.
@@ -58,6 +58,7 @@ def check_tokenizer(document: Any, path: str | os.PathLike[str] | None = None) -
 
     Raises:
         CheckpointLimitError: a limit is exceeded; the message names it.
+        CheckpointFormatError: a step has no type, or a table is shorter than it says.
 
     Example:
         >>> twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
@@ -112,10 +113,41 @@ def _steps(
             if isinstance(value, Mapping) and pattern is not None and "Regex" in value:
                 hint = "To use the model without its tokenizer: tokenizer=False."
                 refuse_slow(pattern, f"'{key}'", path=path, hint=hint)
-        if step.get("type") == "Precompiled":
-            _at_most(len(str(step.get("precompiled_charsmap"))), _MAX_CHARSMAP,
-                     "'precompiled_charsmap' is too long", path, " characters")  # fmt: skip
+        _check_type(step, key, path)
+        if step["type"] == "Precompiled":
+            _check_charsmap(step.get("precompiled_charsmap"), path)
         yield step
+
+
+def _check_type(step: Mapping[str, Any], key: str, path: Any) -> None:
+    """Refuses a step without a type, which the package would guess from the other keys of some steps."""
+    if not isinstance(step.get("type"), str):
+        raise CheckpointFormatError(
+            f"a step of '{key}' has no type", path=path, expected="a text as 'type'",
+            found=f"an object with {some(list(step), 3) or 'no keys'}",
+        )  # fmt: skip
+
+
+def _check_charsmap(text: Any, path: Any) -> None:
+    """Compares the lengths in a precompiled table with the bytes that it has: the package would allocate them.
+
+    The table is the size of a trie in four bytes, the trie, and texts.
+    """
+    if not isinstance(text, str):
+        return  # which the package refuses
+    _at_most(len(text), _MAX_CHARSMAP, "'precompiled_charsmap' is too long", path,
+             " characters")  # fmt: skip
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        data = b""
+    size = int.from_bytes(data[:4], "little")
+    if len(data) < 4 or size % 4 or not 4 <= size <= len(data) - 4:
+        raise CheckpointFormatError(
+            "'precompiled_charsmap' is not a table of SentencePiece", path=path,
+            expected=f"a table of {4 + size} bytes or more" if len(data) >= 4 else "four bytes or more",
+            found=f"{len(data)} bytes",
+        )  # fmt: skip
 
 
 def _flat(value: Any, inner: str) -> Iterator[Mapping[str, Any]]:
@@ -124,7 +156,8 @@ def _flat(value: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     while waiting:
         step = waiting.pop()
         if isinstance(step, Mapping):
-            listed = step.get(inner) if step.get("type") == "Sequence" else None
+            # The package takes a step with such a list for a sequence even if it has no type.
+            listed = step.get(inner) if step.get("type", "Sequence") == "Sequence" else None
             if isinstance(listed, list):
                 waiting.extend(reversed(listed))
             else:
@@ -236,6 +269,7 @@ def _check_processors(document: Mapping[str, Any], path: Any) -> None:
     copies, ids = 1, 0
     for count, step in enumerate(_flat(document.get("post_processor"), "processors"), 1):
         _at_most(count, _MAX_STEPS, "'post_processor' has too many steps", path)
+        _check_type(step, "post_processor", path)
         if step.get("type") != "TemplateProcessing":
             continue
         listed = step.get("special_tokens")

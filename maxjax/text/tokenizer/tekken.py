@@ -37,7 +37,7 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointFormatError: the file is broken; the message names the key.
         CheckpointLimitError: there are too many tokens, or too many of them begin with other tokens.
     """
-    document = read_object(path)
+    document = read_object(path, "json_bytes")
     config, listed = document.get("config"), document.get("vocab")
     if not isinstance(config, dict) or not isinstance(listed, list):
         raise _wrong(path, "'config' or 'vocab' is missing")

@@ -27,6 +27,7 @@ from ...errors import (
     UserInputError,
 )
 from ...paths import local_path
+from ...storage.files import is_there
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import Files, files_of, settled
@@ -345,7 +346,7 @@ def load_tokenizer(
     """
     directory = Path(local_path(path))
     directory = Path(orbax_checkpoint(directory) or directory)
-    if not directory.exists():
+    if not is_there(directory):
         raise CheckpointMissingError("no such directory", path=directory)
     if directory.is_file():
         directory = directory.parent
@@ -398,11 +399,12 @@ def gguf_tokenizer(
             splits text in an unknown way; the message names it.
         CheckpointFormatError: a key is missing or invalid; the message names it.
     """
-    if metadata.get("tokenizer.ggml.model", "none") == "none":
-        return None
     from ...models.gguf import tokenizer_json
+    from ...models.gguf.metadata import Settings
     from ...models.gguf.tokenizer.read import end_ids, padding_id, special_tokens
 
+    if Settings(metadata, "tokenizer.ggml.", path).text("model", "none") == "none":
+        return None
     try:
         document = tokenizer_json(metadata, path=path)
     except UnsupportedModelError:
@@ -417,11 +419,12 @@ def gguf_tokenizer(
         check_tokenizer(document, path)
         backend = backend_of(json.dumps(document), path)
     pad = padding_id(metadata, path=path)
-    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    architecture = Settings(metadata, "general.", path).text("architecture", None)
+    length = Settings(metadata, f"{architecture}.", path).count("context_length", None)
     return Tokenizer(
         backend,
         pad_id=pad,
-        max_length=int(length) if length else None,
+        max_length=length,
         chat_templates=_gguf_templates(metadata, path),
         special_tokens=special_tokens(metadata, path=path),
         eos_ids=end_ids(metadata, path=path),
@@ -434,9 +437,11 @@ def _same_tokens(backend: Any, metadata: Mapping[str, Any], file: Path) -> None:
     The GGUF file may have more tokens: llama.cpp's converter pads the vocabulary to the number of
     embeddings.
     """
-    theirs = metadata.get("tokenizer.ggml.tokens", ())
+    from ...models.gguf.metadata import Settings
+
+    theirs = Settings(metadata, "tokenizer.ggml.").items("tokens", str, [])
     ours = backend.get_vocab_size()
-    same = sum(backend.token_to_id(str(token)) == i for i, token in enumerate(theirs[:ours]))
+    same = sum(backend.token_to_id(token) == i for i, token in enumerate(theirs[:ours]))
     if ours > len(theirs) or same < 0.5 * ours:
         raise CheckpointMismatchError(
             "is the tokenizer of another model than the GGUF file beside it", path=file,

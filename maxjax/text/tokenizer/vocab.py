@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
 from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
-from ...storage.files import read_whole
+from ...storage.files import is_there, read_whole
 from ...storage.save.beside import Files
 from .sentencepiece import FILES as SENTENCEPIECE
 from .sentencepiece import read_sentencepiece
@@ -151,30 +151,30 @@ def read_vocabulary(directory: Path | Files, settings: Mapping[str, Any]) -> Rea
     """
     words, pairs = directory / WORDS, directory / VOCAB
     merges = directory / MERGES
-    if pairs.is_file() or merges.is_file():
+    if is_there(pairs) or is_there(merges):
         kind = _kind(directory, settings, f"{VOCAB} and {MERGES}", words=False)
         for file, other in ((pairs, MERGES), (merges, VOCAB)):
-            if not file.is_file():
+            if not is_there(file):
                 raise CheckpointMissingError(
                     f"the file is missing, and {other} in the directory needs it", path=file,
                     hint=f"Download it as well, or write tokenizer.json. {_ALONE}",
                 )  # fmt: skip
         model = _bpe(pairs, merges)
         return Read(_document(model, kind.parts(settings)), kind, pairs)
-    if words.is_file():
+    if is_there(words):
         kind = _kind(directory, settings, WORDS, words=True)
         model = _wordpiece(words, settings, kind)
         return Read(_document(model, kind.parts(settings)), kind, words)
     for name in SENTENCEPIECE:
-        if (file := directory / name).is_file():
+        if is_there(file := directory / name):
             return _sentencepiece(directory, file, settings)
-    if (file := directory / TEKKEN).is_file():
+    if is_there(file := directory / TEKKEN):
         document = read_tekken(file, settings)
         texts = [item["content"] for item in document["added_tokens"]]
         names = {f"{n}_token": text for n, text in zip(("unk", "bos", "eos"), texts, strict=False)}
         return Read(document, TokenizerClass(_own, names, "own"), file)
     for name, what in _OTHERS.items():
-        if (directory / name).is_file():
+        if is_there(directory / name):
             raise UnsupportedModelError(
                 f"{directory / name}: the tokenizer is in the format {what}, which maxjax does not"
                 f" support: put the model's tokenizer.json into the same directory ({_WRITE}). {_ALONE}"
@@ -231,7 +231,7 @@ def _kind(
 def _class_of(directory: Path | Files, settings: Mapping[str, Any]) -> tuple[str | None, str]:
     """The tokenizer's class without "Tokenizer" or None, and the model's type, as the files name them."""
     config = directory / "config.json"
-    model = read_object(config) if config.is_file() else {}
+    model = read_object(config) if is_there(config) else {}
     named = settings.get("tokenizer_class") or model.get("tokenizer_class")
     if not isinstance(named, str):
         return None, str(model.get("model_type"))
@@ -249,7 +249,7 @@ def _document(model: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
-    vocab = read_object(pairs)
+    vocab = read_object(pairs, "json_bytes")
     for token, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise CheckpointFormatError(

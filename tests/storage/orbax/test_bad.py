@@ -25,7 +25,7 @@ from maxjax.errors import (
 from maxjax.storage import Limits, open_checkpoint
 from maxjax.storage.digests import NAME
 from maxjax.storage.orbax.reader import open_orbax, orbax_tree
-from maxjax.storage.orbax.store import Database, Store
+from maxjax.storage.orbax.store import MANIFEST, Database, Store
 from tests.storage.orbax import corpus as orbax_corpus
 from tests.storage.orbax.corpus import build, copied, edit_json, files, sharded, tensors
 from tests.storage.orbax.test_reader import assert_same, seal
@@ -283,6 +283,10 @@ def test_bad_array_description(case, sealed, tmp_path):
     assert type(found) is error and found.tensor == "sh", found
 
 
+def transpose(order) -> dict:
+    return {"name": "transpose", "configuration": {"order": order}}
+
+
 ZARR3 = {
     "format": lambda v: v.update(zarr_format=2),
     "node": lambda v: v.update(node_type="group"),
@@ -298,6 +302,10 @@ ZARR3 = {
     "inner chunk": lambda v: v["codecs"][0]["configuration"].update(chunk_shape=[3, 12]),
     "huge inner chunk": lambda v: v["codecs"][0]["configuration"].update(chunk_shape=[2**40, 12]),
     "nested shards": lambda v: v["codecs"][0]["configuration"].update(codecs=v["codecs"][:]),
+    "a transpose of one axis twice": lambda v: v["codecs"].insert(0, transpose([0, 0])),
+    "a transpose of too few axes": lambda v: v["codecs"].insert(0, transpose([0])),
+    "a transpose of an axis that is not there": lambda v: v["codecs"].insert(0, transpose([1, 2])),
+    "a transpose by a letter": lambda v: v["codecs"].insert(0, transpose("F")),
     "type": lambda v: v.update(data_type="string"),
     "type of a kind": lambda v: v.update(data_type={"name": "float32"}),
     "fill": lambda v: v.update(fill_value={"a": 1}),
@@ -316,6 +324,38 @@ def test_bad_array_description_of_zarr3(case, sealed, tmp_path):
     description.write_text(json.dumps(value))
     found = attempt(path)
     assert isinstance(found, CheckpointFormatError) and found.tensor == "sh", found
+
+
+@pytest.mark.parametrize("kind", ["files", "files_zarr3", "zarr3"])
+def test_sizes_beyond_what_the_shape_needs(kind, sealed, tmp_path):
+    """tensorstore reads a chunk, a description and the manifest completely: a terabyte ends the process."""
+    names = {
+        "files": ["a/0.0", "a/.zarray"],
+        "files_zarr3": ["sh/c/0/0", "sh/zarr.json"],
+        "zarr3": [MANIFEST],
+    }
+    for number, name in enumerate(names[kind]):
+        path = copied(sealed(kind), tmp_path / f"{number}")
+        os.truncate(path / name, 1 << 40)
+        with pytest.raises(CheckpointLimitError) as caught:
+            open_orbax(path)
+        assert "at most" in str(caught.value.expected) and str(1 << 40) in str(caught.value.found)
+
+
+def test_a_chunk_may_be_twice_as_long_as_its_values_and_a_megabyte(sealed, tmp_path):
+    path = copied(sealed("files"), tmp_path / "c")
+    chunk = next(path.glob("sh/0.*"))
+    assert attempt(path) is None
+    os.truncate(chunk, (1 << 20) + 200_000_000)
+    assert isinstance(attempt(path), CheckpointLimitError)
+
+
+def test_codecs_are_few(sealed, tmp_path):
+    path = copied(sealed("files_zarr3"), tmp_path / "c")
+    for count in (17, 1_000_000):
+        listed = [{"name": "bytes"}] * count
+        edit_json(path / "sh" / "zarr.json", lambda v, listed=listed: v.update(codecs=listed))
+        assert isinstance(attempt(path), CheckpointLimitError)
 
 
 def test_more_than_the_files_could_hold(sealed, tmp_path):
@@ -467,7 +507,7 @@ def test_keys_and_values_of_a_database():
         {"key": b"zarr.json", "inline_value": b"x"},
     ]
     found = database({"location": TOP}, tree_with(leaf), {"d/n": 10, "p/d/n": 20, "p/d/v": 10})
-    assert found.values() == {"w/c/0": None, "w/zarr.json": b"x"}
+    assert found.values() == {"w/c/0": 5, "w/zarr.json": b"x"}
     assert database({}, {}, {}).values() == {}
 
 
@@ -521,5 +561,5 @@ def test_a_deep_database(tmp_path):
     for key, value in wanted.items():
         kvs[key] = value
     found = Store(str(tmp_path), Limits())._values
-    assert found == {key: value if len(value) <= 5 else None for key, value in wanted.items()}
+    assert found == {key: value if len(value) <= 5 else len(value) for key, value in wanted.items()}
     assert sorted(found) == sorted(key.decode() for key in kvs.list().result())

@@ -2,15 +2,22 @@
 
 import base64
 import json
+import re
 import resource
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from maxjax.engine.generate.defaults import read_defaults
-from maxjax.errors import CheckpointError, CheckpointLimitError, UserInputError
+from maxjax.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointLimitError,
+    UserInputError,
+)
 from maxjax.models.gguf.tokenizer.splits import SPLITTINGS
 from maxjax.text.tokenizer import limits
 from maxjax.text.tokenizer.expressions import check_pattern, matches_something
@@ -157,7 +164,7 @@ HOSTILE = {
     "long_piece": unigram(["a" * 1_000_000]),
     "long_pieces": lambda: unigram([f"{i}" + "x" * 1000 for i in range(5000)]),
     "many_tokens": lambda: numbered("many_tokens", (1 << 20) + 1),
-    "many_added": lambda: numbered("many_added", (1 << 18) + 1),
+    "many_added": lambda: numbered("many_added", (1 << 17) + 1),
     "long_added": {"added_tokens": [token(i, f"<{i}>" + "x" * 5000) for i in range(1000)]},
     "long_added_normalized": sequence("normalizer", [AA] * 8)
     | {"added_tokens": [token(i, f"<{i}>" + "a" * 500, False) for i in range(100)]},
@@ -170,7 +177,7 @@ def hostile(case):
 
 
 # Files of a million tokens take seconds to be written and read.
-BOUNDS = {"many_tokens": ("_MAX_TOKENS", 1 << 20), "many_added": ("_MAX_ADDED", 1 << 18)}
+BOUNDS = {"many_tokens": ("_MAX_TOKENS", 1 << 20), "many_added": ("_MAX_ADDED", 1 << 17)}
 
 
 @pytest.mark.parametrize("case", BOUNDS)
@@ -199,6 +206,79 @@ def test_hostile_files_are_refused(tmp_path, case):
     error = caught.value
     assert error.path == str(tmp_path / "tokenizer.json") and "tokenizer=False" in error.hint
     assert "\n" not in str(error) and len(str(error)) < 600
+
+
+def table(size, rest):
+    blob = size.to_bytes(4, "little") + rest
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+
+
+BROKEN = {
+    "a trie of 4 GiB": {"normalizer": table(0xFFFFFFFC, bytes(100))},
+    "a trie of one byte too many": sequence("normalizer", [table(104, bytes(100))]),
+    "an odd trie": {"normalizer": table(5, bytes(100))},
+    "no trie": {"normalizer": table(0, bytes(100))},
+    "three bytes": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "no base64": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "****"}},
+    # The package takes these for what they look like, so that no limit would apply.
+    "a replacement without a type": {"normalizer": {"pattern": {"String": "a"}, "content": "aa"}},
+    "a sequence without a type": {"normalizer": {"normalizers": [{"prepend": "a"}] * 2}},
+    "a type that is no text": {"pre_tokenizer": {"type": ["ByteLevel"]}},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_steps_that_the_package_would_trust_are_refused_before_it_sees_them(
+    tmp_path, case, monkeypatch
+):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document(**BROKEN[case])))
+    monkeypatch.setattr("tokenizers.Tokenizer", None)
+    with pytest.raises(CheckpointFormatError) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.path == str(tmp_path / "tokenizer.json")
+
+
+def test_lists_of_a_gguf_file_are_counted_before_anything_is_built_from_them():
+    """A table of 90 MB stays an array; a list of more tokens than any model has is not looked at."""
+    words = {"model": "t5", "tokens": ["<unk>", "a"], "scores": np.zeros(2, "f4")}
+
+    def build(**changed):
+        keys = {**words, **changed}
+        return gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+
+    assert build(unknown_token_id=0).encode("a") is not None
+    many = np.zeros(90_000_000, np.uint8)
+    for key, value in {
+        "precompiled_charsmap": many, "tokens": [""] * ((1 << 20) + 1), "merges": [""] * ((1 << 20) + 1),
+        "bos_token_id": many,
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointLimitError, match=f"tokenizer.ggml.{key}' has too many items"):
+            build(**{key: value})
+    count = (1 << 17) + 1
+    some = {"tokens": [f"{i}" for i in range(count)], "scores": np.zeros(count, "f4")}
+    with pytest.raises(CheckpointLimitError, match="too many items"):
+        build(**some, token_type=np.full(count, 4, "i4"))
+    for key in ("scores", "token_type"):
+        with pytest.raises(CheckpointFormatError, match="another length"):
+            build(**{key: many})
+    with pytest.raises(CheckpointFormatError, match="not a table"):
+        build(precompiled_charsmap=np.array([252, 255, 255, 255, 0], np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.context_length", np.arange(2)), ("llama.context_length", "long"), ("llama.context_length", -1),
+        ("general.architecture", 3), ("tokenizer.ggml.model", 3), ("tokenizer.ggml.tokens", "abc"),
+        ("tokenizer.chat_template", 3), ("tokenizer.ggml.bos_token_id", "a"),
+    ],
+)  # fmt: skip
+def test_keys_of_a_gguf_file_have_their_kinds(key, value):
+    good = {"general.architecture": "llama", "llama.context_length": 9, "tokenizer.ggml.model": "t5",
+            "tokenizer.ggml.tokens": ["<unk>", "a"], "tokenizer.ggml.scores": np.zeros(2, "f4")}  # fmt: skip
+    assert gguf_tokenizer(good).max_length == 9
+    with pytest.raises(CheckpointFormatError, match=re.escape(key)):
+        gguf_tokenizer({**good, key: value})
 
 
 def test_a_tokenizer_in_a_gguf_file_is_bounded_as_well():

@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ....errors import CheckpointFormatError, UserInputError, some
 from ....storage.strict_json import load_json
-from ..metadata import Settings
+from ..metadata import MAX_ADDED, MAX_TOKENS, Settings
 from .bpe import ENDS, byte_level, merged_pieces, sentencepiece
-from .tokens import SPECIAL, special_id
+from .tokens import CONTROL, SPECIAL, UNKNOWN, USER, special_id
 from .unigram import unigram
 from .wordpiece import PIECE as PIECE
 from .wordpiece import wordpiece
@@ -51,7 +53,7 @@ def tokenizer_json(
         UnsupportedModelError: the tokenizer is of another kind (``tokenizer.ggml.model``), or
             splits text in an unknown way (``tokenizer.ggml.pre``); the message names it.
         CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
-        CheckpointLimitError: a token is too long.
+        CheckpointLimitError: there are too many tokens, merges or added tokens, or one is too long.
 
     Example:
         >>> tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁embed", "ding"]
@@ -71,7 +73,24 @@ def tokenizer_json(
         raise given.unsupported(
             f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; maxjax supports {some(list(_KINDS))})"
         )
+    _check_counts(given)
     return _KINDS[kind](given)
+
+
+def _check_counts(given: Settings) -> None:
+    """Compares all lengths with their limits and with one another, before anything is built from the lists."""
+    count = given.length("tokens")
+    for key in ("tokens", "merges"):
+        given.check_length(key, given.length(key), MAX_TOKENS)
+    for key in ("scores", "token_type"):
+        value = given.metadata.get(given.prefix + key)
+        if count and isinstance(value, np.ndarray) and len(value) != count:
+            problem = "is of another length"
+            raise given.wrong(key, f"{count} values", len(value), problem, shown=True)
+    types = np.asarray(given.metadata.get(f"{given.prefix}token_type", ()))
+    if types.dtype.kind in "iu":
+        added = int(np.isin(types, (UNKNOWN, CONTROL, USER)).sum())
+        given.check_length("token_type", added, MAX_ADDED)
 
 
 def chat_template(

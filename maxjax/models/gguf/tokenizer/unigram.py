@@ -12,7 +12,9 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from ..metadata import Settings
+import numpy as np
+
+from ..metadata import MAX_CHARSMAP, Settings
 from .tokens import (
     NORMAL,
     UNKNOWN,
@@ -91,13 +93,19 @@ def normalizer(given: Settings, prefix: bool, *, keeps_first: bool = False) -> d
 
 def charsmap(given: Settings) -> bytes:
     """The table that normalises text, as the bytes that sentencepiece writes."""
-    found = given.any("precompiled_charsmap")
-    if isinstance(found, bytes):
+    key = "precompiled_charsmap"
+    given.check_length(key, given.length(key), MAX_CHARSMAP)
+    found = given.metadata[given.prefix + key]
+    if isinstance(found, bytes):  # of a tokenizer.model
         return found
-    numbers = given.items("precompiled_charsmap", int)
-    if any(not -128 <= n < 256 for n in numbers):
-        raise given.wrong("precompiled_charsmap", "bytes", "another number", shown=True)
-    return bytes(n & 255 for n in numbers)
+    numbers = np.asarray(found)
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
+        if numbers.size:  # a list without items has no kind
+            raise given.wrong(key, "a list of bytes", found)
+        return b""
+    if numbers.size and not (numbers.min() >= -128 and numbers.max() < 256):
+        raise given.wrong(key, "bytes", "another number", shown=True)
+    return (numbers & 255).astype(np.uint8).tobytes()
 
 
 def _decoder(prefix: bool, has_bytes: bool) -> dict[str, Any]:
