@@ -457,6 +457,9 @@ def _vocabularies() -> Iterator[Hostile]:
             return root
 
         yield Hostile(f"vocab.txt: {name}", "tokenizer", build)
+    decoder = lambda count: {
+        "added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(count)}
+    }  # fmt: skip
     beside = {
         "added_tokens.json": {
             "300,000 tokens": lambda: {f"<{i}>": 1000 + i for i in range(300_000)},
@@ -471,8 +474,8 @@ def _vocabularies() -> Iterator[Hostile]:
             "a list": lambda: {"eos_token": [1, 2, 3]},
         },
         "tokenizer_config.json": {
-            "300,000 in the decoder": lambda: {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(300_000)}},
-            "200,000 in the decoder": lambda: {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(200_000)}},
+            "300,000 in the decoder": lambda: decoder(300_000),
+            "200,000 in the decoder": lambda: decoder(200_000),
             "a huge id": lambda: {"added_tokens_decoder": {"2147483647": {"content": "<x>"}}},
         },
     }  # fmt: skip
@@ -595,7 +598,9 @@ def _digests() -> Iterator[Hostile]:
     for name, content in contents.items():
         for action in ("load", "verify"):
             yield _tiny(
-                f"maxjax_digests.json ({action}): {name}", action, {"maxjax_digests.json": content}
+                f"maxjax_digests.json ({action}): {name}",
+                action,
+                {"maxjax_digests.json": lambda _, make=content: make()},
             )
 
 
