@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from ..columns import visible
+from ..errors import printable
 
 
 def repair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def repair(options: argparse.Namespace) -> Iterable[str]:
     """
     from ..checkpoint.file_set import repair as repair_directory
 
-    done = list(map(visible, repair_directory(options.directory)))
-    where = visible(options.directory)
+    done = list(map(printable, repair_directory(options.directory)))
+    where = printable(options.directory)
     if not done:
         return [f"{where}: there was nothing to repair"]
     return [f"{where}: put into place or removed {len(done)}: {', '.join(done)}"]

@@ -60,6 +60,7 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
         document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
+        check_tokenizer(document, file)
         config = optional(directory / "config.json") if "fix_mistral_regex" in settings else {}
         if apply_settings(document, settings, config, file):
             text = json.dumps(document)
@@ -68,7 +69,7 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
         if vocabulary is None:
             return None
         document, text, file = vocabulary.document, json.dumps(vocabulary.document), vocabulary.file
-    check_tokenizer(document, file)
+        check_tokenizer(document, file)
     backend = backend_of(text, file)
     special_map = optional(directory / MAP)
     own = document.get("added_tokens") or [] if isinstance(document, dict) else []
