@@ -43,7 +43,10 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generate(options: argparse.Namespace) -> Iterable[str]:
-    """Generates text from PROMPT, and prints it while it is generated. Ctrl-C stops it."""
+    """Prints the answer to PROMPT, a user's message, while it is generated. Ctrl-C stops it.
+
+    A model without a chat template continues the text of PROMPT, as every model does with --raw.
+    """
     prompt = _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
