@@ -97,14 +97,15 @@ def _with_marks(
 
     As in gguf-py, eos is the token after a text. The tokens that end an answer otherwise are eot and eom.
     """
+    where = "" if path is None else f"{path}: "
     before, after = (
         [ids[text] for text in texts if text in ids]
         for texts in tokens_around(tokenizer.get("post_processor"))
     )
     if len(before) > 1 or len(after) > 1:
         _LOG.warning(
-            "%s: texts begin with %s special tokens and end with %s, and a GGUF file can say one of each",
-            path, len(before), len(after),
+            "%stexts begin with %s special tokens and end with %s, and a GGUF file can say one of each",
+            where, len(before), len(after),
         )  # fmt: skip
     if found.get("model") == "bert":  # llama.cpp adds both
         keys = ("bos", "seperator")
@@ -120,7 +121,7 @@ def _with_marks(
     others = [i for i in dict.fromkeys((own, *ends)) if i not in (None, eos) and i not in known]
     if len(others) > 2:
         _LOG.warning(
-            "%s: a GGUF file cannot say that these tokens end an answer: %s", path, others[2:]
+            "%sa GGUF file cannot say that these tokens end an answer: %s", where, others[2:]
         )
     return found | dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
 
