@@ -72,7 +72,43 @@ _ADVICE = {
     "ignore_chat_template apply_chat_template raw": "chat=False",
 }  # fmt: skip
 _INSTEAD = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
-_HOMES = (("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED))
+_LAYERS = _named(
+    has_bias="bias use_bias",
+    in_dim="in_features input_size input_dim d_in",
+    out_dim="out_features output_size output_dim d_out features",
+    hidden_dim="embedding_dim",
+    vocab_size="num_embeddings",
+    eps="epsilon layer_norm_eps",
+)
+_HOMES = (
+    ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.nn.Linear", _LAYERS)
+)  # fmt: skip
+# Methods of PyTorch's modules and of transformers' models → what to write instead, after "use" or as a sentence.
+_METHODS = {
+    "half float16": 'load it in this dtype: maxjax.load(path, dtype="float16")',
+    "bfloat16": 'load it in this dtype: maxjax.load(path, dtype="bfloat16")',
+    "float float32": 'load it in this dtype: maxjax.load(path, dtype="float32")',
+    "double": "maxjax computes in float32 or narrower",
+    "eval train": "a model has no mode to set: call it as it is; dropout acts only where it gets a key=",
+    "parameters": "jax.tree.leaves(model) are the arrays, model.state_dict() has them by name",
+    "named_parameters buffers named_buffers": "model.state_dict() has the arrays by name",
+    "modules children named_children": "model.named_modules() yields the layers by name",
+    "requires_grad_ freeze": 'trained, frozen = maxjax.partition(model, "layers.*") splits the weights',
+    "zero_grad backward": "gradients are results: jax.grad(loss)(model, …)",
+    "generate": "maxjax.generate(model, tokenizer, prompt)",
+    "cuda gpu cpu": "model.to(jax.devices()[0]) or model.to(mesh)",
+    "forward": "call the model itself: model(…)",
+    "save_pretrained save push_to_hub": 'maxjax.save_pretrained(model, "directory")',
+    "register_forward_hook register_forward_pre_hook": "maxjax.add_layer_hook, or maxjax.capture(model, …)",
+    "merge_and_unload": "maxjax.lora.merge(model)",
+    "encode embed": "maxjax.embed(model, tokenizer, texts)",
+    "chat": "maxjax.Conversation(model, tokenizer)",
+    "set_submodule add_module register_module": "assign the layer: model.name = layer",
+    "register_buffer register_parameter": "assign a Weight: model.name = Weight(…)",
+    "gradient_checkpointing_enable": "jax.checkpoint(lambda x: layer(x))",
+    "apply": "in Flax's sense call the model itself: model(…)",
+}  # fmt: skip
+METHODS = {name: advice for names, advice in _METHODS.items() for name in names.split()}
 
 
 def meant(name: str, names: Iterable[str], call: str = "") -> str:

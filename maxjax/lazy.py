@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .errors import closest
+
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
@@ -56,8 +58,11 @@ def attributes(
             known = not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}")
             if not known:
                 if missing is not None:
-                    return missing(name)
-                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+                    with contextlib.suppress(AttributeError):
+                        return missing(name)
+                like = None if name.startswith("_") else closest(name, places)
+                hint = f": did you mean {like!r}?" if like else ""
+                raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         with without_collector():
             found = importlib.import_module(f"{package}.{home or name}")
         value = getattr(found, name) if home else found

@@ -46,6 +46,10 @@ def test_nothing_else_is_public():
 
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(maxjax, "nosuch")
+    with pytest.raises(AttributeError, match="no attribute 'laod': did you mean 'load'"):
+        _ = maxjax.laod
+    with pytest.raises(AttributeError, match="no attribute 'Linaer': did you mean 'Linear'"):
+        _ = maxjax.nn.Linaer
 
 
 PACKAGES = "checkpoint engine graph models.gguf nn storage storage.blocks"

@@ -62,7 +62,7 @@ def init(
         >>> model.weight.value.shape
         (2, 3)
     """
-    check_module(model, "init")
+    check_module(model, "init", reads=False)
     key = checked_key(key)
     if initializer is not None and not callable(initializer):
         raise UserInputError(

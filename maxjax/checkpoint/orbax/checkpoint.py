@@ -223,7 +223,7 @@ def restore(
         UserInputError: the model is not a Module, or ``verify`` is not "auto", True or False.
     """
     if model is not None:
-        check_module(model, "checkpoint.restore")
+        check_module(model, "checkpoint.restore", reads=False)
     root = local_path(path)
     step = None if step is None else whole_number("step", step, 0)
     attempts = 0

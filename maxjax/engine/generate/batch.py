@@ -298,8 +298,8 @@ def check_model(model: Any) -> None:
         UserInputError: ``model`` is not a language model, its weights are not loaded, or it is an
             argument of a function that JAX transforms.
     """
+    check_module(model, "generate")
     if not callable(getattr(model, "cache", None)) or not hasattr(model, "max_length"):
-        check_module(model, "generate")
         raise UserInputError(
             f"{type(model).__name__} is not a language model: it cannot generate text. "
             "Load a decoder; maxjax.embed takes encoders"

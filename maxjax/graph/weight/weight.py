@@ -360,6 +360,13 @@ class Weight(OfWeight, Methods):
             return WeightTranspose(self)
         return TransposedValue(self) if array.ndim == 2 else TensorValue(array).T
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Raises TypeError: JAX's arrays cannot be changed in place."""
+        raise TypeError(
+            f"weight '{self.name}' cannot be changed in place: assign a new array, "
+            "weight.value = weight.value.at[0].set(1)"
+        )
+
     def __getitem__(self, key: Any) -> Any:
         try:
             return super().__getitem__(key)

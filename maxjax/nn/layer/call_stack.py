@@ -17,13 +17,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from ...errors import UserInputError, some
 from ...graph.kind import KIND
 from ...graph.value import TensorValue, wraps
 from ...graph.weight.epoch import EPOCH
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
 from .definition import weight_values
-from .walk import Walk
+from .walk import Walk, deleted_arrays
 
 
 class Names:
@@ -93,12 +94,38 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
             return call(module, *args, **kwargs)
         with jax.named_scope(scope):
             return call(module, *args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        if outermost and (problem := _without_values(module, str(error))):
+            raise UserInputError(problem) from error
+        raise
     finally:
         running.modules.pop()
         if outermost:
             KIND.values = outer_values
             if running.known:
                 running.known.clear()  # it keeps Modules alive
+
+
+def _without_values(module: Any, error: str) -> str:
+    """What is wrong, if an error of JAX is due to weights without arrays; "" if it is not."""
+    if "has been deleted" in error:
+        return deleted_arrays(module)
+    if "not a valid JAX type" not in error:
+        return ""
+    # Under jax.grad a placeholder is in a tracer, where it is noticed only when it is used.
+    definition, weights = module._mx_definition()
+    is_blank = lambda leaf: isinstance(getattr(leaf, "primal", leaf), jax.ShapeDtypeStruct)
+    names = [
+        name
+        for name, weight in zip(definition.names, weights, strict=True)
+        if is_blank(weight.stored.leaf)
+    ]
+    if not names:
+        return ""
+    return (
+        f"weights of {type(module).__name__} have no value: {some(names, 2)}. Load them, or make them: "
+        "maxjax.init(model, key), or for LoRA maxjax.lora.add(model, …, key=jax.random.key(0))"
+    )
 
 
 def _has_value(args: Iterable[Any]) -> bool:

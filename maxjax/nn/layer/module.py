@@ -8,15 +8,17 @@ that changes while it runs: caches and random keys are arguments and results.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+import inspect
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache, wraps
 from types import MappingProxyType
 from typing import Any, Self
 
 import jax
 
-from ...errors import UserInputError
+from ...elsewhere import METHODS, meant
+from ...errors import UnknownArgumentError, UserInputError
 from ...graph import compile_cache
 from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
@@ -35,6 +37,26 @@ from .rows import OfModule
 from .state import StateDict
 from .static import Live, freeze, holds_items, unread_fields, unshared
 from .walk import Walk
+
+
+def _check_keywords(cls: type, given: Iterable[str]) -> None:
+    """Refuses keyword arguments that a class does not take, with the name that they have here."""
+    try:
+        parameters = _signature(cls.__init__).parameters
+    except (TypeError, ValueError):  # a class whose __init__ has no signature
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    names = list(parameters)[1:]
+    for name in given:
+        if name not in names:
+            hint = meant(name, names) or f"; it takes {', '.join(names) or 'none'}"
+            raise UnknownArgumentError(
+                f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}"
+            )
+
+
+_signature = lru_cache(maxsize=4096)(inspect.signature)
 
 
 class Module(OfModule, Layer, StateDict, ABC):
@@ -106,6 +128,8 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_carries: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any):
+        if kwargs:
+            _check_keywords(cls, kwargs)
         self = super().__new__(cls)
         # In __new__, so that a subclass may call super().__init__() late or never.
         vars(self).update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),
@@ -145,11 +169,28 @@ class Module(OfModule, Layer, StateDict, ABC):
 
         return wrapped
 
-    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation; every Module class defines it."""
+        """Computes the layer's result; subclasses define it.
+
+        Raises:
+            NotImplementedError: the class does not define it.
+        """
+        name, has_forward = type(self).__name__, callable(getattr(type(self), "forward", None))
+        todo = (
+            "rename forward to __call__"
+            if has_forward
+            else "define def __call__(self, x): … in the class"
+        )
+        raise NotImplementedError(f"{name} cannot be called, as it has no __call__: {todo}")
 
     # -- attributes
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError: there is no such attribute; for methods of other libraries it says what to write."""
+        if name in METHODS and not hasattr(type(self), name):
+            what = f"'{type(self).__name__}' object has no attribute '{name}': {METHODS[name]}"
+            raise AttributeError(what, name=name, obj=self)
+        return object.__getattribute__(self, name)  # the usual error, or that of a property
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._mx_in_stack:

@@ -10,15 +10,21 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
+from jax.core import Tracer
+
 from ...errors import UserInputError
 from ...graph.weight.weight import Weight
 
 
-def check_module(model: Any, function: str) -> None:
+def check_module(model: Any, function: str, reads: bool = True) -> None:
     """Checks that what a public function was given as a model is a Module.
 
+    Args:
+        reads: whether the function needs the arrays of the model, so that they may not be deleted.
+
     Raises:
-        UserInputError: it is not; the message begins with the name of the function.
+        UserInputError: it is not, or its arrays are deleted; the message begins with the name of the function.
 
     Example:
         >>> check_module((1, 2), "replace")
@@ -26,6 +32,8 @@ def check_module(model: Any, function: str) -> None:
         maxjax.errors.UserInputError: maxjax.replace takes a maxjax Module, not tuple
     """
     if hasattr(type(model), "_mx_definition"):
+        if reads and (problem := deleted_arrays(model)):
+            raise UserInputError(f"maxjax.{function}: {problem}")
         return
     first = model[0] if isinstance(model, tuple) and model else None  # of what load() returns
     what, hint = type(model).__name__, ""
@@ -34,6 +42,18 @@ def check_module(model: Any, function: str) -> None:
     elif isinstance(model, type) and hasattr(model, "_mx_definition"):
         what, hint = f"the class {model.__name__}", f": make one, {model.__name__}(…)"
     raise UserInputError(f"maxjax.{function} takes a maxjax Module, not {what}{hint}")
+
+
+def deleted_arrays(model: Any) -> str:
+    """What is wrong, if arrays of a Module are deleted; "" if none is."""
+    for weight in model._mx_definition()[1]:
+        leaf = weight.stored.leaf
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            return (
+                f"the arrays of this {type(model).__name__} are deleted, as it was donated to a compiled function "
+                "(donate_argnums): go on with the model that the function returned, model = step(model, …)"
+            )
+    return ""
 
 
 class Walk:

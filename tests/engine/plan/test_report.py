@@ -562,7 +562,7 @@ def test_what_is_neither_a_module_nor_a_path(tmp_path):
 
 
 def test_strategies_of_a_mesh_without_known_axes():
-    mesh = AbstractMesh((2,), ("rows",))
+    mesh = AbstractMesh((2, 1), ("rows", "columns"))
     with pytest.raises(UserInputError, match="rows"):
         plan(mlp(), mesh)
     model = mlp()

@@ -16,6 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import maxjax
+from maxjax import nn
+from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, Graph, ShardingStrategy, TensorType, Weight
 from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
@@ -319,18 +321,92 @@ def test_writing_while_running_warns_once():
     assert m.n == 2
 
 
-# -- abstract classes, subclasses
+# -- classes
 
 
-def test_abstract():
-    with pytest.raises(TypeError, match="abstract"):
-        Module()
-
+def test_a_module_without_a_call_holds_weights_only():
     class NoCall(Module):
-        pass
+        def __init__(self):
+            super().__init__()
+            self.lin = Lin()
 
-    with pytest.raises(TypeError, match="abstract"):
-        NoCall()
+    class Forward(NoCall):
+        def forward(self, x):
+            return self.lin(x)
+
+    assert list(NoCall().raw_state_dict()) == ["lin.weight"]
+    with pytest.raises(NotImplementedError, match=r"NoCall cannot be called.*define def __call__"):
+        NoCall()(1)
+    with pytest.raises(NotImplementedError, match=r"Forward cannot be called.*rename forward"):
+        Forward()(1)
+
+
+def test_an_unknown_keyword_is_refused_with_the_name_here():
+    with pytest.raises(TypeError, match=r"Linear\(\) got .* 'bias': did you mean has_bias=\?"):
+        nn.Linear(2, 3, bias=True)
+    with pytest.raises(TypeError, match=r"'in_features': did you mean in_dim=\?"):
+        nn.Linear(in_features=2, out_dim=3)
+    with pytest.raises(TypeError, match=r"Lin\(\) got .* 'size'"):
+        Lin(size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("half", 'dtype="float16"'), ("eval", "no mode"), ("parameters", "jax.tree.leaves"), ("cuda", "model.to"),
+        ("generate", r"maxjax.generate\(model, tokenizer, prompt\)"), ("forward", r"model\(…\)"),
+    ],
+)  # fmt: skip
+def test_methods_of_other_libraries_say_what_to_write(name, says):
+    model = Hold(a=Lin())
+    with pytest.raises(AttributeError, match=f"'Hold' object has no attribute '{name}': .*{says}"):
+        getattr(model, name)
+    assert not hasattr(model, name) and getattr(model, name, 3) == 3
+    with pytest.raises(AttributeError, match="has no attribute 'nosuch'$"):
+        _ = model.nosuch
+
+
+def test_an_error_in_a_property_is_its_own():
+    class Failing(Module):
+        @property
+        def eval(self):
+            return self.nosuch
+
+    with pytest.raises(AttributeError, match="'nosuch'"):
+        _ = Failing().eval
+
+
+def test_a_weight_cannot_be_changed_in_place():
+    model = fill(Lin())
+    with pytest.raises(
+        TypeError, match=r"weight 'weight' cannot be .* weight\.value\.at\[0\]\.set"
+    ):
+        model.weight[0] = 1
+
+
+def test_a_donated_model_says_so():
+    model = fill(Lin())
+    step = jax.jit(lambda m: jax.tree.map(lambda a: a + 1, m), donate_argnums=0)
+    new, x = step(model), jnp.ones((1, 3))
+    for use in (
+        lambda: model(x),
+        lambda: maxjax.replace(model, {}),
+        lambda: maxjax.partition(model, "*"),
+    ):
+        with pytest.raises(
+            UserInputError, match=r"arrays of this Lin are deleted.*model = step\(model"
+        ):
+            use()
+    assert new(x).shape == (1, 2)
+
+
+def test_a_gradient_of_placeholders_says_so():
+    layers = maxjax.init(nn.Sequential([nn.Linear(4, 8, "float32", CPU)]), jax.random.key(0))
+    model = maxjax.lora.add(layers, rank=2)
+    with pytest.raises(
+        UserInputError, match=r"0\.lora_A\.weight.* no value|no value: 0\.lora_A\.weight"
+    ):
+        jax.grad(lambda m: m(jnp.ones((1, 4))).sum())(model)
 
 
 def test_generic_and_properties():

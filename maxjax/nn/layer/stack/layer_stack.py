@@ -192,7 +192,7 @@ class LayerStack(LayerList, is_stack=True):
     def __getattr__(self, name: str) -> Any:
         if name.isdecimal() and int(name) < len(self):
             return self._layer(int(name))
-        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        return super().__getattr__(name)
 
     def __len__(self) -> int:
         return self._layout.count

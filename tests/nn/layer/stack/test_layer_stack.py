@@ -621,7 +621,7 @@ def test_it_reads_like_a_list(make):
     assert list(stack.sublayers) == ["0", "1", "2", "3"] and stack.sublayers["2"] is stack[2]
     with pytest.raises(IndexError, match="there is no layer 4: there are 4"):
         stack[4]
-    with pytest.raises(AttributeError, match="'LayerStack' has no attribute '4'"):
+    with pytest.raises(AttributeError, match="'LayerStack' object has no attribute '4'"):
         getattr(stack, "4")
     assert not hasattr(stack, "weight")
 
