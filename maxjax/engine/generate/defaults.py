@@ -155,13 +155,13 @@ def read_defaults(
         raise CheckpointFormatError(str(error), path=file if there else None) from None
 
 
-def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(directory: Path | Files, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids that end an answer, by ``generation_config.json`` or else by ``config.json``.
 
     Raises:
         CheckpointFormatError: they are not token ids.
     """
-    file = Path(directory) / FILE
+    file = directory / FILE
     try:
         return eos_token_ids(read_object(file) if is_there(file) else {}) or eos_token_ids(config)
     except UserInputError as error:
