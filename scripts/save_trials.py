@@ -79,7 +79,7 @@ class Said:
 
 def description(k: int) -> dict[str, str]:
     """The files that describe the k-th model: name → content."""
-    config = json.dumps({**CONFIG, "save": k, "dtype": "float32"}, indent=2) + "\n"
+    config = json.dumps({"dtype": "float32", **CONFIG, "save": k}, indent=2) + "\n"
     return {"config.json": config, **Said(k).files()}
 
 
