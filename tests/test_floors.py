@@ -132,7 +132,7 @@ models: __init__
 # 6 text, engine, checkpoint, interop: programs that run, and files they are kept in
 text/template: thread budget caps sandbox files function_schema render
 text: stream_decoders reasoning
-text/tokenizer: arguments expressions limits settings added sentencepiece tekken vocab files tokenizer
+text/tokenizer: arguments trial expressions limits settings added sentencepiece tekken vocab files tokenizer
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults

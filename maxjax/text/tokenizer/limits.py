@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointFormatError, CheckpointLimitError, some
-from .expressions import matches_something, refuse_slow
+from .expressions import check_expressions, matches_something
 
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20
@@ -81,6 +81,16 @@ def check_tokenizer(document: Any, path: str | os.PathLike[str] | None = None) -
     _check_processors(document, path)
     _check_model(document.get("model"), path)
     _check_added(document.get("added_tokens"), growth, path)
+    every = {"normalizer": normalizer, "pre_tokenizer": splits, "decoder": decoder}
+    found = [
+        (key, pattern["Regex"])
+        for key, steps in every.items()
+        for step in steps
+        if isinstance(pattern := step.get("pattern"), Mapping)
+        and isinstance(pattern.get("Regex"), str)
+    ]
+    hint = "To use the model without its tokenizer: tokenizer=False."
+    check_expressions(found, path=path, hint=hint)
 
 
 def _at_most(value: float, most: int, problem: str, path: Any, unit: str = "") -> None:
@@ -110,9 +120,6 @@ def _steps(
             text += len(pattern if pattern is not None else value if is_text else "")
             _at_most(text, _MAX_STEP_TEXT, f"the texts of '{key}' are too long", path,
                      " characters")  # fmt: skip
-            if isinstance(value, Mapping) and pattern is not None and "Regex" in value:
-                hint = "To use the model without its tokenizer: tokenizer=False."
-                refuse_slow(pattern, f"'{key}'", path=path, hint=hint)
         _check_type(step, key, path)
         if step["type"] == "Precompiled":
             _check_charsmap(step.get("precompiled_charsmap"), path)

@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maxjax.engine.generate.defaults import read_defaults
 from maxjax.errors import (
@@ -19,8 +21,8 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models.gguf.tokenizer.splits import SPLITTINGS
-from maxjax.text.tokenizer import limits
-from maxjax.text.tokenizer.expressions import check_pattern, matches_something
+from maxjax.text.tokenizer import expressions, limits
+from maxjax.text.tokenizer.expressions import check_expressions, matches_something
 from maxjax.text.tokenizer.limits import check_tokenizer
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
 from tests.models.gguf.tokenizer.tokenizer_files import BYTE_LEVEL, byte_level, sentencepiece
@@ -463,7 +465,7 @@ def test_those_that_are_trained_here_pass():
 )
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_published_patterns_pass(pattern):
-    check_pattern(pattern)
+    check_expressions([("pre_tokenizer", pattern)])
 
 
 @pytest.mark.fast("(", "\\\\", "*")
@@ -471,7 +473,55 @@ def test_published_patterns_pass(pattern):
     "pattern", ["(", ")", "a)", "[", "[a", "\\", "a{", "a{,}", "(?", "(?<", "*", "", "{5}"]
 )
 def test_what_is_no_pattern_is_left_to_others(pattern):
-    check_pattern(pattern)
+    check_expressions([("pre_tokenizer", pattern)])
+
+
+SLOW = {
+    "letters_that_may_be_absent": ".?" * 28 + "." * 28 + "~",
+    "a_bounded_loop_in_a_bounded_loop": "(?:.{0,64}){0,64}~",
+    "alternatives_that_overlap": "(?:a|[ab])*[cd]",
+    "one_alternative_is_others": "(?:q|w|e|r|t|y|qwerty)+Z",
+    "an_alternative_deep_inside": "(?:a|(?:b|(?:c|(?:d|(?:e|ab)))))+Z",
+    "after_much_that_must_match": "secretprefix[0-9]{3}(?:a|aa)+Z",
+    "in_a_look_behind": "(?<=xyz)(?:b|bb)+!",
+    "in_a_look_ahead": "(?=(?:a|aa)+b)a",
+    "letters_of_one_script": r"(?:\p{Ethiopic}|[ሀ-ᎀ])+!",
+    "loops_in_a_row": "a.*b.*c.*d.*e.*f",
+    "long_pieces": "(?:a{50}|a{51})+b",
+    "refers_to_a_group": r"(a*)+\1b",
+    "refers_to_a_name": r"(?<n>a|aa)+\k<n>b",
+    "too_large": "((((a{1000}){1000}){1000}){1000})",
+    "too_deep": "(" * 40 + "a" + ")*" * 40,
+    "too_many_quantifiers": "".join(f"x{i}?" for i in range(100)),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_expressions_that_are_slow_for_a_text_are_refused(case):
+    for _ in range(2):  # the second time by what is remembered
+        with pytest.raises(
+            CheckpointLimitError, match="'decoder' has an expression that is refused.*at most"
+        ):
+            check_expressions([("pre_tokenizer", r"\s+"), ("decoder", SLOW[case])])
+
+
+def test_published_and_known_expressions_start_no_process(monkeypatch):
+    own = r"[a-z]+(?=\d{1,3})|\p{N}"
+    check_expressions([("decoder", own)])
+    monkeypatch.setattr(expressions.subprocess, "run", lambda *_, **__: pytest.fail("a process"))
+    check_expressions([("decoder", p) for p in [own, " {2,}", *SPLITTINGS["tekken"].patterns]])
+
+
+@given(st.text(r"()[]{}?*+|\^$.,-:=!<>'#&abkgpx019²\n", max_size=30))
+def test_whatever_an_expression_is_it_is_parsed_or_refused(pattern):
+    assert matches_something(pattern) in (True, False)
+
+
+def test_the_number_of_expressions_is_bounded():
+    with pytest.raises(
+        CheckpointLimitError, match="'decoder' and others have too many .*at most 16"
+    ):
+        check_expressions([("decoder", f"unknown{i}") for i in range(17)])
 
 
 def test_patterns_with_and_without_empty_matches():
@@ -517,8 +567,9 @@ def test_a_text_grows_no_further_than_its_file_says(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
-def test_oniguruma_gives_up_by_itself(tmp_path):
-    """What is no loop in a loop by its form, and is one: an error, and not a night."""
+def test_oniguruma_gives_up_by_itself(tmp_path, monkeypatch):
+    """What passes unseen: an error, and not a night."""
+    monkeypatch.setitem(expressions._TRIED, "(?:a|[ab])*[cd]", "")
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(**regex("(?:a|[ab])*[cd]"))))
     with pytest.raises(UserInputError, match="retry-limit"):
         load_tokenizer(tmp_path).encode("a" * 40 + "bec")

@@ -288,7 +288,7 @@ def test_tekken(tmp_path):
             {"vocab": [{"rank": 0, "token_bytes": "YQ=="}, {"rank": 1, "token_bytes": "YQ=="}]},
             "twice",
         ),
-        ({"config": {"pattern": "(a+)+$"}}, "loop"),
+        ({"config": {"pattern": "(a+)+$"}}, "expression that is refused"),
         ({"vocab": 3}, "vocab"),
     ],
 )
