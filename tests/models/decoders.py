@@ -70,7 +70,7 @@ def spread(model):
     return found
 
 
-def oracle(kind, directory=None, seed=0, **settings):
+def oracle(kind, directory=None, seed=0, file="models", **settings):
     """transformers' model of one kind ("Llama"), in the directory as well; logits of deviation 1."""
     if kind == "GPT2":
         return gpt2_oracle(directory, seed, **{**SMALL, **settings})
@@ -84,7 +84,7 @@ def oracle(kind, directory=None, seed=0, **settings):
     draw = drawn_of_gemma if one else drawn
     made = OracleModel(
         f"{kind}ForCausalLM", config, {**SMALL, **settings},
-        draw=draw, seed=seed, measure=spread, scale=scaled,
+        draw=draw, seed=seed, measure=spread, scale=scaled, file=file,
     )  # fmt: skip
     if directory is not None:
         made.save(directory)

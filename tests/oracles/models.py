@@ -135,6 +135,46 @@ class OracleModel:
         return self.ask(f"generated {zlib.crc32(asked.encode()):08x}", answer)
 
 
+    def greedy(self, prompt: Any, new: int, rope_length: int | None = None) -> list[int]:
+        """The tokens after one prompt, each chosen by the logits of the whole text, computed without a cache.
+
+        Args:
+            prompt: token ids.
+            new: number of tokens.
+            rope_length: length of the text that dynamic NTK has the frequencies of; by default the present.
+        """
+        ids = [int(i) for i in prompt]
+
+        def answer(model: Any) -> list[int]:
+            text, model = list(ids), with_rope_by_length(model, rope_length)
+            with torch.no_grad():
+                for _ in range(new):
+                    logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+                    text.append(int(logits.argmax()))
+            return text[len(ids) :]
+
+        asked = json.dumps([ids, new, rope_length])
+        return self.ask(f"greedy {zlib.crc32(asked.encode()):08x}", answer)
+
+
+def with_rope_by_length(model: Any, length: int | None = None) -> Any:
+    """A copy of transformers' model with the frequencies of the text's present length, or with dynamic NTK's for a length.
+
+    transformers 5.24 chooses a Phi-MoE's factors by that length and then uses the short ones always, unlike
+    Microsoft's code of the model.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    model = copy.deepcopy(model)
+    rope = model.model.rotary_emb
+    if model.config.model_type == "phimoe":
+        rope.rope_init_fn = lambda config: (rope.inv_freq, rope.attention_scaling)
+    if length is not None:
+        rope.inv_freq = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=length)[0]
+        rope.rope_type = "default"  # so that they stay
+    return model
+
+
 class _Config(SimpleNamespace):
     """Settings as attributes, under every name that transformers has for them."""
 

@@ -15,6 +15,7 @@ from ...errors import UserInputError
 from ...graph.placement.arrays import put
 from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
+from ...models.decoder.rope import reading_length, same_until
 from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import Watch
@@ -106,8 +107,10 @@ class Batch:
         self._rows = numbers.tolist()
         lengths = np.asarray([len(prompt) for prompt in self._prompts], np.int32)
         self._used = longest  # no row has more tokens
+        self._begin()
+        cache = model.cache(batch, capacity, cache_dtype).for_texts(self._reading_lengths)
         self.state = BatchState(
-            cache=self._committed(model.cache(batch, capacity, cache_dtype)),
+            cache=self._committed(cache),
             last=self._put(np.zeros(batch, np.int32)),
             done=self._put(lengths == 0),
             bad=self._put(np.zeros(batch, bool)),
@@ -128,28 +131,44 @@ class Batch:
         Returns:
             The first token of each answer, on the host.
         """
-        lengths = [len(prompt) for prompt in self._prompts]
-        longest, start = max(lengths), self._read
-        while start < longest:
-            width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
-            part, counts = _slice(self._prompts, start, width)
-            args = (self.state, part, counts, self._sampler)
-            self.state = self._run(prefill, *args, counts=lambda _, n=counts: n, width=width)
-            if self.together.is_shared:
-                self.together.fetch(self.state.done)
-            start += width
-        self._read = longest
+        self._read_texts(self._prompts, self._read)
+        self._read = max(map(len, self._prompts))
         state = self.state
         first, done, bad = self.together.fetch((state.first, state.done, state.bad))
         first = jax.tree.map(lambda a: a[:, None], first)
-        counts = (np.asarray(lengths) > 0).astype(np.int32)
-        return DispatchTokens(first.tokens, counts, done, bad, first)
+        counts = np.asarray([len(prompt) > 0 for prompt in self._prompts], np.int32)
+        written = DispatchTokens(first.tokens, counts, done, bad, first)
+        self._written = [written] if self._outgrows.any() else []
+        return written
+
+    def _read_texts(
+        self, texts: Sequence[Sequence[int]], start: int = 0, *, again: bool = False
+    ) -> None:
+        """Runs the tokens of each row's text from ``start`` on, ``chunk`` at a time.
+
+        Args:
+            texts: token ids of each row.
+            start: number of tokens of each row that are in the cache.
+            again: whether the model has read these tokens before: then nothing is sampled or recorded.
+        """
+        longest = max(map(len, texts))
+        while start < longest:
+            width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
+            part, counts = _slice(texts, start, width)
+            args = (self.state, part, counts, self._sampler)
+            run = {"counts": lambda _, n=counts: n, "width": width, "keeps": not again}
+            self.state = self._run(prefill, *args, **run)
+            if self.together.is_shared:
+                self.together.fetch(self.state.done)
+            start += width
 
     @isolated()
     def decode(self, count: int = MAX_STEPS) -> DispatchTokens:
         """Dispatches the next decode steps, at most ``count``; :meth:`fetch` waits for the tokens."""
         if not 0 < count <= MAX_STEPS:
             raise UserInputError(f"count is {count}: it must be from 1 to {MAX_STEPS}")
+        if self._outgrows.any():
+            count = self._before_outgrown(count)
         self._used = min(self._used + count, max(self._limits))
         self._grow_cache()
         # Always a device array: a host number would compile another program.
@@ -159,7 +178,43 @@ class Batch:
         self.state, written = self._run(
             decode, *args, counts=lambda result: result[1].counts, width=None
         )
+        if self._outgrows.any():
+            self._written.append(written)
+        self._steps += count
         return written
+
+    def _begin(self) -> None:
+        """Sets which frequencies of RoPE the texts begin with, and which texts will outgrow these."""
+        self._steps = 0  # steps since the prompts: a row that has not ended has got a token in each
+        ropes = self.model.config.ropes_by_length
+        pairs = list(zip(self._prompts, self._limits, strict=True))
+        self._reading_lengths = [reading_length(ropes, len(text), limit) for text, limit in pairs]
+        self._same_until = np.asarray(same_until(ropes, self._reading_lengths))
+        # The model never reads the last token.
+        self._outgrows = np.asarray(self._limits) - 1 > self._same_until
+        self._written: list[DispatchTokens] = []
+
+    def _before_outgrown(self, count: int) -> int:
+        """Reads the texts again that outgrow their RoPE now; returns how many of ``count`` steps no other does."""
+        read = np.asarray([len(prompt) for prompt in self._prompts]) + self._steps
+        now = self._outgrows & (read == self._same_until)
+        if now.any():
+            written = self.together.fetch(self._written)
+            now &= ~self.together.fetch(self.state.done)
+            texts = [
+                [*prompt, *_tokens(written, row)][: read[row]] if now[row] else []
+                for row, prompt in enumerate(self._prompts)
+            ]
+            cache = self.state.cache.emptied(now).for_texts(read + 1)
+            prompts = self.state.prompts
+            # No prompt ends here, so that nothing is sampled.
+            none = self._put(np.full(len(texts), -1, np.int32))
+            self.state = self.state._replace(cache=self._committed(cache), prompts=none)
+            self._read_texts(texts, again=True)
+            self.state = self.state._replace(prompts=prompts)
+            self._outgrows &= read != self._same_until
+        ahead = (self._same_until - read)[self._outgrows]
+        return min([count, *ahead.tolist()])
 
     def _run(self, program: Any, *args: Any, **recorded: Any) -> Any:
         static = {"settings": self._kind, "shardings": self._shardings}
@@ -186,14 +241,21 @@ class Batch:
         Returns:
             False if the cache no longer holds that prefix; a new Batch is needed then.
         """
-        cached = int(self.together.fetch(self.state.cache.lengths)[0])
+        cache = self.state.cache
+        cached = int(self.together.fetch(cache.lengths)[0])
         before, kept = self._prompts[0], 0
+        self._prompts, self._limits = [list(prompt)], [int(limit)]
+        self._begin()
+        if cache.text_lengths is not None:
+            ropes, now = self.model.config.ropes_by_length, self.together.fetch(cache.text_lengths)
+            if same_until(ropes, now)[0] != self._same_until[0]:
+                cached = 0  # RoPE rotates the tokens of the new prompt otherwise
         while kept < min(cached, len(before), len(prompt) - 1) and before[kept] == prompt[kept]:
             kept += 1
-        cache = self.state.cache.rewind([kept])
+        cache = cache.rewind([kept])
         if cache is None:
             return False
-        self._prompts, self._limits = [list(prompt)], [int(limit)]
+        cache = self._committed(cache.for_texts(self._reading_lengths))
         self._read, self._used = kept, len(prompt)
         if not self.sampling.is_greedy:
             self._sampler = self._sampler._replace(key=self._put_key(key))
@@ -289,6 +351,12 @@ def bucket(count: int, least: int = 1) -> int:
         (8, 16, 64)
     """
     return max(least, 1 << (max(count, 1) - 1).bit_length())
+
+
+def _tokens(dispatches: Sequence[DispatchTokens], row: int) -> list[int]:
+    """The token ids of a row in these dispatches."""
+    each = ((one.tokens[row], int(one.counts[row])) for one in dispatches)
+    return [token for tokens, count in each for token in tokens[:count].tolist()]
 
 
 def check_model(model: Any) -> None:

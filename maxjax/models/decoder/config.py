@@ -180,6 +180,12 @@ class DecoderConfig(ModelConfig):
         """The widths of heads that ``rope`` and ``local_rope`` rotate."""
         return self.width, self.width
 
+    @property
+    def ropes_by_length(self) -> list[Rope]:
+        """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
+        ropes = (self.rope, self.local_rope)
+        return [rope for rope in ropes if rope is not None and rope.depends_on_length]
+
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """What the cache holds for layer ``number``, by the name of the layer's group in the cache."""
         near = self.slides[number]

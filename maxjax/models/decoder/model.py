@@ -39,6 +39,7 @@ from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig, groups_of_config, pattern, shares
 from .norm import norm
+from .rope import NO_LIMIT, is_dynamic, same_until
 from .score import Scored
 from .step import nan_beyond
 
@@ -184,8 +185,12 @@ class Decoder(Scored, PretrainedModel):
 
     @property
     def max_length(self) -> int:
-        """The maximum number of tokens in a sequence, from the configuration."""
-        return self.config.max_position_embeddings
+        """The maximum number of tokens in a sequence, from the configuration.
+
+        Dynamic NTK is for any length, so for a model with it this is the largest int32.
+        """
+        is_bounded = not is_dynamic(self.config.ropes_by_length)
+        return self.config.max_position_embeddings if is_bounded else NO_LIMIT
 
     def stack(self) -> Decoder:
         """Stacks the layers in a LayerStack, in place: equal layers (or a repeating pattern) are compiled once.
@@ -261,7 +266,10 @@ class Decoder(Scored, PretrainedModel):
             place = next(iter(groups.values()))[2]
             kind = group.kind if isinstance(group.kind, KeysValues) else KeysValues(1, 1)
             groups["full"] = (0, dataclasses.replace(kind, window=None), place)
-        options = {"dtype": self.dtype if dtype is None else dtype, "abstract": abstract}
+        options = {
+            "dtype": self.dtype if dtype is None else dtype, "abstract": abstract,
+            "has_text_lengths": bool(self.config.ropes_by_length),
+        }  # fmt: skip
         with beside(self):
             return KVCache.of(groups, batch=batch, capacity=capacity, **options)
 
@@ -299,12 +307,14 @@ class Decoder(Scored, PretrainedModel):
 
         Returns:
             Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
-            tokens beyond the cache's capacity are NaN.
+            tokens beyond the cache's capacity are NaN, and so are those of a text that has outgrown the
+            RoPE of its keys in the cache (see ``KVCache.for_texts``).
 
         Raises:
             UserInputError: ``ids`` are not integers ``[B, T]`` or do not fit the cache. Outside of
                 ``jax.jit``, where values are known, it is also raised if a token id is not in the
-                vocabulary, or if the tokens exceed the cache's capacity.
+                vocabulary, if the tokens exceed the cache's capacity, or if a text outgrows the RoPE of
+                its keys in the cache.
         """
         ids = self._checked(ids, cache)
         batch, length = ids.shape
@@ -317,6 +327,8 @@ class Decoder(Scored, PretrainedModel):
         if cache is not None:
             ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
         step = self._step(starts, counts, length, cache)
+        after = starts + (length if counts is None else counts)
+        outgrown = None if cache is None else self._outgrown(cache, after)
         cached: Cached = {} if cache is None else cache.states
         is_step = cache is not None and length == 1
         at = None
@@ -331,8 +343,28 @@ class Decoder(Scored, PretrainedModel):
             return logits
         step = step._replace(counts=counts)
         logits = nan_beyond(cache.capacity, logits, step, length, at)
-        lengths = cache.lengths + (length if counts is None else counts)
-        return logits, cache.with_states(cached, lengths)
+        if outgrown is not None:
+            logits = jnp.where(outgrown.reshape(-1, *(1,) * (logits.ndim - 1)), jnp.nan, logits)
+        return logits, cache.with_states(cached, after)
+
+    def _outgrown(self, cache: KVCache, lengths: jax.Array) -> jax.Array | None:
+        """Return which texts of these lengths are too long for the RoPE of their keys in the cache, bools ``[B]``.
+
+        Raises:
+            UserInputError: a text is, and lengths are known.
+        """
+        if cache.text_lengths is None:
+            return None
+        limits = same_until(self.config.ropes_by_length, cache.read_for(lengths))
+        found = lengths > limits
+        if isinstance(found, Tracer) or not found.is_fully_addressable or not found.any():
+            return found
+        row = int(found.argmax())
+        raise UserInputError(
+            f"cannot continue the text of row {row} to {lengths[row]} tokens: beyond {limits[row]}, the RoPE of "
+            f"this {type(self).__name__} rotates its earlier tokens otherwise; read the text again from its "
+            "beginning, with cache.emptied(rows).for_texts(lengths)"
+        )
 
     def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
         """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
@@ -389,6 +421,11 @@ class Decoder(Scored, PretrainedModel):
             )
         if cache is not None:
             self._check_layers(cache)
+            if cache.text_lengths is None and self.config.ropes_by_length:
+                raise UserInputError(
+                    f"the cache has no text_lengths, which the RoPE of this {type(self).__name__} depends on: "
+                    "make the cache with model.cache(...)"
+                )
         if not isinstance(given, Tracer) and getattr(given, "is_fully_addressable", True):
             found = np.asarray(given)
             low, high = int(found.min()), int(found.max())
@@ -417,6 +454,7 @@ class Decoder(Scored, PretrainedModel):
     ) -> Step:
         config, numbers = self.config, None
         after = starts + (length if counts is None else counts)  # [B]
+        text_lengths = after if cache is None else cache.read_for(after)
         if cache is not None and cache.sliding is not None:
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
@@ -430,7 +468,7 @@ class Decoder(Scored, PretrainedModel):
             step = step._replace(tokens=jnp.where(counts > 0, starts, -1))
         ropes = {"global": config.rope, "local": config.local_rope}
         rotations = {
-            name: rope.cos_sin(step.positions(length), after, width)
+            name: rope.cos_sin(step.positions(length), text_lengths, width)
             for (name, rope), width in zip(ropes.items(), config.rope_widths, strict=True)
             if rope is not None
         }

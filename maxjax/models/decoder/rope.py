@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,8 @@ from ...nn.rope_scaling import (
 from ...nn.rotary_embedding import dynamic_multipliers
 
 DEFAULT_THETA = 10_000.0
+# The length of a text that no text exceeds: positions are int32.
+NO_LIMIT = 2**31 - 1
 # Settings of RoPE that files may also hold outside of the object of RoPE settings.
 _OUTER = ("rope_theta", "partial_rotary_factor")
 
@@ -96,6 +98,11 @@ class Rope:
         except ArithmeticError as error:
             raise ValueError(f"these rope settings give no valid frequencies: {error}") from None
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
+        return isinstance(self.scaling, (LongRoPEScalingParams, DynamicScalingParams))
+
     def cos_sin(
         self, positions: jax.Array, lengths: jax.Array, width: int
     ) -> tuple[jax.Array, jax.Array]:
@@ -103,8 +110,8 @@ class Rope:
 
         Args:
             positions: integers ``[B, T]``.
-            lengths: length of each sequence including these tokens, integers ``[B]``. Two variants
-                (dynamic, LongRoPE) choose their frequencies by it, for each row independently.
+            lengths: length of each sequence, integers ``[B]``. Two variants (dynamic, LongRoPE) choose
+                their frequencies by it, for each row independently.
             width: D, the width of a head.
 
         Returns:
@@ -126,6 +133,54 @@ class Rope:
         if isinstance(self.scaling, Proportional):
             return self.scaling.freqs(width, self.theta)
         return inv_freqs(width, self.theta, self.scaling, length=length)
+
+
+def same_until(ropes: Sequence[Rope], lengths: Any) -> jax.Array:
+    """Return the largest length of a text with the same frequencies as texts of the given lengths.
+
+    All keys that a token attends to have the frequencies of one length: a text that grows beyond this
+    one must be read again.
+
+    Args:
+        ropes: the Ropes of a model.
+        lengths: integers ``[...]``, an array or a number.
+
+    Returns:
+        int32 ``[...]``; ``NO_LIMIT`` where the frequencies stay the same.
+
+    Example:
+        >>> rope = Rope(scaling=LongRoPEScalingParams([1.0], [2.0], 8, 64))
+        >>> (same_until([rope], [5, 8, 9]) == jnp.array([8, 8, NO_LIMIT])).all().item()
+        True
+    """
+    lengths = jnp.asarray(lengths, jnp.int32)
+    found = jnp.full_like(lengths, NO_LIMIT)
+    for scaling in (rope.scaling for rope in ropes):
+        if isinstance(scaling, LongRoPEScalingParams):
+            border = min(scaling.original_max_position, NO_LIMIT)
+            found = jnp.where(lengths > border, found, jnp.minimum(found, border))
+        elif isinstance(scaling, DynamicScalingParams):
+            border = min(scaling.max_position_embeddings, NO_LIMIT)
+            found = jnp.minimum(found, jnp.maximum(lengths, border))
+    return found
+
+
+def reading_length(ropes: Sequence[Rope], prompt: int, limit: int) -> int:
+    """Return the length whose frequencies a prompt is read with, if its text will have at most ``limit`` tokens.
+
+    With LongRoPE, this is the present length. Dynamic NTK has other frequencies for each length, so the
+    text keeps those of its largest length.
+
+    Example:
+        >>> reading_length([Rope(scaling=DynamicScalingParams(2.0, 8))], 5, 20)
+        20
+    """
+    return limit if is_dynamic(ropes) else prompt
+
+
+def is_dynamic(ropes: Sequence[Rope]) -> bool:
+    """Return whether one of the Ropes is dynamic NTK, which is for texts of any length."""
+    return any(isinstance(rope.scaling, DynamicScalingParams) for rope in ropes)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Watch:
         rows: Sequence[int],
         counts: Callable[[Any], Any],
         width: int | None,
+        keeps: bool = True,
         **static: Any,
     ) -> Any:
         """Dispatches ``program(model, *args, **static)``, and passes the recorded values to the observers.
@@ -84,6 +85,7 @@ class Watch:
                 its result and the taps.
             rows, width: attributes of the :class:`Piece`.
             counts: function from the result to the number of tokens of each row.
+            keeps: whether the recorded values are passed on; not those of tokens that are read again.
 
         Raises:
             UserInputError: the call is inside a function of ``captured`` or ``patched``, which cannot observe
@@ -110,6 +112,8 @@ class Watch:
             copy = marked(copy, plan, name)
         patches = tuple(wish.values for wish in wishes)
         result, taps = together.run(program, copy, *args, patches=patches, **static)
+        if not keeps:
+            return result
         # Recordings of observers that have left are dropped: a Watch may live as long as a conversation.
         now = set(map(id, observers))
         self._recordings = {key: kept for key, kept in self._recordings.items() if key in now}
