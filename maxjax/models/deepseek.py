@@ -5,7 +5,6 @@ Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -91,6 +90,7 @@ class DeepseekV2Config(DeepseekV3Config):
     """
 
     model_type = "deepseek_v2"
+    unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
     scoring: ClassVar[str] = "softmax"
     first_dense: ClassVar[int] = 0
     methods: ClassVar[Mapping[str, bool]] = {"greedy": False, "group_limited_greedy": True}
@@ -122,7 +122,7 @@ class DeepseekV2Config(DeepseekV3Config):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         """RoPE of neighbouring features."""
-        return super().ropes(ChainMap({"rope_interleave": True}, raw), context)  # type: ignore[arg-type]
+        return {"rope": read_rope(raw, context, interleaved=True)}
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

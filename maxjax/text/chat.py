@@ -19,8 +19,9 @@ from .template.render import fields_of, render
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message that is to be continued. The blank shows whether a template trims messages.
 _END = "END_OF_THE_MESSAGE_TO_CONTINUE "
-# Matches a template that tests whether a message's content is None, as DeepSeek R1's does, and not whether it exists.
-_READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
+# Matches a template that has something to write where a message's content is None, as DeepSeek R1's does.
+# One that only asks whether it is not None, as RWKV's does, gets no content, as in transformers.
+_READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none\b""", re.IGNORECASE)
 
 
 def apply_chat_template(
@@ -40,7 +41,7 @@ def apply_chat_template(
         tokenizer: the :class:`~maxjax.text.tokenizer.tokenizer.Tokenizer` with the chat template.
         messages: dicts with "role", "content" and any other keys that the template reads, or objects
             of Pydantic or dataclasses with such fields, as OpenAI's client returns. A key whose value
-            is None is left out, except for "content" where the template compares it with none and
+            is None is left out, except for "content" where the template asks whether it is none and
             does not fail with it.
         add_generation_prompt: whether the prompt ends with the header of an answer.
         tools: functions that the model may call: the JSON schema of each, or the Python function with

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxjax.models import (
+    DeepseekV2Config,
     Gemma3Config,
     GraniteConfig,
     LlamaConfig,
@@ -58,6 +59,7 @@ def test_a_key_that_nobody_looks_at_is_named_once(said, family, key, value):
         (LlamaConfig, {"clip_qkv": None, "logits_scaling": 1, "num_local_experts": 0}),
         (GraniteConfig, {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
         (SmolLM3Config, {"no_rope_layers": [1, 1, 0]}),
+        (DeepseekV2Config, {"rope_interleave": True, "q_lora_rank": 8}),
         (Gemma3Config, {"attn_logit_softcapping": 50.0}),  # transformers computes no cap either
     ],
 )

@@ -134,7 +134,6 @@ class OracleModel:
         asked = json.dumps([lists, new, options])
         return self.ask(f"generated {zlib.crc32(asked.encode()):08x}", answer)
 
-
     def greedy(self, prompt: Any, new: int, rope_length: int | None = None) -> list[int]:
         """The tokens after one prompt, each chosen by the logits of the whole text, computed without a cache.
 
@@ -157,8 +156,15 @@ class OracleModel:
         return self.ask(f"greedy {zlib.crc32(asked.encode()):08x}", answer)
 
 
+def next_logits(model: Any, text: Any, rope_length: int | None = None) -> np.ndarray:
+    """The logits ``[V]`` of the token after a text, without a cache; ``rope_length`` as for a greedy text."""
+    with torch.no_grad():
+        model = with_rope_by_length(model, rope_length)
+        return model(torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
+
+
 def with_rope_by_length(model: Any, length: int | None = None) -> Any:
-    """A copy of transformers' model with the frequencies of the text's present length, or with dynamic NTK's for a length.
+    """A copy of transformers' model with the frequencies of the text's present length, or dynamic NTK's of a length.
 
     transformers 5.24 chooses a Phi-MoE's factors by that length and then uses the short ones always, unlike
     Microsoft's code of the model.

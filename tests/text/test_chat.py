@@ -130,6 +130,10 @@ def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
     [  # as in transformers, so that what the OpenAI API returns can be passed on
         ("{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}.", "False."),
         ("{% if messages[0]['content'] is none %}call{% endif %}", "call"),  # DeepSeek R1
+        (  # RWKV
+            "{% if messages[0]['content'] is  not none %}Assistant: {{ messages[0]['content'] }}.{% endif %}",
+            "Assistant: .",
+        ),
         (  # Ministral 3
             "{% if messages[0]['content'] is none %}call{% endif %}{{ messages[0]['content'] | length }}",
             "0",

@@ -222,7 +222,9 @@ class KVCache(Rendered):
         """
         kept = ~np.asarray(rows)
         states = {name: state.rewound(kept) for name, state in self.states.items()}
-        return self.with_states(states, self.lengths * put(kept.astype(np.int32), self.lengths.sharding))
+        return self.with_states(
+            states, self.lengths * put(kept.astype(np.int32), self.lengths.sharding)
+        )
 
     def _mx_row(self) -> Row:
         arrays = {

@@ -37,6 +37,8 @@ _MAX_CHARSMAP = 1 << 20
 # Classes of transformers whose first ids are those of fairseq, before the pieces of the file.
 _FAIRSEQ = ("XLMRoberta",)
 _FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
+# Number of T5's sentinel tokens, if ``tokenizer_config.json`` does not say it.
+_EXTRA_IDS = 100
 
 
 def read_sentencepiece(
@@ -68,6 +70,9 @@ def read_sentencepiece(
             keys |= {"add_bos_token": True, "add_eos_token": True, "seperator_token_id": 2}
         else:
             keys = {"add_bos_token": False, **keys}
+        if kind == "T5":
+            count = settings.get("extra_ids")
+            model.add_sentinels(count if type(count) is int else _EXTRA_IDS)
     keys |= {
         "tokens": model.pieces, "scores": model.scores, "token_type": model.types,
         **{f"{name}_token_id": i for name, i in model.ids.items() if 0 <= i < len(model.pieces)},
@@ -173,7 +178,10 @@ class _Model:
         score, kind = found.get(2, 0.0), found.get(3, NORMAL)
         if not isinstance(score, float) or not isinstance(kind, int) or not 1 <= kind <= 6:
             raise self._wrong(value[1], "a token has a wrong score or type")
-        self.pieces.append(self._text(found.get(1, (memoryview(b""), 0))))
+        self._add(self._text(found.get(1, (memoryview(b""), 0))), score, kind)
+
+    def _add(self, text: str, score: float, kind: int) -> None:
+        self.pieces.append(text)
         self.scores.append(score)
         self.types.append(kind)
         if len(self.pieces) > _MAX_PIECES:
@@ -231,6 +239,13 @@ class _Model:
         self.scores = [0.0] * 4 + self.scores[3:] + [0.0]
         self.types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *self.types[3:], CONTROL]
         self.ids = {"bos": 0, "padding": 1, "eos": 2, "unknown": 3}
+
+    def add_sentinels(self, count: int) -> None:
+        """Adds T5's sentinel tokens ``<extra_id_0>``, ``<extra_id_1>`` …: the first has the highest id."""
+        there = set(self.pieces)
+        for name in (f"<extra_id_{i}>" for i in range(count - 1, -1, -1)):
+            if name not in there:
+                self._add(name, 0.0, CONTROL)
 
 
 def _unsupported(path: Path, what: str) -> UnsupportedModelError:

@@ -118,6 +118,10 @@ class Tokenizer:
         is_bpe = type(self._backend.model).__name__ == "BPE" and settings.get(forced) is not True
         cleans = settings.get("clean_up_tokenization_spaces") is True
         self.cleans_up: bool = cleans and not is_bpe
+        # CLIP's words end with "</w>", which the decoder in its files leaves in the text.
+        is_of_bytes = type(self._backend.decoder).__name__ == "ByteLevel"
+        suffix = getattr(self._backend.model, "end_of_word_suffix", None)
+        self._word_end: str = (suffix or "") if is_of_bytes else ""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Raise an error: the tokenizers of transformers are called, those of maxjax have methods."""
@@ -245,6 +249,8 @@ class Tokenizer:
             UserInputError: an id is not from 0 to 2**32 - 1.
         """
         text = self._decoded([token_id(i) for i in ids], skip_special)
+        if self._word_end:
+            text = text.replace(self._word_end, " ").strip()
         return cleaned(text) if self.cleans_up else text
 
     def _decoded(self, ids: list[int], skip_special: bool) -> str:

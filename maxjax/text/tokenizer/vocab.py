@@ -124,7 +124,10 @@ _OF_MODELS: dict[str, str] = {
 
 # Classes with Unigram models whose token ids are those of the file, or fairseq's.
 _UNIGRAMS = ("", "XLMRoberta", "T5", "PreTrained", "TokenizersBackend")
-_XLM_ROBERTA = ("xlm-roberta", "jina_embeddings_v3", "gte", "new")
+_UNIGRAMS_OF_MODELS = {
+    **dict.fromkeys("xlm-roberta jina_embeddings_v3 gte new".split(), "XLMRoberta"),
+    **dict.fromkeys("t5 mt5 switch_transformers".split(), "T5"),
+}
 
 
 @dataclass
@@ -185,7 +188,7 @@ def read_vocabulary(directory: Path | Files, settings: Mapping[str, Any]) -> Rea
 def _sentencepiece(directory: Path | Files, file: Path, settings: Mapping[str, Any]) -> Read:
     """The tokenizer of a SentencePiece model."""
     named, model_type = _class_of(directory, settings)
-    name = named or ("XLMRoberta" if model_type in _XLM_ROBERTA else "")
+    name = named or _UNIGRAMS_OF_MODELS.get(model_type, "")
     document, special = read_sentencepiece(file, settings, name)
     is_unigram = document["model"]["type"] == "Unigram"
     if is_unigram and name not in _UNIGRAMS:

@@ -85,6 +85,40 @@ def test_xlm_roberta_numbers_tokens_as_fairseq(tmp_path, golden):
     assert tokenizer.vocab_size == 2 + plain.vocab_size
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "count"),
+    [
+        ({"model_type": "t5"}, {}, 100),
+        ({"model_type": "mt5"}, {"extra_ids": 3}, 3),
+        ({}, {"tokenizer_class": "T5Tokenizer"}, 100),
+        ({}, {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}, 0),
+        ({}, {"tokenizer_class": "T5Tokenizer", "additional_special_tokens": ["<extra_id_0>", "<extra_id_1>"]}, 100),
+    ],
+)  # fmt: skip
+def test_the_sentinels_of_t5_have_the_ids_of_transformers(tmp_path, config, settings, count):
+    """As T5Converter of transformers 5.24: after the tokens of the file, the first with the highest id."""
+    model = piece(b"<pad>", 0.0, 3) + piece(b"</s>", 0.0, 3) + piece(b"<unk>", 0.0, 2)
+    model += b"".join(piece(text.encode(), -2.0) for text in ("▁", "▁the", "a"))
+    model += field(2, field(3, 1) + field(40, 2) + field(42, 1) + field(43, 0))
+    (tmp_path / "spiece.model").write_bytes(model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = maxjax.load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 6 + count
+    if count:
+        ids = [5 + count - i for i in (0, 1, count - 1)]
+        for i, number in zip((0, 1, count - 1), ids, strict=True):
+            assert tokenizer.encode(f"the<extra_id_{i}>", special=False) == [4, number]
+        assert tokenizer.decode([4, ids[0], 5]) == "thea"
+        assert tokenizer.decode([4, ids[0]], skip_special=False) == "the<extra_id_0>"
+
+
+def test_too_many_sentinels_of_t5_are_refused(tmp_path, golden):
+    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10**12}
+    with pytest.raises(CheckpointLimitError, match="too many tokens"):
+        maxjax.load_tokenizer(put(tmp_path, golden["model unigram"], **settings))
+
+
 def test_special_tokens_and_prefixes(tmp_path, golden):
     tokenizer = maxjax.load_tokenizer(put(tmp_path, golden["model llama"]))
     assert tokenizer.encode("a")[0] == tokenizer.bos_id == 1

@@ -506,3 +506,29 @@ def test_text_that_is_no_unicode(tokenizer):
 def test_no_room_for_a_token(tokenizer, max_length):
     with pytest.raises(UserInputError, match="max_length"):
         tokenizer.tokens(["a"], max_length=max_length)
+
+
+def test_clip_decodes_the_ends_of_words_to_spaces(tmp_path):
+    """As CLIPTokenizer of transformers."""
+    letters = sorted("helowrd!',")
+    vocab = {text: i for i, text in enumerate([*letters, *(c + "</w>" for c in letters)])}
+    merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o</w>")]
+    vocab |= {"".join(pair): len(vocab) + i for i, pair in enumerate(merges)}
+    vocab |= {name: len(vocab) + i for i, name in enumerate(("<|startoftext|>", "<|endoftext|>"))}
+    texts = ["hello world", "  hello,  world! ", "hello's", "", "d"]
+
+    def answer():
+        theirs = transformers.CLIPTokenizer(vocab=vocab, merges=merges)
+        rows = [theirs.encode(text) for text in texts]
+        return [
+            theirs.backend_tokenizer.to_str(), rows,
+            [[theirs.decode(row, skip_special_tokens=s) for s in (True, False)] for row in rows],
+        ]  # fmt: skip
+
+    document, rows, expected = recorded(answer)
+    (tmp_path / "tokenizer.json").write_text(document)
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.encode(text) for text in texts] == rows
+    found = [[tokenizer.decode(row, skip_special=s) for s in (True, False)] for row in rows]
+    assert found == expected and found[0][0] == "hello world"
+    assert "</w>" in tokenizer.files()["tokenizer.json"]
