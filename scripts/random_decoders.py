@@ -9,7 +9,8 @@ of RoPE, caps, experts, in the spelling of old files or of new ones, sometimes w
 transformers makes a model of it with random weights; maxjax opens its files, on one device or several,
 stacked or not. The logits of a batch of texts of different length are compared, computed at once, and in chunks
 and single steps with a cache; for the first configuration of a family also the greedy texts of
-``maxjax.generate`` and of transformers' ``generate``. Logits have a standard deviation of 1 and may differ by
+``maxjax.generate`` and of transformers' ``generate``, or of its calls without a cache for each whose RoPE
+depends on the length of the text. Logits have a standard deviation of 1 and may differ by
 1e-4; a token may differ only where the two best logits of transformers are as close. A larger difference is
 accepted, and printed, if transformers' own logits move by half of it when the last bit of its weights changes.
 If a configuration fails, the exit code is 1, and the command that reproduces it is printed.
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.models.decoders import ids_of, padded
 from tests.models.families import draws
 from tests.oracles import recorded
+from tests.oracles.models import next_logits
 
 LENGTHS, CHUNK, NEW, WRITTEN = (21, 3, 10), 8, 6, 40
 NEAR = 1e-4
@@ -64,10 +66,13 @@ def part(model: Any, ids: Any, cache: Any, lengths: Any) -> Any:
 
 
 def in_parts(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[np.ndarray]]:
-    """The texts with greedy tokens appended, and the logits of all tokens but the last."""
+    """The texts with greedy tokens appended, and the logits of all tokens but the last.
+
+    Where RoPE depends on the length of a text, it is that of the text without the last token.
+    """
     rows, lengths = padded(prompts)
     batch, width = rows.shape
-    cache = model.cache(batch, width + NEW)
+    cache = model.cache(batch, width + NEW).for_texts(lengths + NEW)
     texts, logits = [list(one) for one in prompts], [[] for _ in prompts]
     for start in range(0, width, CHUNK):
         ids = rows[:, start : start + CHUNK]
@@ -134,7 +139,7 @@ def generator(family: str, seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(family.encode())])
 
 
-def one(family: str, seed: int, *, writes: bool) -> tuple[float, float]:
+def one(family: str, seed: int, *, writes: bool, first: bool = True) -> tuple[float, float]:
     """(largest difference of logits of one configuration, largest difference that is accepted for it).
 
     Raises:
@@ -150,15 +155,18 @@ def one(family: str, seed: int, *, writes: bool) -> tuple[float, float]:
     rows, lengths = padded(texts)
     found = np.asarray(whole(model, rows, lengths))
     pairs = [(text, row[: len(text)]) for text, row in zip(texts, found, strict=True)]
-    if not drawn.grows:
-        pairs += zip(*in_parts(model, texts), strict=True)
+    pairs += zip(*in_parts(model, texts), strict=True)
     worst = max(float(np.abs(logits_of(theirs, text) - row).max()) for text, row in pairs)
-    if writes and not drawn.grows:
+    if writes and (first or drawn.by_length):
         options: Any = {"max_new_tokens": WRITTEN, "eos_ids": (), "temperature": 0.0}
         mine = maxjax.generate(model, None, texts, chunk=16, **options)
         for text, one in zip(texts, mine, strict=True):
-            other = theirs.generated([text], WRITTEN)[0]
-            assert_same(theirs, text, list(one.tokens), other.tolist())
+            if drawn.by_length:
+                length = len(text) + WRITTEN if drawn.by_length == "dynamic" else None
+                other = theirs.greedy(text, WRITTEN, length)
+            else:
+                length, other = None, theirs.generated([text], WRITTEN)[0].tolist()
+            assert_same(theirs, text, list(one.tokens), other, length)
     return worst, NEAR if worst <= NEAR else max(NEAR, 2 * wavering(theirs, pairs))
 
 
@@ -182,11 +190,13 @@ def wavering(theirs: Any, pairs: list[tuple[list[int], np.ndarray]]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True))
 
 
-def assert_same(theirs: Any, prompt: list[int], mine: list[int], other: list[int]) -> None:
+def assert_same(
+    theirs: Any, prompt: list[int], mine: list[int], other: list[int], length: int | None
+) -> None:
     """Asserts that both texts are the same, up to a token where the two best logits are a tie."""
     at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
     if at is not None:
-        logits = logits_of(theirs, prompt + mine[:at])[-1]
+        logits = next_logits(theirs.live(), prompt + mine[:at], length)
         apart = logits.max() - logits[[mine[at], other[at]]].min()
         assert apart < NEAR, f"token {at} is {mine[at]}, not {other[at]}: logits {apart:.1e} apart"
 
@@ -215,8 +225,8 @@ def main() -> int:
         total[family] += 1
         start = time.perf_counter()
         try:
-            writes = seed == options.seed and not options.no_texts
-            (difference, limit), what = one(family, seed, writes=writes), ""
+            told = {"writes": not options.no_texts, "first": seed == options.seed}
+            (difference, limit), what = one(family, seed, **told), ""
         except Exception as error:
             difference, limit, what = np.inf, NEAR, f"{type(error).__name__}: {error}"
         largest[family] = max(largest[family], difference)

@@ -103,6 +103,8 @@ class OracleModel:
             with tempfile.TemporaryDirectory() as directory:
                 self.save(Path(directory))
                 self._live = opened(self.kind, directory)
+            if self.kind.startswith("Phimoe"):
+                use_long_factors(self._live)
         return self._live
 
     def logits(self, ids: Any, every: int = 1) -> np.ndarray:
@@ -145,7 +147,8 @@ class OracleModel:
         ids = [int(i) for i in prompt]
 
         def answer(model: Any) -> list[int]:
-            text, model = list(ids), with_rope_by_length(model, rope_length)
+            text = list(ids)
+            model = model if rope_length is None else with_rope_of(model, rope_length)
             with torch.no_grad():
                 for _ in range(new):
                     logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
@@ -159,26 +162,28 @@ class OracleModel:
 def next_logits(model: Any, text: Any, rope_length: int | None = None) -> np.ndarray:
     """The logits ``[V]`` of the token after a text, without a cache; ``rope_length`` as for a greedy text."""
     with torch.no_grad():
-        model = with_rope_by_length(model, rope_length)
+        model = model if rope_length is None else with_rope_of(model, rope_length)
         return model(torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
 
 
-def with_rope_by_length(model: Any, length: int | None = None) -> Any:
-    """A copy of transformers' model with the frequencies of the text's present length, or dynamic NTK's of a length.
-
-    transformers 5.24 chooses a Phi-MoE's factors by that length and then uses the short ones always, unlike
-    Microsoft's code of the model.
-    """
+def with_rope_of(model: Any, length: int) -> Any:
+    """A copy of transformers' model whose dynamic NTK has the frequencies of texts of this length."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model = copy.deepcopy(model)
-    rope = model.model.rotary_emb
-    if model.config.model_type == "phimoe":
-        rope.rope_init_fn = lambda config: (rope.inv_freq, rope.attention_scaling)
-    if length is not None:
+    for rope in (part for part in model.modules() if hasattr(part, "inv_freq")):
         rope.inv_freq = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=length)[0]
         rope.rope_type = "default"  # so that they stay
     return model
+
+
+def use_long_factors(model: Any) -> None:
+    """Makes a Phi-MoE of transformers use the factors that it chooses by the length of the text.
+
+    Version 5.24 chooses them and then uses the short ones always, unlike Microsoft's code of the model.
+    """
+    for rope in (part for part in model.modules() if hasattr(part, "rope_init_fn")):
+        rope.rope_init_fn = lambda config, rope=rope: (rope.inv_freq, rope.attention_scaling)
 
 
 class _Config(SimpleNamespace):

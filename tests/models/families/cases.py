@@ -43,7 +43,6 @@ class Case:
             so that these come back as others that compute the same.
         like_llama_cpp: whether llama.cpp computes the same of such a file.
         exact: whether greedy tokens are compared; not where experts' choices are near ties.
-        by_prefix: whether the logits of a token do not depend on how many follow it.
         in_float64: whether transformers' logits are computed in float64.
     """
 
@@ -61,7 +60,6 @@ class Case:
     is_folded: bool = False
     like_llama_cpp: bool = True
     exact: bool = True
-    by_prefix: bool = True
     in_float64: bool = False
 
     def __str__(self) -> str:

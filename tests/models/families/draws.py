@@ -41,14 +41,14 @@ class Drawn:
     Attributes:
         case: the configuration.
         bare: whether ``config.json`` has the drawn settings alone, not all that transformers writes.
-        grows: whether the frequencies of RoPE change while a text grows. transformers computes only
-            those of new tokens anew, so that there the parts of a text are not the whole.
+        by_length: kind of RoPE ("dynamic" or "longrope") if its frequencies change while a text grows, or
+            "". transformers computes only those of new tokens anew, except for Phi-3.
         model_type: name in ``config.json``, if it is not the class's own.
     """
 
     case: Case
     bare: bool
-    grows: bool
+    by_length: str
     model_type: str
 
 
@@ -134,6 +134,8 @@ def draw(family: str, rng: np.random.Generator) -> Drawn:
     ropes = found.get("rope_scaling") or found.get("rope_parameters") or {}
     kind = ropes.get("rope_type", ropes.get("type"))
     original = found.get(ORIGINAL, ropes.get(ORIGINAL))
+    if kind == "dynamic" and Pick(rng.spawn(1)[0]).maybe():
+        found["max_position_embeddings"] = 32  # texts grow beyond it
     context = found["max_position_embeddings"] if kind == "dynamic" else original
     grows = kind in ("dynamic", "longrope") and context is not None and context < 64
     # Two names of one number, of which transformers reads both and writes one.
@@ -142,7 +144,8 @@ def draw(family: str, rng: np.random.Generator) -> Drawn:
         if {other, name} == both and Pick(rng.spawn(1)[0]).maybe():
             found[other] = found.pop(name)
     case = dataclasses.replace(base, family=family, settings=found, is_whole=True, name="drawn")
-    return Drawn(case, pick.maybe(), grows and not ropes.get("alpha"), family)
+    by_length = kind if grows and not ropes.get("alpha") else ""
+    return Drawn(case, pick.maybe(), by_length, family)
 
 
 # Configurations of these have heads that divide the hidden size, or no width of heads of their own.

@@ -8,6 +8,7 @@ from tests.models.families.choices import (
     FULL,
     KINDS,
     LEFT_OUT,
+    ORIGINAL,
     Pick,
     Settings,
     kinds_of,
@@ -118,7 +119,12 @@ def of_lfm2_moe(pick: Pick, found: Settings) -> Settings:
 
 
 def of_phimoe(pick: Pick, found: Settings) -> Settings:
-    return {**no_rope(), **rope(pick, found, ("default",)), "num_experts_per_tok": 2,
+    changed = rope(pick, found, ("default", "longrope"))
+    given = changed.get("rope_scaling", changed.get("rope_parameters", {}))
+    if "long_factor" in given:
+        scale = pick(1.0, 1.243)
+        given |= {"short_mscale": scale, "long_mscale": scale, ORIGINAL: pick(16, 64)}
+    return {**no_rope(), **changed, "num_experts_per_tok": 2,
             "sliding_window": pick(None, 3, 9), "router_jitter_noise": 0.01}  # fmt: skip
 
 

@@ -75,8 +75,11 @@ def piece(model, ids, cache, lengths):
 
 
 def in_pieces(model, ids, lengths, width, capacity=None):
-    """Logits ``[B, T, V]`` of rows of their own lengths, so many tokens at a time; padding has zeros."""
-    cache = model.cache(len(ids), capacity or ids.shape[1])
+    """Logits ``[B, T, V]`` of rows of their own lengths, so many tokens at a time; padding has zeros.
+
+    Where RoPE depends on the length of a text, it is that of all T tokens.
+    """
+    cache = model.cache(len(ids), capacity or ids.shape[1]).for_texts([ids.shape[1]] * len(ids))
     found = np.zeros((*ids.shape, model.config.vocab_size), np.float32)
     for start in range(0, ids.shape[1], width):
         part = ids[:, start : start + width]
@@ -99,9 +102,8 @@ def test_pieces(case, made):
     expected = logits_of(theirs, ids)
     if str(case) in STEPS:
         placed, _ = maxjax.load(directory, mesh=maxjax.make_mesh(model=2))
-    short = case.length - 9 if case.by_prefix else case.length
-    width = 7 if case.by_prefix else case.length
-    found = decoders.like(in_pieces(placed, ids, (case.length, short), width), expected)
+    short = case.length - 9
+    found = decoders.like(in_pieces(placed, ids, (case.length, short), 7), expected)
     same(found[0], expected[0])
     same(found[1, :short], expected[1, :short])
     is_in_the_table(case, placed)
@@ -117,10 +119,9 @@ def test_steps(case, made):
     prompts = prompts_of(mine)
     third = np.pad(prompts[0], (0, case.length))[None, : case.length]
     rows = np.concatenate([ids, third])
-    width = 1 if case.by_prefix else case.length
     capacity = max(case.length, max(PROMPTS) + WRITTEN)
     found = decoders.like(
-        in_pieces(mine, rows, (case.length, case.length, 0), width, capacity)[:2], expected
+        in_pieces(mine, rows, (case.length, case.length, 0), 1, capacity)[:2], expected
     )
     same(found, expected)
     is_in_the_table(case, mine)

@@ -18,10 +18,9 @@ CASES = [
             hidden_size=64, partial_rotary_factor=0.75, original_max_position_embeddings=16,
             tie_word_embeddings=True, rope_scaling=longrope(6),
         ),
-        # Texts that pass the original length: keys in the cache keep the frequencies of short texts,
-        # where transformers computes them anew.
+        # Texts that pass the original length, where a call with a cache must begin again.
         # llama.cpp uses those of long texts wherever its context is longer than the original one.
-        name="mini", like_llama_cpp=False, exact=False, by_prefix=False,
+        name="mini", like_llama_cpp=False, exact=False,
     ),
     Case(*phi(num_key_value_heads=4, sliding_window=12), name="window", like_llama_cpp=False),
     Case(
