@@ -5,8 +5,8 @@ import pytest
 
 import maxjax
 from maxjax import completion, nn
-from maxjax.engine.hub import find_model
 from maxjax.graph import DeviceRef
+from maxjax.storage.hub import find_model
 
 completer = pytest.importorskip("IPython.core.completer")
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")

@@ -39,7 +39,7 @@ storage/numpy: npy npz
 storage/pytorch: pickle_machine pickles names tensors tree legacy reader
 storage/safetensors: reader
 storage/orbax: metadata paths maxjax_metadata zarr store reader
-storage: index_file open verify
+storage: index_file open verify hub
 storage/safetensors: writer
 
 # 2 kernels: arithmetic on values
@@ -136,7 +136,7 @@ text/tokenizer: arguments trial expressions limits settings added sentencepiece 
 text: chat stream
 engine/sampling: settings penalties draw
 engine/generate: defaults
-engine: hub load isolation packing embed rerank perplexity session api memory
+engine: load isolation packing embed rerank perplexity session api memory
 engine/plan: topology options footprint meshes
 engine/quantize: importance choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation

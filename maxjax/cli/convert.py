@@ -10,13 +10,13 @@ import json
 import os
 from collections.abc import Iterable
 
-from .options import checkpoint, float_type, quantization, shard_size
+from .options import float_type, quantization, shard_size
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument(
-        "source", metavar="SRC", type=checkpoint, help="a file, a directory, an index, or tiny"
+        "source", metavar="SRC", help="a file, a directory, an index, org/name on the hub, or tiny"
     )
     parser.add_argument(
         "destination", metavar="DST", help="a .safetensors or .gguf file, or a directory"

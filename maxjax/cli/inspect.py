@@ -11,7 +11,6 @@ from typing import Any
 
 from ..columns import Table
 from ..errors import printable
-from .options import checkpoint
 from .terminal import warn
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
@@ -23,7 +22,6 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         nargs="+",
-        type=checkpoint,
         help="a file, a directory, an index, the parts of a checkpoint, or tiny",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document")
@@ -31,9 +29,11 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def inspect(options: argparse.Namespace) -> Iterable[str | Table]:
     """Lists every tensor: name, dtype, shape, bytes, file; and the totals of each dtype."""
+    from ..storage.hub import checkpoint_path
     from ..storage.open import open_checkpoint
 
-    paths = options.path if len(options.path) > 1 else options.path[0]
+    found = [checkpoint_path(path) for path in options.path]
+    paths = found if len(found) > 1 else found[0]
     table = open_checkpoint(paths, verify=False)  # headers only
     try:
         files = [{"path": os.fspath(file.path), "bytes": file.size} for file in table.files]
@@ -92,7 +92,6 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         nargs="+",
-        type=checkpoint,
         help="a file, a directory, an index, several files, or tiny",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document")
@@ -108,15 +107,17 @@ def verify(options: argparse.Namespace) -> Iterable[str]:
     """
     from dataclasses import asdict
 
+    from ..storage.hub import checkpoint_path
     from ..storage.open import open_checkpoint, orbax_checkpoint
     from ..storage.orbax.paths import orbax_items
     from ..storage.verify import Verified, second_reading
     from ..storage.verify import verify as verify_table
 
-    paths = options.path if len(options.path) > 1 else options.path[0]
+    given = [checkpoint_path(path) for path in options.path]
+    paths = given if len(given) > 1 else given[0]
     is_orbax = isinstance(paths, str) and orbax_checkpoint(paths) is not None
     format, counts, others = "", [], None
-    for path in orbax_items(paths).values() if is_orbax else [paths]:
+    for path in orbax_items(given[0]).values() if is_orbax else [paths]:
         with open_checkpoint(path) as table:
             format = table.format
             counts.append(asdict(verify_table(table)).values())

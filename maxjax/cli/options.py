@@ -14,14 +14,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError, UserInputError, printable
 from ..paths import local_path
 
-TINY = "tiny"  # the same as in engine.hub, which is not imported for --help
+TINY = "tiny"  # the same as in storage.hub, which is not imported for --help
 SEEDS = 2**32
 _WORDS = {"True": True, "False": False, "None": None}  # Python's spelling
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -110,16 +109,6 @@ def file_path(text: str) -> Path:
         return Path(local_path(text))
     except (UserInputError, CheckpointError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def checkpoint(path: str) -> str:
-    """The type of a checkpoint's path; "tiny" is the small model that comes with maxjax.
-
-    Example:
-        >>> checkpoint("a/model.gguf"), checkpoint("tiny") == "tiny"
-        ('a/model.gguf', False)
-    """
-    return path if path != TINY or os.path.lexists(path) else str(files("maxjax") / TINY)
 
 
 def pooling(text: str) -> str:

@@ -32,13 +32,13 @@ from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
 from ..progress import short, task
 from ..storage.files import closed_on_error, is_there
+from ..storage.hub import Access, find_model
 from ..storage.limits import Limits, allowing
 from ..storage.open import beside_of, orbax_checkpoint
 from ..storage.save.beside import Files, settled, waiting
 from ..storage.table import Verify
 from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 from .generate.defaults import read_defaults
-from .hub import Access, find_model
 
 
 @overload
@@ -115,7 +115,8 @@ def load(
         path: a directory with ``config.json`` and weights, a weights file with ``config.json`` in
             the same directory, or a GGUF file, whose metadata includes the config. If there is no
             such path: a name on the Hugging Face hub (``org/name``, ``org/name@revision``
-            or ``org/name/file.gguf``), or ``"tiny"``, a small model in the maxjax package.
+            or ``org/name/file.gguf``), or ``"tiny"``, a small model in the maxjax package. Open
+            ``Weights`` stand for their path.
         dtype: dtype of weights and activations: ``"float32"``, ``"bfloat16"``, …; ``"auto"``
             keeps the checkpoint's dtype, and keeps quantised weights quantised.
         reduce_dtype: dtype in which norms, softmax and pooling are computed. With ``"bfloat16"``
@@ -180,6 +181,7 @@ def load(
             raise TypeError(
                 f"compile is a list with a spec for each argument of the model, not a {type(compile).__name__}"
             )
+        path = path._path if isinstance(path, Weights) else path
         name = str(path)
         access = Access(token, cache_dir, local_files_only)
         path = find_model(path, revision, filename=filename, access=access)

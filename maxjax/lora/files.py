@@ -24,7 +24,7 @@ from ..lockstep import Lockstep
 from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
-from ..paths import local_path
+from ..storage.hub import checkpoint_path
 from ..storage.save.beside import settled
 from ..storage.save.durable import target_path
 from ..storage.strict_json import load_json
@@ -119,7 +119,8 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,
             stacked and on a mesh.
-        path: directory with ``adapter_config.json`` and ``adapter_model.safetensors`` or ``adapter_model.bin``.
+        path: directory with ``adapter_config.json`` and ``adapter_model.safetensors`` or ``adapter_model.bin``, or a
+            name on the hub (``org/name``).
         dtype: dtype of A and B; None keeps that of the file.
 
     Raises:
@@ -131,7 +132,7 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     """
     check_module(model, "lora.load")
     kind = None if dtype is None else update_dtype(dtype)
-    return settled(lambda: _load(model, Path(local_path(path)), kind))
+    return settled(lambda: _load(model, Path(checkpoint_path(path)), kind))
 
 
 def _load(model: M, directory: Path, kind: DType | None) -> M:

@@ -51,7 +51,7 @@ class Phi3Config(DecoderConfig):
             for key in ("type", "rope_type"):
                 if given.get(key) in _LONGROPE:
                     changed[name] = given = {**given, key: "longrope"}
-        return {"rope": read_rope(ChainMap(changed, raw), context, part=1.0)}
+        return {"rope": read_rope(ChainMap(changed, raw), context, part=1.0)}  # type: ignore[arg-type]
 
 
 class Phi3Attention(DecoderAttention):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..storage.open import open_checkpoint
 from ..storage.safetensors.writer import file_pieces
 from ..storage.save.beside import Files, files_of
 from ..storage.save.outgoing import outgoing
+from ..storage.sidecars import DENSE
 from ..storage.strict_json import load_json
 from .config import ModelConfig, read_object, setting
 from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
@@ -35,7 +35,6 @@ from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
 # The settings of the whole model.
 _MODEL = "config_sentence_transformers.json"
 # The names of a Dense module's weights.
-DENSE = ("model.safetensors", "pytorch_model.bin")
 # What embeddings of such a model need, and scores of a decoder with a head.
 CHAT_TEMPLATE = "the chat template around each text ('modality_config' with 'message')"
 # What the files of a reranker say instead of a pooling.
@@ -220,22 +219,6 @@ def _dense(files: Files, place: str) -> Dense | str:
                 )
         arrays = {name: np.asarray(table.read(name)).astype(np.float32) for name in has}
     return Dense.of(arrays["linear.weight"], arrays.get("linear.bias"), _FUNCTIONS[kind])
-
-
-def dense_weights(names: Sequence[str]) -> list[str]:
-    """The files with the weights of a repository's Dense modules, of each in one format.
-
-    Example:
-        >>> dense_weights(["2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"])
-        ['2_Dense/model.safetensors']
-    """
-    folders = [
-        name.rpartition("/")[0] for name in names if fnmatchcase(name, "[0-9]_Dense*/config.json")
-    ]
-    there = [
-        [f"{folder}/{file}" for file in DENSE if f"{folder}/{file}" in names] for folder in folders
-    ]
-    return [files[0] for files in there if files]
 
 
 def _similarity(name: str | None) -> str:

@@ -140,7 +140,7 @@ def _choose(directory: str, names: list[str]) -> list[str]:
     gguf = [name for name in names if name.endswith(GGUF.suffixes)]
     for format in _SETS:
         found = _choose_set(directory, format.stem, format.suffixes[0], names)
-        if found and gguf:
+        if found and gguf and "config.json" not in names:
             raise CheckpointFormatError(
                 "the directory holds weights in two formats",
                 path=directory,

@@ -306,7 +306,9 @@ def _open_directory(directory: str, limits: Limits, verify: Verify) -> TensorTab
 
 @lru_cache(1024)  # once for a directory, not for each time it is opened
 def _log_unread(directory: str, chosen: str, rest: str) -> None:
-    _LOG.info("%s: reading %s; not %s", directory, chosen, rest)
+    # GGUF files may hold another model; PyTorch's hold the same one.
+    level = logging.WARNING if ".gguf" in rest else logging.INFO
+    _LOG.log(level, "%s: reading %s; not %s", directory, chosen, rest)
 
 
 def orbax_checkpoint(directory: PathLike) -> str | None:

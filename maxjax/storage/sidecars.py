@@ -7,6 +7,8 @@ training data and all other files of a directory are none of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 # Names of vocabularies, which are read if there is no tokenizer.json; some are of unsupported formats.
 _VOCABULARIES = (
@@ -29,6 +31,9 @@ KINDS = {
 }  # fmt: skip
 """Kind → pattern of the names; at most one "/" is in a name."""
 
+DENSE = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights of a Dense module of sentence-transformers; the first that exists is read."""
+
 _MATCHERS = {kind: re.compile(pattern, re.ASCII).fullmatch for kind, pattern in KINDS.items()}
 
 
@@ -45,3 +50,19 @@ def sidecar_kind(name: str) -> str | None:
         ('tokenizer', 'embedding', None)
     """
     return next((kind for kind, found in _MATCHERS.items() if found(name)), None)
+
+
+def dense_weights(names: Sequence[str]) -> list[str]:
+    """The files with the weights of a repository's Dense modules, of each in one format.
+
+    Example:
+        >>> dense_weights(["2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"])
+        ['2_Dense/model.safetensors']
+    """
+    folders = [
+        name.rpartition("/")[0] for name in names if fnmatchcase(name, "[0-9]_Dense*/config.json")
+    ]
+    there = [
+        [f"{folder}/{file}" for file in DENSE if f"{folder}/{file}" in names] for folder in folders
+    ]
+    return [files[0] for files in there if files]

@@ -14,8 +14,8 @@ import pytest
 
 from maxjax.cli import bars, tables
 from maxjax.columns import Table
-from maxjax.engine.hub import find_model
 from maxjax.progress import Task
+from maxjax.storage.hub import find_model
 
 from .models import here
 

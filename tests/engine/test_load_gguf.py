@@ -17,12 +17,12 @@ from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metada
 import maxjax
 from maxjax import embed, load
 from maxjax.checkpoint import convert
-from maxjax.engine.hub import find_model
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.models import BertConfig, BertModel
 from maxjax.models.gguf import gguf_tokenizer_metadata
 from maxjax.models.gguf.sampling import sampling_config, sampling_metadata
+from maxjax.storage.hub import find_model
 from tests.fill import filled
 from tests.models.gguf import files as gguf_files
 from tests.models.gguf.files import CASES, checkpoint

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import maxjax
-from maxjax.engine.hub import find_model
 from maxjax.graph import DeviceRef
 from maxjax.graph.placement import arrays, stacking
 from maxjax.graph.placement.arrays import platform_of
@@ -20,6 +19,7 @@ from maxjax.graph.weights import load_weights
 from maxjax.models import FAMILIES, Decoder, DecoderConfig, Llama, LlamaConfig, build
 from maxjax.models.decoder import model as decoder_module
 from maxjax.nn import LayerList, LayerStack
+from maxjax.storage.hub import find_model
 from tests.models import goldens
 
 RUN = jax.jit(lambda m, ids: m(ids))

@@ -125,7 +125,7 @@ def test_every_way_of_loading_gives_one_kind_of_tree(name, tmp_path):
 
 def test_a_gguf_file_gives_the_tree_of_the_files_it_was_made_of(tmp_path):
     directory = tmp_path / "files"
-    shutil.copytree(maxjax.engine.hub.find_model("tiny"), directory)
+    shutil.copytree(maxjax.storage.hub.find_model("tiny"), directory)
     config = json.loads((directory / "config.json").read_text()) | {"rms_norm_eps": 3e-6}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "maxjax_digests.json").unlink()

@@ -22,10 +22,10 @@ from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
-from ...paths import local_path
 from ...progress import short, task
 from ...storage.files import OpenFile
 from ...storage.formats import SUFFIXES, UNREADABLE
+from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import is_orbax
 from ...storage.safetensors.writer import file_pieces, header, in_order, shards, size_in_bytes
@@ -100,7 +100,7 @@ def convert(
         >>> found.format, found.tensors, found.nbytes
         ('safetensors', 1, 12)
     """
-    source, destination = local_path(source), target_path(destination)
+    source, destination = checkpoint_path(source), target_path(destination)
     target = Path(destination)
     kind = _format(target, to)
     target_dtype = None if dtype is None else float_type(dtype)

@@ -16,15 +16,15 @@ from jax.sharding import AbstractMesh, Mesh
 from ...columns import Table
 from ...driver import memory_stats
 from ...errors import UserInputError, some
-from ...graph.weights import load_weights
+from ...graph.weights import Weights, load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
 from ...rendering.rendered import Rendered, guarded, memory_bar, tree
 from ...rendering.row import Row
 from ...rendering.row import bytes_text as short_bytes
+from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
-from ..hub import TINY, find_model
 from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
 from .meshes import (
@@ -269,7 +269,8 @@ def plan(
     """Computes the memory that a model takes on each device of a mesh, without loading it.
 
     Args:
-        model_or_path: a Module, or the path of a checkpoint, whose headers are read, or ``"tiny"``.
+        model_or_path: a Module; or a checkpoint, whose headers are read: its path, a name as for
+            :func:`maxjax.load` (``org/name``, ``"tiny"``), or open ``Weights``.
             Without a mesh, a Module is counted with its present sharding.
         mesh: a jax Mesh or AbstractMesh, or the sizes of its axes: ``{"model": 8}`` or
             ``"model=8,data=2"``.
@@ -322,11 +323,11 @@ def plan(
     )
     if isinstance(model_or_path, Module):
         return run(of_module(model_or_path, rules))
-    if not isinstance(model_or_path, (str, bytes, os.PathLike)):
+    if not isinstance(model_or_path, (str, bytes, os.PathLike, Weights)):
         raise TypeError(
             f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
         )
-    path = find_model(TINY) if model_or_path == TINY else model_or_path
+    path = checkpoint_path(model_or_path)
     with load_weights(path, limits=limits) as weights, allowing(limits):
         return run(of_checkpoint(weights, rules))
 

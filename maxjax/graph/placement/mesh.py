@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -27,6 +28,18 @@ def axis_name(name: str) -> str:
         ('model', 'data', 'mine')
     """
     return ALIASES.get(name, name)
+
+
+def _check_axis(name: str) -> None:
+    """Refuses a misspelt name of an axis; any name that is not similar to a usual one is accepted.
+
+    Raises:
+        UserInputError: the name is nearly that of a usual axis.
+    """
+    known = (*AXES, *ALIASES)
+    like = [] if name in known or not name.isalpha() else get_close_matches(name, known, 1, 0.75)
+    if like:
+        raise UserInputError(f"make_mesh(): there is no axis {name!r}: did you mean {like[0]!r}?")
 
 
 def check_distinct(devices: Iterable[Any], what: str) -> None:
@@ -70,6 +83,8 @@ def make_mesh(
         raise UserInputError(
             f"make_mesh() needs the size of an axis, as in make_mesh(model=2); axes are {', '.join(AXES)}"
         )
+    for name in sizes:
+        _check_axis(name)
     names = [axis_name(name) for name in sizes]
     if len(set(names)) < len(names):
         raise UserInputError(f"make_mesh(): {', '.join(sizes)} contain one axis twice")

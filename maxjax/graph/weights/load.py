@@ -10,6 +10,7 @@ from typing import Any
 
 from ...paths import local_path
 from ...storage import TensorTable, open_checkpoint
+from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
 from ...storage.table import Verify
 from ..device import DeviceRef
@@ -141,7 +142,8 @@ def load_weights(
     Args:
         paths: file (safetensors, GGUF, PyTorch, npz, npy), a directory (a single file, a
             sharded set with its index, or several files), an index file, or a list of files
-            as in MAX: safetensors, one GGUF file, or one directory.
+            as in MAX: safetensors, one GGUF file, or one directory. A name as for
+            :func:`maxjax.load` (``org/name``, ``"tiny"``) is found in the same way.
         verify: when to verify checksums: ``"auto"`` when a complete tensor is read, which
             costs almost nothing; True always; False never.
         limits: limits on the content of files, for files that need more than the defaults; they
@@ -164,8 +166,8 @@ def load_weights(
 
 
 def _load(paths: Any, verify: Verify) -> Weights:
-    if isinstance(paths, str | bytes | os.PathLike):
-        path = os.fsdecode(paths)
+    if isinstance(paths, str | bytes | os.PathLike | Weights):
+        path = checkpoint_path(paths)
         return _cursor(open_checkpoint(path, verify=verify), path)
     if hasattr(paths, "read"):  # its lines would be taken for names
         kind = type(paths).__name__

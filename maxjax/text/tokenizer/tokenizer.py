@@ -26,8 +26,8 @@ from ...errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ...paths import local_path
 from ...storage.files import is_there
+from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
 from ...storage.open import beside_of, orbax_checkpoint
 from ...storage.save.beside import Files, files_of, settled
@@ -339,7 +339,7 @@ def load_tokenizer(
     ``special_tokens_map.json`` and ``added_tokens.json``, with transformers' precedence.
 
     Args:
-        path: the directory, or a file in it.
+        path: the directory, or a file in it; or a name as for :func:`maxjax.load` (``org/name``, ``"tiny"``).
         limits: the limits on the files; raise one if an error message says that it is exceeded.
 
     Raises:
@@ -350,7 +350,7 @@ def load_tokenizer(
         UnsupportedModelError: the tokenizer is of an unsupported kind, such as a tiktoken file, or
             of an unsupported class; the message names it.
     """
-    directory = Path(local_path(path))
+    directory = Path(checkpoint_path(path))
     directory = Path(orbax_checkpoint(directory) or directory)
     if not is_there(directory):
         raise CheckpointMissingError("no such directory", path=directory)

@@ -8,7 +8,6 @@ import pytest
 
 import maxjax
 from maxjax.checkpoint import convert
-from maxjax.engine.hub import find_model
 from maxjax.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -16,6 +15,7 @@ from maxjax.errors import (
     UnsupportedModelError,
 )
 from maxjax.models.gguf import tokenizer_json
+from maxjax.storage.hub import find_model
 from maxjax.text.stream import TextStream
 from maxjax.text.tokenizer.tokenizer import load_tokenizer
 from tests.models.gguf.tokenizer.tokenizer_files import TEXTS, WORDS, byte_level, sentencepiece

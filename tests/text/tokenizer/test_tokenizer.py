@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.hub import find_model
 from maxjax.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -19,6 +18,7 @@ from maxjax.errors import (
     CheckpointMissingError,
     UserInputError,
 )
+from maxjax.storage.hub import find_model
 from maxjax.text.stream import TextStream
 from maxjax.text.tokenizer.tokenizer import load_tokenizer
 from tests.oracles.recorded import recorded, transformers

@@ -19,7 +19,6 @@ from safetensors.numpy import save
 
 import maxjax
 from maxjax.cli import application as cli
-from maxjax.engine.hub import HubName, find_model, hub_name, needed
 from maxjax.errors import (
     CheckpointAccessError,
     CheckpointFormatError,
@@ -29,6 +28,7 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models import BertConfig, BertModel
+from maxjax.storage.hub import HubName, find_model, hub_name, needed
 
 CONFIG = {
     "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 8, "hidden_size": 4,
@@ -351,11 +351,11 @@ def test_a_file_that_is_not_the_one_of_the_name(tmp_path):
 def test_its_bars_are_shown_where_ours_are(hub, monkeypatch, shown):
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-    from maxjax.engine import hub as engine_hub
+    from maxjax.storage import hub as storage_hub
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
     enable_progress_bars()  # transformers, which other tests ask, may have disabled them
-    monkeypatch.setattr(engine_hub, "is_on", lambda: shown)
+    monkeypatch.setattr(storage_hub, "is_on", lambda: shown)
     hub.repos["org/name"] = repository()
     seen = []
     real = huggingface_hub.snapshot_download
@@ -522,7 +522,7 @@ except maxjax.errors.CheckpointMissingError as error:
     print(len(model.state_dict()), error)
 
 del sys.modules["huggingface_hub"]
-from maxjax.engine.hub import find_model
+from maxjax.storage.hub import find_model
 print(find_model("org/name"))
 try:
     find_model("org/other")

@@ -27,13 +27,12 @@ from ..errors import (
     UserInputError,
     some,
 )
-from ..models.sentence_files import dense_weights
 from ..paths import local_path
 from ..progress import is_on
-from ..storage.directory import choose, no_weights
-from ..storage.formats import SUFFIXES
-from ..storage.save.durable import save_error
-from ..text.tokenizer.vocab import VOCABULARIES
+from .directory import choose, no_weights
+from .formats import SUFFIXES
+from .save.durable import save_error
+from .sidecars import dense_weights, sidecar_kind
 
 BESIDE = (
     "config.json",
@@ -49,9 +48,12 @@ BESIDE = (
     "[0-9]_*.json",
     "[0-9]_*/*.json",
     "maxjax_digests.json",
+    "adapter_config.json",
 )
 """Patterns of the small files that are read with the weights, including sentence-transformers'."""
 
+# The weights of a LoRA adapter; the first that exists is used.
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _INDEX = re.compile(r"(.*)\.(safetensors|bin)\.index(\.[\w-]+)?\.json", re.DOTALL)
 _GGUF_PART = re.compile(r"(.*-)\d{5,}(-of-\d{5,}\.gguf)", re.DOTALL)
 # The folder in which sentence-transformers keeps the transformer, if not beside modules.json.
@@ -89,8 +91,8 @@ def needed(repo: str, names: Sequence[str], file: str | None = None) -> list[str
         weights = _weights(repo, names)
     # Vocabulary files have some megabytes: they are needed only without another tokenizer.
     has_one = "tokenizer.json" in names or any(name.endswith(".gguf") for name in weights)
-    patterns = BESIDE if has_one else (*BESIDE, *VOCABULARIES)
-    small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in BESIDE)]
+    small += [name for name in names if not has_one and sidecar_kind(name) == "vocabulary"]
     return sorted({*small, *weights, *dense_weights(names)})
 
 
@@ -118,6 +120,7 @@ def _weights(repo: str, names: Sequence[str]) -> list[str]:
     found = choose(repo, [name for name in top if name not in gguf])
     if not found:
         found = _in_folder(repo, names) or _one_gguf(repo, gguf)
+    found = found or [name for name in _ADAPTERS if name in top][:1]
     if not found:
         raise no_weights(repo, top, [])
     return sorted({part for name in found for part in _parts(name, names)})
@@ -309,6 +312,23 @@ def find_model(
         )
     revision = _one_revision(found.revision, revision)
     return fetch(found._replace(file=filename or found.file, revision=revision), access)
+
+
+def checkpoint_path(given: Any) -> str:
+    """The path of a checkpoint that a caller gives: a path, a name as for :func:`find_model`, or open ``Weights``.
+
+    Raises:
+        CheckpointError, UserInputError, TypeError: as for :func:`find_model`. A path is not looked for.
+
+    Example:
+        >>> checkpoint_path("nowhere/model.gguf")
+        'nowhere/model.gguf'
+    """
+    given = getattr(given, "_path", given)  # of Weights
+    is_name = isinstance(given, str) and (given == TINY or hub_name(given) is not None)
+    if is_name and not _exists(Path(local_path(given))):
+        return os.fspath(find_model(given))
+    return local_path(given)
 
 
 def _exists(path: Path) -> bool:
