@@ -22,6 +22,11 @@ def test_the_version_is_the_same_everywhere():
     assert f"date-released: {date}\n" in citation
 
 
+def test_a_version_has_at_most_thirty_changes():
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert all(version.count("\n- ") <= 30 for version in versions)
+
+
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_workflows_run_what_is_there(file):
     lines = re.findall(r"^ *- run: (.+)$", file.read_text(), re.MULTILINE)
