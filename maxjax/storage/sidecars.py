@@ -1,7 +1,7 @@
 """The names of the files that a checkpoint has beside its weights: configuration, tokenizer, documents.
 
-Every part of maxjax that copies, records, downloads or moves such files takes them from this list. Code,
-training data and all other files of a directory are none of them.
+Every part of maxjax that copies, records or moves such files takes them from this list. Code, training
+data and all other files of a directory are none of them.
 """
 
 from __future__ import annotations
