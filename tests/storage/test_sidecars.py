@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from maxjax.engine.generate.defaults import FILE as GENERATION
-from maxjax.engine.hub import BESIDE
 from maxjax.lora.peft import CONFIG as ADAPTER
 from maxjax.models.pooling import Dense, Pooling
 from maxjax.models.sentence_files import pooling_files
+from maxjax.storage.hub import BESIDE
 from maxjax.storage.sidecars import is_sidecar_folder, sidecar_kind
 from maxjax.text.template.files import PROCESSORS, TEMPLATE_FILE, TEMPLATE_FOLDER
 from maxjax.text.tokenizer.added import CONFIG, LIST, MAP
