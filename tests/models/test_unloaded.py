@@ -230,3 +230,67 @@ def test_a_repository_of_mlx_is_refused_by_name_everywhere(tmp_path, key):
         ):
             call(source)
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+BASES = {
+    "Bert": {}, "Roberta": {"pad_token_id": 1}, "MPNet": {}, "Electra": {"embedding_size": 16}, "XLMRoberta": {},
+    "Albert": {"embedding_size": 16}, "ModernBert": {"pad_token_id": 0}, "Camembert": {},
+    "DebertaV2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+}  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_attention_heads": 2}
+LAYERS, DEPTH = {"num_hidden_layers": 1}, {"depth": 1, "out_hidden_size": 32}
+SEEING = {
+    "Qwen3VLMoe": ({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+                   DEPTH | {"deepstack_visual_indexes": [0]}),
+    "Qwen3VL": ({}, DEPTH | {"deepstack_visual_indexes": [0]}),
+    "Qwen2VL": ({}, {"depth": 1, "embed_dim": 16, "hidden_size": 32}),
+    "Qwen2_5_VL": ({}, DEPTH), "Gemma3": ({}, LAYERS | {"image_size": 28}), "Llava": ({}, LAYERS | {"image_size": 28}),
+    "Mistral3": ({}, LAYERS), "Glm4v": ({}, DEPTH), "Lfm2Vl": ({}, LAYERS),
+}  # fmt: skip
+
+
+def same_by_transformers(made, folder):
+    """Asserts that transformers opens a saved checkpoint as it does the one that it was loaded from."""
+    made.save_pretrained(folder / "a")
+    maxjax.save_pretrained(maxjax.load(folder / "a")[0], folder / "b")
+    first, second = (load_file(folder / one / WEIGHTS) for one in "ab")
+    assert first.keys() == second.keys()
+    assert all(value.tobytes() == second[name].tobytes() for name, value in first.items())
+    configs = [json.loads((folder / one / "config.json").read_text()) for one in "ab"]
+    assert configs[0] == configs[1]
+    _, told = type(made).from_pretrained(folder / "b", output_loading_info=True)
+    assert not any(told.values())
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@pytest.mark.parametrize("head", ["MaskedLM", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("base", BASES)
+def test_heads_of_encoders(tmp_path, base, head):
+    import transformers
+
+    config = getattr(transformers, f"{base}Config")(
+        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37,
+        max_position_embeddings=60, **BASES[base],
+    )  # fmt: skip
+    same_by_transformers(getattr(transformers, f"{base}For{head}")(config), tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", SEEING)
+def test_multimodal_models(tmp_path, kind):
+    import transformers
+
+    text, vision = SEEING[kind]
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")()
+    text, vision = sizes | text, VISION | vision
+    kinds = type(config.get_text_config()), type(config.vision_config)
+    whole = type(config)(
+        text_config=kinds[0](**text).to_dict(), vision_config=kinds[1](**vision).to_dict()
+    )
+    same_by_transformers(getattr(transformers, f"{kind}ForConditionalGeneration")(whole), tmp_path)
