@@ -63,6 +63,7 @@ def _short(most: int, *others: str, few: int = 256) -> Cap:
     def cap(value: Any, *arguments: Any, **options: Any) -> int:
         options = {name: item for name, item in options.items() if name not in others}
         length = budget().weigh(value)[0]
+        budget().step(16 * min(length, most))
         return (
             _few(few)(value, *arguments[len(others) :], **options) if length <= most else TOO_MUCH
         )
@@ -74,6 +75,13 @@ def _attribute(value: Any, *arguments: Any, **options: Any) -> int:
     """The cap of functions with an ``attribute``: each of its commas adds a value for each item."""
     given = [item for item in [*arguments, *options.values()] if isinstance(item, str)]
     return 0 if max(map(len, given), default=0) <= 100 else TOO_MUCH
+
+
+def _distinct(items: Any, *arguments: Any, **options: Any) -> int:
+    """The cap of looking for equal items: values can be chosen so that it takes quadratic time."""
+    count = len(items) if hasattr(items, "__len__") else 1
+    budget().step(count * count >> 6)
+    return _attribute(items, *arguments, **options)
 
 
 def _sorted(items: Any, *arguments: Any, **options: Any) -> int:
@@ -182,14 +190,14 @@ FILTERS = {
              " forceescape items last length list lower map random reject rejectattr reverse safe"
              " select selectattr string striptags title truncate upper urlencode wordcount xmlattr"),
     **_named(_wide, "batch center slice"),
-    **_named(_attribute, "max min unique"),
+    **_named(_attribute, "max min"), "unique": _distinct,
     **_named(_sorted, "groupby sort"),
     "format": _percent, "indent": _lined, "int": _parsed, "join": _filter_joined, "pprint": _short(1 << 14),
     "replace": _replaced, "round": _number, "sum": _summed, "tojson": _few(16), "trim": _few(100),
     "urlize": _short(1 << 10), "wordwrap": _short(1 << 16, "width", few=16),
 }  # fmt: skip
 # Filters that read their whole input in one step: a generator becomes a list first, to be counted.
-LISTED = frozenset({"groupby", "join", "sort", "urlencode"})
+LISTED = frozenset({"groupby", "join", "sort", "unique", "urlencode"})
 
 TESTS = {
     **_named(_linear, "!= < <= == > >= boolean callable defined eq equalto escaped false filter float ge"

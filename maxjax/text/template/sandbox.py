@@ -12,9 +12,10 @@ Source: ``_cached_compile_jinja_template`` of transformers, for what a chat temp
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -34,7 +35,7 @@ from .budget import INT_BITS, TOO_MUCH, TooMuchError, budget
 _TOKENS = 20_000  # jinja tokens of a template; published templates have some thousands
 _SOURCE = 1 << 20  # characters of the Python source that jinja makes of the tags
 _NAME, _DIGITS = 200, 4000
-_MADE, _JOINED = "=made", "=joined"  # names of filters that no template can write
+_MADE, _JOINED, _KEPT = "=made", "=joined", "=kept"  # names of filters that no template can write
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -56,7 +57,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for name, cap in caps.FILTERS.items()
             if name in self.filters
         }
-        self.filters |= {_MADE: _counted_value, _JOINED: _counted_concat}
+        self.filters |= {_MADE: _counted_value, _JOINED: _counted_concat, _KEPT: _counted_kept}
         self.tests = {
             name: _guarded(name, self.tests[name], cap)
             for name, cap in caps.TESTS.items()
@@ -109,16 +110,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         limits = budget()
         owner, cap = __self._owner_and_cap(__obj)
         options = {name: item for name, item in kwargs.items() if name not in _SCOPES}
-        if isinstance(owner, str) and args and _iterates(args[0]):
-            args = (list(args[0]), *args[1:])  # the iterator of str.join
+        if (
+            args
+            and _iterates(args[0])
+            and (isinstance(owner, str) or id(__obj) in __self._callable)
+        ):
+            args = (list(args[0]), *args[1:])  # the iterator of str.join, or the pairs of a dict
         limits.weigh(args, options)
         if cap is not None:
             limits.allow(cap(*(() if isinstance(owner, type) else (owner,)), *args, **options))
+        elif isinstance(__obj, Macro):
+            limits.keep("arguments", (args, options))
+        else:  # an object that it makes may keep them
+            limits.hold(args, options)
+            # A dict of values of one hash takes quadratic time.
+            limits.step(sum(len(a) ** 2 for a in args if isinstance(a, (list, tuple))) >> 6)
         limits.enter()
         try:
-            return limits.spend(super().call(__context, __obj, *args, **kwargs))
+            made = super().call(__context, __obj, *args, **kwargs)
         finally:
-            limits.calls -= 1
+            limits.leave()
+        return limits.spend(made)
 
     def _owner_and_cap(self, function: Any) -> tuple[Any, caps.Cap | None]:
         """The owner of a method and its cap; None for functions of jinja or of the template."""
@@ -161,7 +173,10 @@ def _guarded(name: str, function: Callable[..., Any], cap: caps.Cap) -> Callable
         limits.weigh(given, kwargs)
         limits.allow(cap(*given, **kwargs))
         made = function(*args[:first], *given, **kwargs)
-        return _Lazy(made) if isinstance(made, GeneratorType) else limits.spend(made)
+        if isinstance(made, GeneratorType):
+            limits.hold(given, kwargs)
+            return _Lazy(made)
+        return limits.spend(made)
 
     return guarded
 
@@ -190,7 +205,7 @@ class _Lazy:
         try:
             item = next(self._items)
         finally:
-            limits.calls -= 1
+            limits.leave()
         return limits.spend(item) if type(item) in (list, str) else item
 
 
@@ -216,11 +231,47 @@ def _counted_output(context: Any, value: Any) -> Any:
     if not isinstance(value, str):
         budget().weigh(value)
         value = str(value)
-    return budget().spend(value)
+    return budget().write(value)
+
+
+@pass_context
+def _counted_kept(context: Any, value: Any, place: int, steps: int = 1) -> Any:
+    """Counts what a variable or a loop holds from now on, and the steps of a loop's body."""
+    budget().step(steps)
+    return budget().keep(place, value)
 
 
 class _Counted(NodeTransformer):
     """Inserts the filters above into the syntax tree of a template."""
+
+    def __init__(self) -> None:
+        self.places = itertools.count()
+
+    def _kept(self, node: nodes.Node, steps: int = 1) -> nodes.Node:
+        arguments = [nodes.Const(next(self.places)), nodes.Const(steps)]
+        return _filtered(_KEPT, node, [a.set_environment(node.environment) for a in arguments])
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
+        self.generic_visit(node)
+        node.node = self._kept(node.node)
+        return node
+
+    def visit_With(self, node: nodes.With) -> nodes.Node:
+        self.generic_visit(node)
+        node.values = list(map(self._kept, node.values))
+        return node
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """Counts what a loop goes through, and at the start of its body the item and the steps of the body."""
+        steps = sum(1 for _ in node.find_all(nodes.Expr))
+        self.generic_visit(node)
+        node.iter = self._kept(node.iter)
+        if node.test is not None:
+            node.test = self._kept(node.test, steps)
+        names = [nodes.Name(name.name, "load") for name in _targets(node.target)]
+        item = nodes.Tuple(names, "load").set_environment(node.environment).set_lineno(node.lineno)
+        node.body.insert(0, nodes.ExprStmt(self._kept(item, steps), lineno=node.lineno))
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -263,10 +314,16 @@ class _Counted(NodeTransformer):
         return self.generic_visit(node)
 
 
-def _filtered(name: str, node: nodes.Node) -> nodes.Filter:
+def _filtered(name: str, node: nodes.Node, arguments: Sequence[nodes.Node] = ()) -> nodes.Filter:
     return nodes.Filter(
-        node, name, [], [], None, None, lineno=node.lineno, environment=node.environment
-    )
+        node, name, list(arguments), [], None, None,
+        lineno=node.lineno, environment=node.environment,
+    )  # fmt: skip
+
+
+def _targets(node: nodes.Node) -> list[nodes.Name]:
+    """The names that a loop assigns."""
+    return [node] if isinstance(node, nodes.Name) else list(node.find_all(nodes.Name))
 
 
 # --- extensions and globals of chat templates ---------------------------------------------------

@@ -17,6 +17,7 @@ from jinja2 import defaults
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxjax.errors import UserInputError
+from maxjax.text.template import budget as template_budget
 from maxjax.text.template import caps as template_caps
 from maxjax.text.template import render as template
 from maxjax.text.template import thread as template_thread
@@ -32,9 +33,8 @@ FOLDED = "{% if false %}{{ 'x'|center(4000000)|batch(1)|list }}{% endif %}"
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Templates have a part of a second, so that a test need not wait for long."""
-    assert template._SECONDS == 2.5
-    monkeypatch.setattr(template, "_SECONDS", 0.2)
+    """Templates have few steps, so that a test need not wait for long."""
+    monkeypatch.setattr(template_budget, "_STEPS", 1 << 16)
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def no_template_runs():
 @pytest.mark.parametrize("text", [LOOPS, FOLDED + LOOPS])
 def test_loops_are_ended_and_leave_nothing(text, soon):
     start = time.monotonic()
-    with pytest.raises(UserInputError, match="ran for more than"):
+    with pytest.raises(UserInputError, match="takes too many steps"):
         render(text, {})
     assert time.monotonic() - start < 30 and no_template_runs()
     assert render("{{ 1 }}", {}) == "1"
@@ -183,7 +183,11 @@ def test_one_that_swallows_what_stops_it_is_stopped():
 
 
 @pytest.mark.slow
-def test_garbage_is_collected_while_a_template_is_stopped(soon):
+def test_garbage_is_collected_while_a_template_is_stopped(monkeypatch):
+    monkeypatch.setattr(template_budget, "_STEPS", 1 << 60)
+    monkeypatch.setattr(template, "_SECONDS", 0.2)
+    monkeypatch.setattr(template, "_LATE", "it ran for more than 0.2 seconds")
+
     def callback(phase, info):
         try:
             for _ in range(1000):
@@ -230,7 +234,7 @@ def test_debuggers_go_on(soon):
 @pytest.mark.slow
 def test_the_caller_is_interrupted(monkeypatch):
     """Ctrl-C while a template runs ends it, and comes out of the call."""
-    monkeypatch.setattr(template, "_SECONDS", 60.0)
+    monkeypatch.setattr(template_budget, "_STEPS", 1 << 60)
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()
     start = time.monotonic()
@@ -308,6 +312,43 @@ def test_a_thread_that_cannot_start(monkeypatch):
         render("{{ 1 }}", {})
 
 
+# --- long chats ---------------------------------------------------------------------------------
+
+# Text that a variable gathers, and all messages looked through for each of them.
+GATHERS = """{% set n = namespace(text='') %}{% for m in messages %}{% set n.text = n.text ~ m.content %}
+{%- for other in messages[loop.index0:] %}{% if other.role == 'none' %}x{% endif %}{% endfor %}{% endfor %}
+{%- for t in tools %}{{ t|tojson }}{% endfor %}{{ n.text }}"""
+
+
+def test_a_long_chat_with_many_tools_is_rendered_whatever_text_is_made_on_the_way():
+    """They make eight million characters of text on the way, of which 40,000 are held at a time."""
+    messages = [{"role": "user", "content": "x" * 100}] * 400
+    tools = [{"name": f"tool{i}", "parameters": {"a": {"type": "string"}}} for i in range(500)]
+    text = render(GATHERS, {"messages": messages, "tools": tools})
+    assert text.endswith("x" * 40_000) and text.count("tool") == 500
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (LOOPS, "too many steps"),
+        ("{% for a in range(99999) %}{{ range(99999)|sum }}{% endfor %}", "too many steps"),
+        ("{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}", "nested"),
+        ("{% for a in range(999) %}{{ 'x' * 20000 * 20 }}{% endfor %}", "holds too much|makes something of more"),
+        ("{{ [" + "'x' * 20000 * 20, " * 99 + "]|length }}", "holds too much text|makes something"),
+        ("".join(f"{{% set v{i} = 'x' * 20000 * 20 %}}" for i in range(99)), "holds too much|makes something of more"),
+        ("{% set n = namespace() %}" + "".join(f"{{% set n.v{i} = 'x' * 20000 * 20 %}}" for i in range(99)), "holds too much"),
+        ("{% set n = namespace(l=[]) %}{% for a in range(999) %}{% set n.l = [namespace(a='x' * 20000 * 20)] + n.l %}{% endfor %}",
+         "holds too much"),
+    ],
+)  # fmt: skip
+def test_steps_and_what_is_held_are_bounded(text, says, monkeypatch):
+    if "holds" in says:
+        monkeypatch.setattr(template_budget, "_STEPS", 1 << 40)
+    with pytest.raises(UserInputError, match=says):
+        render(text, {})
+
+
 # --- attacks ------------------------------------------------------------------------------------
 
 
@@ -317,7 +358,7 @@ def test_a_thread_that_cannot_start(monkeypatch):
         "{{ range(500)|join('y' * 400000, attribute='real')|length }}",
         "{{ 1|round(4000000, 'ceil') }}",
         "{{ '%0999999999d' is even }}",
-        "{{ ('{0.s}' * 100000).format(namespace(s='x' * 400000)) }}",
+        "{{ ('{0.s}' * 100000).format(namespace(s='x' * 20000 * 20)) }}",
     ],
 )
 def test_what_is_made_in_one_step_is_weighed_before(text):
@@ -335,7 +376,7 @@ BOMBS = dict(list(bombs().items())[::24])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, soon):
-    """A sample, with a twelfth of the time; all: `python scripts/template_bombs.py`."""
+    """A sample, with few steps; all: `python scripts/template_bombs.py`."""
     result = bomb(BOMBS[name])
     assert not result["wrong"] and result["seconds"] < 30 and result["mb"] < 300
 
