@@ -140,7 +140,7 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
     if packing is None:
         stored.put(jax.device_put(found, leaf.sharding))
     else:
-        stored.put(encode_array(target.names[0], found, packing.value, None).blocks)
+        stored.put(encode_array(target.names, found, packing.value, None).blocks)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -30,6 +30,7 @@ from ..errors import (
 from ..paths import local_path
 from ..progress import is_on
 from .directory import choose, no_weights
+from .files import os_error
 from .formats import SUFFIXES
 from .save.durable import save_error
 from .sidecars import dense_weights, sidecar_kind
@@ -334,6 +335,8 @@ def checkpoint_path(given: Any) -> str:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
+    except PermissionError as error:
+        raise os_error(error, os.fspath(path), "opening failed") from error
     except (OSError, ValueError) as error:  # the name is too long, or has a NUL in it
         raise UserInputError(f"the path cannot be used: {error}") from None
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -16,13 +17,14 @@ import maxjax
 from maxjax import Limits
 from maxjax.checkpoint import convert, restore
 from maxjax.cli.application import main
-from maxjax.errors import CheckpointLimitError, UserInputError
+from maxjax.errors import CheckpointLimitError, CheckpointMissingError, UserInputError
 from maxjax.interop import nnx
 from maxjax.storage.limits import allowing, in_force
 from tests.storage.corpus import D16, A, file_bytes
 from tests.storage.gguf import corpus as gguf_corpus
 from tests.storage.gguf.corpus import INFOS
 from tests.storage.gguf.corpus import gguf as build
+from tests.storage.nobody import printed_by_nobody
 from tests.storage.numpy.corpus import Item, npy, one, pack
 from tests.storage.orbax.corpus import quiet
 from tests.storage.pytorch import corpus as pytorch_corpus
@@ -229,3 +231,52 @@ def test_a_file_of_200_001_tensors(tmp_path):
         maxjax.load_weights(path)
     with maxjax.load_weights(path, limits=Limits(tensors=200_001)) as weights:
         assert len(list(weights.items())) == 200_001
+
+
+def test_a_size_that_nothing_can_address_is_not_said_to_be_a_matter_of_a_limit(tmp_path):
+    entry = {"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 1 << 64]}
+    (tmp_path / "m.safetensors").write_bytes(file_bytes({"a": entry}, b""))
+    with pytest.raises(CheckpointLimitError, match="No value of tensor_bytes allows it"):
+        maxjax.load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("link", ["../blobs/gone", "itself"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+             "special_tokens_map.json", "modules.json", "config.json", "maxjax_digests.json"],
+)  # fmt: skip
+def test_a_link_that_leads_nowhere_is_not_an_absent_file(name, link, tmp_path):
+    shutil.copytree(Path(maxjax.__file__).parent / "tiny", tmp_path / "m")
+    path = tmp_path / "m" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(name if link == "itself" else link)
+    with pytest.raises(CheckpointMissingError) as caught:
+        maxjax.load(tmp_path / "m")
+    assert caught.value.path == str(path) and (name if link == "itself" else link) in str(
+        caught.value
+    )
+
+
+def test_a_directory_without_permission_is_not_called_empty(tmp_path):
+    """In a child that is nobody: root may read everything."""
+    closed = tmp_path / "closed"
+    shutil.copytree(Path(maxjax.__file__).parent / "tiny", closed)
+    closed.chmod(0)
+    imports = """
+import maxjax
+from maxjax.errors import CheckpointAccessError
+maxjax.load(maxjax.__path__[0] + "/tiny")
+maxjax.plan(maxjax.__path__[0] + "/tiny")
+"""
+    code = f"""
+for call in (maxjax.load, maxjax.load_tokenizer, maxjax.load_weights, maxjax.plan):
+    try:
+        call({str(closed)!r})
+    except CheckpointAccessError as error:
+        print(call.__name__, error)
+"""
+    try:
+        said = printed_by_nobody(tmp_path, imports, code)
+    finally:
+        closed.chmod(0o700)
+    assert [line.split()[0] for line in said] == ["load", "load_tokenizer", "load_weights", "plan"]

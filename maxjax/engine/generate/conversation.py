@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -92,6 +93,7 @@ class Conversation(Rendered):
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
         self._batch: Batch | None = None
+        self._lock = threading.RLock()
         self._current_stream: Callable[[], Stream | None] = lambda: None
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
         self._opening = list(self.messages)
@@ -111,7 +113,11 @@ class Conversation(Rendered):
                 the template rejects it.
             TypeError: ``text`` is neither a str nor a message.
         """
-        self._interrupt()
+        with self._lock:  # threads take turns
+            self._interrupt()
+            return self._stream(text)
+
+    def _stream(self, text: str | Mapping[str, Any]) -> Stream:
         with Lockstep("say", shardings_of(self._request.model)) as together:
             if isinstance(text, Mapping):
                 message = [dict(text)]

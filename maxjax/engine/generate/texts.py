@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -226,13 +227,17 @@ class Stream(Iterator[str]):
         self._partial = request.partial_completion(prompt)
         # The generator does not refer to this object, so that dropping a stream frees its cache.
         self._pieces = _pieces(batch, self._partial, ended)
+        self._lock = (
+            threading.RLock()
+        )  # two threads take turns: a generator cannot be entered twice
         next(self._pieces)  # starts it, so that its ``finally`` runs even if nothing is ever read
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        with self._lock:
+            return next(self._pieces)
 
     def close(self) -> None:
         """Stops the generation and frees the cache.
@@ -240,7 +245,8 @@ class Stream(Iterator[str]):
         With several processes the first one decides: when it closes its stream, the answer ends in
         all of them. The others wait in their ``close`` until then.
         """
-        self._pieces.close()
+        with self._lock:
+            self._pieces.close()
 
     @property
     def completion(self) -> Completion:

@@ -189,7 +189,7 @@ def _quantise(
             if w.stored.home is not None and w.stored.home[0] is holder
         }
         names = [by_number[number] for number in range(holder.count)]
-    found = encode_array(name, leaf, kind, _stacked_importance(stored, names, importance))
+    found = encode_array(names, leaf, kind, _stacked_importance(stored, names, importance))
     rows = dict(_reports(stored, names, kind, found, leaf.dtype.itemsize))
     encoding = QuantizationEncoding(kind)
     dims = encoding.packed_shape([int(size) for size in stored.dims])

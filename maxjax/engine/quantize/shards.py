@@ -7,6 +7,7 @@ read the shard's memory without a copy.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +34,13 @@ class Encoded(NamedTuple):
     squares: np.ndarray
 
 
-def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None) -> Encoded:
+def encode_array(
+    names: Sequence[str], array: Any, kind: str, importance: np.ndarray | None
+) -> Encoded:
     """Quantises floats ``[..., out, in]`` to blocks ``[..., out, bytes]`` with the same sharding.
 
     Args:
-        name: name of the weight, for messages.
+        names: names of the weights, one for each index of the first axis, or of the only one; for messages.
         array: array whose shards are all on devices of this process.
         kind: type of the blocks.
         importance: float32 ``[..., in]``, of which the leading axes may have size 1, or None.
@@ -57,7 +60,7 @@ def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None
     for shard in array.addressable_shards:
         if shard.data.shape[-1] % layout.elements:
             raise UserInputError(
-                f"weight '{name}' is split into rows of {shard.data.shape[-1]} values, which are not complete "
+                f"weight '{names[0]}' is split into rows of {shard.data.shape[-1]} values, which are not complete "
                 f"blocks of {kind} ({layout.elements} values): quantise before model.to(mesh), or to a type "
                 "of smaller blocks, such as q8_0"
             )
@@ -71,9 +74,11 @@ def encode_array(name: str, array: Any, kind: str, importance: np.ndarray | None
             squares[shard.index[:-1]] += norm
         parts.append(found[place])
     if not np.isfinite(errors).all():
+        row = np.argwhere(~np.isfinite(errors))[0].tolist()
+        number = row.pop(0) if len(names) > 1 else 0
         raise UserInputError(
-            f"weight '{name}' has values that are not finite, or too large for {kind}: "
-            f"in row {list(map(int, np.argwhere(~np.isfinite(errors))[0]))}"
+            f"weight '{names[number]}' has values that are not finite, or too large for {kind}: "
+            f"in row {row}"
         )
     return Encoded(_placed_like(array, shape, parts), errors, squares)
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
-from ...errors import closest, differs
+from ...errors import CheckpointError, closest, differs
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row
 from ...storage import TensorTable, open_checkpoint
@@ -70,7 +70,7 @@ class CheckpointSource:
 
     def open_table(self) -> TensorTable:
         if self.table is None:
-            raise KeyError(f"{self.path}: the weights are closed")
+            raise CheckpointError("the weights are closed", path=self.path, hint="Open them again.")
         return self.table
 
     @cached_property

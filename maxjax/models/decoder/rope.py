@@ -358,7 +358,7 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = object_of(raw, name)
-    outer = {key: raw[key] for key in _OUTER if raw.get(key)}
+    outer = {key: raw[key] for key in _OUTER if raw.get(key) is not None}
     return name, {**outer, **given}
 
 

@@ -254,7 +254,7 @@ class _HeaderParser:
         if nbytes > self.limits.tensor_bytes:
             problem = "shape: too large, even without the dimensions of size 0"
             where = self.text.where((name, "shape"))
-            raise self.limits.error(problem, "tensor_bytes", _shown(nbytes), **where)
+            raise self.limits.error(problem, "tensor_bytes", nbytes, **where)
 
     def _beyond_the_file(self, name: str, begin: int, end: int) -> CheckpointError:
         missing = end - self.data_bytes

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 
 import pytest
 
@@ -47,6 +48,36 @@ def read(monkeypatch):
 
     monkeypatch.setattr(Batch, "prefill", counted)
     return counts
+
+
+def test_threads_of_one_chat_take_turns(model):
+    """The second message ends the answer to the first, between two tokens."""
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=40, chunk=16)
+    errors = []
+
+    def talk(text):
+        try:
+            for _ in chat.say(text):
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=talk, args=(f"Hi{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2)
+
+
+def test_arguments_that_no_text_can_have(model):
+    chat = characters()
+    size = model.config.vocab_size
+    with pytest.raises(UserInputError, match=f"eos_ids has the token id {size}, which is outside"):
+        maxjax.generate(model, chat, "a", eos_ids=[1, size])
+    with pytest.raises(UserInputError, match="stop has 5000000 characters; the limit is 65536"):
+        maxjax.generate(model, chat, "a", stop="x" * 5_000_000)
 
 
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}

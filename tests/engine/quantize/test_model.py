@@ -290,6 +290,17 @@ def test_what_cannot_be_quantised(tiny):
         maxjax.quantize(nn.Linear(256, 2, "float32", DeviceRef.CPU()), "q8_0")
 
 
+def test_a_value_that_is_not_finite_is_named_by_its_layer(tiny):
+    model = maxjax.load("tiny", tokenizer=False)[0]
+    name = "model.layers.1.mlp.up_proj.weight"
+    state = dict(model.state_dict())
+    value = np.array(state[name])
+    value[2, 3] = np.nan
+    model.load_state_dict({**state, name: value})
+    with pytest.raises(UserInputError, match=rf"'{name}' has values that are not finite"):
+        maxjax.quantize(model, "q8_0")
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_values_that_no_block_holds(bad):
     model = maxjax.init(nn.Linear(256, 8, "float32", DeviceRef.CPU()), jax.random.key(0))

@@ -167,7 +167,7 @@ def test_close(path):
     layer = w.layers[1]
     with w:
         pass
-    with pytest.raises(KeyError, match="closed"):
+    with pytest.raises(CheckpointError, match="closed. Open them again"):
         layer.w.data()
     assert "closed" in repr(w)
     # The names are still there.
