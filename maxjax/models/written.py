@@ -66,8 +66,9 @@ def config_of(
     is_own = isinstance(config, family.config) and config.model_type == family.model_type != ""
     if not is_own or len(dataclasses.fields(config)) != len(dataclasses.fields(family.config)):
         raise UserInputError(
-            f"cannot write config.json for a {kind}: its family has no model_type, or another configuration "
-            f"class than {type(config).__name__} (maxjax.models.register shows how); pass its content as config="
+            f"cannot write config.json for a {kind}: expected a {family.config.__name__} with the model_type of its "
+            f"family ({family.model_type!r}), got a {type(config).__name__}; give the class a family of its own "
+            "(docs/families.md), or pass the content as config="
         )
     whole, score = family.architectures[0], getattr(model, "score", None)
     if isinstance(config, DecoderConfig):
@@ -155,7 +156,8 @@ def _check(config: ModelConfig, found: Mapping[str, Any]) -> None:
     try:
         read = cls.from_dict(found)
     except (CheckpointFormatError, UnsupportedModelError) as error:
-        raise UserInputError(f"cannot write config.json for this {name}: {error}") from None
+        problem = getattr(error, "problem", error)
+        raise UserInputError(f"cannot write config.json for this {name}: {problem}") from None
     names = [one.name for one in dataclasses.fields(cls)]
     wrong = [one for one in names if getattr(read, one) != getattr(config, one)]
     if wrong:

@@ -127,9 +127,18 @@ def test_a_decoder_with_a_classification_head(tmp_path):
 @pytest.mark.parametrize(
     "model, says",
     [
-        (lambda: Llama(dataclasses.replace(SETTINGS, query_scaling=QueryScaling(0.1, 8))), "query_scaling="),
-        (lambda: Llama(Mine(96, 16, 24, num_layers=2, num_heads=4)), "no model_type, or another configuration"),
-        (lambda: Decoder(DecoderConfig(96, 16, 24, num_layers=2, num_heads=4)), "no model_type"),
+        (
+            lambda: Llama(dataclasses.replace(SETTINGS, query_scaling=QueryScaling(0.1, 8))),
+            "says query_scaling=",
+        ),
+        (
+            lambda: Llama(Mine(96, 16, 24, num_layers=2, num_heads=4)),
+            "for a Llama: expected a LlamaConfig .* got a Mine",
+        ),
+        (
+            lambda: Decoder(DecoderConfig(96, 16, 24, num_layers=2, num_heads=4)),
+            "for a Decoder: expected a DecoderConfig",
+        ),
     ],
 )  # fmt: skip
 def test_what_no_file_can_say_is_refused_before_anything_is_saved(tmp_path, model, says):
