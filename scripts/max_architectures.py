@@ -13,7 +13,8 @@ and writes it as a checkpoint. Then MAX's own code reads the settings, adapts th
 loads it and traces its Graph; maxjax compiles that. Two sequences of different lengths run: their prompts in
 one ragged batch, then token after token, with paged caches whose pages are in random order. Every logit of the
 prompts and of the last tokens is compared with transformers, which runs each sequence alone; the figure is the
-largest difference. Needs torch and transformers (scripts/setup.sh --oracles).
+largest difference. Of encoders the hidden states are compared, of two texts in one batch.
+Needs torch and transformers (scripts/setup.sh --oracles).
 """
 
 from __future__ import annotations
@@ -54,14 +55,20 @@ class Architecture(NamedTuple):
         narrow: endings of the names of weights that MAX's files declare in bfloat16, whatever the model's
             dtype is; their values are rounded to bfloat16 on both sides.
         folder: name of the folder of MAX's files, if it is not that of the architecture.
+        is_encoder: whether it gives hidden states of whole texts instead of logits.
+        named: name of the architecture in MAX's file, if it is not ``kind``.
     """
 
     kind: str
     settings: dict[str, Any] = {}
     narrow: tuple[str, ...] = ()
     folder: str = ""
+    is_encoder: bool = False
+    named: str = ""
 
 
+# transformers' MPNet counts positions from a padding index of 1, whatever pad_token_id is.
+ENCODER = {"num_hidden_layers": 2, "pad_token_id": 1}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -102,6 +109,16 @@ ARCHITECTURES = {
          "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "route_norm": True,
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "olmo": Architecture("OlmoForCausalLM"),
+    "llama4": Architecture("Llama4ForCausalLM", {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
+        narrow=("router.weight",)),
+    "bert": Architecture("BertModel", ENCODER, is_encoder=True),
+    "mpnet": Architecture("MPNetModel", ENCODER, is_encoder=True, named="MPNetForMaskedLM"),
+    # It has no cache, and gives the states of all tokens.
+    "qwen3_embedding": Architecture("Qwen3ForCausalLM", {"head_dim": 32}, is_encoder=True),
 }  # fmt: skip
 
 
@@ -164,13 +181,35 @@ def settings_of(config: Any, file: Path, devices: int, apart: bool) -> SimpleNam
         huggingface_config=config, quantization_encoding="float32", _resolved_dtype_cast=(None, None),
         kv_cache=cache, device_specs=[DeviceSpec.cpu(i) for i in range(devices)], default_device_spec=DeviceSpec.cpu(),
         data_parallel_degree=devices if apart else 1, use_subgraphs=False, weight_path=[file], rope_type=None,
-        enable_echo=False,
+        enable_echo=False, pool_embeddings=False,
         model_path=str(file.parent), max_length=SMALL["max_position_embeddings"],
     )  # fmt: skip
     return SimpleNamespace(
         model=model, speculative=None, lora=None,
         runtime=SimpleNamespace(ep_size=devices if apart else 1, max_batch_input_tokens=sum(LENGTHS)),
     )  # fmt: skip
+
+
+def pipeline_of(
+    one: Architecture, folder: str, config: Any, file: Path, devices: int, apart: bool
+) -> Any:
+    """MAX's pipeline without its server: its own methods read, adapt, build and load the model."""
+    from maxjax.driver import CPU
+    from maxjax.graph.weights import load_weights
+    from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
+
+    file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
+    found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
+    arch = next(a for a in found if a.name == (one.named or one.kind))
+    pipeline = object.__new__(arch.pipeline_model)
+    vars(pipeline).update(
+        pipeline_config=settings_of(config, file, devices, apart), weights=load_weights([file]),
+        _batch_processor=None, devices=[CPU(i) for i in range(devices)],
+        adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
+        return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
+        memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),
+    )  # fmt: skip
+    return pipeline
 
 
 class Ours:
@@ -189,24 +228,9 @@ class Ours:
     def __init__(
         self, one: Architecture, folder: str, config: Any, file: Path, devices: int, apart: bool
     ):
-        from maxjax.driver import CPU
         from maxjax.engine import InferenceSession
-        from maxjax.graph.weights import load_weights
-        from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
 
-        file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
-        found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
-        arch = next(a for a in found if a.name == one.kind)
-        settings = settings_of(config, file, devices, apart)
-        # MAX's pipeline without its server: its own methods read, adapt, build and load the model.
-        pipeline = object.__new__(arch.pipeline_model)
-        vars(pipeline).update(
-            pipeline_config=settings, weights=load_weights([file]), _batch_processor=None,
-            devices=[CPU(i) for i in range(devices)],
-            adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
-            return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
-            memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),
-        )  # fmt: skip
+        pipeline = pipeline_of(one, folder, config, file, devices, apart)
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
         # Subgraphs cannot take pages, so the layers are traced one by one.
@@ -349,6 +373,51 @@ def compare(name: str, devices: int = 1, apart: bool = False) -> dict[str, Any]:
             "spread": float(np.std(wanted[0]))}  # fmt: skip
 
 
+def compare_encoder(name: str) -> dict[str, Any]:
+    """Runs one encoder: the largest difference of the hidden states of two texts in one batch; it decodes nothing."""
+    import torch
+
+    from maxjax.engine import InferenceSession
+
+    one = ARCHITECTURES[name]
+    theirs = theirs_of(one)
+    with tempfile.TemporaryDirectory() as directory:
+        file = checkpoint_of(theirs, one, Path(directory))
+        pipeline = pipeline_of(one, one.folder or name, theirs.config, file, 1, False)
+        pipeline.arch_config = type(pipeline).model_config_cls.initialize(
+            pipeline.pipeline_config, max_seq_len=SMALL["max_position_embeddings"]
+        )
+        config = pipeline._create_model_config(pipeline._load_state_dict())
+        (spec,) = pipeline.graph_specs(config).values()
+        program = InferenceSession().load(spec.trace(), weights_registry=spec.weights_registry())
+        rng = np.random.default_rng(2)
+        texts = [rng.integers(2, VOCAB, length) for length in LENGTHS]
+        with torch.no_grad():
+            states = [
+                theirs.base_model(torch.tensor(text[None])).last_hidden_state[0].numpy()
+                for text in texts
+            ]
+        found = _states(program, spec.input_types, texts)
+    errors = [np.abs(got - want).max() for got, want in zip(found, states, strict=True)]
+    return {"name": name, "prefill": float(np.max(errors)), "decode": 0.0,
+            "spread": float(np.std(states[0]))}  # fmt: skip
+
+
+def _states(program: Any, types: Any, texts: list[np.ndarray]) -> list[np.ndarray]:
+    """The states of each text, from a program for a padded batch with a mask, or for a ragged one."""
+    lengths = [len(text) for text in texts]
+    if len(types[0].shape) == 1:
+        offsets = np.cumsum([0, *lengths])
+        inputs = [np.concatenate(texts), offsets, np.ones(1)][: len(types)]
+        values = [np.asarray(v, kind.dtype.np) for v, kind in zip(inputs, types, strict=True)]
+        return np.split(program.execute(*values)[0].to_numpy(), offsets[1:-1])
+    ids = np.stack([np.pad(text, (0, max(lengths) - len(text))) for text in texts])
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    values = [np.asarray(v, kind.dtype.np) for v, kind in zip((ids, mask), types, strict=True)]
+    states = program.execute(*values)[0].to_numpy()
+    return [one[:length] for one, length in zip(states, lengths, strict=True)]
+
+
 def line(one: Mapping[str, Any], table: bool) -> str:
     cells = [f"{one[key]:.1e}" for key in ("prefill", "decode")] + [f"{one['spread']:.1f}"]
     if table:
@@ -389,7 +458,11 @@ def main() -> int:
     failed = False
     for name in names:
         try:
-            one = compare(name, options.devices, options.apart)
+            one = (
+                compare_encoder(name)
+                if ARCHITECTURES[name].is_encoder
+                else compare(name, options.devices, options.apart)
+            )
         except Exception as error:  # the other architectures still run
             if options.trace:
                 raise
