@@ -13,6 +13,7 @@ Source: Thompson, "Regular Expression Search Algorithm" (CACM 1968), with sets o
 
 from __future__ import annotations
 
+import itertools
 import re
 import re._casefix as casefix  # type: ignore[import-not-found]
 import re._constants as op  # type: ignore[import-not-found]
@@ -25,15 +26,15 @@ from .errors import CheckpointFormatError, CheckpointLimitError
 
 V = TypeVar("V")
 
-# Of all patterns of a table: a setting with a pattern for each of the 882 layers of the largest published model
-# has 40 thousand characters.
+# Of all patterns of a table: a setting with a pattern for each of 560 layers
+# has 25 thousand characters.
 _MOST_TEXT = 1 << 17
 # Letters, classes, anchors and loops, where what is repeated {n} times counts n times.
 _MOST_PARTS = 1 << 17
 _DEEPEST = 50
-# The parts that are visited while names are looked up, 24 letters being one, which take about 1 µs each. A
-# pattern for each of 882 layers takes 390 thousand.
-_MOST_VISITS = 1 << 19
+# The parts that are visited while names are looked up, eight texts being one, which take up to 3 µs each. A
+# pattern for each of the 560 linear layers of a model of 70 billion parameters takes 160 thousand.
+_MOST_VISITS = 200_000
 _TYPES = re.ASCII | re.UNICODE | re.LOCALE
 _REFUSED = {
     op.GROUPREF: "back references", op.GROUPREF_EXISTS: "conditions",
@@ -97,11 +98,14 @@ class NameTable(Generic[V]):
         return self._found[names]
 
     def _first(self, names: list[_Name]) -> V | None:
-        begins = [self._front.ends(name, 1) for name in names]
-        ends = [self._end.ends(name, name.everywhere) for name in names]
+        texts = [
+            (name, self._front.ends(name, 1), self._end.ends(name, name.everywhere))
+            for name in names
+        ]
         for part, value in self._rows:
-            for name, begin, end in zip(names, begins, ends, strict=True):
-                if part.ends(name, begin) & end:
+            self._visits.add(1)
+            for name, begin, end in texts:
+                if part._ends(name, begin, False) & end:  # begins nowhere else
                     return value
         return None
 
@@ -149,20 +153,23 @@ class _Name:
         # The positions at which each part was begun, and those at which an anchor or a look holds.
         self.begun: dict[_Part, int] = {}
         self.holds: dict[Any, int] = {}
-        self._letters: dict[str, int] = {}
-        for i, letter in enumerate(text):
-            self._letters[letter] = self._letters.get(letter, 0) | 1 << i
-        self._before: dict[_Letters, int] = {}
+        self.known: dict[str | _Letters, int] = {}
 
-    def before(self, letters: str | _Letters) -> int:
-        """The positions before a letter that is this one, or one of these."""
-        if isinstance(letters, str):
-            return self._letters.get(letters, 0)
-        found = self._before.get(letters)
+    def before(self, item: str | _Letters) -> int:
+        """The positions before this text, or before one of these letters."""
+        found = self.known.get(item)
         if found is None:
-            each = self._letters.items()
-            found = sum(at for letter, at in each if letters.has(letter, self.visits))
-            self._before[letters] = found
+            found = 0
+            if isinstance(item, str):
+                at = self.text.find(item)
+                while at >= 0:
+                    found |= 1 << at
+                    at = self.text.find(item, at + 1)
+            else:
+                for letter in set(self.text):
+                    if item.has(letter, self.visits):
+                        found |= self.before(letter)
+            self.known[item] = found
         return found
 
 
@@ -222,7 +229,9 @@ class _Part:
         if not starts:
             return 0
         name.begun[self] = begun | starts
-        name.visits.add(1)
+        name.visits.count += 1
+        if name.visits.count > _MOST_VISITS:
+            raise _TooMany
         return self._ends(name, starts, back)
 
     def _ends(self, name: _Name, starts: int, back: bool) -> int:
@@ -230,20 +239,27 @@ class _Part:
 
 
 class _Word(_Part):
-    """Letters one after another."""
+    """Texts and letters one after another."""
 
     def __init__(self, letters: list[str | _Letters]):
-        self.letters = letters
+        self.items: list[tuple[str | _Letters, int]] = []
+        for is_text, group in itertools.groupby(letters, lambda one: isinstance(one, str)):
+            if is_text:
+                text = "".join(map(str, group))
+                self.items.append((text, len(text)))
+            else:
+                self.items.extend((one, 1) for one in group)
 
     def _ends(self, name: _Name, starts: int, back: bool) -> int:
-        count = 0
-        for letters in reversed(self.letters) if back else self.letters:
+        count, known = 0, name.known
+        for item, size in reversed(self.items) if back else self.items:
             count += 1
-            before = name.before(letters)
-            starts = starts >> 1 & before if back else (starts & before) << 1
+            before = known[item] if item in known else name.before(item)
+            starts = starts >> size & before if back else (starts & before) << size
             if not starts:
                 break
-        name.visits.add(count // 24)
+        if count > 8:
+            name.visits.add(count // 8)
         return starts
 
 
@@ -302,6 +318,23 @@ class _Loop(_Part):
             starts &= ~found
             found |= starts
         return found
+
+
+class _Run(_Part):
+    """One of some letters any number of times."""
+
+    def __init__(self, letters: str | _Letters):
+        self.letters = letters
+
+    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+        before = name.before(self.letters)
+        if not back:
+            # A carry runs through all letters that follow one another.
+            return ((starts & before) + before) ^ before | starts
+        while new := starts >> 1 & before & ~starts:
+            name.visits.add(1)
+            starts |= new
+        return starts
 
 
 class _Anchor(_Part):
@@ -378,14 +411,17 @@ class _Reader:
 
     def _part(self, tree: Any, flags: int) -> _Part:
         parts: list[_Part] = []
-        for kind, value in tree:
+        word: list[str | _Letters] = []
+        for kind, value in [*tree, (None, None)]:
             letters = self._letters(kind, value, flags)
-            if letters is None:
+            if letters is not None:
+                word.append(letters)
+                continue
+            if word:
+                parts.append(_Word(word))
+                word = []
+            if kind is not None:
                 parts.append(self._other(kind, value, flags))
-            elif parts and isinstance(parts[-1], _Word):
-                parts[-1].letters.append(letters)
-            else:
-                parts.append(_Word([letters]))
         return parts[0] if len(parts) == 1 else _Sequence(parts)
 
     def _letters(self, kind: Any, value: Any, flags: int) -> str | _Letters | None:
@@ -414,7 +450,9 @@ class _Reader:
             least, most, inner = value
             needed = [self._part(inner, flags) for _ in range(least)]
             if most is op.MAXREPEAT:
-                return _Sequence([*needed, _Loop(self._part(inner, flags))])
+                single = self._letters(inner[0][0], inner[0][1], flags) if len(inner) == 1 else None
+                loop = _Loop(self._part(inner, flags)) if single is None else _Run(single)
+                return _Sequence([*needed, loop]) if needed else loop
             return _Sequence(
                 [*needed, _Options([self._part(inner, flags) for _ in range(most - least)])]
             )
