@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import maxjax
 from maxjax.checkpoint import save
 from maxjax.errors import UserInputError
+from maxjax.models import BertConfig, BertModel
 from tests.models import goldens
 
 UNREAD = {"transformers_version": "9.9", "_name_or_path": "org/name", "use_cache": False, "initializer_range": 0.3,
@@ -52,6 +53,32 @@ def test_keys_that_no_call_reads_are_not_compared(name, tmp_path):
     two = opened(checkpoint(tmp_path / "two", name, **unread))
     assert jax.tree.structure(one) == jax.tree.structure(two)
     assert hash(jax.tree.structure(one)) == hash(jax.tree.structure(two))
+
+
+def test_keys_of_encoders_that_no_call_reads_are_not_compared(tmp_path):
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "max_position_embeddings": 16}  # fmt: skip
+    config = {"architectures": ["BertModel"], "model_type": "bert", **sizes}
+    model = maxjax.init(BertModel(BertConfig.from_dict(config), "float32"), jax.random.key(0))
+    unread = {
+        "hidden_dropout_prob": 0.3,
+        "pad_token_id": 3,
+        "id2label": {str(i): str(i) for i in range(5)},
+    }
+    for name, changes in (("one", {}), ("two", unread)):
+        (tmp_path / name).mkdir()
+        save_file(
+            {n: np.asarray(v) for n, v in model.state_dict().items()},
+            tmp_path / name / "model.safetensors",
+        )
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "two" / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 8, "pooling_mode_cls_token": True}
+    (tmp_path / "two" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    one, two = opened(tmp_path / "one"), opened(tmp_path / "two")
+    assert not maxjax.tree.differences(one, two)
+    assert jax.tree.structure(one) == jax.tree.structure(two) == jax.tree.structure(model)
+    assert jax.tree.map(mean, two, one).config.num_labels == 5
 
 
 def test_models_of_two_checkpoints_are_taken_together(pair):

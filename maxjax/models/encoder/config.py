@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ..config import ModelConfig, labels_of, setting
@@ -24,6 +24,9 @@ class EncoderConfig(ModelConfig):
         rope, local_rope: rotary position embedding of layers with full attention, and of those with a
             window; None: there is none.
     """
+
+    # No call reads it: the head's weights have the number.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset({"num_labels"})
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
