@@ -26,8 +26,7 @@ from .errors import CheckpointFormatError, CheckpointLimitError
 
 V = TypeVar("V")
 
-# Of all patterns of a table: a setting with a pattern for each of 560 layers
-# has 25 thousand characters.
+# Of all patterns of a table. A pattern for each of 560 layers is 25 thousand characters.
 _MOST_TEXT = 1 << 17
 # Letters, classes, anchors and loops, where what is repeated {n} times counts n times.
 _MOST_PARTS = 1 << 17
