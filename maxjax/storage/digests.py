@@ -24,7 +24,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +41,7 @@ from .checksums import stale_hint
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
 from .files import OpenFile, file_range, is_there
-from .limits import Limits
+from .limits import Limits, in_force
 from .save.beside import Description, sum_of
 from .sidecars import sidecar_kind
 from .strict_json import invalid, load_json, require, shown
@@ -145,7 +145,10 @@ def parse(
     """
     path = NAME if isinstance(source, bytes) else os.fspath(source)
     try:
-        document = load_json(source, limits=limits)
+        # Four values for each tensor are more than any record has.
+        limits = in_force(limits)
+        values = min(limits.json_values, 4 * limits.tensors + 1000)
+        document = load_json(source, limits=replace(limits, json_values=values))
     except (CheckpointMissingError, CheckpointAccessError):
         raise
     except CheckpointError as error:

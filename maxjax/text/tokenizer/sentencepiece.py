@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ...models.gguf.metadata import Settings
 from ...models.gguf.tokenizer.bpe import sentencepiece
 from ...models.gguf.tokenizer.tokens import CONTROL, NORMAL, UNKNOWN
 from ...models.gguf.tokenizer.unigram import normalizer, unigram
-from ...storage.files import read_whole
+from ...storage.files import open_regular, read_whole
 
 FILES = (
     "tokenizer.model",
@@ -33,6 +34,10 @@ _UNIGRAM, _BPE = 1, 2
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _KINDS = {3: "words", 4: "characters"}
 _MAX_PIECES = 1 << 20
+# The longest published file has 18 MB (XLM-V). Fields are read one by one, and may have two bytes each.
+_MAX_BYTES = 24 << 20
+# The fields of one message: a piece has three, the settings have some fifty and a list of tokens.
+_MAX_FIELDS = 100_000
 _MAX_CHARSMAP = 1 << 20
 # Classes of transformers whose first ids are those of fairseq, before the pieces of the file.
 _FAIRSEQ = ("XLMRoberta",)
@@ -105,7 +110,11 @@ class _Model:
         self.kind, self.ids = _UNIGRAM, {"unknown": 0, "bos": 1, "eos": 2, "padding": -1}
         self.charsmap, self.adds_prefix, self.squeezes = b"", True, True
         data = _content(path)
+        others = 0
         for field, value in self._fields(data, 0):
+            others += field != 1
+            if others > _MAX_FIELDS:
+                raise self._wrong(0, f"it has more than {_MAX_FIELDS} fields that are not tokens")
             if field == 1:
                 self._piece(value)
             elif field == 2:
@@ -163,7 +172,12 @@ class _Model:
         """The last value of each field of a message."""
         if not isinstance(value, tuple):
             raise self._wrong(0, "a number stands in the place of a message")
-        return dict(self._fields(*value))
+        found = {}
+        for count, (field, one) in enumerate(self._fields(*value)):
+            if count == _MAX_FIELDS:
+                raise self._wrong(value[1], f"it has more than {_MAX_FIELDS} fields in one place")
+            found[field] = one
+        return found
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, tuple):
@@ -178,17 +192,16 @@ class _Model:
         score, kind = found.get(2, 0.0), found.get(3, NORMAL)
         if not isinstance(score, float) or not isinstance(kind, int) or not 1 <= kind <= 6:
             raise self._wrong(value[1], "a token has a wrong score or type")
-        self._add(self._text(found.get(1, (memoryview(b""), 0))), score, kind)
+        if not (text := self._text(found.get(1, (memoryview(b""), 0)))):
+            raise self._wrong(value[1], "a token is empty")
+        self._add(text, score, kind)
 
     def _add(self, text: str, score: float, kind: int) -> None:
         self.pieces.append(text)
         self.scores.append(score)
         self.types.append(kind)
         if len(self.pieces) > _MAX_PIECES:
-            raise CheckpointLimitError(
-                "there are too many tokens", path=self.path,
-                expected=f"at most {_MAX_PIECES}", found=f"more than {_MAX_PIECES}",
-            )  # fmt: skip
+            raise _too_many(self.path)
 
     def _trainer(self, value: Any) -> None:
         found = self._message(value)
@@ -256,10 +269,35 @@ def _unsupported(path: Path, what: str) -> UnsupportedModelError:
 
 
 def _content(path: Path) -> memoryview:
-    data = read_whole(path)
+    with closing(open_regular(path)) as file:
+        if file.size > _MAX_BYTES:
+            raise CheckpointLimitError(
+                "the SentencePiece model is too long", path=path,
+                expected=f"at most {_MAX_BYTES} bytes", found=f"{file.size} bytes",
+            )  # fmt: skip
+        data = read_whole(file)
     if data[:1] != b"\n":  # the first field of every published model, a token
         first = data[:40].split(b"\n")[0].split(b" ")
         if len(first) == 2 and first[1].isdigit():
             raise _unsupported(path, "the tokenizer is in the format tiktoken")
         raise CheckpointFormatError("not a SentencePiece model", path=path, offset=0)
+    _check_count(data, path)
     return memoryview(data)
+
+
+def _check_count(data: bytes, path: Path) -> None:
+    """Counts the tokens at the beginning by their lengths, which is much faster than reading them."""
+    at = count = 0
+    last = len(data) - 2
+    while at < last and data[at] == 10 and data[at + 1] < 128:
+        at += 2 + data[at + 1]
+        count += 1
+    if count > _MAX_PIECES:
+        raise _too_many(path)
+
+
+def _too_many(path: Path) -> CheckpointLimitError:
+    expected, found = f"at most {_MAX_PIECES}", f"more than {_MAX_PIECES}"
+    return CheckpointLimitError(
+        "there are too many tokens", path=path, expected=expected, found=found
+    )
