@@ -378,6 +378,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._count = 0
+        self._any: dict[int, _Letters] = {}  # which most patterns have many times
 
     def read(self, text: str) -> _Part:
         with warnings.catch_warnings():  # of what may have another meaning some day
@@ -430,7 +431,7 @@ class _Reader:
         if kind is op.NOT_LITERAL:
             return _Letters([(op.NEGATE, None), (op.LITERAL, value)], flags)
         if kind is op.ANY:
-            return _Letters([(kind, None)], flags)
+            return self._any.setdefault(flags, _Letters([(kind, None)], flags))
         return _Letters(value, flags) if kind is op.IN else None
 
     def _other(self, kind: Any, value: Any, flags: int) -> _Part:
