@@ -132,6 +132,8 @@ def test_a_part_of_a_text_has_the_rope_of_the_whole(models):
     whole = np.asarray(call(model, rows))
     cache = model.cache(1, 32).for_texts([BORDER + 6])
     first, cache = model(rows[:, :10], cache)
+    traced = jax.jit(lambda model, ids: model(ids, model.cache(1, 32).for_texts([BORDER + 6]))[0])
+    np.testing.assert_allclose(traced(model, rows[:, :10]), first, atol=1e-5)
     rest, cache = model(rows[:, 10:], cache)
     np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, atol=1e-5)
     assert cache.text_lengths.tolist() == [BORDER + 6]
@@ -144,6 +146,8 @@ def test_a_cache_without_text_lengths_is_refused(models):
     model = models("Llama")[1]
     cache = KVCache.empty(2, batch=1, num_kv_heads=2, capacity=8, head_dim=8)
     assert cache.for_texts([3]) is cache
+    with pytest.raises(UserInputError, match="one for each row"):
+        cache.for_texts([3, 4])
     with pytest.raises(UserInputError, match="text_lengths"):
         model(np.ones((1, 2), np.int32), cache)
 

@@ -196,12 +196,23 @@ class KVCache(Rendered):
         Args:
             lengths: number of tokens of each text, integers ``[B]``.
 
+        Raises:
+            UserInputError: ``lengths`` have another shape.
+
         Example:
-            >>> KVCache.empty(1, batch=1, num_kv_heads=1, capacity=4, head_dim=2).for_texts([4]).text_lengths
+            >>> cache = KVCache.empty(1, batch=1, num_kv_heads=1, capacity=4, head_dim=2)
+            >>> cache.for_texts([4]) is cache  # no text_lengths
+            True
         """
+        given = jnp.asarray(lengths, jnp.int32)
+        if given.shape != (self.batch,):
+            raise UserInputError(
+                f"lengths must be [{self.batch}], one for each row, not {given.shape}"
+            )
         if self.text_lengths is None:
             return self
-        given = put(jnp.asarray(lengths, jnp.int32), self.text_lengths.sharding)
+        if not isinstance(self.text_lengths, Tracer):
+            given = put(given, self.text_lengths.sharding)
         found = jnp.where(self.lengths == 0, given, self.text_lengths)
         return dataclasses.replace(self, text_lengths=found)
 
@@ -214,6 +225,8 @@ class KVCache(Rendered):
 
     def emptied(self, rows: Any) -> KVCache:
         """A copy of this cache without the tokens of the rows for which ``rows``, bools ``[B]``, is True.
+
+        It works only outside of ``jax.jit``.
 
         Example:
             >>> cache = KVCache.empty(1, batch=2, num_kv_heads=1, capacity=4, head_dim=2)
