@@ -1190,7 +1190,7 @@ def _programs() -> Iterator[Hostile]:
         "no kept variables": serialized(module_kept_var_idx=()),
         "swapped arguments": serialized(in_avals=lambda e: e.in_avals[::-1]),
         "another calling convention": serialized(calling_convention_version=9),
-        "an unknown convention": serialized(calling_convention_version=10**6),
+        "an unknown convention": serialized(calling_convention_version=60_000),
         "global constants": serialized(uses_global_constants=lambda e: not e.uses_global_constants),
         "an ordered effect": serialized(ordered_effects=()),
         "another function": serialized(fun_name=MARKS),

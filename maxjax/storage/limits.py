@@ -43,7 +43,7 @@ class Limits:
     """Bytes of a configuration, such as config.json or tokenizer_config.json."""
     json_depth: int = 64
     """Nesting depth of arrays and objects in a JSON text."""
-    json_values: int = 3_000_000
+    json_values: int = 2_000_000
     """Commas and escaped characters in a JSON text, which determine the time to parse it."""
     json_digits: int = 4300
     """Digits of one number in a JSON text; conversion time grows with their square."""

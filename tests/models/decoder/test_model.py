@@ -18,7 +18,7 @@ from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.models import Decoder, DecoderConfig, Llama, LlamaConfig, find_family, register
 from maxjax.models.decoder.block import DecoderLayer
 from maxjax.models.decoder.config import pattern
-from maxjax.models.decoder.rope import Rope
+from maxjax.models.decoder.rope import Rope, read_rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
 from maxjax.nn.linear import MLP
@@ -405,3 +405,9 @@ def test_inside_jit_what_has_no_room_is_nan(length):
 def test_a_cache_of_no_size(batch, capacity):
     with pytest.raises(UserInputError, match="positive number"):
         Decoder(CONFIG).cache(batch, capacity)
+
+
+@pytest.mark.parametrize("theta", [0, 0.0, -1, "x", True])
+def test_a_base_of_the_rotation_that_is_none_is_refused(theta):
+    with pytest.raises(ValueError, match="'rope_theta' in .* not a positive number"):
+        read_rope({"rope_theta": theta}, 64)
