@@ -44,7 +44,7 @@ class Limits:
     json_depth: int = 64
     """Nesting depth of arrays and objects in a JSON text."""
     json_values: int = 2_000_000
-    """Commas and escaped characters in a JSON text, which determine the time to parse it."""
+    """Commas and escaped characters in a JSON text, or twice its keys, which determine the time to parse it."""
     json_digits: int = 4300
     """Digits of one number in a JSON text; conversion time grows with their square."""
     tensors: int = 200_000
