@@ -21,7 +21,7 @@ from ..elsewhere import unknown_argument
 from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError, releasing
 from ..graph import Model, compile_cache
 from ..graph.placement.arrays import platform_of
-from ..graph.weights import GGUFWeights, Weights, load_weights
+from ..graph.weights import FileWeights, GGUFWeights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import Decoder, PretrainedModel, build, config_beside
@@ -181,7 +181,7 @@ def load(
             raise TypeError(
                 f"compile is a list with a spec for each argument of the model, not a {type(compile).__name__}"
             )
-        path = path._path if isinstance(path, Weights) else path
+        path = path._path if isinstance(path, FileWeights) else path
         name = str(path)
         access = Access(token, cache_dir, local_files_only)
         path = find_model(path, revision, filename=filename, access=access)
@@ -223,7 +223,7 @@ def _prepared(
     tie: Any,
     activations: str | None,
     tokenizer: bool,
-) -> tuple[Weights, PretrainedModel, Tokenizer | None]:
+) -> tuple[FileWeights, PretrainedModel, Tokenizer | None]:
     """Opens the weights of a checkpoint, builds the lazy model for them, and reads the tokenizer."""
     directory = path if path.is_dir() else path.parent
     if step := orbax_checkpoint(path):  # the newest step, which has its own config.json
@@ -293,7 +293,7 @@ def _transformer(directory: Path) -> Path:
         return read_pooling(folder)[1]
 
 
-def _tokenizer(weights: Weights, path: Path, directory: Files) -> Tokenizer | None:
+def _tokenizer(weights: FileWeights, path: Path, directory: Files) -> Tokenizer | None:
     """The tokenizer of a GGUF file, or of the files beside the weights."""
     found = None
     if isinstance(weights, GGUFWeights):
@@ -328,7 +328,7 @@ def _has_float64() -> bool:
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
-def _refuse_float64(weights: Weights) -> None:
+def _refuse_float64(weights: FileWeights) -> None:
     if _has_float64():
         return
     for name, entry in weights._family.open_table().entries.items():

@@ -24,7 +24,7 @@ from ..graph.value import TensorValue, unwrap
 from ..graph.weight.rows import DELETED, TRACED, array_row, state_of
 from ..graph.weight.stacked import StackedWeight
 from ..graph.weight.weight import Weight
-from ..graph.weights import WeightData, Weights
+from ..graph.weights import FileWeights, WeightData
 from ..kernels import QuantArray, StackSlice
 from ..nn.layer import Module
 from ..rendering.picture import bars, histogram, image, number, png_url, small_histogram
@@ -239,7 +239,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
             found.add(title, holder)
         kind = type(what).__name__
         return found.tree(f"{kind}: {counted(len(found.shown), 'array')}")
-    if isinstance(what, Weights):
+    if isinstance(what, FileWeights):
         what = what.data() if what.exists() else {str(n): one for n, one in what.items()}
     if _is_array(what):
         found.add(name or str(getattr(what, "name", "") or ""), what, alone=True)
@@ -262,7 +262,7 @@ def _is_array(what: Any) -> bool:
         TensorValue,
         StackedWeight,
         WeightData,
-        Weights,
+        FileWeights,
         QuantArray,
         StackSlice,
         jax.Array,
@@ -315,7 +315,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
             return None, _type_of(what), _NO_VALUE, ()
         data = what.astype("float32") if what.is_packed else what
         return data.typed(), _type_of(what), "", ()
-    if isinstance(what, Weights):
+    if isinstance(what, FileWeights):
         return _value(what.data(), name)
     if not isinstance(what, (Weight, StackedWeight)):
         if isinstance(what, (np.ndarray, np.generic)):

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..dtype import DType
 from ..errors import CheckpointMismatchError, UserInputError, closest, some
-from ..graph.weights import Weights, load_weights
+from ..graph.weights import FileWeights, load_weights
 from ..graph.weights.given import data_of
 from ..models.family import tensors as checkpoint_tensors
 from ..models.find import all_families
@@ -57,8 +57,8 @@ def load(
     if isinstance(weights, (str, bytes, os.PathLike)):
         with load_weights(os.fsdecode(weights)) as opened:
             return load(tree, opened, rename=rename, cast=cast, strict=strict)
-    path = weights._path if isinstance(weights, Weights) else None
-    if isinstance(weights, Weights):
+    path = weights._path if isinstance(weights, FileWeights) else None
+    if isinstance(weights, FileWeights):
         all_families()
         named: Mapping[str, Any] = checkpoint_tensors(weights)
     else:

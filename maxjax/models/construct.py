@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dtype import DType
 from ..errors import CheckpointMissingError, UserInputError
-from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.given import data_of
 from ..paths import local_path
 from ..storage.files import is_there
@@ -31,7 +31,7 @@ from .weights import main_dtype
 
 
 def build(
-    weights: Weights | Mapping[str, Any],
+    weights: FileWeights | Mapping[str, Any],
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     dtype: Any = None,
     *,
@@ -66,7 +66,7 @@ def build(
         CheckpointError: the configuration is missing or invalid, or does not fit the tensors.
         UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool.
     """
-    given = not isinstance(weights, Weights)
+    given = not isinstance(weights, FileWeights)
     if isinstance(weights, GGUFWeights):
         all_families()
     with allowing(None if given else weights._family.limits):
@@ -108,7 +108,7 @@ def build(
     elif isinstance(model, Decoder) and headless:
         model.lm_head = None
     model.hf_config = raw
-    if isinstance(weights, Weights):
+    if isinstance(weights, FileWeights):
         model.unloaded = Unloaded.of(weights, whole, family)
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})
@@ -125,7 +125,7 @@ def _main(found: Mapping[str, WeightData]) -> DType:
 
 
 def _config(
-    weights: Weights | Mapping[str, Any], config: Any
+    weights: FileWeights | Mapping[str, Any], config: Any
 ) -> tuple[Mapping[str, Any], Path | None]:
     if isinstance(config, Mapping):
         return config, None
@@ -136,7 +136,7 @@ def _config(
         from .gguf import config_of
 
         return config_of(weights), Path(weights._path)
-    if not isinstance(weights, Weights):
+    if not isinstance(weights, FileWeights):
         raise UserInputError("arrays alone do not say which model they are of: pass its config")
     with weights._beside.files() as folder:
         path = config_beside(folder)

@@ -19,7 +19,7 @@ import jax
 
 from ..dtype import DType
 from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError, some
-from ..graph.weights import GGUFWeights, WeightData, Weights
+from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
@@ -222,7 +222,7 @@ def matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(each) or r"(?!)", re.DOTALL)
 
 
-def tensors(weights: Weights) -> dict[str, WeightData]:
+def tensors(weights: FileWeights) -> dict[str, WeightData]:
     """The tensors below a ``Weights`` cursor, by their names relative to it; nothing is read.
 
     At the root of a GGUF file, names and layouts are those of Hugging Face's checkpoints. In other
@@ -314,7 +314,11 @@ class PretrainedModel(Module):
         self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Weights, *, tie: bool | None = None, **options: Any
+        self,
+        state_dict: Mapping[str, Any] | FileWeights,
+        *,
+        tie: bool | None = None,
+        **options: Any,
     ) -> Any:
         """:meth:`Module.load_state_dict` for tensors named as in the family's checkpoints.
 
@@ -332,9 +336,11 @@ class PretrainedModel(Module):
                 embedding table that it is tied to. For arrays it is a plain ValueError.
             CheckpointError: the checkpoint cannot be read.
         """
-        path = state_dict._path if isinstance(state_dict, Weights) else None
+        path = state_dict._path if isinstance(state_dict, FileWeights) else None
         found = (
-            tensors(state_dict) if isinstance(state_dict, Weights) else unwrapped({**state_dict})
+            tensors(state_dict)
+            if isinstance(state_dict, FileWeights)
+            else unwrapped({**state_dict})
         )
         if path is not None and (heads := [n for n in found if self.family.is_of_head(n)]):
             what = "%s: not loaded, as maxjax's %s has no such head: %s"

@@ -10,7 +10,7 @@ Source: transformers' ``modeling_gemma4``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -51,6 +51,8 @@ class SharingConfig(Gemma3Config):
         shares: whether the layer reads another's keys and values; only in settings from :meth:`of_layer`.
     """
 
+    # transformers scales no queries here, whatever published files say.
+    unused: ClassVar[Collection[str]] = (*Gemma3Config.unused, "query_pre_attn_scalar")
     num_kv_shared_layers: int = setting(default=0, held="layers")
     hidden_size_per_layer_input: int = setting(default=256, held="axis")
     vocab_size_per_layer_input: int = setting(default=262_144, minimum=1, held="axis")

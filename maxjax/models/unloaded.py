@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointChangedError, CheckpointError
-from ..graph.weights import GGUFWeights, WeightData, Weights, load_weights
+from ..graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
 from .decoder.expert_files import MoEFamily, Together
 from .family import Family, unwrapped
 from .multimodal import is_multimodal
@@ -46,7 +46,7 @@ class Unloaded:
         return f"Unloaded({len(self.names)} tensors of {self.path!r})"
 
     @classmethod
-    def of(cls, weights: Weights, config: Mapping[str, Any], family: Family) -> Unloaded | None:
+    def of(cls, weights: FileWeights, config: Mapping[str, Any], family: Family) -> Unloaded | None:
         """The references for a model of a family; None if it holds all that the checkpoint has.
 
         Args:
@@ -74,7 +74,7 @@ class Unloaded:
             tuple(_identity(file.path, file.stat) for file in table.files), together,
         )  # fmt: skip
 
-    def open(self) -> Weights:
+    def open(self) -> FileWeights:
         """Opens the checkpoint again.
 
         Raises:

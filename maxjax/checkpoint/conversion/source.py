@@ -18,7 +18,7 @@ from ...errors import (
     CheckpointLimitError,
     UnsupportedModelError,
 )
-from ...graph.weights import GGUFWeights, WeightData, Weights, load_weights
+from ...graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
 from ...models import find_family
 from ...models.config import ModelConfig, read_object
 from ...models.family import Family, unwrapped
@@ -61,7 +61,7 @@ class Opened:
     """
 
     path: Path
-    weights: Weights
+    weights: FileWeights
     tensors: dict[str, WeightData]
     config: dict[str, Any] | None
     beside: dict[str, OpenFile]
@@ -78,7 +78,7 @@ def opened(source: str | os.PathLike[str], *, is_single: bool) -> Iterator[Opene
         yield _opened(source, weights, is_single)
 
 
-def _opened(source: str | os.PathLike[str], weights: Weights, is_single: bool) -> Opened:
+def _opened(source: str | os.PathLike[str], weights: FileWeights, is_single: bool) -> Opened:
     table = weights._family.open_table()
     # For a directory of orbax steps, the newest step.
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))

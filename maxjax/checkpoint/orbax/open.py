@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ...graph.weights import Weights
+from ...graph.weights import FileWeights
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row
 from ...storage.files import closed_on_error, open_regular
@@ -34,7 +34,7 @@ class Saved(Rendered):
 
     title: str
     path: str
-    weights: Weights
+    weights: FileWeights
     table: TensorTable
     plain: dict[str, Any]
     encodings: dict[str, str]
@@ -93,5 +93,5 @@ def _saved(directory: str, title: str, item: str | None, table: TensorTable) -> 
         tree = orbax_tree(directory, item=item)
         plain = tree.strings
         keys = {leaf.name: leaf.random_key for leaf in tree.leaves if leaf.random_key}
-    weights = Weights._of(table, directory)
+    weights = FileWeights._of(table, directory)
     return Saved(title, directory, weights, table, plain, own.encodings, keys, own.is_ours)

@@ -25,7 +25,7 @@ from ...graph import compile_cache
 from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap
 from ...graph.weight.weight import Weight
-from ...graph.weights import WeightData, Weights
+from ...graph.weights import FileWeights, WeightData
 from ...graph.weights.same import same_content
 from ...nn.layer.load.fit import Fit, fit, is_on_device
 from ...nn.layer.load.stacks import read
@@ -116,7 +116,7 @@ class ExportedProgram:
         self._known = [n for name, e in header.weights.items() for n in (name, *e.aliases)]
         self._last: tuple[Any, list[Callable[[], Any]], list[Any]] | None = None
 
-    def bind(self, arrays: Mapping[str, Any] | Weights) -> BoundProgram:
+    def bind(self, arrays: Mapping[str, Any] | FileWeights) -> BoundProgram:
         """Binds weights to the program: puts them on the device, stacked where the program needs it.
 
         Args:
@@ -130,7 +130,7 @@ class ExportedProgram:
         """
         return BoundProgram(self, self._values(arrays))
 
-    def __call__(self, arrays: Mapping[str, Any] | Weights, *args: Any) -> Any:
+    def __call__(self, arrays: Mapping[str, Any] | FileWeights, *args: Any) -> Any:
         """Binds ``arrays`` and runs; the last binding is used again for the same arrays.
 
         Arrays are the same if they are the same objects: after writing to a NumPy array in place,
@@ -149,13 +149,13 @@ class ExportedProgram:
             self._last = at, [_reference(value) for value in found], values
         return self._execute(values, args)
 
-    def _values(self, arrays: Mapping[str, Any] | Weights) -> list[Any]:
+    def _values(self, arrays: Mapping[str, Any] | FileWeights) -> list[Any]:
         """The weight arrays that the program takes: checked, read, and put on the device."""
         compile_cache.enable()
         traced = any(isinstance(value, Tracer) for value in _identity(arrays, self._known)[1])
         # Inside another trace, arrays that are not traced are computed now and only once.
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
-            if not isinstance(arrays, Weights):
+            if not isinstance(arrays, FileWeights):
                 return _place(self._header, self._fits(arrays))
             try:
                 return _place(self._header, self._fits(dict(arrays._named_data())))
@@ -283,7 +283,7 @@ _ABSENT = object()
 
 def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
     """What identifies these arrays: the name of a checkpoint cursor or None, and the objects."""
-    if isinstance(arrays, Weights):
+    if isinstance(arrays, FileWeights):
         return arrays.name, [arrays._family]
     if not isinstance(arrays, Mapping):
         raise TypeError(

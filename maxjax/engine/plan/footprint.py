@@ -34,7 +34,7 @@ from ...graph.placement.specs import (
 )
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
-from ...graph.weights import GGUFWeights, Weights
+from ...graph.weights import FileWeights, GGUFWeights
 from ...models import Decoder, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_object
@@ -286,7 +286,7 @@ def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
 # --- checkpoints ------------------------------------------------------------------------------
 
 
-def of_checkpoint(weights: Weights, rules: Mapping[str, Any] | None = None) -> Footprint:
+def of_checkpoint(weights: FileWeights, rules: Mapping[str, Any] | None = None) -> Footprint:
     """The footprint of a checkpoint: by its model's rules, or by tensor names for unknown models."""
     try:
         if isinstance(weights, GGUFWeights):
@@ -321,7 +321,7 @@ def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
     return _of_model(weights, config, rules)
 
 
-def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footprint:
+def _of_model(weights: FileWeights, config: Mapping[str, Any], rules: Any) -> Footprint:
     # Built as by ``load(dtype=...)``, which may keep a wider dtype for norms.
     model = build(weights, config)
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
@@ -341,7 +341,7 @@ def _of_model(weights: Weights, config: Mapping[str, Any], rules: Any) -> Footpr
     )  # fmt: skip
 
 
-def _of_names(weights: Weights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
+def _of_names(weights: FileWeights, config: Mapping[str, Any] | None, rules: Any) -> Footprint:
     table = names.rules(config)
     rule_by_name = cache(lambda name: by_pattern(table, name)[1])
     groups: dict[tuple[Any, ...], tuple[list[str], Any]] = {}

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ...columns import Table
 from ...driver import memory_stats
 from ...errors import UserInputError, some
-from ...graph.weights import Weights, load_weights
+from ...graph.weights import FileWeights, load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
@@ -323,7 +323,7 @@ def plan(
     )
     if isinstance(model_or_path, Module):
         return run(of_module(model_or_path, rules))
-    if not isinstance(model_or_path, (str, bytes, os.PathLike, Weights)):
+    if not isinstance(model_or_path, (str, bytes, os.PathLike, FileWeights)):
         raise TypeError(
             f"plan() takes a Module or the path of a checkpoint, not {type(model_or_path).__name__}"
         )

@@ -102,7 +102,7 @@ class CheckpointSource:
         return coding is None or coding.is_divisible
 
 
-class Weights(Rendered):
+class FileWeights(Rendered):
     """A cursor: a position in the tree of names of a checkpoint.
 
     ``weights.model.layers[0].q_proj.weight`` and ``weights["model.layers.0.q_proj.weight"]``
@@ -151,12 +151,12 @@ class Weights(Rendered):
         self._open(table, path)
         return self
 
-    def _at(self, prefix: str) -> Weights:
+    def _at(self, prefix: str) -> FileWeights:
         other = object.__new__(type(self))
         other.__dict__.update(_family=self._family, _prefix=prefix)
         return other
 
-    def __getattr__(self, attr: str) -> Weights:
+    def __getattr__(self, attr: str) -> FileWeights:
         if attr.startswith("_"):
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {attr!r}; "
@@ -164,7 +164,7 @@ class Weights(Rendered):
             )
         return self[attr]
 
-    def __getitem__(self, index: str | int) -> Weights:
+    def __getitem__(self, index: str | int) -> FileWeights:
         if type(index) is _FullName:
             return self._at(str(index))
         return self._at(f"{self._prefix}.{index}" if self._prefix else str(index))
@@ -207,7 +207,7 @@ class Weights(Rendered):
         """Whether a tensor has exactly this name."""
         return self._prefix in self._family.entries
 
-    def items(self) -> Iterator[tuple[str, Weights]]:
+    def items(self) -> Iterator[tuple[str, FileWeights]]:
         """Full name and cursor of each tensor at or below this position, in the order of keys()."""
         for name in map(str, self.keys()):
             yield name, self._at(name)
@@ -332,7 +332,7 @@ class Weights(Rendered):
             self._family.table.close()
             self._family.table = None
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> FileWeights:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -363,10 +363,10 @@ class Weights(Rendered):
         return f"{type(self).__name__}({self._path!r}, name={self._prefix!r}, {facts})"
 
 
-as_leaf(Weights)
+as_leaf(FileWeights)
 
 
-class SafetensorWeights(Weights):
+class SafetensorWeights(FileWeights):
     """Weights of safetensors files.
 
     Args:
@@ -451,7 +451,7 @@ class _NoTable:
         """There are no files."""
 
 
-class UnreadWeights(Weights):
+class UnreadWeights(FileWeights):
     """``Graph.weights()``: allocates Weights by name that a weights registry fills later.
 
     Example:

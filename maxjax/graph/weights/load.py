@@ -16,11 +16,11 @@ from ...storage.table import Verify
 from ..device import DeviceRef
 from ..quantization import QuantizationEncoding
 from ..weight.weight import Weight
-from .cursor import SafetensorWeights, Weights
+from .cursor import FileWeights, SafetensorWeights
 from .weight_data import WeightData, as_leaf
 
 
-class GGUFWeights(Weights):
+class GGUFWeights(FileWeights):
     """Weights of a GGUF file, or of a split set, of which any file may be named.
 
     Args:
@@ -136,7 +136,7 @@ def load_weights(
     *,
     verify: Verify = "auto",
     limits: Limits | None = None,
-) -> Weights:
+) -> FileWeights:
     """Opens a checkpoint and reads its headers.
 
     Args:
@@ -165,8 +165,8 @@ def load_weights(
         return _load(paths, verify)
 
 
-def _load(paths: Any, verify: Verify) -> Weights:
-    if isinstance(paths, str | bytes | os.PathLike | Weights):
+def _load(paths: Any, verify: Verify) -> FileWeights:
+    if isinstance(paths, str | bytes | os.PathLike | FileWeights):
         path = checkpoint_path(paths)
         return _cursor(open_checkpoint(path, verify=verify), path)
     if hasattr(paths, "read"):  # its lines would be taken for names
@@ -187,7 +187,7 @@ def _load(paths: Any, verify: Verify) -> Weights:
     return SafetensorWeights._of(open_checkpoint(files, verify=verify), str(files[0]))
 
 
-def _cursor(table: TensorTable, path: str) -> Weights:
+def _cursor(table: TensorTable, path: str) -> FileWeights:
     """The cursor for a format; formats that MAX does not have use plain Weights."""
     kinds = {"safetensors": SafetensorWeights, "gguf": GGUFWeights}
-    return kinds.get(table.format, Weights)._of(table, path)
+    return kinds.get(table.format, FileWeights)._of(table, path)

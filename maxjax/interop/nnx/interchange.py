@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...errors import UnsupportedModelError, UserInputError
-from ...graph.weights import WeightData, Weights, load_weights
+from ...graph.weights import FileWeights, WeightData, load_weights
 from ...graph.weights.given import data_of
 from ...kernels import explicit
 from ...models import family
@@ -37,7 +37,7 @@ __all__ = ["AS_IS", "OIHW_TO_HWIO", "T", "load", "tensors"]
 
 def load(
     module: Any,
-    weights: str | os.PathLike[str] | Weights | Mapping[str, Any],
+    weights: str | os.PathLike[str] | FileWeights | Mapping[str, Any],
     *,
     rename: Any = None,
     transform: Mapping[str, Any] | None = None,
@@ -115,7 +115,7 @@ def _opened(
     if isinstance(weights, (str, bytes, os.PathLike)):
         with load_weights(weights, verify=verify, limits=limits) as opened:
             yield _named(opened), opened._path
-    elif isinstance(weights, Weights):
+    elif isinstance(weights, FileWeights):
         yield _named(weights), weights._path
     elif isinstance(weights, Mapping):
         yield weights, None
@@ -124,7 +124,7 @@ def _opened(
                              f"{type(weights).__name__}")  # fmt: skip
 
 
-def _named(weights: Weights) -> dict[str, WeightData]:
+def _named(weights: FileWeights) -> dict[str, WeightData]:
     try:
         return family.tensors(weights)
     except UnsupportedModelError:  # a GGUF file of an unknown architecture keeps its own names

@@ -18,7 +18,7 @@ from ...graph.shape import Shape
 from ...graph.weight.stacked import StackedWeight
 from ...graph.weight.stored import outside_traces
 from ...graph.weight.weight import Weight
-from ...graph.weights import Weights
+from ...graph.weights import FileWeights
 from ...graph.weights.same import same_content
 from ...progress import reading, task
 from .load.fit import Fit, bytes_to_read, fit
@@ -94,7 +94,7 @@ class StateDict:
 
     def load_state_dict(
         self,
-        state_dict: Mapping[str, Any] | Weights,
+        state_dict: Mapping[str, Any] | FileWeights,
         *,
         override_quantization_encoding: bool = False,
         weight_alignment: int | None = None,
@@ -138,7 +138,9 @@ class StateDict:
                 f"model.state_dict(), not {type(state_dict).__name__}"
             )
         weights, aliases = self._mx_names()
-        source = dict(state_dict._named_data()) if isinstance(state_dict, Weights) else state_dict
+        source = (
+            dict(state_dict._named_data()) if isinstance(state_dict, FileWeights) else state_dict
+        )
         match = _Match(weights, source, aliases)
         options = {
             "override": override_quantization_encoding,
@@ -221,14 +223,14 @@ class _Match:
 
 def _data(value: Any) -> Any:
     """The data at a position of a Weights cursor, as in ``weights.items()``; other values are returned unchanged."""
-    return value._lazy_data() if isinstance(value, Weights) else value
+    return value._lazy_data() if isinstance(value, FileWeights) else value
 
 
 def _error(problems: list[str], state_dict: Any) -> ValueError:
     text = (
         problems[0] if len(problems) == 1 else f"{len(problems)} problems: " + " | ".join(problems)
     )
-    if isinstance(state_dict, Weights):
+    if isinstance(state_dict, FileWeights):
         return CheckpointMismatchError(text, path=state_dict._path)
     return ValueError(text)
 

@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import maxjax
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointError, CheckpointMissingError
 from maxjax.graph import DeviceRef
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import (
     RESERVED_NAMES,
+    FileWeights,
     SafetensorWeights,
+    WeightData,
     Weights,
     load_weights,
     weights_format,
 )
-from maxjax.nn import Module
+from maxjax.nn import Linear, Module
 
 TENSORS = {
     "layers.1.w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -59,8 +62,52 @@ def test_names(path):
         w._hidden
     assert w["_hidden"].exists() and w["data"].exists() and list(w["data"].data().shape) == [3]
     assert set(RESERVED_NAMES) == {
-        n for cls in (Weights, SafetensorWeights) for n in vars(cls) if not n.startswith("_")
+        n for cls in (FileWeights, SafetensorWeights) for n in vars(cls) if not n.startswith("_")
     }
+
+
+class Held:
+    """Weights in memory, as a user of MAX writes them."""
+
+    def __init__(self, arrays, name=""):
+        self._arrays, self._name = arrays, name
+
+    @property
+    def name(self):
+        return self._name
+
+    @property
+    def allocated_weights(self):
+        return {}
+
+    def __getattr__(self, attr):
+        return self[attr]
+
+    def __getitem__(self, index):
+        return Held(self._arrays, f"{self._name}.{index}".lstrip("."))
+
+    def exists(self):
+        return self._name in self._arrays
+
+    def items(self):
+        return ((name, Held(self._arrays, name)) for name in self._arrays)
+
+    def data(self):
+        return WeightData.from_numpy(self._arrays[self._name], self._name)
+
+    def allocate(self, dtype=None, shape=None, quantization_encoding=None, device=None):
+        raise NotImplementedError
+
+
+def test_weights_is_a_protocol(path):
+    held = Held({"weight": np.ones((2, 3), np.float32)})
+    assert isinstance(held, Weights) and isinstance(load_weights(path), Weights)
+    assert not isinstance({}, Weights) and not isinstance(held, FileWeights)
+    layer = Linear(3, 2, "float32", DeviceRef.CPU())
+    layer.load_state_dict({name: one.data() for name, one in held.items()})
+    assert layer.weight.value.sum() == 6
+    with pytest.raises(TypeError):
+        maxjax.load(held)
 
 
 def test_items_go_by_components(path):

@@ -19,7 +19,7 @@ from maxjax import nn
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, ShardingStrategy, Weight
 from maxjax.graph.quantization import QuantizationEncoding
-from maxjax.graph.weights import GGUFWeights, SafetensorWeights, Weights
+from maxjax.graph.weights import FileWeights, GGUFWeights, SafetensorWeights
 from maxjax.storage.blocks import DECODERS, LAYOUTS
 from maxjax.storage.gguf.reader import KEPT
 from tests.oracles.recorded import recorded_files, torch
@@ -219,7 +219,7 @@ class Format(NamedTuple):
     name: str
     write: Callable[[Path, Arrays], Path]
     held: Callable[[Arrays], Arrays]
-    cursor: type = Weights
+    cursor: type = FileWeights
     is_gguf: bool = False
 
     def __str__(self) -> str:
