@@ -109,6 +109,19 @@ _METHODS = {
     "apply": "in Flax's sense call the model itself: model(…)",
 }  # fmt: skip
 METHODS = {name: advice for names, advice in _METHODS.items() for name in names.split()}
+# The same of transformers' tokenizers.
+TOKENIZER_METHODS = {
+    "apply_chat_template": "maxjax.apply_chat_template(tokenizer, messages)",
+    "tokenize": "tokenizer.tokens([text])",
+    "batch_encode_plus": "tokenizer.batch(texts)",
+    "encode_plus": "tokenizer.batch([text])",
+    "batch_decode": "[tokenizer.decode(ids) for ids in batch]",
+    "eos_token_id": "tokenizer.eos_ids, which may be several",
+    "bos_token_id": "tokenizer.bos_id",
+    "pad_token_id": "tokenizer.pad_id",
+    "model_max_length": "tokenizer.max_length",
+    "save_pretrained": 'maxjax.save_pretrained(model, "directory", tokenizer=tokenizer)',
+}
 
 
 def meant(name: str, names: Iterable[str], call: str = "") -> str:

@@ -3,7 +3,8 @@
 import pytest
 
 import maxjax
-from maxjax.errors import UserInputError
+from maxjax.elsewhere import TOKENIZER_METHODS
+from maxjax.errors import CheckpointMissingError, UserInputError
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,28 @@ def test_a_file_name_in_place_of_a_directory_is_refused(tiny, name, tmp_path):
     with pytest.raises(UserInputError, match="expected a directory"):
         maxjax.save_pretrained(tiny[0], tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("open_it", [maxjax.load, maxjax.load_weights, maxjax.plan])
+def test_a_misspelled_name_of_the_model_in_the_package_is_corrected(open_it):
+    with pytest.raises(CheckpointMissingError, match="Did you mean 'tiny'"):
+        open_it("tinny")
+
+
+def test_text_in_place_of_token_ids_is_refused(tiny):
+    with pytest.raises(
+        UserInputError, match=r"got text .*maxjax.generate\(model, tokenizer, text\)"
+    ):
+        tiny[0]("hello")
+    with pytest.raises(
+        UserInputError, match=r"got int.. of shape \(2,\): put one sequence in brackets"
+    ):
+        tiny[0]([1, 2])
+
+
+def test_methods_of_other_tokenizers_say_what_to_write(tiny):
+    with pytest.raises(AttributeError, match=r"maxjax.apply_chat_template\(tokenizer, messages\)"):
+        tiny[1].apply_chat_template([])
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        tiny[1].nothing
+    assert not any(hasattr(tiny[1], name) for name in TOKENIZER_METHODS)

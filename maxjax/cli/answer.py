@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..columns import columns
 from ..errors import printable
 from ..progress import task
-from .tables import is_terminal
+from .tables import is_terminal, wrapped
 from .terminal import interrupts
 
 
@@ -45,7 +46,9 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
         stream: the stream that ``maxjax.stream`` returns.
         quiet: whether nothing is written to stdout.
     """
-    clean = visible_text if sys.stdout.isatty() else str
+    clean: Callable[[str], str] = visible_text if sys.stdout.isatty() else str
+    if is_terminal(sys.stdout):
+        clean = WordWrap(lambda: shutil.get_terminal_size().columns)
     began, first, early, wrote = time.perf_counter(), None, 0, False
     try:
         with _interrupts() as stop, task("reading the prompt") as waiting:
@@ -89,6 +92,55 @@ def _steers(character: str) -> bool:
     return (
         code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
     )
+
+
+class WordWrap:
+    """Text for a terminal, piece by piece, with line breaks between words; control characters are escaped.
+
+    A piece is shown at once; if the word that it continues grows beyond the line, the word is erased
+    and written again on the next line. A word that is longer than a line is left to the terminal.
+
+    Args:
+        columns: returns the width of the terminal, which may change.
+
+    Example:
+        >>> wrap = WordWrap(lambda: 8)
+        >>> [wrap(piece) for piece in ("one t", "wo th", "ree")]
+        ['one t', 'wo\\nth', 'ree']
+    """
+
+    def __init__(self, columns: Callable[[], int]):
+        self._columns = columns
+        self._column = self._gap = 0  # the cursor, and spaces that are not written yet
+        self._word, self._width = "", 0
+
+    def __call__(self, piece: str) -> str:
+        """Return what to write for the next piece of the text."""
+        from rich.cells import cell_len
+
+        limit = self._columns() - 1  # in the last column, terminals differ in where the cursor is
+        shown = []
+        for character in visible_text(piece):
+            if character in "\n\t ":
+                self._word, self._width = "", 0
+                if character == "\n":
+                    self._column = self._gap = 0
+                    shown.append(character)
+                else:
+                    self._gap += 1 if character == " " else 8 - (self._column + self._gap) % 8
+                continue
+            cells = cell_len(character)
+            if cells > 1:  # scripts of wide characters have no spaces: each is a word
+                self._word, self._width = "", 0
+            if self._column + self._gap + cells > limit and self._column > self._width:
+                erase = f"\x1b[{self._width}D\x1b[K" if self._width else ""
+                shown.append(f"{erase}\n{self._word}")
+                self._column, self._gap = self._width, 0
+            shown.append(" " * self._gap + character)
+            self._column += self._gap + cells
+            self._gap = 0
+            self._word, self._width = self._word + character, self._width + cells
+        return "".join(shown)
 
 
 class _Stop:
@@ -203,5 +255,5 @@ def tokens(ids: Sequence[int]) -> str:
 def say(lines: Iterable[str]) -> None:
     """Prints lines to stderr; in a terminal dimmed, so that answers stand out."""
     before, after = ("\x1b[2m", "\x1b[0m") if is_terminal(sys.stderr) else ("", "")
-    for line in lines:
+    for line in wrapped(lines) if before else lines:
         print(f"{before}{line}{after}" if line else line, file=sys.stderr, flush=True)

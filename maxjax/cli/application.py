@@ -31,7 +31,7 @@ COMMANDS = {
     "generate": ("generate.generate", "generate text with a language model"),
     "chat": ("chat.chat", "chat with a language model"),
     "bench": ("bench.bench", "measure the speed of a language model against its limit"),
-    "eval": ("evaluate.evaluate", "measure how well a language model predicts a text"),
+    "eval": ("evaluate.evaluate", "measure the perplexity of a language model on a text"),
     "inspect": ("inspect.inspect", "list the tensors of a checkpoint; reads headers only"),
     "verify": ("inspect.verify", "read all of a checkpoint and check its checksums"),
     "convert": ("convert.convert", "write a checkpoint in another format, dtype or number of files"),
@@ -63,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    given = sys.argv[1:] if argv is None else argv
     with stoppable():
-        parser = _parser(sys.argv[1:] if argv is None else argv)
-        options, rest = parser.parse_known_args(argv)
+        parser = _parser(given)
+        if not given:
+            # On stdout as git's, for `maxjax | less`; not 0, so that no script takes it for success.
+            parser.print_help()
+            return 2
+        options, rest = parser.parse_known_args(given)
     if rest:  # reported by the subcommand, which knows its options
         options.error(f"unrecognized arguments: {' '.join(rest)}{options.like(rest[0])}")
     if is_terminal(sys.stderr):
@@ -85,7 +90,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        print(f"maxjax: {explain(error)}", file=sys.stderr)
+        print(f"maxjax: {explain(error, options.option_for)}", file=sys.stderr)
         return 1
     return getattr(options, "code", 0)
 
@@ -155,6 +160,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         module = import_module(f"{__package__}.{file}")
         run = getattr(module, function)
         command = commands.add_parser(name, parents=[debug], help=text, description=run.__doc__)
-        command.set_defaults(run=run, error=command.error, like=command.like)
+        command.set_defaults(
+            run=run, error=command.error, like=command.like, option_for=command.option_for
+        )
         getattr(module, f"{function}_arguments")(command)
     return parser

@@ -117,7 +117,7 @@ class _Chat:
                     raise
                 self._failed = True
                 hint = " (/help shows the commands)" if self._terminal else ""
-                say([f"maxjax: {explain(error)}{hint}"])
+                say([f"maxjax: {explain(error, self._options.option_for)}{hint}"])
         return int(self._failed and not self._terminal)
 
     def _greet(self) -> None:

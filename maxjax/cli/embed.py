@@ -108,15 +108,10 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
         from ..engine.load import load
 
         model, tokenizer = load(options.model, dtype=options.dtype)
-    try:
-        embeddings = embed_texts(
-            model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
-            pooling=options.pooling, prompt_name=options.prompt_name, truncate_dim=options.truncate_dim,
-        )  # [n, d] float32  # fmt: skip
-    except UserInputError as error:
-        text = str(error).replace("truncate=True", "--truncate").replace("pooling='", "--pooling '")
-        text = text.replace("truncate_dim is", "--truncate-dim is")
-        raise UserInputError(text) from error
+    embeddings = embed_texts(
+        model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
+        pooling=options.pooling, prompt_name=options.prompt_name, truncate_dim=options.truncate_dim,
+    )  # [n, d] float32  # fmt: skip
     if options.output is None:
         return _lines(texts, embeddings)
     from ..storage.save.durable import replace_file

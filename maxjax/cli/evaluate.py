@@ -15,8 +15,8 @@ from .terminal import decoded
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("measure", choices=["perplexity"],
-                        help="perplexity: how well the model predicts a text")  # fmt: skip
+    parser.add_argument("measure", nargs="?", choices=["perplexity"], default="perplexity",
+                        help="perplexity, the default: how well the model predicts a text")  # fmt: skip
     parser.add_argument(
         "--text",
         required=True,

@@ -26,8 +26,10 @@ from .terminal import decoded
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT",
-                        help="the prompt; -, or no argument, reads stdin")  # fmt: skip
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT",
+                        help="the prompt: all words together are one; -, or no argument, reads stdin."
+                        " For several prompts, run the command for each, or give maxjax chat a line"
+                        " of stdin for each turn")  # fmt: skip
     parser.add_argument("--file", type=file_path, help="read the prompt from a file")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--raw", "--no-chat", action="store_const", const=False, dest="chat",
@@ -88,7 +90,7 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
 
 def _prompt(options: argparse.Namespace) -> str:
     """The prompt from the arguments, a file or stdin; a final newline of the last two is removed."""
-    given = options.prompt
+    given = " ".join(options.prompt) if options.prompt else None
     if options.file is not None:
         if given is not None:
             options.error("a PROMPT and --file are both given: leave one out")

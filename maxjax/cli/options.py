@@ -52,6 +52,17 @@ class Parser(argparse.ArgumentParser):
             return ""
         return f": did you mean --{like.replace('_', '-')}?"
 
+    def option_for(self, argument: str, value: str) -> str | None:
+        """Return the option that sets an argument of a Python function; None if there is none."""
+        for action in self._actions:
+            # model=8 is the size of an axis of a mesh; functions take the path of a model by position.
+            if action.dest == argument != "model" and action.option_strings:
+                if action.nargs != 0:
+                    return f"{action.option_strings[0]} {value}".rstrip()
+                if value in ("", str(action.const)):
+                    return action.option_strings[0]
+        return None
+
 
 def import_jax() -> None:
     """Imports JAX and the modules that generate, with Ctrl-C deferred until afterwards.
@@ -202,6 +213,7 @@ def size(found: str) -> str:
     import_jax()
     from ..engine.plan.options import parse_bytes
 
+    _require_unit(found)
     return _checked(found, parse_bytes, r"^hbm=")
 
 
@@ -209,7 +221,17 @@ def shard_size(found: str) -> str:
     """The type of a size of files, such as 5GB."""
     from ..storage.safetensors.writer import size_in_bytes
 
+    _require_unit(found)
     return _checked(found, size_in_bytes, r"^max_shard_size(?:=| is )")
+
+
+def _require_unit(found: str) -> None:
+    """Raise if a size is a number alone: nobody means 80 bytes of memory by "80"."""
+    if re.fullmatch(r"[0-9.]+", found):
+        number = _short(found)
+        raise argparse.ArgumentTypeError(
+            f"{number} has no unit: write {number}GiB, or {number}B for bytes"
+        )
 
 
 def dtype(found: str) -> str:

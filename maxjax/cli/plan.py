@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ..columns import Table
 from .options import dtype, float_type, mesh, positive, size, topology
+from .terminal import as_options
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,4 +67,7 @@ def plan(options: argparse.Namespace) -> Iterable[str | Table]:
         device=options.device, compile=options.compile,
     )  # fmt: skip
     options.code = int(found.fits is False)
-    return [json.dumps(found.as_dict(), indent=1)] if options.json else parts(found)
+    if options.json:
+        return [json.dumps(found.as_dict(), indent=1)]
+    return [as_options(part, options.option_for) if isinstance(part, str) else part
+            for part in parts(found)]  # fmt: skip

@@ -56,17 +56,11 @@ def rerank(options: argparse.Namespace) -> Iterable[str]:
         from ..engine.rerank import rerank as scores_of
 
         model, tokenizer = load(options.model, dtype=options.dtype)
-    try:
-        scores = scores_of(
-            model, tokenizer, options.query, documents, batch_size=options.batch_size,
-            truncate=options.truncate, activation=options.activation, template=options.template,
-            answers=None if options.answers is None else tuple(options.answers),
-        )  # [n] float32  # fmt: skip
-    except UserInputError as error:
-        text = str(error)
-        for option in ("truncate=True", "template=", "answers="):
-            text = text.replace(option, "--" + option.split("=")[0])
-        raise UserInputError(text) from error
+    scores = scores_of(
+        model, tokenizer, options.query, documents, batch_size=options.batch_size,
+        truncate=options.truncate, activation=options.activation, template=options.template,
+        answers=None if options.answers is None else tuple(options.answers),
+    )  # [n] float32  # fmt: skip
     best = (-scores).argsort(kind="stable")[: options.top]
     return (
         json.dumps(

@@ -7,6 +7,7 @@ colours. rich is imported for a terminal only.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -32,16 +33,61 @@ def lines(parts: Iterable[str | Table]) -> Iterator[str]:
 def show(parts: Iterable[str | Table]) -> None:
     """Writes text and tables to stdout; tables by rich in a terminal that is wide enough.
 
-    In a narrower one rich would fold names, which could not be copied any more.
+    In a narrower one rich would fold names, which could not be copied any more: each row becomes a
+    paragraph.
     """
     console = _console() if is_terminal(sys.stdout) else None
     for part in parts:
         if isinstance(part, Table) and console is not None and _width(part) <= console.width:
             console.print(_drawn(part))
+            continue
+        if isinstance(part, Table) and console is not None:
+            found = wrapped(map(printable, paragraphs(part)), console.width)
         else:
-            for line in lines([part]):
-                sys.stdout.write(printable(line, keep="\n\t") + "\n")
+            found = lines([part])
+        for line in found:
+            sys.stdout.write(printable(line, keep="\n\t") + "\n")
     sys.stdout.flush()
+
+
+def wrapped(texts: Iterable[str], width: int | None = None) -> Iterator[str]:
+    """Break lines of text between words, at the width of the terminal or of so many columns.
+
+    Example:
+        >>> list(wrapped(["  one two three"], 11))
+        ['  one two', '    three']
+    """
+    import textwrap
+
+    width = width or shutil.get_terminal_size().columns
+    for line in texts:
+        if len(line) <= width:
+            yield line
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        yield from textwrap.wrap(
+            line, max(width, len(indent) + 1), subsequent_indent=indent, tabsize=8,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+
+
+def paragraphs(table: Table) -> Iterator[str]:
+    """Return each row of a table as its first cell, and a line with the titles and values of the others.
+
+    Example:
+        >>> list(paragraphs(Table([["name", "dtype", "bytes"], ["w", "int8", "4"]], right={2})))
+        ['w', '  dtype int8  bytes 4']
+    """
+    titles, rows = table.rows[: table.titles], table.rows[table.titles :]
+    names = [" ".join(filter(None, column)) for column in zip(*titles, strict=True)]
+    names = names or [""] * max(map(len, rows), default=0)
+    for first, *others in rows:
+        yield first
+        cells = [
+            f"{name} {cell}".strip() for name, cell in zip(names[1:], others, strict=True) if cell
+        ]
+        if cells:
+            yield f"{' ' * (len(first) - len(first.lstrip()))}  {'  '.join(cells)}"
 
 
 def _console() -> Any:

@@ -25,26 +25,48 @@ EXPECTED = (
     FloatingPointError, MissingCompilerError,
 )  # fmt: skip
 
-# Arguments that messages name, and whose options have the same names.
-_ARGUMENT = re.compile(r"\b(max_new_tokens|context|stride|chunk|cache_dtype)=(?=\d|'|$)")
+# A call, which stays as it is, or an argument with or without a value, as in overwrite=True.
+_ARGUMENT = re.compile(r"[\w.]+\([^()]*\)|(?<![^\s(])([a-z_]+)=('[^']*'|[\w-]*)(?![^\s.,;:)])")
+OptionFor = Callable[[str, str], str | None]
 
 
-def explain(error: Exception) -> str:
-    """The error in one line.
+def as_options(text: str, option_for: OptionFor) -> str:
+    """Replace the arguments of Python functions that a text names by a command's options.
+
+    Args:
+        text: a message or a note.
+        option_for: returns the option for the name and value of an argument, or None.
+
+    Example:
+        >>> option = {"overwrite": "--overwrite"}
+        >>> as_options("a.gguf exists: pass overwrite=True", lambda name, value: option.get(name))
+        'a.gguf exists: pass --overwrite'
+    """
+
+    def option(found: re.Match[str]) -> str:
+        return (found[1] and option_for(found[1], found[2].strip("'"))) or found[0]
+
+    return _ARGUMENT.sub(option, text)
+
+
+def explain(error: Exception, option_for: OptionFor | None = None) -> str:
+    """Return the message of an error in one line.
+
+    Args:
+        error: what a command raised.
+        option_for: as of ``as_options``; None leaves the names of arguments.
 
     Example:
         >>> explain(UserInputError("no such option"))
         'no such option'
-        >>> explain(UserInputError("context=600 is too large"))
-        '--context 600 is too large'
         >>> explain(FileNotFoundError(2, "No such file or directory", "a.txt"))
         'a.txt: No such file or directory'
         >>> explain(KeyError("x"))
         "unexpected KeyError: 'x' (--debug shows where)"
     """
     message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, UserInputError):
-        message = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} ", message).rstrip()
+    if option_for is not None and isinstance(error, EXPECTED):
+        message = as_options(message, option_for)
     if isinstance(error, OSError) and error.filename and message.startswith("[Errno"):
         message = f"{os.fsdecode(error.filename)}: {error.strerror}"
     message = printable(message)

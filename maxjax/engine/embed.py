@@ -95,7 +95,7 @@ def embed(
     for name in unknown:
         raise unknown_argument(embed, name)
     if truncate_dim is not None and not is_count(truncate_dim):
-        raise UserInputError(f"truncate_dim is a number from 1 on, not {str(truncate_dim)[:60]}")
+        raise UserInputError(f"truncate_dim={str(truncate_dim)[:60]} must be at least 1")
     with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
@@ -112,7 +112,7 @@ def embed(
 def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.ndarray:
     width = vectors.shape[1]
     if count > width:
-        raise UserInputError(f"truncate_dim is a number from 1 to {width}, not {str(count)[:60]}")
+        raise UserInputError(f"truncate_dim={str(count)[:60]} must be from 1 to {width}")
     vectors = np.ascontiguousarray(vectors[:, :count])
     return unit(vectors) if normalize else vectors
 

@@ -25,6 +25,7 @@ from ..errors import (
     CheckpointIncompleteError,
     CheckpointMissingError,
     UserInputError,
+    closest,
     some,
 )
 from ..paths import local_path
@@ -305,7 +306,8 @@ def find_model(
         single = isinstance(name, str) and re.fullmatch(_PART, name, re.ASCII)
         raise CheckpointMissingError(
             "no such file or directory", path=path,
-            hint="Check the path; a name on the Hugging Face hub has two parts: org/name." if single else None,
+            hint=f"Did you mean '{TINY}', the model in the package?" if _means_tiny(name)
+            else "Check the path; a name on the Hugging Face hub has two parts: org/name." if single else None,
         )  # fmt: skip
     if filename is not None and found.file not in (None, filename):
         raise UserInputError(
@@ -326,10 +328,15 @@ def checkpoint_path(given: Any) -> str:
         'nowhere/model.gguf'
     """
     given = getattr(given, "_path", given)  # of Weights
-    is_name = isinstance(given, str) and (given == TINY or hub_name(given) is not None)
+    is_name = isinstance(given, str) and (_means_tiny(given) or hub_name(given) is not None)
     if is_name and not _exists(Path(local_path(given))):
         return os.fspath(find_model(given))
     return local_path(given)
+
+
+def _means_tiny(name: Any) -> bool:
+    """Return whether a name is that of the model in the package, or a misspelling of it."""
+    return isinstance(name, str) and closest(name, [TINY]) is not None
 
 
 def _exists(path: Path) -> bool:

@@ -15,7 +15,10 @@ import safetensors
 import safetensors.numpy
 
 from maxjax.checkpoint import save
+from maxjax.cli.options import Parser
+from maxjax.cli.terminal import as_options
 from maxjax.errors import CheckpointMissingError
+from maxjax.storage.hub import find_model
 
 from .models import here
 
@@ -115,6 +118,43 @@ def test_help_names_the_commands():
     assert all(command in out for command in ("inspect", "embed", "env"))
 
 
+def test_no_command_prints_the_help():
+    """On stdout, as git's; scripts see by the code that nothing was done."""
+    done = here()
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == succeeds("--help")
+
+
+def test_errors_name_the_options_of_the_command(tmp_path):
+    target = tmp_path / "m.gguf"
+    target.touch()
+    message = fails("convert", find_model("tiny"), target)
+    assert "pass --overwrite to replace it" in message and "overwrite=" not in message
+    assert "pass --pooling lasttoken or --pooling mean" in fails("embed", "--model", "tiny", "x")
+    assert "pass --batch and --length" in succeeds("plan", "tiny", "--device", "h200:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("context=600 is too large", "--context 600 is too large"),
+        ("pass chat=False", "pass --raw"),
+        ("pass chat=True, or not", "pass --chat, or not"),
+        ("use maxjax.load(path, chat=False)", "use maxjax.load(path, chat=False)"),  # is Python
+        ("--mesh model=4 needs 4 devices", "--mesh model=4 needs 4 devices"),  # an axis
+        ("context=1/m.gguf: no such file", "context=1/m.gguf: no such file"),  # a path
+        ("pass cast=True", "pass cast=True"),  # the command has no such option
+    ],
+)
+def test_arguments_become_options(text, expected):
+    parser = Parser()
+    parser.add_argument("--raw", action="store_const", const=False, dest="chat")
+    parser.add_argument("--chat", action="store_const", const=True)
+    parser.add_argument("--context")
+    parser.add_argument("--model")
+    assert as_options(text, parser.option_for) == expected
+
+
 def test_help_where_the_locale_has_no_such_characters():
     done = maxjax("generate", "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "AXIS=N,…" in done.stdout, done.stderr
@@ -137,7 +177,6 @@ def test_version():
 @pytest.mark.parametrize(
     "arguments",
     [
-        (),
         ("nosuch",),
         ("inspect",),
         ("inspect", "--nosuch", "x"),

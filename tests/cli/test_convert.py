@@ -216,6 +216,7 @@ def test_an_architecture_without_names(run, source, tmp_path):
         (["--dtype", "nosuch"], "nosuch"),
         (["--quantize", "q4_k"], "for GGUF files"),
         (["--max-shard-size=-3"], "-3"),
+        (["--max-shard-size", "1.5"], "1.5 has no unit: write 1.5GiB"),
     ],
 )
 def test_wrong_usage_is_2(run, source, options, says):

@@ -73,6 +73,7 @@ def test_the_text_and_a_newline(generate, ours, tmp_path):
     n = ("--max-new-tokens", 12)
     assert generate("hello", *n) == text + "\n"
     assert generate(*n, stdin="hello\n") == text + "\n"
+    assert generate("he", "llo", *n) == ours("he llo", max_new_tokens=12) + "\n"
     assert generate("-", *n, stdin="hello") == text + "\n"
     (tmp_path / "prompt").write_bytes(b"hello\r\n")
     assert generate("--file", tmp_path / "prompt", *n) == text + "\n"
@@ -273,7 +274,7 @@ def test_wrong_input_is_one_line(fails, arguments, says):
 )
 def test_wrong_usage_is_two_lines_and_2(fails, arguments, says):
     first, second = fails("x", *arguments, code=2).splitlines()
-    assert first == "usage: maxjax generate [OPTIONS] [PROMPT]   (--help lists the options)"
+    assert first == "usage: maxjax generate [OPTIONS] [PROMPT ...]   (--help lists the options)"
     assert second.startswith("maxjax generate: error: ") and says in second
 
 

@@ -59,6 +59,7 @@ def test_a_model_that_maxjax_has(minilm):
         (("--mesh", "model=0"), "positive"),
         (("--mesh", "rows=8"), "'rows'"),
         (("--hbm", "much"), "80GB or 16GiB"),
+        (("--hbm", "80"), "80 has no unit: write 80GiB, or 80B for bytes"),
         (("--dtype", "bf17"), "bf17"),
         (("--batch", "1"), "length"),
         (("--batch", "-1", "--length", "1"), "argument --batch: -1"),

@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from maxjax.cli import bars, tables
+from maxjax.cli import answer, bars, tables
 from maxjax.columns import Table
 from maxjax.progress import Task
 from maxjax.storage.hub import find_model
@@ -55,11 +55,76 @@ def test_a_terminal_gets_titles_in_bold(capsys, terminal):
     assert [row.split() for row in rows] == ROWS[1:]  # no markup of rich's is in a name
 
 
-@pytest.mark.parametrize(("columns", "term"), [(30, "xterm"), (80, "dumb")])
-def test_names_are_never_folded(capsys, terminal, columns, term):
-    terminal(columns, term)
+def test_a_dumb_terminal_gets_plain_text(capsys, terminal):
+    terminal(80, "dumb")
     tables.show([Table(ROWS, right={1})])
     assert capsys.readouterr().out.split("\n") == [*PLAIN, ""]
+
+
+def test_a_narrow_terminal_gets_a_paragraph_for_each_row(capsys, terminal):
+    """Names are not folded, so that they can be copied."""
+    terminal(30)
+    rows = [["name", "bytes", "file"], [ROWS[1][0], "360,448", "model.safetensors"], ["w", "4", ""]]
+    tables.show(["text that is longer than the line", Table(rows, right={1})])
+    assert capsys.readouterr().out.split("\n") == [
+        "text that is longer than the line",
+        "model.embed_tokens.weight",
+        "  bytes 360,448  file",
+        "    model.safetensors",
+        "w",
+        "  bytes 4",
+        "",
+    ]
+
+
+class Screen:
+    """What a terminal shows of text with newlines, spaces and the two codes that WordWrap writes."""
+
+    def __init__(self, columns):
+        self.columns, self.lines, self.column = columns, [""], 0
+
+    def write(self, text):
+        for code, count, character in re.findall(r"(\x1b\[(\d*)[DK])|(?s:(.))", text):
+            if code.endswith("D"):
+                self.column -= int(count)
+            elif code:
+                self.lines[-1] = self.lines[-1][: self.column]
+            elif character == "\n" or self.column == self.columns:
+                self.lines.append("" if character == "\n" else character)
+                self.column = len(self.lines[-1])
+            else:
+                assert self.column == len(self.lines[-1])
+                self.lines[-1] += character
+                self.column += 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_answers_break_between_words(size):
+    """As textwrap does it, whatever the pieces; newlines, indents and long words stay."""
+    text = (
+        "The quick brown fox jumps over the lazy dog.\n\n    for word in words: print(word)\n"
+        "https://example.com/a/word/longer/than/the/line and more  text"
+    )
+    wrap, screen = answer.WordWrap(lambda: 21), Screen(21)
+    for i in range(0, len(text), size):
+        screen.write(wrap(text[i : i + size]))
+    assert [line.rstrip() for line in screen.lines] == [
+        "The quick brown fox",
+        "jumps over the lazy",
+        "dog.",
+        "",
+        "    for word in",
+        "words: print(word)",
+        "https://example.com/a",
+        "/word/longer/than/the",
+        "/line",
+        "and more  text",
+    ]
+
+
+def test_control_characters_of_answers_are_escaped_and_wide_ones_break_anywhere():
+    assert answer.WordWrap(lambda: 80)("a\x1b[2J") == "a\\x1b[2J"
+    assert answer.WordWrap(lambda: 7)("猫猫猫猫") == "猫猫猫\n猫"
 
 
 def test_a_bar_of_a_command():

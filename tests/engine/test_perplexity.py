@@ -280,7 +280,7 @@ def test_the_command(tmp_path, capsys):
 
     text = stories(0, 2)
     (tmp_path / "text").write_text(text)
-    run = lambda *more: main(["eval", "perplexity", "--text", str(tmp_path / "text"), *more])
+    run = lambda *more: main(["eval", "--text", str(tmp_path / "text"), *more])
     expected = perplexity(*maxjax.load(TINY), text, context=64, stride=16, batch_size=3)
     options = ["--context", "64", "--stride", "16", "--batch", "3"]
     assert run(*options) == 0

@@ -107,9 +107,7 @@ def convert(
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
     if importance is not None and encoding is None:
-        raise UserInputError(
-            "an importance matrix is for quantising: give quantize= (--quantize) too"
-        )
+        raise UserInputError("an importance matrix is for quantising: pass quantize= too")
     if importance is not None and not isinstance(importance, Importance):
         importance = load_importance(importance)
     is_single = kind == "safetensors" and _is_file(target)
@@ -214,7 +212,7 @@ def _check_destination(
     if replaced and not overwrite:
         raise UserInputError(
             f"{target}: there is {some(replaced, 3)} already: name another destination, or pass "
-            "overwrite=True (--overwrite) to replace it"
+            "overwrite=True to replace it"
         )
 
 

@@ -412,8 +412,14 @@ class Decoder(Scored, PretrainedModel):
         if not isinstance(given, jax.Array):
             given = np.asarray(given)
         if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer) or 0 in given.shape:
+            hint = ""
+            if given.dtype.kind in "US":
+                hint = ": maxjax.generate(model, tokenizer, text) answers a text"
+            elif given.ndim == 1:
+                hint = ": put one sequence in brackets, [ids]"
             raise UserInputError(
-                f"token ids are integers [B, T], at least one, not {given.dtype} of shape {given.shape}"
+                "expected integer token ids of shape [batch, tokens], at least one, got "
+                f"{'text' if given.dtype.kind in 'US' else given.dtype} of shape {given.shape}{hint}"
             )
         if cache is not None and cache.batch != given.shape[0]:
             raise UserInputError(

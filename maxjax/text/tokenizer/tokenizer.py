@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...elsewhere import TOKENIZER_METHODS
 from ...errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -129,6 +130,13 @@ class Tokenizer:
             "a tokenizer of maxjax is not called: tokenizer.encode(text) returns token ids, and "
             "tokenizer.batch(texts) the padded ids of several texts"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; for names of transformers' tokenizers it says what to write."""
+        if name in TOKENIZER_METHODS:
+            what = f"'Tokenizer' object has no attribute '{name}': {TOKENIZER_METHODS[name]}"
+            raise AttributeError(what, name=name, obj=self)
+        return object.__getattribute__(self, name)  # the usual error, or that of a property
 
     # A copy shares the backend and its lock; an unpickled tokenizer has its own of both.
 

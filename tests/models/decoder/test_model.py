@@ -362,7 +362,7 @@ def test_on_one_device_of_eight():
 @pytest.mark.parametrize(
     ("ids", "found"),
     [
-        ([1, 2], r"\[B, T\]"), ([[1.0]], "float"), ([[]], r"\(1, 0\)"),
+        ([1, 2], r"of shape \(2,\): put one"), ([[1.0]], "float"), ([[]], r"\(1, 0\)"),
         ([[VOCAB]], f"{VOCAB} is outside the vocabulary"),
         ([[-1]], "-1 is outside the vocabulary of 48"),
     ],
