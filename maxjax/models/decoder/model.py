@@ -412,14 +412,13 @@ class Decoder(Scored, PretrainedModel):
         if not isinstance(given, jax.Array):
             given = np.asarray(given)
         if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer) or 0 in given.shape:
-            hint = ""
+            found = f"{given.dtype} of shape {given.shape}"
             if given.dtype.kind in "US":
-                hint = ": maxjax.generate(model, tokenizer, text) answers a text"
+                found = "text: maxjax.generate(model, tokenizer, text) answers it"
             elif given.ndim == 1:
-                hint = ": put one sequence in brackets, [ids]"
+                found += ": put one sequence in brackets, [ids]"
             raise UserInputError(
-                "expected integer token ids of shape [batch, tokens], at least one, got "
-                f"{'text' if given.dtype.kind in 'US' else given.dtype} of shape {given.shape}{hint}"
+                f"expected integer token ids of shape [batch, tokens], at least one, got {found}"
             )
         if cache is not None and cache.batch != given.shape[0]:
             raise UserInputError(
