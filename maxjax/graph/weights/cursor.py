@@ -7,6 +7,7 @@ or a Module loads them. All cursors of one checkpoint share its open files.
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from ...errors import CheckpointError, closest, differs
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row
 from ...storage import TensorTable, open_checkpoint
+from ...storage.boxes import whole
+from ...storage.files import aligned_empty
 from ...storage.limits import in_force
 from ...storage.parts import Part, read_parts
 from ...storage.save.beside import Beside
@@ -30,7 +33,7 @@ from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from ..weight.weight import Weight
 from .rows import table_row
-from .weight_data import WeightData, as_leaf
+from .weight_data import PartSource, WeightData, as_leaf
 
 # Names of methods: a tensor of such a name is reached by index, weights["data"].
 RESERVED_NAMES = (
@@ -45,6 +48,10 @@ RESERVED_NAMES = (
     "name",
 )
 """Names of tensors that are methods of Weights too: ``weights["name"]`` reaches these tensors."""
+
+
+# A stacked array with more layers than this is not a LayerStack's.
+MOST_LAYERS = 1 << 20
 
 
 class _FullName(str):
@@ -226,9 +233,14 @@ class FileWeights(Rendered):
         return {name[skip:]: name for name in self._below()}
 
     def _named_data(self) -> Iterator[tuple[str, WeightData]]:
-        """Every tensor at or below this position by its relative name, for a Module to load."""
+        """Every tensor at or below this position by its relative name, for a Module to load.
+
+        A stacked array ``layers.*.w``, as orbax writes the leaf of a LayerStack, is the tensors of its layers.
+        """
+        layers = _Layers(self._family)
         for relative, name in self._relative().items():
-            yield relative, self._at(name)._lazy_data()
+            data = self._at(name)._lazy_data()
+            yield from layers.named(relative, data).items() or ((relative, data),)
 
     def data(self) -> WeightData:
         """The tensor of this name, which is read when its ``data`` is accessed.
@@ -364,6 +376,58 @@ class FileWeights(Rendered):
 
 
 as_leaf(FileWeights)
+
+
+class _Layers(PartSource):
+    """The DataSource of single layers' tensors of stacked arrays: ``layers.1.w`` is ``layers.*.w[1]``."""
+
+    def __init__(self, source: CheckpointSource):
+        self._source = source
+        self._places: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def named(self, name: str, stack: WeightData) -> dict[str, WeightData]:
+        """The tensors of a stack by name; {} if the array is not one, or has elements of no layer."""
+        parts = name.split(".")
+        axes = [i for i, part in enumerate(parts) if part == "*"]
+        shape = [int(size) for size in stack.shape]
+        lead, inner = shape[: len(axes)], shape[len(axes) :]
+        if not axes or len(lead) < len(axes) or not 0 < math.prod(lead) <= MOST_LAYERS:
+            return {}
+        found = {}
+        for index in np.ndindex(*lead):
+            for axis, number in zip(axes, index, strict=True):
+                parts[axis] = str(number)
+            one = ".".join(parts)
+            self._places[one] = stack.name, index
+            found[one] = WeightData.lazy(self, one, stack._dtype, inner)
+        return found
+
+    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape."""
+        stack, index = self._places[name]
+        dtype, shape = self._source.stored(stack)
+        return dtype, shape[len(index) :]
+
+    def read_parts(self, parts: Sequence[Part]) -> int:
+        """Reads rectangular parts, each into its memory."""
+        wanted = []
+        for part in parts:
+            stack, index = self._places[part.name]
+            wanted.append(part._replace(
+                name=stack, region=(*((i, i + 1) for i in index), *part.region)
+            ))  # fmt: skip
+        return self._source.read_parts(wanted)
+
+    def read_many(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Reads several tensors; those of one stack together, since its chunks may be compressed."""
+        arrays, parts = {}, []
+        for name in names:
+            dtype, shape = self.stored(name)
+            memory = aligned_empty(math.prod(shape) * dtype.itemsize)
+            parts.append(Part(name, whole(shape), memory))
+            arrays[name] = memory.view(dtype).reshape(shape)
+        self.read_parts(parts)
+        return arrays
 
 
 class SafetensorWeights(FileWeights):

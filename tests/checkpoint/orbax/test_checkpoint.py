@@ -37,6 +37,7 @@ from maxjax.errors import (
 )
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.nn.layer import ExpertStack
 from maxjax.storage.boxes import whole
 from maxjax.storage.checksums import crc32_of_boxes
 from maxjax.storage.save.staging import Staging
@@ -186,6 +187,31 @@ def test_bytes_without_an_encoding_are_refused_for_a_quantised_weight(tmp_path):
     said = "'packed' is quantised as Q4_K in the model and not quantised in the checkpoint"
     with pytest.raises(CheckpointMismatchError, match=said):
         restore(tmp_path, Typed())
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
+def test_arrays_of_a_stack_that_orbax_itself_wrote(tmp_path, stacked):
+    import orbax.checkpoint as ocp
+
+    class Experts(nn.Module):
+        def __init__(self, stacked):
+            group = [nn.Linear(3, 2, "bfloat16", has_bias=True) for _ in range(3)]
+            self.experts = ExpertStack(group[0], 3) if stacked else nn.LayerList(group)
+
+    class Several(nn.Module):
+        def __init__(self, stacked):
+            group = [Experts(stacked) for _ in range(2)]
+            self.layers = nn.LayerStack(group) if stacked else nn.LayerList(group)
+            self.out = nn.Linear(2, 2)
+
+    model = maxjax.init(Several(True), jax.random.key(0))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "model", model)
+    weights = maxjax.load_weights(tmp_path / "model")
+    assert "layers.*.experts.*.weight" in weights
+    again = Several(stacked)
+    again.load_state_dict(weights)
+    assert_same(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.default("stack")
